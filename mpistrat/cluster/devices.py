@@ -1,0 +1,137 @@
+"""Device strings: "cpu:0", "gpu:1" and TensorFlow's spellings of them, and which devices a rank has."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Sequence
+
+from ..errors import DeviceError, explain
+from ..log import once
+
+__all__ = ["canonical", "check_devices", "count_gpus", "default_devices", "parse"]
+
+# Optional job/replica/task parts, then "cpu", "gpu:1", "/gpu:1" or "/device:GPU:1".
+_DEVICE = re.compile(
+    r"(?:/job:[a-z0-9_]+)?(?:/replica:[0-9]{1,9})?(?:/task:[0-9]{1,9})?/?(?:device:)?(cpu|gpu)(?::([0-9]{1,6}))?",
+    re.IGNORECASE,
+)
+_FORMS = "a device such as 'cpu:0', 'gpu:1' or '/device:GPU:1'"
+
+
+def parse(device: str) -> tuple[str, int]:
+    """Return the type ("cpu" or "gpu") and the index on this rank that a device string names. Not collective.
+
+    TensorFlow's spellings are understood; job, replica and task are dropped, since a rank names its own devices only.
+
+    Raises:
+        DeviceError: the string is malformed.
+
+    Example:
+        >>> parse("/job:worker/task:0/device:GPU:1")
+        ('gpu', 1)
+    """
+    match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+    if match is None:
+        raise DeviceError(explain("parse", "device", expected=_FORMS, got=f"{device!r:.80}"))
+    return match.group(1).lower(), int(match.group(2) or 0)
+
+
+def canonical(device: str) -> str:
+    """Return the one spelling of a device that this package uses. Not collective.
+
+    Raises:
+        DeviceError: the string is malformed.
+
+    Example:
+        >>> canonical("/device:GPU:1"), canonical("CPU")
+        ('gpu:1', 'cpu:0')
+    """
+    kind, index = parse(device)
+    return f"{kind}:{index}"
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that this process can use through CuPy; 0 without CuPy. Not collective."""
+    return _find_gpus()[0]
+
+
+def _find_gpus() -> tuple[int, str]:
+    """Return the number of usable GPUs and, where there is none, the reason and the remedy."""
+    # An empty list hides every GPU; CUDA need not be asked, nor CuPy imported.
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() == "":
+        return 0, "CUDA_VISIBLE_DEVICES is empty and hides every GPU: unset it, or list the GPUs in it"
+    if importlib.util.find_spec("cupy") is None:
+        return 0, "CuPy is not installed: pip install 'mpistrat[cuda12x]' or 'mpistrat[cuda13x]'"
+    try:
+        import cupy
+
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as error:  # CuPy reports a missing driver by its own exception types, a missing library by others
+        return 0, f"CuPy finds no usable GPU ({type(error).__name__}: {error}): check the driver with nvidia-smi"
+    return count, "" if count else "CuPy finds no GPU: ask the batch system for one, or check with nvidia-smi"
+
+
+def default_devices(local_rank: int, local_size: int) -> tuple[str, ...]:
+    """Return the devices that a rank takes when the user names none. Not collective.
+
+    A rank alone on its node takes every GPU; otherwise each takes the GPU of its rank on the node, and ranks share GPUs
+    where there are fewer GPUs than ranks. Without a GPU that CuPy can use: the CPU.
+
+    Args:
+        local_rank: this rank among the ranks of its node.
+        local_size: number of ranks on the node.
+    """
+    gpus = count_gpus()
+    if gpus == 0:
+        return ("cpu:0",)
+    if local_size == 1:
+        return tuple(f"gpu:{index}" for index in range(gpus))
+    # One visible GPU under CUDA_VISIBLE_DEVICES usually means that the launcher gave each rank its own.
+    bound_by_launcher = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if gpus < local_size and not bound_by_launcher and local_rank == 0:
+        once(logging.WARNING, f"{local_size} ranks on this node share {gpus} GPU(s): start as many ranks as GPUs")
+    return (f"gpu:{local_rank % gpus}",)
+
+
+def check_devices(devices: Sequence[str] | str, function: str = "check_devices") -> tuple[str, ...]:
+    """Return the devices in their canonical spelling after checking that this rank has them. Not collective.
+
+    CPU devices are logical: "cpu:0", "cpu:1", … may be named freely and each makes a replica.
+
+    Args:
+        devices: one device string or several.
+        function: the caller to name in an error.
+
+    Raises:
+        DeviceError: no device, a malformed one, one named twice, or a GPU that this rank does not see.
+    """
+    names = [devices] if isinstance(devices, str) else list(devices)
+    if not names:
+        raise DeviceError(explain(function, "devices", expected="at least one device", got="none"))
+    result = []
+    for name in names:
+        try:
+            kind, index = parse(name)
+        except DeviceError:
+            raise DeviceError(explain(function, "devices", expected=_FORMS, got=f"{name!r:.80}")) from None
+        if kind == "gpu":
+            _check_gpu(function, name, index)
+        result.append(f"{kind}:{index}")
+    if len(set(result)) < len(result):
+        raise DeviceError(explain(function, "devices", expected="each device once", got=", ".join(result)))
+    return tuple(result)
+
+
+def _check_gpu(function: str, name: str, index: int) -> None:
+    count, reason = _find_gpus()
+    if index >= count:
+        exist = f"gpu:0 to gpu:{count - 1}" if count > 1 else "gpu:0" if count == 1 else "no GPU"
+        remedy = reason or "Each rank counts its own visible GPUs from 0"
+        raise DeviceError(
+            explain(
+                function, "devices", expected=f"a device of this rank ({exist}, cpu:0)", got=repr(name), remedy=remedy
+            )
+        )

@@ -1,0 +1,89 @@
+"""What the launcher (mpiexec, srun) says in the environment, and whether MPI agrees with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from ..errors import ClusterError, explain
+
+__all__ = ["check_size", "launched_size"]
+
+# Variable -> launcher. Each is set for a task by what started it; an MPI's own launcher comes before srun.
+# SLURM_NTASKS is not among them: sbatch sets it for its script, which is one process and no task of srun.
+# PMIx itself has no variable that tells a size.
+_SIZE_VARIABLES = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpiexec",
+    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpiexec",
+    "PMI_SIZE": "the mpiexec of MPICH or a relative, or a PMI launcher",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "FLUX_JOB_SIZE": "flux run",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+
+
+def launched_size() -> tuple[int, str] | None:
+    """Return how many processes the launcher says it started, and the variable that says so. Not collective.
+
+    None if no launcher did, for instance in a batch script outside `srun`.
+    """
+    sizes = _launched_sizes()
+    return next(((size, name) for name, size in sizes.items()), None)
+
+
+def check_size(comm_size: int) -> None:
+    """Check that an MPI world of one rank is what the launcher meant. Not collective.
+
+    Args:
+        comm_size: size of MPI's COMM_WORLD.
+
+    Raises:
+        ClusterError: MPI sees one rank and the launcher started more: each process believes that it is rank 0 of 1.
+    """
+    sizes = _launched_sizes()
+    # Launchers may be nested (mpiexec -n 1 within a step of several tasks): it is enough that one of them meant 1.
+    if comm_size != 1 or not sizes or 1 in sizes.values():
+        return
+    name, size = next(iter(sizes.items()))
+    raise ClusterError(
+        explain(
+            "check_size",
+            "COMM_WORLD",
+            expected=f"{size} ranks, as {_SIZE_VARIABLES[name]} says ({name}={size})",
+            got=f"1: each process is alone as rank 0 of 1, with {_library()}",
+            remedy=_remedy(name),
+        )
+    )
+
+
+def _launched_sizes() -> dict[str, int]:
+    """Return the sizes that the known variables hold, in the order of the table; what is no count is left out."""
+    sizes = {}
+    for name in _SIZE_VARIABLES:
+        text = os.environ.get(name, "")
+        if text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0:
+            sizes[name] = int(text)
+    return sizes
+
+
+def _library() -> str:
+    """Name the MPI that mpi4py uses, if it is loaded."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None:
+        return "the MPI that mpi4py uses"
+    return f"mpi4py on {module.Get_library_version().strip().splitlines()[0].strip()[:60]}"
+
+
+def _remedy(name: str) -> str:
+    if name == "SLURM_STEP_NUM_TASKS":
+        return (
+            "srun and this MPI share no start-up protocol: use srun --mpi=pmix (Open MPI, newer MPICH) or --mpi=pmi2"
+            " (MPICH); srun --mpi=list shows what this SLURM has. For one process: srun -n 1"
+        )
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    beside = f": {mpiexec}" if mpiexec.exists() else ""
+    return (
+        "The launcher belongs to another MPI than the one mpi4py was loaded with: start with the mpiexec of the same"
+        f" MPI{beside}, or install mpi4py for the launcher's MPI"
+    )

@@ -1,0 +1,238 @@
+"""Where the ranks are: the communicators of the world, of a node and between nodes, and who holds which replica."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from .devices import check_devices, default_devices
+from .launcher import check_size
+from ..errors import DeviceError, LayoutError, MpistratError, explain
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Topology"]
+
+
+@final
+class Topology:
+    """The ranks of one strategy, their nodes and their devices. Make it with `create` (collective) or `single`.
+
+    Nodes are numbered densely in the order of their smallest rank. Replicas are numbered by rank, then by the order of
+    the rank's devices. Ranks of a node may be scattered over the world; ranks per node and devices per rank may differ.
+
+    Attributes:
+        comm: duplicate of the communicator that was passed, owned by this object; None after `single`.
+        intra: the ranks of this node, ordered by rank; None after `single`.
+        inter: one rank of each node (those with this rank's `local_rank`), ordered by node; None with a single node and
+            on ranks with `local_rank >= slices`.
+        rank, size: in `comm`.
+        local_rank, local_size: in `intra`.
+        node_index, num_nodes: this rank's node, and their number.
+        node_of: the node of each rank.
+        ranks_per_node: the number of ranks of each node.
+        slices: the smallest of `ranks_per_node`: into so many slices work is cut that every node shares.
+        devices: this rank's devices, one replica each.
+        num_local_replicas, num_replicas: replicas of this rank, and of all ranks.
+        replica_offset: number of the first replica of this rank.
+        replicas_per_rank, replicas_per_node: their number on each rank, and on each node.
+        first_local_replica_of_node: for each node the number of its first replica.
+        hostname: MPI's name of this node.
+        thread_level: the thread level that MPI granted (`MPI.THREAD_…`); 0 after `single`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        node_of: Sequence[int],
+        replicas_per_rank: Sequence[int],
+        devices: Sequence[str],
+        *,
+        comm: Any = None,
+        intra: Any = None,
+        inter: Any = None,
+        hostname: str = "",
+        thread_level: int = 0,
+    ) -> None:
+        """Derive the whole layout from what each rank told the others. Not collective; `create` calls it."""
+        self.comm, self.intra = comm, intra
+        self.inter: MPI.Intracomm | None = inter
+        self.hostname, self.thread_level = hostname, thread_level
+        self.rank, self.size = rank, len(node_of)
+        self.node_of = tuple(node_of)
+        self.num_nodes = max(self.node_of) + 1
+        self.node_index = self.node_of[rank]
+        self.ranks_per_node = tuple(self.node_of.count(node) for node in range(self.num_nodes))
+        self.local_rank = self.node_of[:rank].count(self.node_index)
+        self.local_size = self.ranks_per_node[self.node_index]
+        self.slices = min(self.ranks_per_node)
+        self.devices = tuple(devices)
+        self.num_local_replicas = len(self.devices)
+        self.replicas_per_rank = tuple(replicas_per_rank)
+        self.num_replicas = sum(self.replicas_per_rank)
+        offsets = list(accumulate(self.replicas_per_rank, initial=0))
+        self.replica_offset = offsets[rank]
+        self.replicas_per_node = tuple(
+            sum(self.replicas_per_rank[r] for r in self.ranks_of_node(node)) for node in range(self.num_nodes)
+        )
+        self.first_local_replica_of_node = tuple(offsets[self.node_of.index(node)] for node in range(self.num_nodes))
+
+    @classmethod
+    def create(
+        cls,
+        comm: MPI.Intracomm | None = None,
+        devices: Sequence[str] | str | None = None,
+        function: str = "Topology.create",
+    ) -> Topology:
+        """Find out where the ranks of a communicator are. Collective over `comm`; starts MPI if nobody has yet.
+
+        Args:
+            comm: an intracommunicator, duplicated here; default COMM_WORLD.
+            devices: this rank's devices; default: see `devices.default_devices`. Ranks may differ.
+            function: the public caller to name in errors.
+
+        Raises:
+            LayoutError: `comm` is no intracommunicator, is null, or MPI is not running.
+            ClusterError: MPI sees one rank, and the launcher started several.
+            DeviceError: on every rank, if the devices of any rank are wrong.
+        """
+        MPI = _running_mpi(function)
+        comm = _check_comm(MPI, comm, function)
+        own = comm.Dup()
+        # Errors shall reach Python as exceptions, whatever the handler of the user's communicator is.
+        own.Set_errhandler(MPI.ERRORS_RETURN)
+        intra = own.Split_type(MPI.COMM_TYPE_SHARED, key=own.rank)
+        held = [own, intra]
+        try:
+            return cls._exchange(MPI, own, intra, held, devices, function)
+        except MpistratError:  # raised on every rank, so that they can free together
+            for communicator in reversed(held):
+                communicator.Free()
+            raise
+
+    @classmethod
+    def _exchange(
+        cls, MPI: Any, own: Any, intra: Any, held: list[Any], devices: Sequence[str] | str | None, function: str
+    ) -> Topology:
+        leader = np.array([own.rank], np.int64)
+        intra.Bcast(leader, root=0)
+        error: DeviceError | None = None
+        try:
+            mine = check_devices(devices, function) if devices is not None else default_devices(intra.rank, intra.size)
+        except DeviceError as reason:
+            mine, error = (), reason
+        table = np.empty((own.size, 2), np.int64)
+        own.Allgather(np.array([leader[0], len(mine)], np.int64), table)
+        replicas = [int(n) for n in table[:, 1]]
+        if 0 in replicas:  # only a refused list is empty
+            _raise_everywhere(own, replicas.index(0), error)
+        leaders = sorted({int(rank) for rank in table[:, 0]})
+        node_of = [leaders.index(int(rank)) for rank in table[:, 0]]
+        inter = None
+        if len(leaders) > 1:
+            slices = min(node_of.count(node) for node in range(len(leaders)))
+            color = intra.rank if intra.rank < slices else MPI.UNDEFINED
+            inter = own.Split(color, key=node_of[own.rank])
+            inter = inter if inter != MPI.COMM_NULL else None
+            held += [inter] if inter is not None else []
+        return cls(
+            own.rank,
+            node_of,
+            replicas,
+            mine,
+            comm=own,
+            intra=intra,
+            inter=inter,
+            hostname=MPI.Get_processor_name(),
+            thread_level=MPI.Query_thread(),
+        )
+
+    @classmethod
+    def single(cls, devices: Sequence[str] | str = ("cpu:0",), function: str = "Topology.single") -> Topology:
+        """Return the topology of this process alone, without MPI: `comm`, `intra` and `inter` are None. Not collective.
+
+        Raises:
+            DeviceError: a device is malformed or not there.
+
+        Example:
+            >>> Topology.single(["cpu:0", "cpu:1"]).num_replicas
+            2
+        """
+        names = check_devices(devices, function)
+        return cls(0, [0], [len(names)], names, hostname=socket.gethostname())
+
+    def ranks_of_node(self, node: int) -> tuple[int, ...]:
+        """Return the ranks of a node in ascending order. Not collective."""
+        return tuple(rank for rank, where in enumerate(self.node_of) if where == node)
+
+    def close(self) -> None:
+        """Free the communicators. Collective the first time; later calls, and calls after MPI's end, do nothing."""
+        held = [comm for comm in (self.inter, self.intra, self.comm) if comm]  # a freed communicator is false
+        if not held:
+            return
+        from mpi4py import MPI
+
+        if not MPI.Is_finalized():
+            for comm in held:
+                comm.Free()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the communicators were freed; never true after `single`. Not collective."""
+        return self.comm is not None and not self.comm
+
+    def __enter__(self) -> Topology:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Topology(rank {self.rank} of {self.size}, rank {self.local_rank} of {self.local_size} on node"
+            f" {self.node_index} of {self.num_nodes}, devices {', '.join(self.devices)}, replicas {self.num_replicas})"
+        )
+
+
+def _running_mpi(function: str) -> Any:
+    """Import mpi4py's MPI, which starts MPI unless the program has or forbids it."""
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        raise LayoutError(explain(function, "comm", expected="a running MPI", got="one that was finalised"))
+    if not MPI.Is_initialized():
+        remedy = "mpi4py.rc.initialize is False: call MPI.Init_thread() first, or leave it True"
+        raise LayoutError(explain(function, "comm", expected="a running MPI", got="none", remedy=remedy))
+    return MPI
+
+
+def _check_comm(MPI: Any, comm: Any, function: str) -> Any:
+    expected = "an intracommunicator of mpi4py"
+    if comm is None:
+        comm = MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Comm):
+        raise LayoutError(explain(function, "comm", expected=expected, got=f"a {type(comm).__name__}"))
+    if comm == MPI.COMM_NULL:
+        remedy = "It was freed, or this rank is not a member: only the members of a communicator make the strategy"
+        raise LayoutError(explain(function, "comm", expected=expected, got="COMM_NULL", remedy=remedy))
+    if comm.Is_inter():
+        remedy = "Merge its two groups first: comm.Merge()"
+        raise LayoutError(explain(function, "comm", expected=expected, got="an intercommunicator", remedy=remedy))
+    if comm == MPI.COMM_WORLD:
+        check_size(comm.size)
+    return comm
+
+
+def _raise_everywhere(comm: Any, root: int, error: DeviceError | None) -> None:
+    """Raise, on every rank, the error of rank `root`. Collective."""
+    text = f"rank {root}: {error}".encode() if comm.rank == root else b""
+    length = np.array([len(text)], np.int64)
+    comm.Bcast(length, root=root)
+    buffer = np.frombuffer(text, np.uint8).copy() if comm.rank == root else np.empty(int(length[0]), np.uint8)
+    comm.Bcast(buffer, root=root)
+    raise DeviceError(buffer.tobytes().decode(errors="replace")) from error
