@@ -1,0 +1,83 @@
+"""Every error that mpistrat raises on purpose: one small tree, each leaf also a built-in error."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ClosedError",
+    "ClusterError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "ContextError",
+    "DeviceError",
+    "LayoutError",
+    "MissingDependencyError",
+    "MpistratError",
+    "PeerExitError",
+    "ShardError",
+    "SharedMemoryError",
+    "explain",
+]
+
+
+class MpistratError(Exception):
+    """Base of all errors of this package. Catch it to catch them all."""
+
+
+class ClusterError(MpistratError, ValueError):
+    """The description of the cluster (TF_CONFIG, SLURM, roles, launcher variables) is wrong or contradicts MPI."""
+
+
+class LayoutError(MpistratError, ValueError):
+    """The strategy does not fit the ranks and nodes it was given."""
+
+
+class DeviceError(MpistratError, ValueError):
+    """A device string is malformed, or names a device that this rank does not have."""
+
+
+class ContextError(MpistratError, RuntimeError):
+    """A call was made in the wrong context: scope, replica, cross-replica or update."""
+
+
+class CollectiveMismatchError(MpistratError, ValueError):
+    """Ranks entered the same collective with different operations, names, dtypes, shapes or values."""
+
+
+class CollectiveTimeoutError(MpistratError, TimeoutError):
+    """A rank did not arrive at a collective in time."""
+
+
+class PeerExitError(MpistratError, RuntimeError):
+    """A rank left the program while others were waiting for it in a collective."""
+
+
+class SharedMemoryError(MpistratError, MemoryError):
+    """The node's shared memory (/dev/shm) cannot hold what was asked for."""
+
+
+class ClosedError(MpistratError, RuntimeError):
+    """A strategy, or something that belonged to one, was used after `close()`."""
+
+
+class ShardError(MpistratError, OSError):
+    """An HDF5 shard is missing, damaged, or does not match its siblings."""
+
+
+class MissingDependencyError(MpistratError, ImportError):
+    """An optional library is needed for what was asked, and is not installed."""
+
+
+def explain(
+    function: str, argument: str, *, expected: str, got: object, remedy: str = "", rank: int | None = None
+) -> str:
+    """Return the text of an error about an argument, in this package's one form. Not collective.
+
+    Example:
+        >>> explain("Strategy.gather", "axis", expected="0 <= axis < 2", got=5)
+        'Strategy.gather: axis: expected 0 <= axis < 2, got 5'
+    """
+    where = f"{function}: {argument}: " if argument else f"{function}: "
+    text = f"{where}expected {expected}, got {got}"
+    if rank is not None:
+        text = f"rank {rank}: {text}"
+    return f"{text}. {remedy}" if remedy else text

@@ -1,0 +1,46 @@
+"""The package's log: one logger, whose lines carry the rank once it is known."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+
+__all__ = ["logger", "once", "set_rank", "setup"]
+
+logger = logging.getLogger("mpistrat")
+
+
+class _RankFilter(logging.Filter):
+    """Adds the rank to every record, so that a user's own format may show `%(rank)s`."""
+
+    rank: int | str = "-"
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = self.rank
+        return True
+
+
+_filter = _RankFilter()
+logger.addFilter(_filter)
+
+
+def set_rank(rank: int) -> None:
+    """Say which rank this process is; later lines carry it. Not collective."""
+    _filter.rank = rank
+
+
+@functools.lru_cache(maxsize=1)
+def setup(level: str = "warning") -> None:
+    """Give the logger a handler on stderr unless the program configured one. Not collective."""
+    logger.setLevel(level.upper())
+    if not logging.getLogger().handlers and not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("mpistrat %(levelname)s rank %(rank)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+@functools.lru_cache(maxsize=None)
+def once(level: int, message: str) -> None:
+    """Log a message the first time it is given, never again. Not collective."""
+    logger.log(level, message)

@@ -1,0 +1,139 @@
+"""Nested structures: list, tuple, namedtuple, mapping and dataclass are nodes; everything else, None included, is a leaf."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from .types import IndexedSlices
+
+__all__ = ["flatten", "is_nested", "map_structure", "pack_like", "paths"]
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, IndexedSlices))
+
+
+def is_nested(value: Any) -> bool:
+    """Return whether a value is a node of a structure rather than a leaf. Not collective.
+
+    Example:
+        >>> is_nested([1]), is_nested(1)
+        (True, False)
+    """
+    return isinstance(value, (list, tuple, Mapping)) or _is_dataclass(value)
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    """Key and child pairs; mappings in sorted key order, so that ranks agree whatever the insertion order."""
+    if isinstance(node, Mapping):
+        try:
+            return [(key, node[key]) for key in sorted(node)]
+        except TypeError:
+            return list(node.items())
+    if _is_dataclass(node):
+        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+    return list(enumerate(node))
+
+
+def _rebuild(node: Any, keys: list[Any], children: list[Any]) -> Any:
+    if isinstance(node, Mapping):
+        by_key = dict(zip(keys, children, strict=True))
+        ordered = {key: by_key[key] for key in node}
+        return ordered if type(node) is dict else type(node)(ordered)  # type: ignore[call-arg]
+    if _is_dataclass(node):
+        return dataclasses.replace(node, **dict(zip(keys, children, strict=True)))
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*children)
+    return type(node)(children) if type(node) in (list, tuple) else list(children)
+
+
+def flatten(structure: Any) -> list[Any]:
+    """Return the leaves of a structure, depth first. Not collective.
+
+    Example:
+        >>> flatten({"b": [1, 2], "a": 3})
+        [3, 1, 2]
+    """
+    if not is_nested(structure):
+        return [structure]
+    return [leaf for _, child in _children(structure) for leaf in flatten(child)]
+
+
+def paths(structure: Any, prefix: str = "") -> list[str]:
+    """Return a name for every leaf, in the order of `flatten`. Not collective.
+
+    Example:
+        >>> paths({"a": 3, "b": [1, 2]})
+        ["['a']", "['b'][0]", "['b'][1]"]
+    """
+    if not is_nested(structure):
+        return [prefix]
+    return [name for key, child in _children(structure) for name in paths(child, f"{prefix}[{key!r}]")]
+
+
+def pack_like(structure: Any, leaves: list[Any]) -> Any:
+    """Return a structure of the same form with other leaves, given in the order of `flatten`. Not collective.
+
+    Raises:
+        ValueError: when the number of leaves differs.
+
+    Example:
+        >>> pack_like({"b": [0, 0], "a": 0}, [3, 1, 2])
+        {'b': [1, 2], 'a': 3}
+    """
+    iterator = iter(leaves)
+    try:
+        packed = _pack(structure, iterator)
+    except StopIteration:
+        raise ValueError(f"pack_like: leaves: expected {len(flatten(structure))}, got {len(leaves)}") from None
+    if next(iterator, iterator) is not iterator:
+        raise ValueError(f"pack_like: leaves: expected {len(flatten(structure))}, got {len(leaves)}")
+    return packed
+
+
+def _pack(structure: Any, leaves: Iterator[Any]) -> Any:
+    if not is_nested(structure):
+        return next(leaves)
+    children = _children(structure)
+    packed = []
+    for _, child in children:
+        packed.append(_pack(child, leaves))
+    return _rebuild(structure, [key for key, _ in children], packed)
+
+
+def map_structure(function: Callable[..., Any], *structures: Any) -> Any:
+    """Return the structure of `function` applied to the leaves at each place. Not collective.
+
+    Raises:
+        ValueError: when the structures differ, naming the place.
+
+    Example:
+        >>> map_structure(lambda a, b: a + b, {"x": (1, 2)}, {"x": (10, 20)})
+        {'x': (11, 22)}
+    """
+    return _map(function, structures, "")
+
+
+def _map(function: Callable[..., Any], structures: tuple[Any, ...], path: str) -> Any:
+    first = structures[0]
+    if not is_nested(first):
+        for other in structures[1:]:
+            if is_nested(other):
+                raise ValueError(f"map_structure: at {path or 'the root'}: expected a leaf, got {type(other).__name__}")
+        return function(*structures)
+    children = [_children(s) if is_nested(s) else None for s in structures]
+    keys = [key for key, _ in children[0] or []]
+    for other, pairs in zip(structures[1:], children[1:], strict=True):
+        found = None if pairs is None else [key for key, _ in pairs]
+        if found != keys:
+            raise ValueError(
+                f"map_structure: at {path or 'the root'}: expected {type(first).__name__} with {keys}, "
+                f"got {type(other).__name__} with {found}"
+            )
+    mapped = [
+        _map(function, tuple(child for _, child in column), f"{path}[{column[0][0]!r}]")
+        for column in zip(*(pairs or [] for pairs in children), strict=True)
+    ]
+    return _rebuild(first, keys, mapped)

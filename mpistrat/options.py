@@ -1,0 +1,131 @@
+"""Settings: arguments parsed into frozen dataclasses, and the one table of environment variables.
+
+| variable | default | meaning |
+|---|---|---|
+| MPISTRAT_WARN_AFTER | 60 | seconds in a collective after which a warning names who is missing |
+| MPISTRAT_ABORT_AFTER | 600 | seconds after which a collective fails with an error |
+| MPISTRAT_CHECK_EVERY | 64 | between nodes, each how many collectives the ranks compare what they are doing |
+| MPISTRAT_SHARED_MEMORY | 1 | 0 keeps a private copy of the variables in every rank |
+| MPISTRAT_CHOOSER | | JSON file with a table for the chooser, in place of the one that ships |
+| MPISTRAT_LOG | warning | level of the package's log: debug, info, warning, error |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import explain
+from .types import CommunicationImplementation
+
+__all__ = ["CommunicationOptions", "Environment", "RunOptions"]
+
+
+def _number(env: Mapping[str, str], name: str, default: float, low: float) -> float:
+    text = env.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = low - 1
+    if not value >= low:
+        raise ValueError(explain("environment", name, expected=f"a number of at least {low:g}", got=repr(text)))
+    return value
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the environment variables of the table above say."""
+
+    warn_after: float = 60.0
+    abort_after: float = 600.0
+    check_every: int = 64
+    shared_memory: bool = True
+    chooser: str = ""
+    log: str = "warning"
+
+    @classmethod
+    def read(cls, env: Mapping[str, str] | None = None) -> Environment:
+        """Return the settings that environment variables give. Not collective.
+
+        Raises:
+            ValueError: naming the variable, when a value is not legal.
+
+        Example:
+            >>> Environment.read({"MPISTRAT_ABORT_AFTER": "5"}).abort_after
+            5.0
+        """
+        env = os.environ if env is None else env
+        shared = env.get("MPISTRAT_SHARED_MEMORY", "1")
+        if shared not in ("0", "1"):
+            raise ValueError(explain("environment", "MPISTRAT_SHARED_MEMORY", expected="0 or 1", got=repr(shared)))
+        level = env.get("MPISTRAT_LOG", "warning").lower()
+        if level not in ("debug", "info", "warning", "error"):
+            legal = "debug, info, warning or error"
+            raise ValueError(explain("environment", "MPISTRAT_LOG", expected=legal, got=repr(level)))
+        return cls(
+            warn_after=_number(env, "MPISTRAT_WARN_AFTER", 60.0, 0.001),
+            abort_after=_number(env, "MPISTRAT_ABORT_AFTER", 600.0, 0.001),
+            check_every=int(_number(env, "MPISTRAT_CHECK_EVERY", 64, 1)),
+            shared_memory=shared == "1",
+            chooser=env.get("MPISTRAT_CHOOSER", ""),
+            log=level,
+        )
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """How a reduction is carried out (TF: tf.distribute.experimental.CommunicationOptions). None means: not said here.
+
+    Args:
+        bytes_per_pack: largest number of bytes that are reduced in one call; 0 puts everything in one.
+        timeout_seconds: seconds after which the collective raises CollectiveTimeoutError.
+        implementation: the algorithm; AUTO lets the chooser decide.
+
+    Raises:
+        ValueError: for a negative size or a timeout that is not positive.
+    """
+
+    bytes_per_pack: int | None = None
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack is not None and self.bytes_per_pack < 0:
+            raise ValueError(explain("CommunicationOptions", "bytes_per_pack", expected="≥ 0", got=self.bytes_per_pack))
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise ValueError(
+                explain("CommunicationOptions", "timeout_seconds", expected="> 0", got=self.timeout_seconds)
+            )
+        if isinstance(self.implementation, str):
+            name = self.implementation.upper()
+            if name not in CommunicationImplementation.__members__:
+                legal = ", ".join(CommunicationImplementation.__members__)
+                raise ValueError(
+                    explain("CommunicationOptions", "implementation", expected=f"one of {legal}", got=repr(name))
+                )
+            object.__setattr__(self, "implementation", CommunicationImplementation[name])
+
+    def merge(self, override: CommunicationOptions | None) -> CommunicationOptions:
+        """Return these options with every field that the other one sets. Not collective.
+
+        Example:
+            >>> CommunicationOptions(bytes_per_pack=8).merge(CommunicationOptions(bytes_per_pack=0)).bytes_per_pack
+            0
+        """
+        if override is None:
+            return self
+        said = {f.name: getattr(override, f.name) for f in fields(override)}
+        return CommunicationOptions(
+            **{f.name: getattr(self, f.name) if said[f.name] is None else said[f.name] for f in fields(self)}
+        )
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `Strategy.run`, accepted for TF's programs; none has an effect here (there is no graph compiler)."""
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None

@@ -1,0 +1,99 @@
+"""The small closed vocabularies of the package: how values are reduced, how variables synchronise and aggregate."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "CommunicationImplementation",
+    "IndexedSlices",
+    "ReduceOp",
+    "VariableAggregation",
+    "VariableSynchronization",
+]
+
+
+class ReduceOp(enum.Enum):
+    """How values of several replicas become one (TF: tf.distribute.ReduceOp)."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def parse(cls, value: ReduceOp | str, function: str = "reduce") -> ReduceOp:
+        """Return the ReduceOp that a member or its name (in any case) stands for. Not collective.
+
+        Raises:
+            ValueError: for anything else, a VariableAggregation included.
+
+        Example:
+            >>> ReduceOp.parse("sum")
+            <ReduceOp.SUM: 'SUM'>
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        raise ValueError(f"{function}: reduce_op: expected ReduceOp.SUM or ReduceOp.MEAN, got {value!r}")
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are brought together (TF: tf.VariableSynchronization)."""
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(enum.Enum):
+    """How the replicas' values of one write become one value (TF: tf.VariableAggregation)."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which algorithm carries a reduction; AUTO lets the chooser's measured table decide."""
+
+    AUTO = "AUTO"
+    MPI = "MPI"
+    HIERARCHICAL = "HIERARCHICAL"
+    NCCL = "NCCL"
+
+
+@dataclass(frozen=True)
+class IndexedSlices:
+    """Rows of a larger array: `dense[indices[k]] += values[k]`, zero elsewhere (TF: tf.IndexedSlices).
+
+    Args:
+        values: array of shape (k, ...).
+        indices: integer array of shape (k,); duplicates add up.
+        dense_shape: shape of the array the rows belong to, or None where unknown.
+    """
+
+    values: Any
+    indices: Any
+    dense_shape: tuple[int, ...] | None = None
+
+    def to_dense(self) -> np.ndarray:
+        """Return the dense array; rows of equal index are summed. Not collective.
+
+        Raises:
+            ValueError: when dense_shape is unknown.
+
+        Example:
+            >>> IndexedSlices(np.ones((2, 1)), np.array([2, 2]), (3, 1)).to_dense().ravel().tolist()
+            [0.0, 0.0, 2.0]
+        """
+        if self.dense_shape is None:
+            raise ValueError("IndexedSlices.to_dense: dense_shape: expected a shape, got None")
+        dense = np.zeros(self.dense_shape, np.asarray(self.values).dtype)
+        np.add.at(dense, np.asarray(self.indices), np.asarray(self.values))
+        return dense

@@ -1,0 +1,49 @@
+"""Settings are parsed once, refused with their name and legal values, and merged field by field."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpistrat.options import CommunicationOptions, Environment
+from mpistrat.types import CommunicationImplementation, ReduceOp, VariableAggregation
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("MPISTRAT_WARN_AFTER", "soon"),
+        ("MPISTRAT_ABORT_AFTER", "-1"),
+        ("MPISTRAT_ABORT_AFTER", "nan"),
+        ("MPISTRAT_CHECK_EVERY", "0"),
+        ("MPISTRAT_SHARED_MEMORY", "yes"),
+        ("MPISTRAT_LOG", "loud"),
+    ],
+)
+def test_environment_names_the_variable(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected .*{text}"):
+        Environment.read({name: text})
+
+
+def test_environment_reads() -> None:
+    found = Environment.read({"MPISTRAT_SHARED_MEMORY": "0", "MPISTRAT_WARN_AFTER": "2.5", "MPISTRAT_LOG": "DEBUG"})
+    assert (found.shared_memory, found.warn_after, found.log) == (False, 2.5, "debug")
+    assert Environment.read({}) == Environment()
+
+
+def test_merge_takes_every_field_that_is_said() -> None:
+    base = CommunicationOptions(bytes_per_pack=100, timeout_seconds=3.0)
+    merged = base.merge(CommunicationOptions(bytes_per_pack=0, implementation="mpi"))
+    assert merged == CommunicationOptions(0, 3.0, CommunicationImplementation.MPI)
+    assert base.merge(None) is base
+
+
+@pytest.mark.parametrize("wrong", [{"bytes_per_pack": -1}, {"timeout_seconds": 0.0}, {"implementation": "TCP"}])
+def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        CommunicationOptions(**wrong)
+
+
+def test_reduce_op_parses_names_and_refuses_an_aggregation() -> None:
+    assert ReduceOp.parse("mean") is ReduceOp.MEAN
+    with pytest.raises(ValueError, match="expected ReduceOp"):
+        ReduceOp.parse(VariableAggregation.SUM)
