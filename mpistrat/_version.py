@@ -1,0 +1,3 @@
+"""The version of mpistrat, in the one place that says it."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,4 @@
+"""For tools that still look for setup.py; everything is said in pyproject.toml."""
+from setuptools import setup
+
+setup()

@@ -1,0 +1,247 @@
+"""Start a program on n MPI ranks, watch it, and end it without leaving a process behind.
+
+Knows the two MPIs and nothing of pytest. Every process of a job carries a mark in its environment, so that all of them are
+found again wherever they went: other sessions and process groups (both MPIs make some), other hosts of tests/integration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from integration.hosts import Hosts
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "MPISTRAT_TEST_JOB"
+# Each rank writes into files of its own; `exec` leaves no shell between the launcher and the program.
+RANK_SHELL = 'r=${PMI_RANK:-${PMIX_RANK:-0}}; ulimit -c 0; exec "$@" >"$0/$r.out" 2>"$0/$r.err"'
+
+
+@dataclass(frozen=True)
+class MpiEnv:
+    """One MPI to test under: a Python that has mpi4py, and the mpiexec that belongs to it."""
+
+    name: str
+    python: str
+    mpiexec: tuple[str, ...]
+    vendor: str
+
+    def command(self, ranks: int, hosts: Hosts | None = None) -> list[str]:
+        """The words that start `ranks` ranks of what follows them."""
+        if hosts is not None:
+            return hosts.mpiexec(self, ranks)
+        return [*self.mpiexec, *self.flags, "-n", str(ranks)]
+
+    @property
+    def flags(self) -> list[str]:
+        if "Open MPI" not in self.vendor or Path(self.mpiexec[0]).name not in ("mpiexec", "mpirun", "prterun"):
+            return []
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        return [*root, "--oversubscribe", "--bind-to", "none"]
+
+
+@functools.cache
+def mpi_env(python: str, name: str | None = None) -> MpiEnv:
+    """The MPI of a Python, asked in a process of its own: the asking one never starts MPI. LookupError where there is none."""
+    ask = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
+    reply = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=120)
+    if reply.returncode:
+        raise LookupError(f"{python} cannot import mpi4py.MPI: {(reply.stderr.strip().splitlines() or ['?'])[-1]}")
+    vendor = reply.stdout.strip()
+    beside = Path(os.path.abspath(python)).with_name("mpiexec")  # not resolved: python is a link in a virtual environment
+    words = str(beside) if beside.exists() else os.environ.get("MPIEXEC") or shutil.which("mpiexec")
+    if not words:
+        raise LookupError(f"no mpiexec beside {python}, in $MPIEXEC or on PATH")
+    short = {"MPICH": "mpich", "Open MPI": "openmpi"}.get(vendor, vendor.lower().replace(" ", ""))
+    return MpiEnv(name or short, python, tuple(shlex.split(words)), vendor)
+
+
+@dataclass
+class Result:
+    """What a job did. `returncode` is None where it had to be killed; `out` and `err` hold a text for each rank."""
+
+    returncode: int | None
+    out: list[str]
+    err: list[str]
+    launcher: str
+    seconds: float
+    timed_out: bool
+    leftover: list[str]
+
+    @property
+    def stdout(self) -> str:
+        return "".join(self.out)
+
+    @property
+    def stderr(self) -> str:
+        return "".join(self.err) + self.launcher
+
+    def __str__(self) -> str:
+        end = "killed after" if self.timed_out else f"exit status {self.returncode} after"
+        return f"{end} {self.seconds:.1f} s\n" + texts(self.out, self.err, self.launcher)
+
+
+def texts(out: Sequence[str], err: Sequence[str], launcher: str, tail: int = 6000) -> str:
+    """Everything the ranks and mpiexec wrote, each under its own heading, long texts by their ends."""
+    pieces = [(f"rank {r} {kind}", text) for r in range(len(out)) for kind, text in (("out", out[r]), ("err", err[r]))]
+    pieces.append(("mpiexec", launcher))
+    return "\n".join(f"---- {title}\n{text[-tail:].rstrip()}" for title, text in pieces if text.strip()) or "(no output)"
+
+
+class Job:
+    """A running `mpiexec`, in a session of its own, whose ranks write to files in `folder`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        ranks: int,
+        mpi: MpiEnv,
+        folder: Path,
+        *,
+        env: Mapping[str, str | None] | None = None,
+        hosts: Hosts | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.mark, self.ranks, self.folder, self.started = uuid.uuid4().hex, ranks, folder, time.monotonic()
+        with open(folder / "mpiexec", "w") as log:
+            self._process = subprocess.Popen(
+                [*mpi.command(ranks, hosts), "sh", "-c", RANK_SHELL, str(folder), *command],
+                env=job_environment(self.mark, env), cwd=cwd, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self, timeout: float) -> int | None:
+        """The exit status, or None where it still runs after `timeout` seconds."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def processes(self) -> list[int]:
+        """All living processes of this job, on every host of this machine."""
+        return marked(self.mark)
+
+    def leftover(self, patience: float = 2.0) -> list[str]:
+        """The command lines of what still lives `patience` seconds after the end."""
+        until = time.monotonic() + patience
+        while (alive := self.processes()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return [command_line(pid) for pid in alive]
+
+    def end(self, *, stacks: bool = False) -> None:
+        """Kill every process of the job; with `stacks` each rank first writes where its threads are to its stderr."""
+        if stacks:
+            self._write_stacks()
+        elif self._process.poll() is None:  # let mpiexec clear its shared memory and its session folder
+            self._process.terminate()
+            self.wait(1.5)
+        until = time.monotonic() + 10
+        while (alive := self.processes()) and time.monotonic() < until:
+            for pid in alive:
+                _kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
+
+    def _write_stacks(self) -> None:
+        """Python's fault handler writes all stacks on SIGABRT. mpiexec is halted, or the first rank's death would end the others."""
+        alive = self.processes()
+        python = [pid for pid in alive if "python" in command_line(pid).split(" ")[0].rpartition("/")[2]]
+        for pid in set(alive) - set(python):
+            _kill(pid, signal.SIGSTOP)
+        for pid in python:
+            _kill(pid, signal.SIGABRT)
+        until = time.monotonic() + 3
+        while set(python) & set(self.processes()) and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def read(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def outputs(self) -> tuple[list[str], list[str], str]:
+        """Each rank's stdout, each rank's stderr, and what mpiexec said itself."""
+        out, err = ([self.read(f"{r}.{kind}") for r in range(self.ranks)] for kind in ("out", "err"))
+        return out, err, self.read("mpiexec")
+
+
+def launch(
+    program: str | Sequence[str],
+    ranks: int,
+    mpi: MpiEnv,
+    timeout: float = 60.0,
+    *,
+    env: Mapping[str, str | None] | None = None,
+    hosts: Hosts | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> Result:
+    """Run a Python program on `ranks` ranks and wait for its end, at most `timeout` seconds.
+
+    `program` is the text of a script, or the arguments of the Python of `mpi` (["-m", "package", "--flag"]). Variables in `env`
+    are added to the environment, those that are None are taken out of it. A job that takes longer writes each rank's stacks
+    to `err` and is killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="mpistrat-job-") as name:
+        folder = Path(name)
+        if isinstance(program, str):
+            (folder / "program.py").write_text(program)
+            program = [str(folder / "program.py")]
+        job = Job([mpi.python, *program], ranks, mpi, folder, env=env, hosts=hosts, cwd=cwd)
+        try:
+            returncode = job.wait(timeout)
+            seconds = time.monotonic() - job.started
+            leftover = [] if returncode is None else job.leftover()
+        finally:
+            job.end(stacks=job.poll() is None)
+        return Result(returncode, *job.outputs(), seconds, returncode is None, leftover)
+
+
+def job_environment(mark: str, extra: Mapping[str, str | None] | None) -> dict[str, str]:
+    """One BLAS thread a rank, output as it comes, stacks on a crash, this checkout's mpistrat; then `extra`."""
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+    wanted: dict[str, str | None] = {
+        "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_osc": "^ucx",  # its one-sided calls fail where UCX finds no network card
+        **(extra or {}), MARK: mark,
+    }  # fmt: skip
+    return {key: value for key, value in {**os.environ, **wanted}.items() if value is not None}
+
+
+def marked(mark: str) -> list[int]:
+    """The living processes with this mark in their environment (Linux; elsewhere none are seen)."""
+    sought, found = f"{MARK}={mark}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if sought in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return f"process {pid}"
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+

@@ -1,0 +1,241 @@
+"""The pytest plugin that runs tests on MPI ranks: `@pytest.mark.ranks(1, 2, 3)` on a test, one `pytest` command for all.
+
+The process that the user starts never starts MPI. It starts one `mpiexec` for each batch of tests of a layout and shows
+their results as its own. CONTRIBUTING.md says how to use it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import launcher_reports
+import pytest
+from launcher import MpiEnv, Result, launch, mpi_env
+from launcher_batch import Batch, Layout
+
+BATCH_TESTS = 150  # a new mpiexec after so many tests: a leak of MPI objects stays small
+ON_RANKS = json.loads(os.environ.get("MPISTRAT_TEST_MPIS", "null"))  # in a rank: the names and vendors of all MPIs
+SINGLE_TIMEOUT = 180  # seconds for a test outside the ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ranks", "tests on MPI ranks")
+    group.addoption(
+        "--mpi-env", action="append", default=[], metavar="NAME=PYTHON",
+        help="test under the MPI of this Python, too (default: the one that runs pytest)",
+    )  # fmt: skip
+    group.addoption("--mpi-only", action="append", default=[], metavar="NAME", help="leave the other MPIs out")
+    parser.addini("ranks_timeout", "seconds that a test on ranks may take", default="60")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "ranks(*n, mpis=None, timeout=None): run on n MPI ranks, once for each n and MPI",
+        "hosts(n, ranks_per_host=2): run over n isolated hosts instead",
+        "gpu: needs a CUDA device that CuPy finds",
+        "big(gib=6): needs so much free memory in /dev/shm",
+    ):
+        config.addinivalue_line("markers", line)
+    config.stash[ENVS] = _Envs(config)
+    config.stash[BATCHES] = {}
+    _derandomise_hypothesis()
+
+
+class _Envs:
+    """The MPIs of this run, found when the first test asks."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self.why_none = ""
+
+    @functools.cached_property
+    def all(self) -> dict[str, MpiEnv]:
+        option = self._config.option
+        named = dict(word.partition("=")[::2] for word in option.mpi_env)
+        try:
+            found = [mpi_env(python, name) for name, python in named.items()] or [mpi_env(_this_python())]
+        except LookupError as error:
+            if named:
+                raise pytest.UsageError(f"--mpi-env: {error}") from None
+            self.why_none, found = str(error), []
+        wanted = {env.name: env for env in found if not option.mpi_only or env.name in option.mpi_only}
+        if found and not wanted:
+            raise pytest.UsageError(f"--mpi-only {option.mpi_only}: there is only {[env.name for env in found]}")
+        return wanted
+
+    @property
+    def vendors(self) -> dict[str, str]:
+        return ON_RANKS if ON_RANKS is not None else {name: env.vendor for name, env in self.all.items()}
+
+
+ENVS = pytest.StashKey[_Envs]()
+BATCHES = pytest.StashKey[dict[str, Batch]]()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    ranks = metafunc.definition.get_closest_marker("ranks")
+    hosts = metafunc.definition.get_closest_marker("hosts")
+    if ranks or hosts:
+        layouts = _layouts(metafunc.config.stash[ENVS].vendors or {"no MPI": ""}, ranks, hosts)
+        metafunc.fixturenames.append("_layout")
+        metafunc.parametrize("_layout", layouts, ids=str)
+    elif "mpi" in metafunc.fixturenames:
+        envs = list(metafunc.config.stash[ENVS].all.values())
+        metafunc.parametrize("mpi", envs or [None], ids=[env.name for env in envs] or ["no-mpi"], indirect=True)
+
+
+def _layouts(vendors: dict[str, str], ranks: pytest.Mark | None, hosts: pytest.Mark | None) -> list[Layout]:
+    only = ranks.kwargs.get("mpis") if ranks else None
+    names = [name for name, vendor in vendors.items() if not only or name in only or _short(vendor) in only]
+    if hosts:
+        count = hosts.args[0]
+        return [Layout(name, count * hosts.kwargs.get("ranks_per_host", 2), count) for name in names]
+    return [Layout(name, n) for name in names for n in ranks.args]
+
+
+def _short(vendor: str) -> str:
+    return vendor.lower().replace(" ", "")
+
+
+def _layout(item: pytest.Item) -> Layout | None:
+    return item.callspec.params.get("_layout") if hasattr(item, "callspec") else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests without ranks first, file by file; then the layouts one after the other, in batches of whole files."""
+    if ON_RANKS is not None:
+        return
+    groups: dict[Layout | None, list[pytest.Item]] = {None: []}
+    for item in items:
+        groups.setdefault(_layout(item), []).append(item)
+    for item in groups[None]:
+        if item.get_closest_marker("timeout") is None and config.pluginmanager.hasplugin("timeout"):
+            item.add_marker(pytest.mark.timeout(SINGLE_TIMEOUT))
+    items[:] = [item for group in groups.values() for item in group]
+    for layout, group in groups.items():
+        if layout is not None:
+            _make_batches(config, layout, group)
+
+
+def _make_batches(config: pytest.Config, layout: Layout, items: list[pytest.Item]) -> None:
+    start = 0
+    for end in range(1, len(items) + 1):
+        last = end == len(items)
+        if last or (end - start >= BATCH_TESTS and items[end].path != items[end - 1].path):
+            batch = Batch(layout, items[start:end], {item.nodeid: _limit(item) for item in items[start:end]})
+            config.stash[BATCHES].update((item.nodeid, batch) for item in items[start:end])
+            start = end
+
+
+def _limit(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("ranks")
+    return float((marker and marker.kwargs.get("timeout")) or item.config.getini("ranks_timeout"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    layout = _layout(item)
+    if layout is None or ON_RANKS is not None:
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in _reports(item, layout):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def _reports(item: pytest.Item, layout: Layout) -> list[pytest.TestReport]:
+    envs = item.config.stash[ENVS]
+    if layout.mpi not in envs.all:
+        return launcher_reports.skipped(item, envs.why_none)
+    hosts = None
+    if layout.hosts:
+        from integration.hosts import Hosts, why_no_hosts
+
+        if reason := why_no_hosts():
+            return launcher_reports.skipped(item, reason)
+        hosts = Hosts.shared(item.config, layout.hosts)
+    outcome = item.config.stash[BATCHES][item.nodeid].outcome(item.nodeid, envs.all[layout.mpi], hosts, envs.vendors)
+    return launcher_reports.merged(item, outcome)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    for batch in config.stash.get(BATCHES, {}).values():
+        batch.close()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+        pytest.skip(reason)
+    if big := item.get_closest_marker("big"):
+        need, free = big.kwargs.get("gib", 6), shutil.disk_usage("/dev/shm").free / 2**30
+        if free < need:
+            pytest.skip(f"/dev/shm has {free:.1f} GiB free, this test needs {need}")
+
+
+@functools.cache
+def _why_no_gpu() -> str:
+    try:
+        import cupy
+
+        return "" if cupy.cuda.runtime.getDeviceCount() else "CuPy finds no CUDA device"
+    except Exception as error:  # CuPy absent, or a driver that does not answer: either way there is no GPU to test on
+        return f"no GPU: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+@pytest.fixture
+def mpi(request: pytest.FixtureRequest) -> MpiEnv:
+    """An MPI to start programs with; the test runs once for each MPI of the run."""
+    if request.param is None:
+        pytest.skip(request.config.stash[ENVS].why_none)
+    return request.param
+
+
+@pytest.fixture
+def mpi_run(mpi: MpiEnv):
+    """`mpi_run(program, ranks, timeout=30, env=..., hosts=...)` is `launcher.launch` for a job that must end by itself.
+
+    The test fails, and shows every rank's stacks, where the job does not end or leaves a process behind.
+    """
+
+    def run(program: Any, ranks: int, timeout: float = 30.0, **options: Any) -> Result:
+        result = launch(program, ranks, mpi, timeout, **options)
+        if result.timed_out:
+            pytest.fail(f"the job did not end within {timeout:g} s\n{result}", pytrace=False)
+        if result.leftover:
+            pytest.fail(f"the job left processes behind: {result.leftover}\n{result}", pytrace=False)
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def hosts(pytestconfig: pytest.Config) -> Iterator[Any]:
+    """Two isolated hosts, for `mpi_run(..., hosts=hosts)`."""
+    from integration.hosts import Hosts, why_no_hosts
+
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    yield Hosts.shared(pytestconfig, 2)
+
+
+def _this_python() -> str:
+    import sys
+
+    return sys.executable
+
+
+def _derandomise_hypothesis() -> None:
+    """Every rank must see the same examples; ranks share no database."""
+    try:
+        import hypothesis
+    except ImportError:
+        return
+    hypothesis.settings.register_profile("ranks", derandomize=True, deadline=None, database=None)
+    hypothesis.settings.load_profile("ranks")
