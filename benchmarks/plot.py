@@ -1,0 +1,116 @@
+"""Draw the plots of a folder of results: one for all-reduce, one for the training step.
+
+python benchmarks/plot.py benchmarks/results/2026-11-21
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = {
+    "raw MPI_Allreduce": "#7f7f7f",
+    "raw MPI_Allreduce + NumPy Adam": "#7f7f7f",
+    "torch gloo": "#d62728",
+    "torch DDP, fused Adam": "#d62728",
+    "torch DDP, plain Adam": "#ff9896",
+    "mpistrat, own arrays": "#6baed6",
+    "mpistrat, arenas": "#08519c",
+}
+
+
+def load(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return the results of one benchmark, ordered by MPI, nodes and ranks."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))]
+    return sorted(results, key=lambda r: (r["machine"]["mpi"], r["machine"]["nodes"], r["machine"]["ranks"]))
+
+
+def title(about: dict[str, Any]) -> str:
+    """Return what distinguishes one result from the others: MPI, nodes and ranks."""
+    words = about["mpi"].replace("Open MPI v", "Open MPI ").replace("MPICH Version:", "MPICH").split()
+    vendor = " ".join(words[: 3 if words[0] == "Open" else 2]).rstrip(",")
+    hosts = "one host" if about["nodes"] == 1 else f"{about['nodes']} hosts"
+    return f"{vendor}, {about['ranks']} ranks, {hosts}"
+
+
+def caption(results: list[dict[str, Any]]) -> str:
+    """Return a line that says on what machine, with which versions and when."""
+    about = results[0]["machine"]
+    versions = {name: v for r in results for name, v in r["machine"]["versions"].items() if v}
+    named = ", ".join(f"{name} {v}" for name, v in versions.items())
+    return f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB · {named} · {about['date']}"
+
+
+def colour(name: str) -> str:
+    """Return a contender's colour, the same in every plot."""
+    return COLOURS.get(name, "#2ca02c")
+
+
+def draw_all_reduce(folder: Path) -> None:
+    """Draw bandwidth (bytes of one buffer / time) over size, one panel a layout."""
+    results = load(folder, "all_reduce")
+    if not results:
+        return
+    figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 4.2), sharey=True, squeeze=False)
+    for axis, result in zip(axes[0], results, strict=True):
+        labels = list(result["seconds"])
+        for name in result["seconds"][labels[0]]:
+            rates = [size(label) / result["seconds"][label][name] / 1e9 for label in labels]
+            axis.plot(range(len(labels)), rates, marker="o", label=name, color=colour(name))
+        axis.set_xticks(range(len(labels)), labels, rotation=45)
+        axis.set_yscale("log")
+        axis.set_title(title(result["machine"]), fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("GB/s (buffer size / time of the slowest rank)")
+    axes[0][0].legend(fontsize=8)
+    finish(figure, "All-reduce of float32", caption(results), folder / "all_reduce.png")
+
+
+def size(label: str) -> float:
+    """Return the bytes that a size label stands for.
+
+    Example:
+        >>> size("16.8 MB")
+        16800000.0
+    """
+    number, unit = label.split()
+    return float(number) * {"KB": 1e3, "MB": 1e6}[unit]
+
+
+def draw_training_step(folder: Path) -> None:
+    """Draw the milliseconds of a step as bars, one panel a layout."""
+    results = load(folder, "training_step")
+    if not results:
+        return
+    figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 4.2), squeeze=False)
+    for axis, result in zip(axes[0], results, strict=True):
+        times = {name: 1e3 * t for name, t in result["seconds"].items()}
+        bars = axis.bar(range(len(times)), list(times.values()), color=[colour(name) for name in times])
+        axis.bar_label(bars, fmt="%.0f", fontsize=9)
+        names = [name.replace(", ", ",\n").replace(" + ", " +\n") for name in times]
+        axis.set_xticks(range(len(times)), names, rotation=45, ha="right", fontsize=8)
+        axis.set_title(title(result["machine"]), fontsize=10)
+    axes[0][0].set_ylabel("ms a step (slowest rank)")
+    parameters = results[0]["parameters"] / 1e6
+    finish(figure, f"Reduce and Adam, {parameters:.1f} M parameters", caption(results), folder / "training_step.png")
+
+
+def finish(figure: Any, heading: str, footnote: str, path: Path) -> None:
+    """Give a figure its heading and footnote, and write it."""
+    figure.suptitle(heading)
+    figure.text(0.5, 0.005, footnote, ha="center", fontsize=7, color="#555555")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    draw_all_reduce(Path(sys.argv[1]))
+    draw_training_step(Path(sys.argv[1]))

@@ -1,0 +1,156 @@
+"""One synchronous step, reduce and Adam: ours against torch DDP on gloo and MPI_Allreduce with a NumPy Adam.
+
+    mpiexec -n 2 python benchmarks/training_step.py --output benchmarks/results/today
+
+DDP's figure is a step less the same forward and backward pass without communication, since ours has no such pass.
+Also measured: the step with nothing in it, and the memory that the ranks of a node share.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+
+import mpistrat as ms
+
+OURS, RAW = "mpistrat, arenas", "raw MPI_Allreduce + NumPy Adam"
+LAYERS = 16
+
+
+def ours(strategy: Any, count: int) -> harness.Operation:
+    """Return a step of this package: gradients lie in `v.grad` already, then `apply_gradients`."""
+    with strategy.scope():
+        variables = [ms.Variable(np.zeros(count // LAYERS, np.float32), name=f"w{i}") for i in range(LAYERS)]
+        optimizer = ms.optimizers.Adam(1e-3)
+    for variable in variables:
+        variable.gradient(0)[:] = 1e-3
+
+    def step() -> None:
+        optimizer.apply_gradients([(v.grad, v) for v in variables])
+
+    return lambda: strategy.run(step)
+
+
+def raw(comm: Any, count: int) -> harness.Operation:
+    """Return a step by hand: the whole gradient through MPI, then Adam in blocks on every rank."""
+    gradient, weights = np.full(count, 1e-3, np.float32), np.zeros(count, np.float32)
+    first, second = np.zeros_like(weights), np.zeros_like(weights)
+    total = np.empty_like(gradient)
+    block = 1 << 16
+    scratch = np.empty(block, np.float32), np.empty(block, np.float32)
+    adam = ms.optimizers.Adam(1e-3)
+    steps = [0]
+
+    def step() -> None:
+        comm.Allreduce(gradient, total)
+        steps[0] += 1
+        for low in range(0, count, block):
+            part = slice(low, low + block)
+            slots = {"momentum": first[part], "velocity": second[part]}
+            adam.update(total[part], weights[part], slots, steps[0], 1e-3, scratch)
+
+    return step
+
+
+def ddp(count: int, fused: bool) -> tuple[harness.Operation, harness.Operation]:
+    """Return torch DDP's whole step, and its forward and backward pass alone."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ParameterList(torch.zeros(count // LAYERS) for _ in range(LAYERS))
+
+        def forward(self) -> torch.Tensor:
+            return torch.stack([layer.sum() for layer in self.layers]).sum()
+
+    model = DistributedDataParallel(Layers(), gradient_as_bucket_view=True)
+    adam = torch.optim.Adam(model.parameters(), 1e-3, fused=fused)
+
+    def step() -> None:
+        adam.zero_grad(set_to_none=False)
+        model().backward()
+        adam.step()
+
+    def compute() -> None:
+        with model.no_sync():
+            adam.zero_grad(set_to_none=False)
+            model().backward()
+
+    return step, compute
+
+
+def empty_step(strategy: Any, options: Any) -> dict[str, float]:
+    """Return the seconds of a step with nothing in it and of one raw scalar Allreduce. Collective."""
+    comm = strategy.comm
+    mine, out, one = np.ones(1), np.empty(1), np.float64(1.0)
+
+    def nothing() -> np.float64:
+        return one
+
+    operations: dict[str, harness.Operation] = {
+        "empty run + scalar reduce": lambda: strategy.reduce(ms.ReduceOp.SUM, strategy.run(nothing), axis=None),
+        "raw scalar Allreduce": lambda: comm.Allreduce(mine, out),
+    }
+    return harness.pair(comm, operations, repetitions=2000, seconds=options.seconds)
+
+
+def proportional_memory(comm: Any) -> float:
+    """Return the bytes that the ranks use together, shared pages counted once. Collective."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    mine, total = np.array([float(found.group(1)) * 1024 if found else 0.0]), np.empty(1)
+    comm.Allreduce(mine, total)
+    return float(total[0])
+
+
+def memory(strategy: Any, count: int) -> dict[str, float]:
+    """Return bytes over all ranks for variables without gradients, as multiples of one copy. Collective."""
+    before = proportional_memory(strategy.comm)
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(count, np.float32), name="memory", trainable=False)
+    float(np.asarray(variable).sum())
+    return {"one copy": 4.0 * count, "variables": proportional_memory(strategy.comm) - before}
+
+
+def main() -> None:
+    """Run the benchmark. Collective."""
+    options = harness.arguments(__doc__, parameters=1 << 24, repetitions=30, seconds=25.0)
+    strategy = ms.MultiWorkerMirroredStrategy()
+    comm = strategy.comm
+    result: dict[str, Any] = {"benchmark": "training_step", "machine": harness.machine(comm)}
+    result["parameters"] = options.parameters
+    result["memory_bytes"] = memory(strategy, options.parameters)
+    result["empty_step_seconds"] = empty_step(strategy, options)
+    operations = {OURS: ours(strategy, options.parameters), RAW: raw(comm, options.parameters)}
+    dist = harness.gloo(comm)
+    if dist is not None:
+        for label, fused in (("torch DDP, fused Adam", True), ("torch DDP, plain Adam", False)):
+            operations[label], operations[label + ", compute alone"] = ddp(options.parameters, fused)
+    times = harness.pair(comm, operations, repetitions=options.repetitions, seconds=options.seconds)
+    for label in [name for name in times if name.endswith(", compute alone")]:
+        times[label.removesuffix(", compute alone")] -= times.pop(label)
+    result["seconds"] = times
+    if comm.rank == 0:
+        about = result["machine"]
+        rows = [[name, harness.describe(t), f"{t / times[OURS]:.2f} ×"] for name, t in times.items()]
+        rows += [[name, harness.describe(t), ""] for name, t in result["empty_step_seconds"].items()]
+        copies = result["memory_bytes"]["variables"] / result["memory_bytes"]["one copy"]
+        rows.append(["variables' memory on all ranks", f"{copies:.2f} copies", ""])
+        title = f"{options.parameters / 1e6:.1f} M parameters, {about['ranks']} ranks on {about['nodes']} node(s)"
+        print(harness.table(f"{title}, {about['mpi']}", ["step", "time", "against ours"], rows), flush=True)
+        harness.save(options.output, "training_step", result)
+    if dist is not None:
+        dist.destroy_process_group()
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main()
