@@ -1,0 +1,27 @@
+"""Input: rows out of HDF5 shards or arrays, in a reproducible order, in batches, divided over the replicas."""
+
+from .arrays import from_arrays
+from .dataset import INFINITE, Dataset
+from .distribute import DistributedDataset, DistributedIterator, InputStats
+from .hdf5 import HDF5Dataset
+from .iterator import DatasetIterator
+from .order import permute
+from .per_worker import InputContext, PerReplicaDataset
+from .spec import ArraySpec
+from .write import write_shards
+
+__all__ = [
+    "INFINITE",
+    "ArraySpec",
+    "Dataset",
+    "DatasetIterator",
+    "DistributedDataset",
+    "DistributedIterator",
+    "HDF5Dataset",
+    "InputContext",
+    "InputStats",
+    "PerReplicaDataset",
+    "from_arrays",
+    "permute",
+    "write_shards",
+]

@@ -1,0 +1,98 @@
+"""Arrays in memory as a dataset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import nest
+from ..errors import explain
+from .dataset import Addresses, Dataset
+from .spec import spec_of_rows
+
+__all__ = ["from_arrays", "take_rows"]
+
+
+def take_rows(array: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """Copy rows of an array, in range and in any order, into a buffer: one memory copy where they are consecutive."""
+    if rows.size == 0 or out.nbytes == 0:
+        return
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first == rows.size - 1 and (rows.size < 3 or bool((np.diff(rows) == 1).all())):
+        out[...] = array[first : last + 1]
+    elif array.flags.c_contiguous and array.flags.aligned:
+        np.take(array, rows, axis=0, out=out, mode="clip")  # "raise" would go through a second buffer
+    else:
+        out[...] = array[rows]  # take would first copy the whole array
+
+
+class _Arrays(Dataset):
+    """Rows of arrays in memory."""
+
+    def __init__(self, arrays: Any, length: int) -> None:
+        self._arrays = arrays
+        self._length = length
+
+    @property
+    def parents(self) -> tuple[Dataset, ...]:
+        return ()
+
+    @property
+    def batching(self) -> None:
+        return None
+
+    @property
+    def row_spec(self) -> Any:
+        return spec_of_rows(self._arrays)
+
+    def cardinality(self) -> int:
+        return self._length
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        return np.array([epoch], np.int64), np.array([position], np.int64)
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        def pick(array: NDArray[Any]) -> NDArray[Any]:
+            out = np.empty((positions.size, *array.shape[1:]), array.dtype)
+            take_rows(array, positions, out)
+            return out
+
+        return nest.map_structure(pick, self._arrays)
+
+    def describe(self) -> str:
+        leaves = zip(nest.paths(self._arrays), nest.flatten(self.row_spec), strict=True)
+        fields = ", ".join(f"{name.strip('[]')} {spec}".strip() for name, spec in leaves)
+        return f"from_arrays: {self._length} rows of {fields}"
+
+
+def from_arrays(arrays: Any) -> Dataset:
+    """Make a dataset of the rows of arrays in memory (TF: tf.data.Dataset.from_tensor_slices). Not collective.
+
+    The arrays are not copied: leave them as they are while the dataset is in use. Batches are copies.
+
+    Args:
+        arrays: a nest of arrays with the same length along their first axis; elements have its structure.
+
+    Raises:
+        ValueError: for a scalar, for different lengths, and for an empty nest, naming the array.
+
+    Example:
+        >>> dataset = from_arrays({"x": np.arange(6.0).reshape(3, 2), "y": np.array([7, 8, 9])}).batch(2)
+        >>> [batch["y"].tolist() for batch in dataset]
+        [[7, 8], [9]]
+    """
+    held = nest.map_structure(np.asarray, arrays)
+    leaves = nest.flatten(held)
+    if not leaves:
+        raise ValueError(explain("from_arrays", "arrays", expected="at least one array", got=repr(arrays)))
+    for name, leaf in zip(nest.paths(held), leaves, strict=True):
+        if leaf.ndim == 0:
+            raise ValueError(
+                explain("from_arrays", f"arrays{name}", expected="rows along a first axis", got="a scalar")
+            )
+        if len(leaf) != len(leaves[0]):
+            expected = f"{len(leaves[0])} rows, as arrays{nest.paths(held)[0]} has"
+            raise ValueError(explain("from_arrays", f"arrays{name}", expected=expected, got=f"{len(leaf)} rows"))
+    return _Arrays(held, len(leaves[0]))

@@ -1,0 +1,152 @@
+"""Which files make up a set of shards, in which order, and what its manifest says of them."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Union
+
+from ..errors import ShardError, explain
+from .manifest import Field, Manifest, ShardEntry, digest_of, read_manifest
+
+__all__ = ["FileSet", "PathLike", "manifest_path", "natural_key", "resolve"]
+
+PathLike = Union[str, "os.PathLike[str]"]
+
+MANIFEST = "manifest.json"
+_SUFFIXES = (".h5", ".hdf5")
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """Files in order, each with its manifest entry where there is one, and the fields that a manifest promises."""
+
+    paths: tuple[Path, ...]
+    entries: tuple[ShardEntry | None, ...]
+    fields: dict[str, Field] | None
+
+    def check(self, *, verify: bool) -> None:
+        """Compare what can be seen without HDF5 with the manifest: presence, bytes and, if asked, digests.
+
+        Raises:
+            ShardError: naming the file.
+        """
+        for path, entry in zip(self.paths, self.entries, strict=True):
+            if not path.is_file():
+                got = "something else than a file" if path.exists() else "no such file"
+                remedy = "Restore the file, or write the shards again."
+                raise ShardError(explain("HDF5Dataset", str(path), expected="an HDF5 file", got=got, remedy=remedy))
+            size = path.stat().st_size
+            if entry is not None and size != entry.bytes:
+                got = f"{size} bytes: the file is {'truncated' if size < entry.bytes else 'another one'}"
+                raise ShardError(
+                    explain(
+                        "HDF5Dataset", str(path), expected=f"{entry.bytes} bytes (manifest)", got=got, remedy=_REMEDY
+                    )
+                )
+            if verify:
+                _verify(path, entry)
+
+
+_REMEDY = "Copy the file again, or write the shards again."
+
+
+def _verify(path: Path, entry: ShardEntry | None) -> None:
+    if entry is None:
+        expected = "a digest in a manifest, which verify=True compares"
+        remedy = "Write the shards with ms.data.write_shards, or pass verify=False."
+        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got="none", remedy=remedy))
+    try:
+        found = digest_of(path, entry.digest.partition(":")[0])
+    except (ValueError, ImportError) as error:
+        expected = f"a digest that can be computed here, not {entry.digest.partition(':')[0]!r}"
+        remedy = "Install xxhash, or pass verify=False."
+        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=str(error), remedy=remedy)) from error
+    if found != entry.digest:
+        expected = f"digest {entry.digest} (manifest)"
+        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=found, remedy=_REMEDY))
+
+
+def natural_key(path: Path) -> tuple[object, ...]:
+    """Sort key under which part-2 comes before part-10."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", str(path)))
+
+
+def manifest_path(pattern: Path) -> Path:
+    """Where the manifest of the set "train-*.h5" lies: in "train-manifest.json" beside it."""
+    return pattern.with_name(pattern.name.partition("*")[0] + MANIFEST)
+
+
+def _from_manifest(path: Path) -> FileSet:
+    manifest = read_manifest(path)
+    return FileSet(tuple(path.parent / shard.name for shard in manifest.shards), manifest.shards, manifest.fields)
+
+
+def _directory(directory: Path) -> FileSet:
+    manifests = sorted(directory.glob(f"*{MANIFEST}"))
+    if len(manifests) > 1:
+        names = ", ".join(path.name for path in manifests)
+        remedy = f"Name one set, for instance {directory / (manifests[0].name[: -len(MANIFEST)] + '*.h5')}."
+        raise ShardError(explain("HDF5Dataset", str(directory), expected="one set of shards", got=names, remedy=remedy))
+    if manifests:
+        return _from_manifest(manifests[0])
+    paths = [path for path in directory.iterdir() if path.suffix in _SUFFIXES and not path.name.startswith(".")]
+    return _listed(sorted(paths, key=natural_key), str(directory))
+
+
+def _pattern(pattern: str) -> FileSet:
+    paths = sorted((Path(match) for match in glob.glob(pattern)), key=natural_key)  # noqa: PTH207
+    manifest = manifest_path(Path(pattern))
+    if not manifest.is_file():
+        return _listed(paths, pattern)
+    promised = _from_manifest(manifest)
+    known = {path.name for path in promised.paths}
+    for path in paths:
+        if path.name not in known:
+            remedy = f"Remove the file, or {manifest} if it is out of date."
+            expected = f"a shard that {manifest.name} lists, as it matches {pattern}"
+            raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got="one it does not", remedy=remedy))
+    # The manifest's order and its missing files count, unless the pattern asks for a part of the set.
+    whole = Path(pattern).name.count("*") == 1 and not set("?[") & set(Path(pattern).name)
+    if whole:
+        return promised
+    chosen = {path.name for path in paths}
+    pairs = [(p, e) for p, e in zip(promised.paths, promised.entries, strict=True) if p.name in chosen]
+    return FileSet(tuple(p for p, _ in pairs), tuple(e for _, e in pairs), promised.fields)
+
+
+def _listed(paths: Sequence[Path], asked: str) -> FileSet:
+    """Files as they were listed; manifests beside them say what they can."""
+    if not paths:
+        remedy = f"Look at the path; the working directory is {Path.cwd()}."
+        raise ShardError(
+            explain("HDF5Dataset", asked, expected="at least one HDF5 file", got="no match", remedy=remedy)
+        )
+    by_directory: dict[Path, list[Manifest]] = {}
+    for directory in {path.parent for path in paths}:
+        by_directory[directory] = [read_manifest(path) for path in sorted(directory.glob(f"*{MANIFEST}"))]
+    entries: list[ShardEntry | None] = []
+    for path in paths:
+        shards = (shard for manifest in by_directory[path.parent] for shard in manifest.shards)
+        entries.append(next((shard for shard in shards if shard.name == path.name), None))
+    return FileSet(tuple(paths), tuple(entries), None)
+
+
+def resolve(files: PathLike | Sequence[PathLike]) -> FileSet:
+    """Return the files that a path, a directory, a pattern or a list of paths names.
+
+    Raises:
+        ShardError: when that is no file, naming what was asked.
+    """
+    if not isinstance(files, (str, os.PathLike)):
+        return _listed([Path(path) for path in files], repr(files))
+    path = Path(files)
+    if path.is_dir():
+        return _directory(path)
+    if not path.exists() and glob.has_magic(str(path)):
+        return _pattern(str(path))
+    return _listed([path], str(path))

@@ -1,0 +1,196 @@
+"""HDF5 files as a dataset of rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import nest
+from ..errors import ShardError, explain
+from .arrays import take_rows
+from .dataset import Addresses, Dataset
+from .files import PathLike, resolve
+from .manifest import Field
+from .shard import Shard
+from .spec import ArraySpec
+
+__all__ = ["HDF5Dataset"]
+
+Fields = str | Sequence[str] | Mapping[str, str] | None
+
+
+class _Opened:
+    """All shards, compared with each other and with the manifest, and where each one's rows begin."""
+
+    def __init__(self, shards: list[Shard], fields: dict[str, Field]) -> None:
+        self.shards = shards
+        self.fields = fields
+        self.starts = np.concatenate(([0], np.cumsum([shard.rows for shard in shards]))).astype(np.int64)
+
+    @property
+    def rows(self) -> int:
+        return int(self.starts[-1])
+
+
+class HDF5Dataset(Dataset):
+    """The rows of HDF5 shards, one file after the other. Not collective: every rank opens the files by itself.
+
+    Files are opened when something is first asked of them. Contiguous uncompressed data is read through a memory map,
+    everything else through h5py, whole chunks at a time. Files must not change while they are read.
+
+    Args:
+        files: a file; a directory; a pattern like "data/train-*.h5"; or a list of files, read in the list's order.
+            Others are read in the manifest's order, else in natural order (2 before 10).
+        fields: None for a dict of all datasets; a list of names for a dict of these; a tuple of names for a tuple; a
+            dict from new names to names in the file; one name for that array alone.
+        verify: compare every file's bytes with the digest in the manifest before HDF5 opens it.
+
+    Raises:
+        ShardError: for a missing, truncated or damaged file and for one that does not match its siblings or the
+            manifest, naming the file, what was expected and what came; at once where no file need be opened for it.
+
+    Example:
+        data = ms.data.HDF5Dataset("digits/train-*.h5", fields=("image", "label")).shuffle(seed=1).batch(256)
+    """
+
+    def __init__(self, files: PathLike | Sequence[PathLike], fields: Fields = None, *, verify: bool = False) -> None:
+        self._files = resolve(files)
+        self._files.check(verify=verify)
+        self._structure = _structure(fields)
+        self._opened: _Opened | None = None
+        self._lock = threading.Lock()
+
+    def _open(self) -> _Opened:
+        with self._lock:
+            if self._opened is None:
+                names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
+                self._opened = self._open_all(names)
+                if self._structure is None:
+                    self._structure = {name: name for name in self._opened.fields}
+            return self._opened
+
+    def _open_all(self, names: list[str] | None) -> _Opened:
+        shards: list[Shard] = []
+        fields, reference = self._files.fields, "the manifest"
+        if fields is not None and names is None:
+            names = list(fields)
+        for path, entry in zip(self._files.paths, self._files.entries, strict=True):
+            shard = Shard(path, names)
+            if fields is None:
+                fields, reference = shard.fields, str(path)
+            _compare(shard, fields, reference, check_extra=names is None)
+            if entry is not None and shard.rows != entry.rows:
+                got, remedy = f"{shard.rows} rows", "The file is not the one that was written with the manifest."
+                expected = f"{entry.rows} rows (manifest)"
+                raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=got, remedy=remedy))
+            shards.append(shard)
+        return _Opened(shards, shards[0].fields)
+
+    @property
+    def parents(self) -> tuple[Dataset, ...]:
+        return ()
+
+    @property
+    def batching(self) -> None:
+        return None
+
+    @property
+    def row_spec(self) -> Any:
+        opened = self._open()
+
+        def spec(name: str) -> ArraySpec:
+            return ArraySpec(opened.fields[name].shape, opened.fields[name].dtype.newbyteorder("="))
+
+        return nest.map_structure(spec, self._structure)
+
+    def cardinality(self) -> int:
+        return self._open().rows
+
+    def check(self) -> None:
+        for shard in self._open().shards:
+            shard.check()
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        return np.array([epoch], np.int64), np.array([position], np.int64)
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        opened = self._open()
+        if len(opened.shards) == 1:
+            pieces, order = [(0, positions)], None
+        else:
+            pieces, order = _by_shard(opened.starts, positions)
+
+        def read(name: str) -> NDArray[Any]:
+            field = opened.fields[name]
+            out = np.empty((positions.size, *field.shape), field.dtype)
+            filled = 0
+            for index, rows in pieces:
+                opened.shards[index].readers[name].read(rows, out[filled : filled + rows.size])
+                filled += rows.size
+            if order is not None:
+                grouped, out = out, np.empty_like(out)
+                take_rows(grouped, order, out)
+            return out.astype(field.dtype.newbyteorder("="), copy=False)
+
+        arrays = {name: read(name) for name in dict.fromkeys(nest.flatten(self._structure))}
+        return nest.map_structure(lambda name: arrays[name], self._structure)
+
+    def describe(self) -> str:
+        count = len(self._files.paths)
+        where = self._files.paths[0].parent
+        if self._opened is None:
+            return f"HDF5Dataset: {count} file{'s' * (count != 1)} in {where} (not opened yet)"
+        kinds = {name: self._opened.shards[0].readers[name].kind for name in self._opened.fields}
+        fields = ", ".join(
+            f"{name} {ArraySpec(field.shape, field.dtype)} ({kinds[name]})"
+            for name, field in self._opened.fields.items()
+        )
+        return f"HDF5Dataset: {count} file{'s' * (count != 1)} in {where}, {self._opened.rows} rows of {fields}"
+
+
+def _structure(fields: Fields) -> Any:
+    """The nest of dataset names whose form the elements have."""
+    structure: Any = fields
+    if isinstance(fields, Sequence) and not isinstance(fields, (str, tuple)):
+        structure = {name: name for name in fields}
+    names = [] if structure is None else nest.flatten(structure)
+    if structure is not None and (not names or not all(isinstance(name, str) for name in names)):
+        expected = "None, a name, a list or tuple of names, or a dict of names"
+        raise ValueError(explain("HDF5Dataset", "fields", expected=expected, got=repr(fields)))
+    return nest.map_structure(lambda name: name.strip("/"), structure) if structure is not None else None
+
+
+def _by_shard(
+    starts: NDArray[np.int64], positions: NDArray[np.int64]
+) -> tuple[list[tuple[int, NDArray[np.int64]]], NDArray[np.int64] | None]:
+    """Positions grouped by shard, as (shard, its rows), and the order that undoes the grouping, if any is needed."""
+    shard_of = np.searchsorted(starts, positions, side="right") - 1
+    order = None
+    if positions.size and not (np.diff(shard_of) >= 0).all():
+        grouping = np.argsort(shard_of, kind="stable")
+        positions, shard_of = positions[grouping], shard_of[grouping]
+        order = np.empty_like(grouping)
+        order[grouping] = np.arange(grouping.size)
+    present, first = np.unique(shard_of, return_index=True)
+    rows = positions - starts[shard_of]
+    return list(zip(present.tolist(), np.split(rows, first[1:]), strict=True)) if rows.size else [], order
+
+
+def _compare(shard: Shard, fields: dict[str, Field], reference: str, *, check_extra: bool) -> None:
+    """Raise unless a shard holds the same fields as the reference."""
+    missing = [] if not check_extra else sorted(set(fields) ^ set(shard.fields))
+    if missing:
+        expected, got = f"datasets {sorted(fields)}, as {reference} has", f"{sorted(shard.fields)}"
+        raise ShardError(explain("HDF5Dataset", str(shard.path), expected=expected, got=got))
+    for name, field in shard.fields.items():
+        if name not in fields:
+            expected = f"datasets {sorted(fields)}, as {reference} says"
+            raise ShardError(explain("HDF5Dataset", str(shard.path), expected=expected, got=f"{name!r}"))
+        if field != fields[name]:
+            expected = f"{name!r} as {fields[name]}, like {reference}"
+            remedy = "All shards of a set need the same dtype and row shape: write this one again."
+            raise ShardError(explain("HDF5Dataset", str(shard.path), expected=expected, got=str(field), remedy=remedy))

@@ -1,0 +1,108 @@
+"""The order of samples as a pure function of (seed, epoch, index): a keyed bijection of [0, n) without a table.
+
+An alternating Feistel network permutes the smallest power of two that holds n; results outside [0, n) are permuted
+again until they fall inside ("cycle walking", less than twice on average), which leaves a bijection of [0, n).
+Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
+A Feistel network on a few bits is visibly unfair between whole permutations, so small n sort hashes instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["permute"]
+
+_ROUNDS = 12
+_SMALL = 4096  # up to here an order is a sorted table of hashes
+_BLOCK = 16384  # indices at a time: every temporary stays in the cache
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+@functools.lru_cache(maxsize=64)
+def _keys(seed: int, epoch: int, n: int) -> tuple[np.uint64, ...]:
+    """One 64-bit key a round. hashlib, because NumPy does not promise that its streams stay the same."""
+    digest = hashlib.shake_128(f"mpistrat.order/1:{seed}:{epoch}:{n}".encode()).digest(8 * _ROUNDS)
+    return tuple(np.frombuffer(digest, "<u8").astype(np.uint64))
+
+
+@functools.lru_cache(maxsize=16)
+def _small_order(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
+    """Sorting by independent hashes: every permutation is equally likely."""
+    digest = hashlib.shake_128(f"mpistrat.order/1:{seed}:{epoch}:{n}".encode()).digest(8 * n)
+    return np.argsort(np.frombuffer(digest, "<u8"), kind="stable").astype(np.int64)
+
+
+def _mix(half: NDArray[np.uint64], key: np.uint64, bits: int) -> NDArray[np.uint64]:
+    """A hash of one half under a round's key, `bits` wide: the high bits of a product are its best mixed ones."""
+    mixed = half + key
+    mixed *= _MIX_1
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= _MIX_2
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= _MIX_1
+    mixed >>= np.uint64(64 - bits)
+    return mixed
+
+
+def _encrypt(values: NDArray[np.uint64], bits: int, keys: tuple[np.uint64, ...]) -> NDArray[np.uint64]:
+    """One pass of the Feistel network over [0, 2**bits)."""
+    low_bits = (bits + 1) // 2
+    high_bits = bits - low_bits
+    low = values & np.uint64((1 << low_bits) - 1)
+    high = values >> np.uint64(low_bits)
+    for number, key in enumerate(keys):
+        if number % 2:
+            high ^= _mix(low, key, high_bits)
+        else:
+            low ^= _mix(high, key, low_bits)
+    high <<= np.uint64(low_bits)
+    high |= low
+    return high
+
+
+def _permute_block(positions: NDArray[np.int64], n: int, keys: tuple[np.uint64, ...]) -> NDArray[np.int64]:
+    bits = (n - 1).bit_length()
+    limit = np.uint64(n)
+    result = _encrypt(positions.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(result >= limit)
+    while outside.size:
+        walked = _encrypt(result[outside], bits, keys)
+        result[outside] = walked
+        outside = outside[walked >= limit]
+    return result.astype(np.int64)
+
+
+def permute(positions: NDArray[np.int64], n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return which of n samples stands at each position of an epoch's order. Not collective.
+
+    Args:
+        positions: int64 indices in [0, n), any number of them in any order.
+        n: the number of samples.
+        seed, epoch: any integers; each pair gives another order.
+
+    Returns:
+        int64 sample indices of the same shape; over all positions each sample appears once.
+
+    Raises:
+        IndexError: for a position outside [0, n).
+
+    Example:
+        >>> sorted(permute(np.arange(5), 5, seed=1, epoch=0).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    flat = np.asarray(positions, np.int64).reshape(-1)
+    if flat.size == 0:
+        return np.empty(np.shape(positions), np.int64)
+    if flat.min() < 0 or flat.max() >= n:
+        raise IndexError(f"permute: positions: expected integers in [0, {n}), got {flat.min()} to {flat.max()}")
+    if n <= _SMALL:
+        return _small_order(seed, epoch, n)[flat].reshape(np.shape(positions))
+    keys = _keys(seed, epoch, n)
+    result = np.empty(flat.size, np.int64)
+    for start in range(0, flat.size, _BLOCK):
+        result[start : start + _BLOCK] = _permute_block(flat[start : start + _BLOCK], n, keys)
+    return result.reshape(np.shape(positions))
