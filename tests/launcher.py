@@ -56,12 +56,15 @@ class MpiEnv:
 @functools.cache
 def mpi_env(python: str, name: str | None = None) -> MpiEnv:
     """The MPI of a Python, asked in a process of its own: the asking one never starts MPI. LookupError where there is none."""
+    python = os.path.abspath(python)  # not resolved: in a virtual environment python is a link
     ask = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
+    if not os.path.exists(python):
+        raise LookupError(f"there is no {python}")
     reply = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=120)
     if reply.returncode:
         raise LookupError(f"{python} cannot import mpi4py.MPI: {(reply.stderr.strip().splitlines() or ['?'])[-1]}")
     vendor = reply.stdout.strip()
-    beside = Path(os.path.abspath(python)).with_name("mpiexec")  # not resolved: python is a link in a virtual environment
+    beside = Path(python).with_name("mpiexec")
     words = str(beside) if beside.exists() else os.environ.get("MPIEXEC") or shutil.which("mpiexec")
     if not words:
         raise LookupError(f"no mpiexec beside {python}, in $MPIEXEC or on PATH")

