@@ -108,11 +108,11 @@ def check_devices(devices: Sequence[str] | str, function: str = "check_devices")
     Raises:
         DeviceError: no device, a malformed one, one named twice, or a GPU that this rank does not see.
     """
-    names = [devices] if isinstance(devices, str) else list(devices)
-    if not names:
-        raise DeviceError(explain(function, "devices", expected="at least one device", got="none"))
+    given: object = [devices] if isinstance(devices, str) else devices
+    if not isinstance(given, Sequence) or not given:
+        raise DeviceError(explain(function, "devices", expected="at least one device", got=f"{given!r:.80}"))
     result = []
-    for name in names:
+    for name in given:
         try:
             kind, index = parse(name)
         except DeviceError:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..errors import DeviceError
+from .communicator import check_comm, running_mpi
 from .devices import check_devices, default_devices
-from .launcher import check_size
-from ..errors import DeviceError, LayoutError, MpistratError, explain
+from .threads import available_cores, count_node_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,6 +44,7 @@ class Topology:
         replicas_per_rank, replicas_per_node: their number on each rank, and on each node.
         first_local_replica_of_node: for each node the number of its first replica.
         hostname: MPI's name of this node.
+        node_cores: the cores on which the ranks of this node may run, together.
         thread_level: the thread level that MPI granted (`MPI.THREAD_…`); 0 after `single`.
     """
 
@@ -58,11 +60,12 @@ class Topology:
         inter: Any = None,
         hostname: str = "",
         thread_level: int = 0,
+        node_cores: int = 1,
     ) -> None:
         """Derive the whole layout from what each rank told the others. Not collective; `create` calls it."""
         self.comm, self.intra = comm, intra
         self.inter: MPI.Intracomm | None = inter
-        self.hostname, self.thread_level = hostname, thread_level
+        self.hostname, self.thread_level, self.node_cores = hostname, thread_level, node_cores
         self.rank, self.size = rank, len(node_of)
         self.node_of = tuple(node_of)
         self.num_nodes = max(self.node_of) + 1
@@ -101,45 +104,32 @@ class Topology:
             ClusterError: MPI sees one rank, and the launcher started several.
             DeviceError: on every rank, if the devices of any rank are wrong.
         """
-        MPI = _running_mpi(function)
-        comm = _check_comm(MPI, comm, function)
+        mpi = running_mpi(function)
+        comm = check_comm(mpi, comm, function)
         own = comm.Dup()
         # Errors shall reach Python as exceptions, whatever the handler of the user's communicator is.
-        own.Set_errhandler(MPI.ERRORS_RETURN)
-        intra = own.Split_type(MPI.COMM_TYPE_SHARED, key=own.rank)
-        held = [own, intra]
+        own.Set_errhandler(mpi.ERRORS_RETURN)
+        intra = own.Split_type(mpi.COMM_TYPE_SHARED, key=own.rank)
         try:
-            return cls._exchange(MPI, own, intra, held, devices, function)
-        except MpistratError:  # raised on every rank, so that they can free together
-            for communicator in reversed(held):
-                communicator.Free()
+            return cls._exchange(mpi, own, intra, devices, function)
+        except DeviceError:  # raised on every rank, so that they can free together
+            intra.Free()
+            own.Free()
             raise
 
     @classmethod
-    def _exchange(
-        cls, MPI: Any, own: Any, intra: Any, held: list[Any], devices: Sequence[str] | str | None, function: str
-    ) -> Topology:
+    def _exchange(cls, mpi: Any, own: Any, intra: Any, devices: Sequence[str] | str | None, function: str) -> Topology:
         leader = np.array([own.rank], np.int64)
         intra.Bcast(leader, root=0)
-        error: DeviceError | None = None
-        try:
-            mine = check_devices(devices, function) if devices is not None else default_devices(intra.rank, intra.size)
-        except DeviceError as reason:
-            mine, error = (), reason
+        mine, error = _own_devices(devices, intra, function)
         table = np.empty((own.size, 2), np.int64)
         own.Allgather(np.array([leader[0], len(mine)], np.int64), table)
-        replicas = [int(n) for n in table[:, 1]]
+        replicas: list[int] = table[:, 1].tolist()
         if 0 in replicas:  # only a refused list is empty
             _raise_everywhere(own, replicas.index(0), error)
-        leaders = sorted({int(rank) for rank in table[:, 0]})
-        node_of = [leaders.index(int(rank)) for rank in table[:, 0]]
-        inter = None
-        if len(leaders) > 1:
-            slices = min(node_of.count(node) for node in range(len(leaders)))
-            color = intra.rank if intra.rank < slices else MPI.UNDEFINED
-            inter = own.Split(color, key=node_of[own.rank])
-            inter = inter if inter != MPI.COMM_NULL else None
-            held += [inter] if inter is not None else []
+        # np.unique sorts: nodes are numbered by their smallest rank.
+        node_of: list[int] = np.unique(table[:, 0], return_inverse=True)[1].ravel().tolist()
+        inter = _make_inter(mpi, own, intra, node_of)
         return cls(
             own.rank,
             node_of,
@@ -148,8 +138,9 @@ class Topology:
             comm=own,
             intra=intra,
             inter=inter,
-            hostname=MPI.Get_processor_name(),
-            thread_level=MPI.Query_thread(),
+            hostname=mpi.Get_processor_name(),
+            thread_level=mpi.Query_thread(),
+            node_cores=count_node_cores(intra),
         )
 
     @classmethod
@@ -164,7 +155,7 @@ class Topology:
             2
         """
         names = check_devices(devices, function)
-        return cls(0, [0], [len(names)], names, hostname=socket.gethostname())
+        return cls(0, [0], [len(names)], names, hostname=socket.gethostname(), node_cores=len(available_cores()))
 
     def ranks_of_node(self, node: int) -> tuple[int, ...]:
         """Return the ranks of a node in ascending order. Not collective."""
@@ -199,40 +190,33 @@ class Topology:
         )
 
 
-def _running_mpi(function: str) -> Any:
-    """Import mpi4py's MPI, which starts MPI unless the program has or forbids it."""
-    from mpi4py import MPI
-
-    if MPI.Is_finalized():
-        raise LayoutError(explain(function, "comm", expected="a running MPI", got="one that was finalised"))
-    if not MPI.Is_initialized():
-        remedy = "mpi4py.rc.initialize is False: call MPI.Init_thread() first, or leave it True"
-        raise LayoutError(explain(function, "comm", expected="a running MPI", got="none", remedy=remedy))
-    return MPI
-
-
-def _check_comm(MPI: Any, comm: Any, function: str) -> Any:
-    expected = "an intracommunicator of mpi4py"
-    if comm is None:
-        comm = MPI.COMM_WORLD
-    if not isinstance(comm, MPI.Comm):
-        raise LayoutError(explain(function, "comm", expected=expected, got=f"a {type(comm).__name__}"))
-    if comm == MPI.COMM_NULL:
-        remedy = "It was freed, or this rank is not a member: only the members of a communicator make the strategy"
-        raise LayoutError(explain(function, "comm", expected=expected, got="COMM_NULL", remedy=remedy))
-    if comm.Is_inter():
-        remedy = "Merge its two groups first: comm.Merge()"
-        raise LayoutError(explain(function, "comm", expected=expected, got="an intercommunicator", remedy=remedy))
-    if comm == MPI.COMM_WORLD:
-        check_size(comm.size)
-    return comm
+def _own_devices(
+    devices: Sequence[str] | str | None, intra: Any, function: str
+) -> tuple[tuple[str, ...], Exception | None]:
+    """Return this rank's devices; none, and why, where they are refused: the other ranks wait to be told."""
+    try:
+        if devices is None:
+            return default_devices(intra.rank, intra.size), None
+        return check_devices(devices, function), None
+    except Exception as error:
+        return (), error
 
 
-def _raise_everywhere(comm: Any, root: int, error: DeviceError | None) -> None:
+def _make_inter(mpi: Any, own: Any, intra: Any, node_of: list[int]) -> Any:
+    """Return the communicator of the ranks with this local rank, if every node has one. Collective over `own`."""
+    if max(node_of) == 0:
+        return None
+    slices = int(np.bincount(node_of).min())
+    inter = own.Split(intra.rank if intra.rank < slices else mpi.UNDEFINED, key=node_of[own.rank])
+    return inter if inter != mpi.COMM_NULL else None
+
+
+def _raise_everywhere(comm: Any, root: int, error: Exception | None) -> None:
     """Raise, on every rank, the error of rank `root`. Collective."""
-    text = f"rank {root}: {error}".encode() if comm.rank == root else b""
+    text = f"rank {root}: {error}".encode(errors="replace")
     length = np.array([len(text)], np.int64)
     comm.Bcast(length, root=root)
-    buffer = np.frombuffer(text, np.uint8).copy() if comm.rank == root else np.empty(int(length[0]), np.uint8)
+    buffer = np.zeros(int(length[0]), np.uint8)
+    buffer[: len(text)] = np.frombuffer(text, np.uint8)[: len(buffer)]
     comm.Bcast(buffer, root=root)
     raise DeviceError(buffer.tobytes().decode(errors="replace")) from error

@@ -1,0 +1,49 @@
+"""The communicator that a user passes: checked before anything is done with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import LayoutError, explain
+from .launcher import check_size
+
+__all__ = ["check_comm", "running_mpi"]
+
+
+def running_mpi(function: str) -> Any:
+    """Return the module mpi4py.MPI, importing it, which starts MPI unless the program has or forbids it.
+
+    Raises:
+        LayoutError: MPI is not running and will not be started, or has ended.
+    """
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        raise LayoutError(explain(function, "comm", expected="a running MPI", got="one that was finalised"))
+    if not MPI.Is_initialized():
+        remedy = "mpi4py.rc.initialize is False: call MPI.Init_thread() first, or leave it True"
+        raise LayoutError(explain(function, "comm", expected="a running MPI", got="none", remedy=remedy))
+    return MPI
+
+
+def check_comm(mpi: Any, comm: Any, function: str) -> Any:
+    """Return the communicator to work on, COMM_WORLD for None. Not collective.
+
+    Raises:
+        LayoutError: `comm` is no intracommunicator, or is null.
+        ClusterError: it is COMM_WORLD with one rank, and the launcher started several.
+    """
+    expected = "an intracommunicator of mpi4py"
+    if comm is None:
+        comm = mpi.COMM_WORLD
+    if not isinstance(comm, mpi.Comm):
+        raise LayoutError(explain(function, "comm", expected=expected, got=f"a {type(comm).__name__}"))
+    if comm == mpi.COMM_NULL:
+        remedy = "It was freed, or this rank is not a member: only the members of a communicator call this"
+        raise LayoutError(explain(function, "comm", expected=expected, got="COMM_NULL", remedy=remedy))
+    if comm.Is_inter():
+        remedy = "Merge its two groups first: comm.Merge()"
+        raise LayoutError(explain(function, "comm", expected=expected, got="an intercommunicator", remedy=remedy))
+    if comm == mpi.COMM_WORLD:
+        check_size(comm.size)
+    return comm

@@ -1,0 +1,140 @@
+"""SlurmClusterResolver: the cluster as the variables of a SLURM job step describe it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import final
+
+from ..errors import ClusterError, explain
+from .cluster_resolver import ClusterResolver, task_url
+from .cluster_spec import ClusterSpec
+from .hostlist import expand_hostlist, expand_tasks_per_node
+from .jobs import split_counts
+from .roles import validate
+
+__all__ = ["SlurmClusterResolver"]
+
+_INSTEAD = "MPIClusterResolver needs none of SLURM's variables"
+_MAX_TASKS = 1 << 20
+
+
+@final
+class SlurmClusterResolver(ClusterResolver):
+    """The tasks of a SLURM job step, in the order of SLURM_PROCID. Not collective; for processes that `srun` started.
+
+    Hosts come in the order of SLURM's list and tasks by the step's distribution (block, cyclic or plane), so that task
+    k is the process with SLURM_PROCID k, and under MPI rank k. The k-th task of a host has port `port_base + k`.
+
+    Args:
+        jobs: number of tasks by job, in the order of the ranks; default: all are workers.
+        port_base: first port of each host.
+        tasks_per_node: tasks on every host; default: SLURM_STEP_TASKS_PER_NODE.
+        rpc_layer: protocol before addresses.
+
+    Raises:
+        ClusterError: outside a job step, if a variable is malformed or contradicts another, and if `jobs` does not add
+            up to the step's tasks.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        tasks_per_node: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        total, procid = _number("SLURM_STEP_NUM_TASKS"), _number("SLURM_PROCID")
+        hosts = expand_hostlist(_variable("SLURM_STEP_NODELIST"))
+        counts = _counts(len(hosts), total, tasks_per_node)
+        nodes = _node_of_task(counts)
+        _check_place(nodes, procid)
+        used = [0] * len(hosts)
+        addresses = []
+        for node in nodes:
+            addresses.append(f"{hosts[node]}:{port_base + used[node]}")
+            used[node] += 1
+        ranks = split_counts("SlurmClusterResolver", {"worker": total} if jobs is None else jobs, total)
+        self._cluster_spec = validate({job: [addresses[rank] for rank in ranks[job]] for job in ranks})
+        self.task_type = next(job for job in ranks if procid in ranks[job])
+        self.task_id = ranks[self.task_type].index(procid)
+        self.rpc_layer = rpc_layer or ""
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the tasks of the step. Not collective."""
+        return self._cluster_spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the address of a task, by default of this one. Not collective."""
+        return task_url(self, task_type, task_id, rpc_layer)
+
+
+def _error(argument: str, expected: str, got: object, remedy: str = _INSTEAD) -> ClusterError:
+    return ClusterError(explain("SlurmClusterResolver", argument, expected=expected, got=got, remedy=remedy))
+
+
+def _variable(name: str) -> str:
+    text = os.environ.get(name, "")
+    if not text:
+        raise _error(
+            name, "a process that srun started, with this variable set", "none", f"Start it with srun; {_INSTEAD}"
+        )
+    return text
+
+
+def _number(name: str) -> int:
+    text = _variable(name)
+    if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text) <= _MAX_TASKS):
+        raise _error(name, f"a number up to {_MAX_TASKS}", f"{text!r:.80}")
+    return int(text)
+
+
+def _counts(hosts: int, total: int, tasks_per_node: int | None) -> list[int]:
+    """Return the number of the step's tasks on each host."""
+    if tasks_per_node is None:
+        counts = expand_tasks_per_node(_variable("SLURM_STEP_TASKS_PER_NODE"))
+    else:
+        counts = [max(0, min(tasks_per_node, total - tasks_per_node * host)) for host in range(hosts)]
+    if len(counts) != hosts:
+        raise _error("SLURM_STEP_TASKS_PER_NODE", f"counts for {hosts} hosts", f"counts for {len(counts)}")
+    if sum(counts) != total:
+        raise _error("tasks per node", f"{total} tasks, as SLURM_STEP_NUM_TASKS says", f"{sum(counts)}")
+    return counts
+
+
+def _node_of_task(counts: list[int]) -> list[int]:
+    """Return the host index of each task, in the order of SLURM_PROCID."""
+    plane = _plane(os.environ.get("SLURM_DISTRIBUTION", "block"), max(counts))
+    left = list(counts)
+    nodes: list[int] = []
+    waiting = list(range(len(left)))
+    while waiting:
+        for node in waiting:
+            take = min(left[node], plane)
+            nodes += [node] * take
+            left[node] -= take
+        waiting = [node for node in waiting if left[node]]
+    return nodes
+
+
+def _plane(distribution: str, most: int) -> int:
+    """Return how many successive tasks a host gets at a time."""
+    kind = distribution.lower().split(":")[0].split(",")[0].split("=")[0]
+    if kind in ("block", "", "*"):
+        return max(1, most)
+    if kind == "cyclic":
+        return 1
+    if kind == "plane":
+        size = distribution.partition("=")[2] or os.environ.get("SLURM_DIST_PLANESIZE", "")
+        if size.isascii() and size.isdigit() and 0 < len(size) < 8 and int(size) > 0:
+            return int(size)
+    raise _error("SLURM_DISTRIBUTION", "block, cyclic or plane with its size", f"{distribution!r:.80}")
+
+
+def _check_place(nodes: list[int], procid: int) -> None:
+    """Compare the order found here with what SLURM tells this process of itself."""
+    if procid >= len(nodes):
+        raise _error("SLURM_PROCID", f"a task from 0 to {len(nodes) - 1}", procid)
+    if os.environ.get("SLURM_NODEID") and _number("SLURM_NODEID") != nodes[procid]:
+        expected = f"node {nodes[procid]} for task {procid} by SLURM_DISTRIBUTION and SLURM_STEP_TASKS_PER_NODE"
+        raise _error("SLURM_NODEID", expected, os.environ["SLURM_NODEID"])
