@@ -1,4 +1,5 @@
 """For tools that still look for setup.py; everything is said in pyproject.toml."""
+
 from setuptools import setup
 
 setup()

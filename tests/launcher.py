@@ -101,7 +101,9 @@ def texts(out: Sequence[str], err: Sequence[str], launcher: str, tail: int = 600
     """Everything the ranks and mpiexec wrote, each under its own heading, long texts by their ends."""
     pieces = [(f"rank {r} {kind}", text) for r in range(len(out)) for kind, text in (("out", out[r]), ("err", err[r]))]
     pieces.append(("mpiexec", launcher))
-    return "\n".join(f"---- {title}\n{text[-tail:].rstrip()}" for title, text in pieces if text.strip()) or "(no output)"
+    return (
+        "\n".join(f"---- {title}\n{text[-tail:].rstrip()}" for title, text in pieces if text.strip()) or "(no output)"
+    )
 
 
 class Job:
@@ -122,7 +124,7 @@ class Job:
         with open(folder / "mpiexec", "w") as log:
             self._process = subprocess.Popen(
                 [*mpi.command(ranks, hosts), "sh", "-c", RANK_SHELL, str(folder), *command],
-                env=job_environment(self.mark, env), cwd=cwd, stdin=subprocess.DEVNULL,
+                env=job_environment(self.mark, folder, env), cwd=cwd, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
@@ -135,6 +137,19 @@ class Job:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does: SIGINT to mpiexec and all of its process group."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def wait_for(self, text: str, timeout: float) -> bool:
+        """Wait until every rank has written `text` to its stdout; False where one has not in time."""
+        until = time.monotonic() + timeout
+        while not all(text in self.read(f"{rank}.out") for rank in range(self.ranks)):
+            if self.poll() is not None or time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        return True
 
     def processes(self) -> list[int]:
         """All living processes of this job, on every host of this machine."""
@@ -149,6 +164,7 @@ class Job:
 
     def end(self, *, stacks: bool = False) -> None:
         """Kill every process of the job; with `stacks` each rank first writes where its threads are to its stderr."""
+        shared = {path for pid in self.processes() for path in shared_memory(pid)}
         if stacks:
             self._write_stacks()
         elif self._process.poll() is None:  # let mpiexec clear its shared memory and its session folder
@@ -163,9 +179,12 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
+        for path in shared:  # what ranks that are killed leave
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
     def _write_stacks(self) -> None:
-        """Python's fault handler writes all stacks on SIGABRT. mpiexec is halted, or the first rank's death would end the others."""
+        """Python's fault handler writes all stacks on SIGABRT. mpiexec is halted: it would kill the others at the first death."""
         alive = self.processes()
         python = [pid for pid in alive if "python" in command_line(pid).split(" ")[0].rpartition("/")[2]]
         for pid in set(alive) - set(python):
@@ -195,12 +214,14 @@ def launch(
     env: Mapping[str, str | None] | None = None,
     hosts: Hosts | None = None,
     cwd: str | os.PathLike[str] | None = None,
+    interrupt_at: str | None = None,
 ) -> Result:
     """Run a Python program on `ranks` ranks and wait for its end, at most `timeout` seconds.
 
-    `program` is the text of a script, or the arguments of the Python of `mpi` (["-m", "package", "--flag"]). Variables in `env`
-    are added to the environment, those that are None are taken out of it. A job that takes longer writes each rank's stacks
-    to `err` and is killed.
+    `program` is the text of a script, or the arguments of the Python of `mpi` (["-m", "package", "--flag"]). Variables in
+    `env` are added to the environment, those that are None are taken out of it. Once every rank has written the text
+    `interrupt_at` to its stdout, the job gets a Ctrl-C. A job that takes longer writes each rank's stacks to `err` and is
+    killed.
     """
     with tempfile.TemporaryDirectory(prefix="mpistrat-job-") as name:
         folder = Path(name)
@@ -209,7 +230,9 @@ def launch(
             program = [str(folder / "program.py")]
         job = Job([mpi.python, *program], ranks, mpi, folder, env=env, hosts=hosts, cwd=cwd)
         try:
-            returncode = job.wait(timeout)
+            if interrupt_at is not None and job.wait_for(interrupt_at, timeout):
+                job.interrupt()
+            returncode = job.wait(max(0.0, job.started + timeout - time.monotonic()))
             seconds = time.monotonic() - job.started
             leftover = [] if returncode is None else job.leftover()
         finally:
@@ -217,10 +240,11 @@ def launch(
         return Result(returncode, *job.outputs(), seconds, returncode is None, leftover)
 
 
-def job_environment(mark: str, extra: Mapping[str, str | None] | None) -> dict[str, str]:
-    """One BLAS thread a rank, output as it comes, stacks on a crash, this checkout's mpistrat; then `extra`."""
+def job_environment(mark: str, folder: Path, extra: Mapping[str, str | None] | None) -> dict[str, str]:
+    """One BLAS thread a rank, output as it comes, stacks on a crash, this mpistrat, temporary files in `folder`; then `extra`."""
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
     wanted: dict[str, str | None] = {
+        "TMPDIR": str(folder),
         "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1",
         "OMPI_MCA_osc": "^ucx",  # its one-sided calls fail where UCX finds no network card
         **(extra or {}), MARK: mark,
@@ -244,7 +268,14 @@ def command_line(pid: int) -> str:
     return f"process {pid}"
 
 
+def shared_memory(pid: int) -> list[str]:
+    """The files in /dev/shm that a process has mapped."""
+    with contextlib.suppress(OSError):
+        words = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+        return sorted({word[5] for word in words if len(word) == 6 and word[5].startswith("/dev/shm/")})
+    return []
+
+
 def _kill(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from launcher import ROOT, Job, MpiEnv, texts
 
 STARTUP = 120.0  # seconds until the first test starts: interpreters, imports, MPI_Init, collection
-AFTER_FAILURE = 10.0  # seconds the other ranks get to finish a test that failed on one
+AFTER_FAILURE = 5.0  # seconds the other ranks get to finish a test that failed on one
 ENDING = 30.0  # seconds from the last test to the end of the ranks
 RESTARTS = 8
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import launcher_reports
 import pytest
-from launcher import MpiEnv, Result, launch, mpi_env
 from launcher_batch import Batch, Layout
+
+from launcher import MpiEnv, Result, launch, mpi_env
 
 BATCH_TESTS = 150  # a new mpiexec after so many tests: a leak of MPI objects stays small
 ON_RANKS = json.loads(os.environ.get("MPISTRAT_TEST_MPIS", "null"))  # in a rank: the names and vendors of all MPIs

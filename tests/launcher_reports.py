@@ -44,7 +44,9 @@ def _phase(item: pytest.Item, found: dict[int, pytest.TestReport], ranks: int) -
     if not failed:
         kinds = {report.outcome for report in found.values()}
         if len(kinds) > 1 or len(found) < ranks:
-            did = ", ".join(f"rank {rank}: {found[rank].outcome if rank in found else 'nothing'}" for rank in range(ranks))
+            did = ", ".join(
+                f"rank {rank}: {found[rank].outcome if rank in found else 'nothing'}" for rank in range(ranks)
+            )
             when = next(iter(found.values())).when
             return _report(item, "failed", f"the ranks do not agree on whether this test runs\n{did}", when)
     rank, report = next(iter((failed or found).items()))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from launcher import ROOT, launch, mpi_env
 
 FILE = """
@@ -185,7 +186,14 @@ def test_launch_kills_what_does_not_end(mpi):
 
 
 def test_mpi_run_takes_arguments_and_variables(mpi_run):
-    result = mpi_run(["-c", "import os; print(os.environ['X'], os.environ.get('OMP_NUM_THREADS')); raise SystemExit(4)"],
-                     2, env={"X": "y", "OMP_NUM_THREADS": None})  # fmt: skip
+    program = "import os; print(os.environ['X'], os.environ.get('OMP_NUM_THREADS')); raise SystemExit(4)"
+    result = mpi_run(["-c", program], 2, env={"X": "y", "OMP_NUM_THREADS": None})
     assert result.out == ["y None\n"] * 2
     assert result.returncode == 4
+
+
+def test_a_ctrl_c_reaches_the_job(mpi_run):
+    program = "from mpi4py import MPI\nimport time\nprint('ready')\ntime.sleep(100)"
+    result = mpi_run(program, 2, timeout=20, interrupt_at="ready")
+    assert result.returncode != 0
+    assert result.seconds < 15

@@ -1,0 +1,164 @@
+"""The rules of the house that can be read off the code: floors, late imports, docstrings."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import functools
+import inspect
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mpistrat as ms
+from launcher import ROOT
+
+PACKAGE = ROOT / "mpistrat"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# The floor of each folder; files beside the folders are floor 0, or front doors that only re-export.
+FLOORS = {
+    "cluster": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4, "parameter_server": 5, "optimizers": 5,
+    "strategy": 6, "training": 7, "adapters": 8, "cli": 8, "examples": 8,
+}  # fmt: skip
+
+# Where a library beyond NumPy may be imported at all. A pickle could run a stranger's code.
+ALLOWED = {
+    "mpi4py": {"cluster", "comm", "cross_device", "data", "variables", "parameter_server", "optimizers", "strategy",
+               "training", "cli", "examples"},
+    "h5py": {"data", "strategy", "training", "cli", "examples"},
+    "cupy": {"cluster", "comm", "cross_device"},
+    "sklearn": {"examples"},
+    "matplotlib": {"training", "cli", "examples"},
+    "torch": {"adapters"}, "jax": {"adapters"}, "keras": {"adapters"}, "tensorflow": {"adapters"},
+    "pickle": set(), "marshal": set(), "shelve": set(), "dill": set(),
+}  # fmt: skip
+
+
+def folder_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The line and the full name, as words, of everything a file imports, wherever in the file it does."""
+    package = ("mpistrat", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, tuple(alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            for alias in node.names:
+                yield node.lineno, (*base, alias.name)
+
+
+@functools.cache
+def front_doors() -> frozenset[str]:
+    """The files beside the folders that hold nothing but imports, __all__, the version and the lazy __getattr__."""
+
+    def plain(node: ast.stmt) -> bool:
+        if isinstance(node, ast.Assign):
+            return all(isinstance(target, ast.Name) for target in node.targets)
+        named = isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")
+        return named or isinstance(node, (ast.Import, ast.ImportFrom, ast.AnnAssign, ast.Expr, ast.If))
+
+    doors = set()
+    for path in PACKAGE.glob("*.py"):
+        body = ast.parse(path.read_text()).body
+        above = any(name[0] == "mpistrat" and len(name) > 1 and name[1] in FLOORS for _, name in imports(path))
+        if path.stem in ("__init__", "__main__") or (above and all(map(plain, body))):
+            doors.add(path.stem)
+    return frozenset(doors)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_only_its_own_folder_and_lower_floors(path):
+    folder = folder_of(path)
+    if not folder and path.stem in front_doors():
+        return
+    assert not folder or folder in FLOORS, f"{folder} has no floor: give it one in FLOORS and in docs/architecture.md"
+    floor = FLOORS.get(folder, 0)
+    wrong = []
+    for line, name in imports(path):
+        if name[0] != "mpistrat" or name[1:2] == (folder,):
+            continue
+        target = name[1] if len(name) > 1 else "__init__"
+        upward = FLOORS[target] >= floor if target in FLOORS else target in front_doors()
+        if upward:
+            wrong.append(f"{path.name}:{line} imports {'.'.join(name)}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_libraries_are_imported_only_where_they_belong(path):
+    folder = folder_of(path)
+    wrong = [f"line {line}: {name[0]}" for line, name in imports(path) if folder not in ALLOWED.get(name[0], {folder})]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_holds_one_idea(path):
+    assert len(path.read_text().splitlines()) <= 500, "look for the second idea in it"
+
+
+def python(program: str) -> str:
+    reply = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert reply.returncode == 0, reply.stderr
+    return reply.stdout
+
+
+def test_importing_the_package_starts_no_mpi_and_loads_no_large_library():
+    late = ["mpi4py.MPI", "h5py", "cupy", "sklearn", "matplotlib", "torch", "jax", "tensorflow"]
+    found = python(f"import sys, mpistrat; print([name for name in {late} if name in sys.modules])")
+    assert found.strip() == "[]"
+
+
+def test_the_package_imports_without_any_optional_library():
+    absent = ["cupy", "sklearn", "matplotlib", "ml_dtypes", "xxhash", "torch", "jax", "tensorflow"]
+    python(
+        f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+        "import mpistrat as ms\n"
+        "for name in ms.__all__: getattr(ms, name)"
+    )
+
+
+def test_the_version_is_said_once():
+    assert ms.__version__ == "0.1.0"
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def public_functions() -> dict[str, object]:
+    """Every function that a user reaches from `ms`, and every method that a public class of ours defines or inherits."""
+    found: dict[str, object] = {}
+
+    def visit(where: str, holder: object, names: list[str]) -> None:
+        for name in names:
+            thing = getattr(holder, name)
+            ours = getattr(thing, "__module__", thing.__name__ if inspect.ismodule(thing) else "").startswith(
+                "mpistrat"
+            )
+            if not ours:
+                continue
+            if isinstance(thing, types.ModuleType):
+                visit(f"{where}.{name}", thing, list(getattr(thing, "__all__", [])))
+            elif inspect.isclass(thing):
+                if not issubclass(thing, (enum.Enum, BaseException)):
+                    methods = [m for m in dir(thing) if not m.startswith("_") and inspect.isroutine(getattr(thing, m))]
+                    visit(f"{where}.{name}", thing, methods)
+            elif inspect.isroutine(thing):
+                found[f"{where}.{name}"] = thing
+
+    visit("ms", ms, list(ms.__all__))
+    return found
+
+
+def test_every_public_function_says_whether_it_is_collective():
+    first = {name: (inspect.getdoc(thing) or "").split("\n\n")[0] for name, thing in public_functions().items()}
+    silent = [name for name, text in first.items() if "ollective" not in text]
+    assert not silent, "the first line of a docstring says 'Collective.' or 'Not collective.'"
