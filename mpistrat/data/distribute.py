@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -156,8 +156,8 @@ class DistributedDataset:
         self._epoch = int(epoch)
 
     def stats(self) -> InputStats:
-        """Return what this rank's input has done so far: a live object. Not collective."""
-        return self._stats
+        """Return what this rank's input has done so far, over all epochs. Not collective."""
+        return replace(self._stats)
 
     def __iter__(self) -> DistributedIterator:
         self._share.dataset.check()

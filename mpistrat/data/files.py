@@ -99,7 +99,7 @@ def _directory(directory: Path) -> FileSet:
 
 
 def _pattern(pattern: str) -> FileSet:
-    paths = sorted((Path(match) for match in glob.glob(pattern)), key=natural_key)  # noqa: PTH207
+    paths = sorted((Path(match) for match in glob.glob(pattern)), key=natural_key)
     manifest = manifest_path(Path(pattern))
     if not manifest.is_file():
         return _listed(paths, pattern)

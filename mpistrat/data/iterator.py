@@ -38,10 +38,7 @@ class PositionReader:
             nonlocal position
             if 0 <= cardinality <= position:
                 raise StopIteration
-            try:
-                element = read(epoch, position)
-            except StopIteration as error:  # from a mapped function: it must not look like the end (PEP 479)
-                raise RuntimeError(f"dataset: reading element {position} raised StopIteration") from error
+            element = _read_element(read, epoch, position)
             position += 1
             return element
 
@@ -53,7 +50,7 @@ class PositionReader:
             self.close()
             raise StopIteration
         if self._depth == 0:
-            element = self._read(self._epoch, self._next)
+            element = _read_element(self._read, self._epoch, self._next)
         else:
             if self._prefetcher is None:
                 self._prefetcher = Prefetcher(self._producer(), self._depth)
@@ -82,6 +79,13 @@ class PositionReader:
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
+
+
+def _read_element(read: Callable[[int, int], Any], epoch: int, position: int) -> Any:
+    try:
+        return read(epoch, position)
+    except StopIteration as error:  # from a mapped function: it must not look like the end (PEP 479)
+        raise RuntimeError(f"dataset: reading element {position} raised StopIteration") from error
 
 
 class DatasetIterator(Iterator[Any]):

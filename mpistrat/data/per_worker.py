@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -136,8 +136,8 @@ class PerReplicaDataset:
         return nest.map_structure(lambda leaf: ArraySpec((None, *leaf.shape), leaf.dtype), self._row_spec)
 
     def stats(self) -> InputStats:
-        """Return what this rank's input has done so far: a live object. Not collective."""
-        return self._stats
+        """Return what this rank's input has done so far, over all epochs. Not collective."""
+        return replace(self._stats)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate. Collective: all ranks take their steps together, to the same end."""
@@ -157,10 +157,10 @@ class PerReplicaDataset:
                 examples = sum(row_count(block) for block in blocks)
                 having, total = (int(n) for n in self._sum_over_ranks(np.array([bool(blocks), examples], np.int64)))
                 if not having:
+                    set_global_batch_size(None)
                     return
                 yield self._step(blocks, total, started)
         finally:
-            set_global_batch_size(None)
             if prefetcher is not None:
                 prefetcher.close()
 

@@ -22,7 +22,7 @@ __all__ = ["write_shards"]
 
 _SHARD_BYTES = 1 << 30  # few, large shards: rows gathered over many files are slow
 _CHUNK_BYTES = 1 << 18  # where decompressing was measured to be quickest
-_KINDS = "biufcSV"
+_KINDS = "biufcS"
 
 
 def _checked(arrays: Mapping[str, ArrayLike]) -> dict[str, NDArray[Any]]:
@@ -36,8 +36,8 @@ def _checked(arrays: Mapping[str, ArrayLike]) -> dict[str, NDArray[Any]]:
             raise ValueError(explain("write_shards", where, expected="a name without a leading slash", got=repr(name)))
         if array.ndim == 0:
             raise ValueError(explain("write_shards", where, expected="rows along a first axis", got="a scalar"))
-        if array.dtype.kind not in _KINDS or array.dtype.hasobject:
-            expected = "numbers, booleans, fixed-length bytes or a structure of them"
+        if array.dtype.kind not in _KINDS:
+            expected = "numbers, booleans or fixed-length bytes; one array for each field of a structure"
             raise ValueError(explain("write_shards", where, expected=expected, got=f"dtype {array.dtype}"))
         checked[name] = array
     first, rows = next((name, len(array)) for name, array in checked.items())

@@ -1,0 +1,218 @@
+"""Missing, damaged and mismatching shards: an error that names the file, before training starts where it can be known."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from mpistrat.data import DistributedDataset, HDF5Dataset, write_shards
+from mpistrat.errors import ShardError
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[Path]:
+    return write_shards(tmp_path, {"x": np.arange(300.0).reshape(100, 3), "y": np.arange(100)}, num_shards=3)
+
+
+def plain(path: Path, **arrays: np.ndarray) -> Path:
+    with h5py.File(path, "w") as file:
+        for name, array in arrays.items():
+            file[name] = array
+    return path
+
+
+def open_all(files: Any, **options: Any) -> int:
+    return len(HDF5Dataset(files, **options))
+
+
+def test_no_match_names_the_pattern(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match=r"nothing-\*\.h5.*no match"):
+        HDF5Dataset(tmp_path / "nothing-*.h5")
+    with pytest.raises(ShardError, match="no match"):
+        HDF5Dataset(tmp_path)
+    with pytest.raises(ShardError, match="no match"):
+        HDF5Dataset([])
+
+
+def test_a_missing_file_is_named(shards: list[Path]) -> None:
+    with pytest.raises(ShardError, match=r"absent\.h5.*no such file"):
+        HDF5Dataset(shards[0].parent / "absent.h5")
+    shards[1].unlink()
+    for files in (shards[0].parent, shards[0].parent / "*.h5", shards):
+        with pytest.raises(ShardError, match=f"{shards[1].name}.*no such file"):
+            HDF5Dataset(files)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 1500])
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_a_truncated_file_is_named(shards: list[Path], keep: int, with_manifest: bool) -> None:
+    os.truncate(shards[1], min(keep, shards[1].stat().st_size - 1))
+    if not with_manifest:
+        (shards[0].parent / "manifest.json").unlink()
+    with pytest.raises(ShardError, match=f"{shards[1].name}.*bytes"):
+        open_all(shards[0].parent)
+
+
+def test_cutting_one_byte_is_seen(shards: list[Path]) -> None:
+    os.truncate(shards[2], shards[2].stat().st_size - 1)
+    with pytest.raises(ShardError, match=f"{shards[2].name}.*truncated"):
+        HDF5Dataset(shards[0].parent)
+
+
+def test_what_is_no_hdf5_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text.h5").write_text("not HDF5 at all" * 100)
+    with pytest.raises(ShardError, match=r"text\.h5.*HDF5"):
+        open_all(tmp_path)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.9])
+def test_a_flipped_bit_is_seen_by_the_digest(shards: list[Path], fraction: float) -> None:
+    damaged = bytearray(shards[1].read_bytes())
+    damaged[int(fraction * len(damaged))] ^= 4
+    shards[1].write_bytes(damaged)
+    with pytest.raises(ShardError, match=f"{shards[1].name}.*digest"):
+        HDF5Dataset(shards[0].parent, verify=True)
+
+
+def test_verify_needs_a_manifest(tmp_path: Path) -> None:
+    plain(tmp_path / "a.h5", x=np.arange(3))
+    with pytest.raises(ShardError, match=r"a\.h5.*digest.*write_shards"):
+        HDF5Dataset(tmp_path, verify=True)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"x": np.zeros((5, 3), np.float64), "y": np.arange(5)}, "'x'.*<f4.*(3,).*<f8"),
+        ({"x": np.zeros((5, 4), np.float32), "y": np.arange(5)}, r"'x'.*\(3,\).*\(4,\)"),
+        ({"x": np.zeros((5, 3), np.float32)}, r"'y'"),
+        ({"x": np.zeros((5, 3), np.float32), "y": np.arange(5), "z": np.arange(5)}, "'z'"),
+        ({"x": np.zeros((5, 3), np.float32), "y": np.arange(6)}, "5 rows.*6 rows"),
+        ({}, "at least one dataset"),
+    ],
+)
+def test_a_shard_unlike_its_siblings_is_named(tmp_path: Path, second: dict[str, np.ndarray], message: str) -> None:
+    plain(tmp_path / "a.h5", x=np.zeros((5, 3), np.float32), y=np.arange(5))
+    plain(tmp_path / "b.h5", **second)
+    with pytest.raises(ShardError, match=f"b.h5.*{message}"):
+        open_all(tmp_path)
+
+
+def rewrite(shards: list[Path], **arrays: np.ndarray) -> None:
+    """Put another file where the second shard was, and make the manifest agree with its size."""
+    plain(shards[1], **arrays)
+    manifest = shards[0].parent / "manifest.json"
+    document = json.loads(manifest.read_text())
+    document["shards"][1]["bytes"] = shards[1].stat().st_size
+    manifest.write_text(json.dumps(document))
+
+
+def test_a_shard_unlike_the_manifest_is_named(shards: list[Path]) -> None:
+    rewrite(shards, x=np.zeros((33, 3), np.float32), y=np.arange(33))
+    with pytest.raises(ShardError, match=f"{shards[1].name}.*<f8.*the manifest.*<f4"):
+        open_all(shards[0].parent)
+    rewrite(shards, x=np.zeros((32, 3)), y=np.arange(32))
+    with pytest.raises(ShardError, match=f"{shards[1].name}.*33 rows.*manifest.*got 32 rows"):
+        open_all(shards[0].parent)
+    rewrite(shards, y=np.arange(33))
+    with pytest.raises(ShardError, match=f"{shards[1].name}.*'x'"):
+        open_all(shards[0].parent)
+
+
+def test_a_file_that_the_manifest_does_not_list_is_named(shards: list[Path]) -> None:
+    plain(shards[0].parent / "extra.h5", x=np.zeros((1, 3)), y=np.arange(1))
+    with pytest.raises(ShardError, match=r"extra\.h5"):
+        HDF5Dataset(shards[0].parent / "*.h5")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "mpistrat.shards", "version": 99}'])
+def test_a_damaged_manifest_is_named(shards: list[Path], text: str) -> None:
+    (shards[0].parent / "manifest.json").write_text(text)
+    with pytest.raises(ShardError, match=r"manifest\.json"):
+        HDF5Dataset(shards[0].parent)
+
+
+def test_a_manifest_cannot_point_out_of_its_directory(shards: list[Path]) -> None:
+    manifest = shards[0].parent / "manifest.json"
+    document = json.loads(manifest.read_text())
+    document["shards"][0]["name"] = "../other.h5"
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(ShardError, match=r"manifest\.json"):
+        HDF5Dataset(shards[0].parent)
+
+
+def test_two_sets_in_a_directory_must_be_named(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        write_shards(tmp_path / f"{name}-*.h5", {"x": np.arange(3)})
+    with pytest.raises(ShardError, match=r"one set.*test-\*\.h5"):
+        HDF5Dataset(tmp_path)
+
+
+def test_an_unknown_field_is_named_with_those_there_are(shards: list[Path]) -> None:
+    with pytest.raises(ShardError, match=r"'z'.*\['x', 'y'\]"):
+        open_all(shards[0].parent, fields="z")
+
+
+def test_a_file_that_changes_between_epochs_is_named(shards: list[Path]) -> None:
+    dataset = HDF5Dataset(shards[0].parent).batch(10)
+    list(dataset)
+    os.truncate(shards[2], 100)
+    with pytest.raises(ShardError, match=f"{shards[2].name}.*as it was opened"):
+        iter(dataset)
+    shards[2].unlink()
+    with pytest.raises(ShardError, match=f"{shards[2].name}.*no such file"):
+        iter(dataset)
+
+
+def test_damage_is_found_when_the_dataset_is_distributed(shards: list[Path]) -> None:
+    rewrite(shards, x=np.zeros((33, 3), np.float32), y=np.arange(33))
+    dataset = HDF5Dataset(shards[0].parent).batch(10)
+    with pytest.raises(ShardError, match=shards[1].name):
+        DistributedDataset(dataset, num_replicas=1, replica_offset=0, num_local_replicas=1)
+
+
+def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, {"x": np.random.default_rng(0).random(100_000)}, compression="gzip")[0]
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ShardError, match=path.name):
+        list(HDF5Dataset(tmp_path).batch(1000))
+
+
+def external_link(file: h5py.File) -> None:
+    file["x"] = np.arange(3)
+    file["away"] = h5py.ExternalLink("/etc/passwd", "/")
+
+
+def external_storage(file: h5py.File) -> None:
+    file.create_dataset("x", (10,), "i1", external=[("/etc/passwd", 0, 10)])
+
+
+def virtual(file: h5py.File) -> None:
+    layout = h5py.VirtualLayout((3,), "i8")
+    layout[:] = h5py.VirtualSource("/elsewhere.h5", "x", (3,))
+    file.create_virtual_dataset("x", layout)
+
+
+def strings(file: h5py.File) -> None:
+    file["x"] = ["a", "bc"]
+
+
+def references(file: h5py.File) -> None:
+    file["y"] = np.arange(3)
+    file.create_dataset("x", (3,), h5py.ref_dtype)
+
+
+@pytest.mark.parametrize("make", [external_link, external_storage, virtual, strings, references])
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, make: Any) -> None:
+    with h5py.File(tmp_path / "odd.h5", "w") as file:
+        make(file)
+    with pytest.raises(ShardError, match=r"odd\.h5"):
+        open_all(tmp_path)

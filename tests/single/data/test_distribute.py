@@ -1,0 +1,265 @@
+"""Batches divided over replicas: every sample once, sizes that differ by at most one, the same order for any number."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpistrat import context
+from mpistrat.data import ArraySpec, Dataset, DistributedDataset, HDF5Dataset, from_arrays, write_shards
+from mpistrat.distributed_values import PerReplica
+from mpistrat.errors import ShardError
+
+
+def parts(dataset: Dataset, replicas: int, **options: Any) -> list[DistributedDataset]:
+    """One distributed dataset for each replica, each on a rank of its own."""
+    return [
+        DistributedDataset(dataset, num_replicas=replicas, replica_offset=r, num_local_replicas=1, **options)
+        for r in range(replicas)
+    ]
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "mpistrat-prefetch"]
+
+
+def no_threads_within(seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while prefetch_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not prefetch_threads()
+
+
+def test_the_rule_for_a_partial_last_batch() -> None:
+    """10 examples, batch 4, 2 replicas: 2+2, 2+2, 1+1."""
+    steps = list(zip(*parts(from_arrays(np.arange(10)).batch(4), 2), strict=True))
+    assert [[block.tolist() for block in step] for step in steps] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
+
+
+def test_a_replica_without_a_row_gets_zero_rows_of_the_right_kind() -> None:
+    dataset = from_arrays({"x": np.zeros((5, 3), np.float32), "y": np.arange(5)}).batch(4)
+    last = [list(part)[-1] for part in parts(dataset, 3)]
+    assert [batch["y"].tolist() for batch in last] == [[4], [], []]
+    assert [(batch["x"].shape, batch["x"].dtype) for batch in last] == [((n, 3), np.float32) for n in (1, 0, 0)]
+
+
+def test_a_mapped_function_never_sees_zero_rows() -> None:
+    dataset = from_arrays(np.arange(5.0)).batch(4).map(lambda x: (x - x.max())[:, None])
+    last = [list(part)[-1] for part in parts(dataset, 3)]
+    assert [batch.shape for batch in last] == [(1, 1), (0, 1), (0, 1)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(0, 200),
+    size=st.integers(1, 70),
+    replicas=st.integers(1, 64),
+    drop=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_every_sample_once_and_in_the_same_order(n: int, size: int, replicas: int, drop: bool, epoch: int) -> None:
+    dataset = from_arrays(np.arange(n)).shuffle(seed=2).batch(size, drop_remainder=drop)
+    dataset.set_epoch(epoch)
+    alone = [batch.tolist() for batch in dataset]
+    distributed = parts(dataset, replicas, prefetch=0)
+    for part in distributed:
+        part.set_epoch(epoch)
+    steps = list(zip(*distributed, strict=True))  # strict: all make the same number of steps
+    assert [[row for block in step for row in block.tolist()] for step in steps] == alone
+    for step in steps:
+        sizes = [len(block) for block in step]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True)
+    assert len(distributed[0]) == len(alone)
+
+
+@settings(deadline=None, max_examples=30)
+@given(local=st.lists(st.integers(1, 4), min_size=1, max_size=4), n=st.integers(1, 40))
+def test_uneven_local_replicas(local: list[int], n: int) -> None:
+    dataset = from_arrays(np.arange(n)).batch(7)
+    offsets = np.concatenate(([0], np.cumsum(local)))
+    total = int(offsets[-1])
+    ranks = [
+        list(DistributedDataset(dataset, num_replicas=total, replica_offset=int(o), num_local_replicas=k, prefetch=0))
+        for o, k in zip(offsets, local, strict=False)
+    ]
+    single = [list(part) for part in parts(dataset, total, prefetch=0)]
+    for step in range(len(dataset)):
+        blocks: list[Any] = []
+        for rank, k in zip(ranks, local, strict=True):
+            assert isinstance(rank[step], PerReplica) == (k > 1)
+            blocks += rank[step].values if k > 1 else [rank[step]]
+        assert [b.tolist() for b in blocks] == [part[step].tolist() for part in single]
+
+
+@settings(deadline=None, max_examples=30)
+@given(before=st.integers(1, 9), after=st.integers(1, 9), stop=st.integers(0, 8))
+def test_the_number_of_ranks_may_change_in_the_middle(before: int, after: int, stop: int) -> None:
+    dataset = from_arrays(np.arange(50)).shuffle(seed=3).batch(7)
+    first = [iter(part) for part in parts(dataset, before, prefetch=1)]
+    seen = [row for _ in range(stop) for iterator in first for row in next(iterator).tolist()]
+    states = [iterator.state() for iterator in first]
+    assert all(state == states[0] for state in states)
+    second = [iter(part) for part in parts(dataset, after, prefetch=1)]
+    for iterator in second:
+        iterator.restore(states[0])
+    for step in zip(*second, strict=True):
+        seen += [row for block in step for row in block.tolist()]
+    assert seen == [row for batch in dataset for row in batch.tolist()]
+    for iterator in first:
+        iterator.close()
+
+
+def test_the_state_is_what_was_consumed_not_what_was_read_ahead() -> None:
+    iterator = iter(parts(from_arrays(np.arange(100)).batch(10), 1, prefetch=4)[0])
+    next(iterator)
+    deadline = time.monotonic() + 5
+    while len(iterator._reader._prefetcher._buffer.items) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert iterator.state() == {"epoch": 0, "next": 1}
+    iterator.close()
+
+
+def test_the_true_global_number_of_rows_is_known_at_every_step() -> None:
+    iterator = iter(parts(from_arrays(np.arange(10)).batch(4), 3)[2])
+    seen = []
+    assert iterator.global_batch_size is None
+    for _ in iterator:
+        assert context.global_batch_size() == iterator.global_batch_size
+        seen.append(iterator.global_batch_size)
+    assert seen == [4, 4, 2]
+    assert context.global_batch_size() is None
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+def test_prefetching_changes_nothing(prefetch: int) -> None:
+    part = parts(from_arrays(np.arange(23)).shuffle(seed=1).batch(4), 2, prefetch=prefetch)[1]
+    plain = parts(from_arrays(np.arange(23)).shuffle(seed=1).batch(4), 2, prefetch=0)[1]
+    for _ in range(3):
+        assert [batch.tolist() for batch in part] == [batch.tolist() for batch in plain]
+
+
+def test_statistics() -> None:
+    part = parts(from_arrays({"x": np.zeros((10, 2)), "y": np.zeros(10, np.int32)}).batch(4), 2)[0]
+    list(part)
+    stats = part.stats()
+    # Replica 0 gets 2 + 2 + 1 rows of 2 float64 and one int32.
+    assert (stats.steps, stats.samples, stats.bytes) == (3, 5, 5 * (16 + 4))
+    assert stats.wait_seconds > 0
+    list(part)
+    assert part.stats().samples == 10
+    assert stats.samples == 5
+
+
+def test_to_device_is_called_for_every_local_replica() -> None:
+    part = DistributedDataset(
+        from_arrays(np.arange(6)).batch(6),
+        num_replicas=3,
+        replica_offset=1,
+        num_local_replicas=2,
+        to_device=lambda array, replica: array + 100 * replica,
+    )
+    assert [value.tolist() for value in next(iter(part)).values] == [[2, 3], [104, 105]]
+
+
+def test_threads_end_at_the_end_of_the_epoch() -> None:
+    list(parts(from_arrays(np.arange(10)).batch(2), 1)[0])
+    assert no_threads_within()
+
+
+def test_threads_end_when_the_iterator_is_dropped() -> None:
+    for batch in parts(from_arrays(np.arange(1000)).batch(2), 1)[0]:
+        assert len(batch) == 2
+        break
+    gc.collect()
+    assert no_threads_within()
+
+
+def test_threads_end_when_the_iterator_is_closed_and_it_may_go_on() -> None:
+    iterator = iter(parts(from_arrays(np.arange(10)).batch(2), 1)[0])
+    assert next(iterator).tolist() == [0, 1]
+    iterator.close()
+    assert not prefetch_threads()
+    assert next(iterator).tolist() == [2, 3]
+    iterator.close()
+
+
+def test_an_error_while_reading_ahead_comes_in_its_turn() -> None:
+    def careful(x: np.ndarray) -> np.ndarray:
+        if 5 in x:
+            raise ZeroDivisionError("at five")
+        return x
+
+    iterator = iter(parts(from_arrays(np.arange(10)).batch(2).map(careful), 1)[0])
+    assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
+    with pytest.raises(ZeroDivisionError, match="at five"):
+        next(iterator)
+    assert no_threads_within()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_stop_iteration_in_a_mapped_function_is_not_the_end(prefetch: int) -> None:
+    def stop(x: np.ndarray) -> np.ndarray:
+        if 5 in x:
+            raise StopIteration
+        return x
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(parts(from_arrays(np.arange(10)).batch(2).map(stop), 1, prefetch=prefetch)[0])
+
+
+def test_damage_found_while_reading_ahead_names_the_file(tmp_path: Any) -> None:
+    path = write_shards(tmp_path, {"x": np.arange(200_000)}, num_shards=1, compression="gzip")[0]
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 0xFF
+    path.write_bytes(damaged)
+    part = parts(HDF5Dataset(path).batch(1000), 1)[0]
+    with pytest.raises(ShardError, match=path.name):
+        list(part)
+
+
+def test_each_rank_gathers_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = from_arrays(np.arange(12))
+    gathered: list[list[int]] = []
+    original = type(dataset).gather
+
+    def spy(self: Any, epochs: np.ndarray, positions: np.ndarray) -> Any:
+        gathered.append(positions.tolist())
+        return original(self, epochs, positions)
+
+    monkeypatch.setattr(type(dataset), "gather", spy)
+    list(parts(dataset.batch(6), 3)[1])
+    assert gathered == [[2, 3], [8, 9]]
+
+
+def test_element_spec_has_a_free_first_axis() -> None:
+    part = parts(from_arrays(np.zeros((9, 2), np.float32)).batch(3, drop_remainder=True), 2)[0]
+    assert part.element_spec == ArraySpec((None, 2), np.float32)
+
+
+def test_wrong_use_is_explained() -> None:
+    rows = from_arrays(np.arange(4))
+    one = {"num_replicas": 1, "replica_offset": 0, "num_local_replicas": 1}
+    with pytest.raises(ValueError, match=r"Add \.batch"):
+        DistributedDataset(rows, **one)
+    with pytest.raises(TypeError, match="from_arrays"):
+        DistributedDataset([1, 2], **one)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="replicas 1 to 1 of 1"):
+        DistributedDataset(rows.batch(2), num_replicas=1, replica_offset=1, num_local_replicas=1)
+    with pytest.raises(ValueError, match="prefetch"):
+        DistributedDataset(rows.batch(2), **one, prefetch=-1)
+    with pytest.raises(ValueError, match="epoch"):
+        DistributedDataset(rows.batch(2), **one).set_epoch(-1)
+
+
+def test_print_says_who_reads_what() -> None:
+    assert str(parts(from_arrays(np.arange(4)).batch(2), 2)[1]).splitlines()[-1] == (
+        "distributed over 2 replicas, 1 to 1 here, prefetch 2"
+    )
