@@ -1,0 +1,106 @@
+"""What every resolver promises. A new resolver adds one line to RESOLVERS."""
+
+import json
+
+import pytest
+
+from mpistrat.cluster import ClusterSpec
+from mpistrat.cluster.roles import is_chief, validate
+from mpistrat.cluster_resolver import (
+    ClusterResolver,
+    MPIClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+)
+
+CLUSTER = {"worker": ["a:1", "b:1"], "ps": ["c:1"]}
+SLURM = {
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    "SLURM_DISTRIBUTION": "block",
+    "SLURM_NODEID": "1",
+}
+
+# Each describes two workers and a parameter server, and says that this process is worker 1.
+RESOLVERS = {
+    "simple": lambda: SimpleClusterResolver(ClusterSpec(CLUSTER), "b:1", "worker", 1),
+    "tf_config": TFConfigClusterResolver,
+    "slurm": lambda: SlurmClusterResolver({"worker": 2, "ps": 1}),
+    "union": lambda: UnionResolver(
+        SimpleClusterResolver(ClusterSpec({"worker": CLUSTER["worker"]}), "b:1", "worker", 1),
+        SimpleClusterResolver(ClusterSpec({"ps": CLUSTER["ps"]})),
+    ),
+}
+
+
+@pytest.fixture(params=RESOLVERS)
+def make(request, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}))
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    return RESOLVERS[request.param]
+
+
+def check_contract(make):
+    """The contract, for a resolver of two workers and a server. Collective where the resolver is."""
+    resolver = make()
+    assert isinstance(resolver, ClusterResolver)
+    spec = resolver.cluster_spec()
+    assert isinstance(spec, ClusterSpec)
+    assert spec == make().cluster_spec() == resolver.cluster_spec()
+    assert {job: spec.num_tasks(job) for job in spec.jobs} == {"worker": 2, "ps": 1}
+    validate(spec, resolver.task_type, resolver.task_id)
+    own = spec.task_address(resolver.task_type, resolver.task_id)
+    assert resolver.master() == own
+    assert resolver.rpc_layer == ""
+    assert resolver.environment == ""
+    assert resolver.master(rpc_layer="grpc") == f"grpc://{own}"
+    for job in spec.jobs:
+        for index in spec.task_indices(job):
+            assert resolver.master(job, index) == spec.task_address(job, index)
+            assert resolver.master(job, index, rpc_layer="mpi") == f"mpi://{spec.task_address(job, index)}"
+    with pytest.raises(ValueError):
+        resolver.master("worker", 2)
+    with pytest.raises(ValueError):
+        resolver.master("chief", 0)
+    accelerators = resolver.num_accelerators()
+    assert all(isinstance(kind, str) and count > 0 for kind, count in accelerators.items())
+    check_settable(resolver)
+
+
+def check_settable(resolver):
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 0, "ab"
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 0, "ab")
+    assert is_chief(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+    assert resolver.master("ps", 0) == f"ab://{resolver.cluster_spec().task_address('ps', 0)}"
+    assert resolver.master("ps", 0, rpc_layer="test") == f"test://{resolver.cluster_spec().task_address('ps', 0)}"
+
+
+def test_contract(make):
+    check_contract(make)
+    assert (make().task_type, make().task_id) == ("worker", 1)
+
+
+def test_no_accelerators_without_a_gpu(make, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert make().num_accelerators() == {}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("jobs", [{"worker": 2, "ps": 1}, {"worker": [2, 0], "ps": [1]}], ids=["counts", "lists"])
+def test_contract_of_the_mpi_resolver(jobs):
+    check_contract(lambda: MPIClusterResolver(jobs=jobs))
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_mpi_ranks_are_workers_by_default():
+    from mpi4py import MPI
+
+    resolver = MPIClusterResolver()
+    assert resolver.cluster_spec().num_tasks("worker") == MPI.COMM_WORLD.size
+    assert (resolver.task_type, resolver.task_id) == ("worker", MPI.COMM_WORLD.rank)
+    assert resolver.master() == MPI.Get_processor_name()

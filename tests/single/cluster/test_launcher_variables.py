@@ -1,0 +1,66 @@
+"""An MPI of one rank among several processes is found out by the launcher's variables."""
+
+import pytest
+
+from mpistrat.cluster import launcher
+from mpistrat.cluster.launcher import check_size, launched_size
+from mpistrat.errors import ClusterError
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in [*launcher._SIZE_VARIABLES, "SLURM_NTASKS", "SLURM_NPROCS"]:
+        monkeypatch.delenv(name, raising=False)
+
+    def set_variables(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "FLUX_JOB_SIZE"])
+def test_each_launcher(environment, name):
+    environment(**{name: "4"})
+    assert launched_size() == (4, name)
+    check_size(4)
+    with pytest.raises(ClusterError, match=f"expected 4 ranks.*{name}=4.*got 1"):
+        check_size(1)
+
+
+def test_mpiexec_of_another_mpi_has_its_remedy(environment):
+    environment(PMI_SIZE="2")
+    with pytest.raises(ValueError, match=r"another MPI.*mpiexec of the same MPI"):
+        check_size(1)
+
+
+def test_srun_has_its_remedy(environment):
+    environment(SLURM_STEP_NUM_TASKS="2")
+    with pytest.raises(ValueError, match=r"--mpi=pmix.*--mpi=pmi2.*srun -n 1"):
+        check_size(1)
+
+
+def test_one_process_is_legal(environment):
+    assert launched_size() is None
+    check_size(1)
+    environment(SLURM_STEP_NUM_TASKS="1")
+    check_size(1)
+
+
+def test_a_batch_script_without_a_step_is_legal(environment):
+    environment(SLURM_NTASKS="8", SLURM_NPROCS="8")
+    assert launched_size() is None
+    check_size(1)
+
+
+def test_an_mpiexec_within_a_step_of_several_tasks_has_the_word(environment):
+    environment(SLURM_STEP_NUM_TASKS="4", OMPI_COMM_WORLD_SIZE="1")
+    assert launched_size() == (1, "OMPI_COMM_WORLD_SIZE")
+    check_size(1)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-2", "0", "٣", "9" * 30, "2.0"])
+def test_what_is_no_count_says_nothing(environment, text):
+    environment(PMI_SIZE=text)
+    assert launched_size() is None
+    check_size(1)
