@@ -27,7 +27,7 @@ class Field:
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.dtype.str} rows of shape {self.shape}"
+        return f"{self.dtype} rows of shape {self.shape}"
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,12 @@ def _permute_block(positions: NDArray[np.int64], n: int, keys: tuple[np.uint64, 
     return result.astype(np.int64)
 
 
+@functools.lru_cache(maxsize=8)
+def _aligned_block(seed: int, epoch: int, n: int, block: int) -> NDArray[np.int64]:
+    positions = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, n))
+    return _permute_block(positions, n, _keys(seed, epoch, n))
+
+
 def permute(positions: NDArray[np.int64], n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return which of n samples stands at each position of an epoch's order. Not collective.
 
@@ -97,10 +103,16 @@ def permute(positions: NDArray[np.int64], n: int, *, seed: int, epoch: int) -> N
     flat = np.asarray(positions, np.int64).reshape(-1)
     if flat.size == 0:
         return np.empty(np.shape(positions), np.int64)
-    if flat.min() < 0 or flat.max() >= n:
-        raise IndexError(f"permute: positions: expected integers in [0, {n}), got {flat.min()} to {flat.max()}")
+    low, high = int(flat.min()), int(flat.max())
+    if low < 0 or high >= n:
+        raise IndexError(f"permute: positions: expected integers in [0, {n}), got {low} to {high}")
     if n <= _SMALL:
         return _small_order(seed, epoch, n)[flat].reshape(np.shape(positions))
+    first, last = low // _BLOCK, high // _BLOCK
+    if last - first <= 1:  # successive batches: their indices are made many at a time
+        blocks = [_aligned_block(seed, epoch, n, block) for block in range(first, last + 1)]
+        table = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return table[flat - first * _BLOCK].reshape(np.shape(positions))
     keys = _keys(seed, epoch, n)
     result = np.empty(flat.size, np.int64)
     for start in range(0, flat.size, _BLOCK):

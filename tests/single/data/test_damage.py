@@ -89,7 +89,7 @@ def test_verify_needs_a_manifest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ({"x": np.zeros((5, 3), np.float64), "y": np.arange(5)}, "'x'.*<f4.*(3,).*<f8"),
+        ({"x": np.zeros((5, 3), np.float64), "y": np.arange(5)}, "'x'.*float32.*float64"),
         ({"x": np.zeros((5, 4), np.float32), "y": np.arange(5)}, r"'x'.*\(3,\).*\(4,\)"),
         ({"x": np.zeros((5, 3), np.float32)}, r"'y'"),
         ({"x": np.zeros((5, 3), np.float32), "y": np.arange(5), "z": np.arange(5)}, "'z'"),
@@ -115,7 +115,7 @@ def rewrite(shards: list[Path], **arrays: np.ndarray) -> None:
 
 def test_a_shard_unlike_the_manifest_is_named(shards: list[Path]) -> None:
     rewrite(shards, x=np.zeros((33, 3), np.float32), y=np.arange(33))
-    with pytest.raises(ShardError, match=f"{shards[1].name}.*<f8.*the manifest.*<f4"):
+    with pytest.raises(ShardError, match=f"{shards[1].name}.*float64.*the manifest.*float32"):
         open_all(shards[0].parent)
     rewrite(shards, x=np.zeros((32, 3)), y=np.arange(32))
     with pytest.raises(ShardError, match=f"{shards[1].name}.*33 rows.*manifest.*got 32 rows"):

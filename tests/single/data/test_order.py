@@ -78,6 +78,15 @@ def test_differences_are_fair_in_the_network(distance: int) -> None:
     assert ((counts - expected) ** 2 / expected).sum() < QUANTILE[23]
 
 
+def test_parts_of_any_size_agree_with_the_whole() -> None:
+    n = 100_000
+    everything = whole(n, seed=8)
+    for low, high in ((0, 5), (16_380, 16_390), (16_384, 32_768), (10_000, 90_000), (99_999, 100_000)):
+        positions = np.arange(low, high)
+        assert np.array_equal(permute(positions, n, seed=8, epoch=0), everything[low:high])
+        assert np.array_equal(permute(positions[::-1], n, seed=8, epoch=0), everything[low:high][::-1])
+
+
 def test_the_order_never_changes_between_versions() -> None:
     """Saved positions must mean the same samples in a later release; the numbers are those of the definition below."""
     import hashlib
