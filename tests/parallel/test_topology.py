@@ -1,5 +1,6 @@
 """The topology of real communicators, on one node and on nodes that a communicator pretends."""
 
+import os
 import subprocess
 
 import numpy as np
@@ -193,7 +194,7 @@ Topology.create()
 
 
 MPMD = """
-import sys
+import pathlib, sys
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.errors import ClusterError
 resolver = MPIClusterResolver(jobs=["worker", "ps"])
@@ -203,22 +204,22 @@ assert resolver.cluster_spec().num_tasks("worker") == 2
 try:
     MPIClusterResolver(jobs=["worker"])
 except ClusterError as error:
-    print("ok", sys.argv[1], flush=True)
+    pathlib.Path(__file__).with_name(f"{resolver.task_type} {resolver.task_id}").touch()
 """
 
 
 def test_jobs_by_program_of_an_mpmd_launch(mpi, tmp_path):
-    from launcher import job_environment
+    from launcher import ROOT
 
     program = tmp_path / "program.py"
     program.write_text(MPMD)
-    words = [*mpi.mpiexec, *mpi.flags, "-n", "2", mpi.python, str(program), "worker", ":"]
-    words += [*mpi.flags[-2:], "-n", "1", mpi.python, str(program), "ps"] if mpi.flags else ["-n", "1"]
-    words += [] if mpi.flags else [mpi.python, str(program), "ps"]
-    env = job_environment("mpmd", None)
+    run = [mpi.python, str(program)]
+    words = [*mpi.mpiexec, *mpi.flags, "-n", "2", *run, "worker", ":", "-n", "1", *run, "ps"]
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert sorted(result.stdout.split("\n")) == ["", "ok ps", "ok worker", "ok worker"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["program.py", "ps 0", "worker 0", "worker 1"]
 
 
 @pytest.mark.ranks(2, 3)
