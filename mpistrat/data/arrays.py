@@ -23,7 +23,7 @@ def take_rows(array: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -
     if last - first == rows.size - 1 and (rows.size < 3 or bool((np.diff(rows) == 1).all())):
         out[...] = array[first : last + 1]
     elif array.flags.c_contiguous and array.flags.aligned:
-        np.take(array, rows, axis=0, out=out, mode="clip")  # "raise" would go through a second buffer
+        array.take(rows, axis=0, out=out, mode="clip")  # "raise" would go through a second buffer
     else:
         out[...] = array[rows]  # take would first copy the whole array
 

@@ -64,6 +64,8 @@ class _Share:
         ]
         start, stop = blocks[0][0], blocks[-1][1]
         rows = self.dataset.gather(epochs[start:stop], positions[start:stop])
+        if self.num_local_replicas == 1:
+            return count, [rows]
         return count, [_cut(rows, low - start, high - start) for low, high in blocks]
 
 

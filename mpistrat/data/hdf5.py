@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -175,9 +176,10 @@ def _by_shard(
         positions, shard_of = positions[grouping], shard_of[grouping]
         order = np.empty_like(grouping)
         order[grouping] = np.arange(grouping.size)
-    present, first = np.unique(shard_of, return_index=True)
     rows = positions - starts[shard_of]
-    return list(zip(present.tolist(), np.split(rows, first[1:]), strict=True)) if rows.size else [], order
+    cuts = [0, *(np.flatnonzero(np.diff(shard_of)) + 1).tolist(), rows.size]
+    pieces = [(int(shard_of[low]), rows[low:high]) for low, high in itertools.pairwise(cuts) if low < high]
+    return pieces, order
 
 
 def _compare(shard: Shard, fields: dict[str, Field], reference: str, *, check_extra: bool) -> None:
