@@ -1,0 +1,302 @@
+"""The ranks of one node: their barrier, their shared memory, and staging room for small messages.
+
+The barrier is a row of flags in shared memory. Rank r counts the barriers it has reached in its own flag and waits until
+every other flag has come as far. Beside the flag lie two tag words, used in turn: a rank may be one barrier ahead of
+another, never two, so a tag stays until everybody has compared it.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..errors import CollectiveTimeoutError, PeerExitError
+from . import shared_memory
+from .contract import TEXT_BYTES, Call, mismatch
+from .shared_memory import SharedBlock
+
+if TYPE_CHECKING:
+    from .watchdog import Watch
+
+__all__ = ["STAGING_BYTES", "Node"]
+
+STAGING_BYTES = 1 << 20  # for each rank, twice
+FLAG_RANKS = 16  # with more ranks MPI's own barrier is quicker than everybody looking at everybody
+
+# The control page of a rank, in words of 8 bytes: what it has reached, two tags, whether it is still there.
+_PAGE = 4096
+_SEQUENCE, _TAG, _STATE = 0, 1, 3
+_TEXT = (64, 64 + TEXT_BYTES + 2)  # bytes; the texts that belong to the tags
+_HERE, _LEFT, _GAVE_UP = 0, 1, 2
+_POISON = -1  # the tag of a rank that gave up: nobody's call has it
+
+_SPINS, _YIELDS, _NAPS = 50, 1500, 500  # about 2 µs, 1 ms and 50 ms
+
+
+@final
+class Node:
+    """The ranks of this node that share memory with this one. `ProcessGroup` makes it.
+
+    Attributes:
+        rank, size: among these ranks; 0 and 1 where memory is private.
+        ranks: their numbers in the whole group.
+        shared: whether memory is shared with other ranks, if there are any.
+    """
+
+    def __init__(self, watch: Watch, comm: Any = None, world: Any = None, ranks: Sequence[int] = (0,)) -> None:
+        """Set up control pages and staging room. Collective over `world`; not collective without it.
+
+        Args:
+            watch: what this rank is doing, and what is known of the others.
+            comm: the ranks of this node; None keeps all memory private.
+            world: all ranks of the group; None with `comm`.
+            ranks: the numbers in `world` of the ranks in `comm`.
+        """
+        self.ranks, self.size = tuple(ranks), len(ranks)
+        self.rank = 0 if comm is None else int(comm.rank)
+        self.shared = self.size > 1
+        self._watch, self._comm, self._world = watch, comm, world
+        self._blocks: list[SharedBlock] = []
+        self._starts: list[int] = []
+        self._places: list[tuple[int, SharedBlock, int]] = []
+        self._sequence = 0
+        self._laid: list[Call | None] = [None, None]
+        self._plain = Call("barrier of the node", watch.default_timeout, watch, self, None, False)
+        self._window: Any = None
+        if self.shared:
+            self._open_control()
+        self._halves = self._open_staging()
+
+    def _open_control(self) -> None:
+        from mpi4py import MPI
+
+        nbytes = self.size * _PAGE
+        shared_memory.check_space(self._world, self.rank == 0, nbytes, "the ranks' flags")
+        self._window = MPI.Win.Allocate_shared(nbytes if self.rank == 0 else 0, 1, comm=self._comm)
+        self._window.Lock_all(MPI.MODE_NOCHECK)  # kept open: Sync needs it
+        self._sync = self._window.Sync
+        self._bytes = memoryview(self._window.Shared_query(0)[0]).cast("B")[:nbytes]
+        self._flags = self._bytes.cast("q")
+        words = _PAGE // 8
+        self._own = self.rank * words
+        self._others = [rank * words for rank in range(self.size) if rank != self.rank]
+        self._other_tags = [[i + _TAG + half for i in self._others] for half in (0, 1)]
+        self._by_flags = self.size <= FLAG_RANKS
+        if self.rank == 0:
+            self._bytes[:] = bytes(nbytes)
+        self._sync()
+        self._comm.Barrier()
+        self._sync()
+
+    def _open_staging(self) -> list[list[np.ndarray]]:
+        block = self.allocate([2 * STAGING_BYTES] * self.size, "the ranks' staging room")
+        populated = block.populate(self.rank, 0, 2 * STAGING_BYTES)
+        self.agree_populated(populated, block.what)
+        return [[s[h * STAGING_BYTES : (h + 1) * STAGING_BYTES] for s in block.segments] for h in (0, 1)]
+
+    # barrier
+
+    def barrier(self, call: Call | None = None) -> None:
+        """Wait for the ranks of this node, and check that they make the same call. Collective on the node.
+
+        Raises:
+            CollectiveMismatchError: on every rank of the node, with what each of them does.
+            CollectiveTimeoutError: a rank did not come within `call.timeout` seconds.
+            PeerExitError: a rank that did not come has left the program.
+        """
+        if self.size == 1:
+            return
+        if call is None:
+            call = self._plain
+        self._sequence = sequence = self._sequence + 1
+        half = sequence & 1
+        flags = self._flags
+        if self._laid[half] is not call:
+            self._lay(half, call)
+        self._sync()
+        flags[self._own] = sequence
+        if self._by_flags:
+            for i in self._others:
+                if flags[i] < sequence:
+                    for _ in range(_SPINS):
+                        if flags[i] >= sequence:
+                            break
+                    else:
+                        self._wait(i, sequence, call)
+        else:
+            self._comm.Barrier()
+        self._sync()
+        tag = call.tag
+        for i in self._other_tags[half]:
+            if flags[i] != tag:
+                self._differ(half, call)
+
+    def _lay(self, half: int, call: Call) -> None:
+        """Write tag and text of a call where the others compare them."""
+        self._laid[half] = call
+        self._flags[self._own + _TAG + half] = call.tag
+        start = self.rank * _PAGE + _TEXT[half]
+        self._bytes[start : start + len(call.payload)] = call.payload
+
+    def _wait(self, i: int, sequence: int, call: Call) -> None:
+        """Wait for one flag: first eagerly, then with naps, looking after everything that may go wrong."""
+        flags, give_way = self._flags, os.sched_yield
+        for _ in range(_YIELDS):
+            if flags[i] >= sequence:
+                return
+            give_way()
+        deadline = monotonic() + call.timeout
+        naps = 0
+        self._watch.on_flags = True
+        try:
+            while flags[i] < sequence:
+                sleep(5e-5 if naps < _NAPS else 1e-3)
+                naps += 1
+                self._comm.Iprobe()  # what MPI has buffered for ranks that wait in MPI moves on only in its calls
+                self._check_gone(sequence, call)
+                if monotonic() > deadline:
+                    self._give_up(sequence, call)
+        finally:
+            self._watch.on_flags = False
+
+    def _missing(self, sequence: int) -> list[int]:
+        """The places of the ranks that have not come."""
+        return [i for i in self._others if self._flags[i] < sequence]
+
+    def _check_gone(self, sequence: int, call: Call) -> None:
+        """Raise if a rank that has not come never will."""
+        flags = self._flags
+        for i in self._missing(sequence):
+            state = flags[i + _STATE]
+            if state == _HERE or flags[i] >= sequence:  # it may have come just before it left
+                continue
+            rank = self.ranks[i * 8 // _PAGE]
+            if state == _LEFT:
+                raise PeerExitError(f"rank {rank} left the program while rank {self._watch.rank} was in {call.text}")
+            self._refuse_all(f"rank {rank} gave up waiting in an earlier collective")
+            raise CollectiveTimeoutError(f"{call.text}: rank {rank} gave up waiting in an earlier collective")
+        gone = self._watch.departed()
+        if gone is not None:
+            raise PeerExitError(f"rank {gone} left the program while rank {self._watch.rank} was in {call.text}")
+
+    def _give_up(self, sequence: int, call: Call) -> None:
+        """Raise on a wait that took too long; ranks that come later find the poisoned tag and raise too."""
+        missing = [self.ranks[i * 8 // _PAGE] for i in self._missing(sequence)]
+        if not missing:
+            return
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        story = f"{call.text}: rank {self._watch.rank} waited {call.timeout:g} s for {who}"
+        half = sequence & 1
+        self._lay(half, Call(f"gave up ({story})", call.timeout, self._watch, self, None, False))
+        self._flags[self._own + _TAG + half] = _POISON
+        self._flags[self._own + _STATE] = _GAVE_UP
+        self._sync()
+        self._refuse_all(story)
+        raise CollectiveTimeoutError(story + self._watch.where(missing))
+
+    def _refuse_all(self, story: str) -> None:
+        self._watch.refusal = CollectiveTimeoutError(f"an earlier collective failed: {story}")
+
+    def _differ(self, half: int, call: Call) -> None:
+        texts, gave_up = {}, False
+        for index, rank in enumerate(self.ranks):
+            start = index * _PAGE + _TEXT[half]
+            length = int.from_bytes(self._bytes[start : start + 2], "little")
+            texts[rank] = bytes(self._bytes[start + 2 : start + 2 + length]).decode(errors="replace")
+            gave_up |= self._flags[index * _PAGE // 8 + _TAG + half] == _POISON
+        error = mismatch(texts)
+        if not gave_up:
+            raise error
+        story = f"{call.text}: rank {self._watch.rank} came too late: {error}"
+        self._refuse_all(story)
+        raise CollectiveTimeoutError(story)
+
+    def leave(self) -> None:
+        """Tell the others, at the end of the program, that this rank will not come again. Not collective."""
+        if self.shared and self._window is not None:
+            self._flags[self._own + _STATE] = _LEFT
+            self._sync()
+
+    # memory
+
+    def staging(self) -> list[np.ndarray]:
+        """Return the staging room of every rank of the node that belongs to the next barrier. Not collective.
+
+        Write `staging()[node.rank]` before `barrier()`, read the others after it, in the same list. The next barrier has
+        other room, so one barrier is enough; two barriers later this room is used again.
+
+        Returns:
+            uint8 arrays of STAGING_BYTES bytes, by rank of the node.
+        """
+        return self._halves[(self._sequence + 1) & 1]
+
+    def allocate(self, nbytes: Sequence[int], what: str) -> SharedBlock:
+        """Make a block of memory with a segment for each rank of the node. Collective over all ranks of the group.
+
+        Args:
+            nbytes: the size of each rank's segment, in order of rank of the node; the same on each of them.
+            what: what the memory is for, in words for the error.
+
+        Raises:
+            SharedMemoryError: on every rank, where the shared memory of any node is too small.
+        """
+        sizes = [int(n) for n in nbytes]
+        if self.shared:
+            block = shared_memory.allocate_shared(self._comm, self._world, sizes, what)
+        else:
+            if self._world is not None:  # other nodes share memory, and check theirs
+                shared_memory.check_space(self._world, True, 0, what)
+            block = shared_memory.allocate_private(sizes[0], what)
+        self._blocks.append(block)
+        for index, segment in enumerate(block.segments):
+            if segment.nbytes:
+                start = segment.ctypes.data
+                at = bisect_right(self._starts, start)
+                self._starts.insert(at, start)
+                self._places.insert(at, (start + segment.nbytes, block, index))
+        return block
+
+    def agree_populated(self, populated: bool, what: str) -> None:
+        """Compare what `SharedBlock.populate` returned on each rank. Collective over all ranks of the group.
+
+        Raises:
+            SharedMemoryError: on every rank, where it was False on any.
+        """
+        if self._world is None:
+            return
+        table = np.empty(self._world.size, np.int64)
+        free = shared_memory.free_space() or 0
+        self._world.Allgather(np.array([-1 if populated else free], np.int64), table)
+        for rank, left in enumerate(table.tolist()):
+            if left >= 0:
+                raise shared_memory.out_of_memory(what, rank, f"{shared_memory.mebibytes(left)} are free")
+
+    def locate(self, array: np.ndarray) -> tuple[SharedBlock, int, int] | None:
+        """Return (block, rank of the node, byte offset) of an array that lies in a segment, else None. Not collective."""
+        address = array.__array_interface__["data"][0]
+        at = bisect_right(self._starts, address) - 1
+        if at < 0:
+            return None
+        end, block, index = self._places[at]
+        return (block, index, address - self._starts[at]) if address < end and not block.closed else None
+
+    def close(self) -> None:
+        """Free all memory that nobody has a view of. Collective on the node."""
+        self._halves = [[], []]
+        self._starts, self._places = [], []
+        for block in self._blocks:
+            block.close()
+        self._blocks = []
+        if self._window is not None:
+            self._comm.Barrier()
+            window, self._window = self._window, None
+            self._sync = lambda: None
+            self._flags.release()
+            self._bytes.release()
+            window.Unlock_all()
+            window.Free()

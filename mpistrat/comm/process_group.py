@@ -1,0 +1,265 @@
+"""The ranks of one strategy as those who act together: every collective of the package runs inside `collective()`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Literal, final
+
+import numpy as np
+
+from .. import log
+from ..cluster.topology import Topology
+from ..errors import ClosedError, CollectiveMismatchError
+from ..options import Environment
+from . import abort, contract
+from .contract import Call, Comparison
+from .node import Node
+from .watchdog import Watch, Watchdog
+
+__all__ = ["ProcessGroup"]
+
+_CHUNK = 1 << 30  # bytes in one MPI call: Open MPI refuses counts of 2^31
+_KEPT_CALLS = 4096
+
+
+@final
+class ProcessGroup:
+    """The ranks of one strategy and what they share. Make it with `create` (collective) or `single`.
+
+    A memory domain is a node, or one rank where `environment.shared_memory` is False. Work that all domains share is cut
+    into `slices`; the ranks that own the same slice in each domain talk over `inter`.
+
+    Attributes:
+        topology: the layout; its owner closes it.
+        node: the ranks of this memory domain.
+        environment: the settings, equal on all ranks.
+        closed: whether `close()` was called.
+        num_nodes: number of memory domains.
+        slices: number of slices, the smallest number of ranks in a domain.
+        slice_index: the slice of this rank, None if it has none.
+        inter: communicator of the owners of this rank's slice; None with one domain, and without a slice.
+        replicas_of_node: number of local replicas of each rank of the domain.
+        watch: what this rank is doing.
+    """
+
+    def __init__(self, topology: Topology, environment: Environment, private: Any = None) -> None:
+        """Derive the layout and set up shared memory. `create` and `single` call it."""
+        self.topology, self.environment, self.closed = topology, environment, False
+        self._comm: Any = topology.comm if private is not None else None
+        self._private = private
+        self.watch = Watch(topology.rank, topology.size, environment.abort_after, environment.warn_after)
+        self._calls: dict[Hashable, Call] = {}
+        ranks: Sequence[int] = (topology.rank,)
+        if environment.shared_memory and private is not None:
+            ranks = topology.ranks_of_node(topology.node_index)
+            self.node = Node(self.watch, topology.intra, topology.comm, ranks)
+            self.num_nodes, self.slices, self.inter = topology.num_nodes, topology.slices, topology.inter
+        else:
+            self.node = Node(self.watch)
+            self.num_nodes, self.slices, self.inter = topology.size, 1, self._comm
+        self.slice_index = self.node.rank if self.node.rank < self.slices else None
+        self.replicas_of_node = [topology.replicas_per_rank[rank] for rank in ranks]
+        self._comparison = Comparison(private, environment.check_every) if self.num_nodes > 1 else None
+
+    @classmethod
+    def create(cls, topology: Topology, environment: Environment | None = None) -> ProcessGroup:
+        """Make the group of a topology's ranks. Collective over them.
+
+        With several ranks it makes exceptions that nobody catches end the job, and starts the watchdog.
+
+        Args:
+            topology: made by `Topology.create`; it must outlive the group.
+            environment: settings; default: what the environment variables say.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if the settings differ.
+            SharedMemoryError: on every rank, if /dev/shm of any node is too small.
+        """
+        environment = environment or Environment.read()
+        if topology.size == 1:
+            return cls(topology, environment)
+        abort.install(topology.rank, topology.size)
+        log.set_rank(topology.rank)
+        private = topology.comm.Dup()
+        try:
+            settings = contract.gather_text(private, repr(replace(environment, log="")))
+            if len(set(settings)) > 1:
+                raise CollectiveMismatchError(
+                    f"the ranks have different settings: {contract.by_rank(dict(enumerate(settings)))}"
+                )
+            group = cls(topology, environment, private)
+        except Exception:  # raised on every rank
+            private.Free()
+            raise
+        Watchdog.add(group.watch, private)
+        _at_exit(group)
+        return group
+
+    @classmethod
+    def single(cls) -> ProcessGroup:
+        """Return the group of this process alone, without MPI: its collectives do nothing. Not collective."""
+        return cls(Topology.single(), Environment())
+
+    def collective(
+        self,
+        op: str,
+        name: str = "",
+        dtype: Any = None,
+        shape: Sequence[int] | None = None,
+        detail: Hashable = (),
+        *,
+        timeout: float | None = None,
+        synchronize: bool = True,
+    ) -> AbstractContextManager[Call]:
+        """Return the context in which one collective runs. Entering it is collective over all ranks.
+
+        On entry the ranks of a node meet and compare what they are about to do; between nodes they compare at the first
+        use of a call and at every `environment.check_every`-th collective.
+
+        Args:
+            op, name, dtype, shape, detail: what must be the same on every rank. `detail` must have the same repr there.
+            timeout: seconds to wait for others; default `environment.abort_after`.
+            synchronize: False if the caller itself calls `node.barrier(call)` as its first synchronisation.
+
+        Raises:
+            CollectiveMismatchError: the ranks differ; on every rank that meets the one that does.
+            CollectiveTimeoutError: a rank did not come in time.
+            PeerExitError: a rank left the program.
+            ClosedError: after `close()`.
+
+        Example:
+            >>> with ProcessGroup.single().collective("all_reduce", "w", "float32", (4, 3)) as call:
+            ...     call.text
+            "all_reduce 'w' float32 (4, 3)"
+        """
+        key = (op, name, dtype, shape, detail, timeout, synchronize)
+        call = self._calls.get(key)
+        return call if call is not None else self._make_call(key)
+
+    def _make_call(self, key: tuple[Any, ...]) -> Call:
+        *what, timeout, synchronize = key
+        if len(self._calls) >= _KEPT_CALLS:  # the ranks do the same, so they forget at the same time
+            self._calls.clear()
+        timeout = self.environment.abort_after if timeout is None else timeout
+        call = Call(contract.describe(*what), timeout, self.watch, self.node, self._comparison, synchronize)
+        self._calls[key] = call
+        return call
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        """Return a context in which the watchdog makes no MPI calls, for the time that NCCL is in flight. Not collective."""
+        return Watchdog.instance.lock if Watchdog.instance is not None else contextlib.nullcontext()
+
+    # raw transfers, to be used inside collective()
+
+    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
+        """Overwrite a C-contiguous host array on every rank with the root's. Collective; inside `collective()`."""
+        if self._comm is None or array.nbytes == 0:
+            return
+        from mpi4py import MPI
+
+        flat = array.reshape(-1).view(np.uint8)
+        for start in range(0, flat.nbytes, _CHUNK):
+            self._comm.Bcast([flat[start : start + _CHUNK], MPI.BYTE], root)
+
+    def all_gather_int(self, values: Sequence[int]) -> np.ndarray:
+        """Return an int64 array (size, len(values)) of every rank's numbers. Collective; inside `collective()`."""
+        mine = np.asarray(values, np.int64)
+        table = np.empty((self.topology.size, mine.size), np.int64)
+        if self._comm is None:
+            table[0] = mine
+        else:
+            self._comm.Allgather(mine, table)
+        return table
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return every rank's text, by rank. Collective; inside `collective()`."""
+        return [text] if self._comm is None else contract.gather_text(self._comm, text)
+
+    def agree(self, value: int, op: Literal["min", "max"] = "min") -> int:
+        """Return the least or largest of every rank's number. Collective; inside `collective()`."""
+        if self._comm is None:
+            return int(value)
+        from mpi4py import MPI
+
+        result = np.empty(1, np.int64)
+        self._comm.Allreduce(np.array([value], np.int64), result, MPI.MIN if op == "min" else MPI.MAX)
+        return int(result[0])
+
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank is here. Collective."""
+        with self.collective("barrier", name):
+            if self.num_nodes > 1:
+                self._comm.Barrier()
+
+    def close(self) -> None:
+        """Free shared memory and communicators; the topology stays. Collective the first time.
+
+        After a collective that timed out, and after MPI's end, everything is left to the end of the process.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        healthy = self.watch.refusal is None and not (self._private is not None and _mpi_ended())
+        if self._private is not None and healthy:
+            with self.collective("close"):
+                pass
+        Watchdog.remove(self.watch)
+        self.watch.refusal = ClosedError("the strategy is closed")
+        self._calls.clear()
+        if self._private is None:
+            self.node.close()
+        elif healthy:
+            self.node.close()
+            self._private.Free()
+
+    def leave(self) -> None:
+        """Tell the others, at the end of the program, that this rank takes part in nothing any more. Not collective."""
+        if self.closed or self._private is None:
+            return
+        self.node.leave()
+        domains: dict[int, list[int]] = {}
+        shared = self.environment.shared_memory
+        for rank, node in enumerate(self.topology.node_of):
+            domains.setdefault(node if shared else rank, []).append(rank)
+        mine = self.topology.node_index if shared else self.topology.rank
+        # One rank of each other domain is enough: it will wait for this one in the next collective, and tell.
+        Watchdog.tell_left(self.watch, (r[self.node.rank % len(r)] for d, r in domains.items() if d != mine))
+
+
+def _mpi_ended() -> bool:
+    from mpi4py import MPI
+
+    return MPI.Is_finalized()
+
+
+_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_process: int | None = None
+
+
+def _at_exit(group: ProcessGroup) -> None:
+    """See to it that the watchdog ends, and the others are told, before MPI ends, whoever ends it."""
+    global _process
+    _groups.add(group)
+    if _process is None:
+        from mpi4py import MPI
+
+        _process = os.getpid()
+        atexit.register(_leave)
+        # MPI.Finalize() begins by deleting the attributes of COMM_SELF.
+        key = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: _leave())
+        MPI.COMM_SELF.Set_attr(key, None)
+
+
+def _leave() -> None:
+    """End the watchdog and tell the others. In a forked child, and after MPI's end, there is nothing to do."""
+    if os.getpid() != _process or _mpi_ended():
+        return
+    Watchdog.stop()
+    for group in list(_groups):
+        group.leave()

@@ -1,0 +1,172 @@
+"""Memory that the ranks of a node share: one segment for each rank, in one MPI window.
+
+What is promised is there: before a window is made the node's leader looks at the free space, and `populate` makes the
+system find the pages of a range, so that a full /dev/shm is an error here and not a SIGBUS later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import gc
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from ..errors import SharedMemoryError
+
+__all__ = ["SharedBlock", "allocate_private", "allocate_shared", "free_space"]
+
+SHARED_FOLDER = Path("/dev/shm")
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_MARGIN = 1 << 16  # what MPI itself takes beside each segment, generously
+
+
+@final
+class SharedBlock:
+    """One segment of bytes for each rank of a node, readable and writable by all of them.
+
+    A NumPy view of a segment stays valid memory after `close()`, for as long as the view lives.
+
+    Attributes:
+        segments: for each rank of the node a uint8 array, page-aligned; zeros at first.
+        nbytes: their sizes.
+        what: what it is for, in words.
+    """
+
+    def __init__(self, segments: list[np.ndarray], what: str, window: Any = None, comm: Any = None) -> None:
+        self.segments, self.what = segments, what
+        self.nbytes = [segment.nbytes for segment in segments]
+        self._window, self._comm = window, comm
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called. Not collective."""
+        return not self.segments
+
+    def populate(self, index: int, low: int, high: int) -> bool:
+        """Make the system find memory for bytes [low, high) of a segment. Not collective.
+
+        Returns False where there is none left; bytes that are there keep their value. Where the system cannot say
+        (Linux before 5.14), the answer is whether the free space would do.
+        """
+        if self._window is None or high <= low:
+            return True
+        result = _populate(self.segments[index].ctypes.data + low, high - low)
+        if result == errno.EINVAL:
+            free = free_space()
+            return free is None or free >= high - low
+        return result == 0
+
+    def close(self) -> None:
+        """Free the memory, or leave it to the end of the process if a view of it lives on any rank. Collective on the node."""
+        if self._window is None:
+            self.segments = []
+        if not self.segments:
+            return
+        roots = [weakref.ref(segment) for segment in self.segments]
+        self.segments = []
+        if any(root() is not None for root in roots):
+            gc.collect()  # views in reference cycles, as tracebacks make them
+        alive = np.array([any(root() is not None for root in roots)], np.int32)
+        anywhere = np.empty(1, np.int32)
+        self._comm.Allreduce(alive, anywhere)
+        if not anywhere[0]:
+            self._window.Free()
+        self._window = self._comm = None
+
+
+def allocate_private(nbytes: int, what: str) -> SharedBlock:
+    """Return plain zeroed memory in the form of a block of one segment. Not collective."""
+    return SharedBlock([np.zeros(nbytes, np.uint8)], what)
+
+
+def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> SharedBlock:
+    """Make a block. Collective over `world`: every node makes one.
+
+    Args:
+        node: communicator of the ranks of this node.
+        world: communicator of all ranks.
+        nbytes: size of the segment of each rank of the node, the same list on each of them.
+        what: what the memory is for, in words for the error.
+
+    Raises:
+        SharedMemoryError: on every rank, where the memory of any node is too small.
+    """
+    from mpi4py import MPI
+
+    check_space(world, node.rank == 0, sum(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE + _MARGIN for n in nbytes), what)
+    info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
+    window = MPI.Win.Allocate_shared(nbytes[node.rank], 1, info=info, comm=node)
+    info.Free()
+    segments = []
+    for rank, size in enumerate(nbytes):
+        memory: Any = window.Shared_query(rank)[0]
+        segments.append(np.frombuffer(memory, np.uint8, size) if size else np.empty(0, np.uint8))
+    return SharedBlock(segments, what, window, node)
+
+
+def check_space(world: Any, leader: bool, nbytes: int, what: str) -> None:
+    """Check that each node can hold what it is asked for; its leader looks. Collective over `world`.
+
+    Raises:
+        SharedMemoryError: on every rank, with the numbers of the first node that cannot.
+    """
+    free = free_space() if leader else None
+    mine = np.array([nbytes, -1 if free is None else free], np.int64)
+    table = np.empty((world.size, 2), np.int64)
+    world.Allgather(mine, table)
+    for rank, (needed, available) in enumerate(table.tolist()):
+        if 0 <= available < needed:
+            raise out_of_memory(what, rank, f"{mebibytes(needed)} are needed, {mebibytes(available)} are free")
+
+
+def out_of_memory(what: str, rank: int, numbers: str) -> SharedMemoryError:
+    """Return the error about a node whose shared memory is too small. Not collective."""
+    return SharedMemoryError(
+        f"the shared memory of the node of rank {rank} is too small for {what}: {numbers} in {SHARED_FOLDER}. Enlarge it: "
+        "docker run --shm-size=8g …, or mount -o remount,size=8g /dev/shm; or set MPISTRAT_SHARED_MEMORY=0 to keep a "
+        "private copy in every rank"
+    )
+
+
+def mebibytes(nbytes: int) -> str:
+    """Return a size in words. Not collective."""
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+def free_space() -> int | None:
+    """Return the bytes that shared memory has left on this node, None where nobody can tell. Not collective."""
+    try:
+        found = os.statvfs(SHARED_FOLDER)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+@functools.cache
+def _madvise() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    call = getattr(library, "madvise", None)
+    if call is not None:
+        call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    return call
+
+
+def _populate(address: int, nbytes: int) -> int:
+    """Ask the system for the pages of a range; return 0 or its error number."""
+    call = _madvise()
+    if call is None:
+        return errno.EINVAL
+    start = address - address % mmap.PAGESIZE
+    while call(start, address + nbytes - start, POPULATE_WRITE):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            return number
+    return 0

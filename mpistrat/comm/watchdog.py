@@ -1,0 +1,331 @@
+"""Who is where: each rank's place in the collectives, and the thread that watches over waits inside MPI.
+
+A wait inside MPI cannot be left. So a thread of each process answers the other ranks' question where it is, and when a
+collective takes too long it prints every rank's place and ends the job. It talks over a communicator of the group's own,
+needs MPI.THREAD_MULTIPLE, and costs a collective no more than the storing of its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+from .. import log
+from . import abort, contract
+
+if TYPE_CHECKING:
+    from .contract import Call
+
+__all__ = ["Watch", "Watchdog", "user_place"]
+
+_POLL = 0.1  # seconds between two looks
+_NEIGHBOUR = 2.0  # seconds of waiting after which, and between which, the next rank is compared
+_ANSWER = 1.0  # seconds that the others have to answer
+_GRACE = 5.0  # seconds after the timeout in which someone better placed may tell the story
+_ASK, _PLACE, _LEFT = 1, 2, 3
+_HEAD = struct.Struct("<qqd?")
+_LONGEST = 4096
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_EXAMPLES = _PACKAGE + "examples" + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def user_place(thread: int) -> str:
+    """Return `file:line` of where the user's own code is in a thread. Not collective.
+
+    That is the innermost line outside this package, the standard library and installed packages.
+    """
+    frame = sys._current_frames().get(thread)
+    innermost = "an unknown line"
+    if frame is not None:
+        innermost = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_EXAMPLES) or not name.startswith((_PACKAGE, *_LIBRARIES, "<frozen")):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return innermost
+
+
+class Answer(NamedTuple):
+    """What a rank said about itself. `number` is -1 outside collectives; `in_mpi` if it waits where it cannot raise."""
+
+    time: float
+    number: int
+    tag: int
+    seconds: float
+    in_mpi: bool
+    text: str
+
+
+@final
+class Watch:
+    """What this rank is doing in one group, and what is known of the others.
+
+    Attributes:
+        rank, size: in the group.
+        place: (start, call, number) of the collective that this rank is in, or None.
+        number: how many collectives this rank has entered.
+        refusal: the error that the next collective raises, None while all is well.
+        on_flags: whether this rank waits on flags in shared memory, where it can raise by itself.
+        left: ranks of other nodes that left the program, and how many collectives they had entered.
+        default_timeout, warn_after: seconds.
+    """
+
+    def __init__(self, rank: int, size: int, default_timeout: float, warn_after: float) -> None:
+        self.rank, self.size = rank, size
+        self.default_timeout, self.warn_after = default_timeout, warn_after
+        self.place: tuple[float, Call, int] | None = None
+        self.number = 0
+        self.refusal: Exception | None = None
+        self.on_flags = False
+        self.left: dict[int, int] = {}
+        self.thread = threading.get_ident()
+        self.answers: dict[int, Answer] = {}
+        self.wanted: tuple[int, ...] = ()
+        self.watched = False
+
+    def refuse(self, text: str) -> None:
+        """Raise the error that stands in the way of a collective. Not collective."""
+        if self.refusal is not None:
+            raise type(self.refusal)(f"{text}: {self.refusal}")
+
+    def departed(self) -> int | None:
+        """Return a rank of another node that left before the collective this rank is in, or None. Not collective."""
+        return next((rank for rank, last in self.left.items() if self.number > last), None)
+
+    def where(self, ranks: Iterable[int]) -> str:
+        """Return, as lines to append to an error, where some ranks and this one are. Not collective; takes a second."""
+        ranks = tuple(ranks)
+        start = monotonic()
+        if self.watched:
+            self.wanted = ranks
+            while monotonic() - start < _ANSWER + 2 * _POLL:
+                if all(rank in self.answers and self.answers[rank].time >= start for rank in ranks):
+                    break
+                sleep(_POLL / 5)
+        texts = {self.rank: self.answer().text}
+        for rank in ranks:
+            answer = self.answers.get(rank)
+            texts[rank] = answer.text if answer is not None and answer.time >= start else "does not answer"
+        return lines(texts)
+
+    def answer(self) -> Answer:
+        """Return where this rank is. Not collective."""
+        now, place, at = monotonic(), self.place, user_place(self.thread)
+        if place is None:
+            return Answer(now, -1, 0, 0.0, False, f"not in a collective, after #{self.number}, at {at}")
+        start, call, number = place
+        text = f"in {call.text[:600]} #{number} for {now - start:.1f} s, at {at}"
+        return Answer(now, number, call.tag, now - start, not self.on_flags, text)
+
+
+def lines(texts: dict[int, str]) -> str:
+    """Return one line for each rank, each after a line break. Not collective."""
+    return "".join(f"\n  rank {rank} {texts[rank]}" for rank in sorted(texts))
+
+
+@final
+class _Patrol:
+    """The watchdog's notes about one group."""
+
+    def __init__(self, watch: Watch, comm: Any) -> None:
+        self.watch, self.comm = watch, comm
+        self.sending: list[tuple[Any, bytes]] = []
+        self.judged: tuple[float, Call, int] | None = None
+        self.start_place(None)
+
+    def start_place(self, place: tuple[float, Call, int] | None) -> None:
+        self.judged = place
+        self.warned = False
+        self.asked_all = 0.0
+        self.asked_next = 0.0 if place is None else place[0]
+
+    def send(self, kind: int, data: bytes, rank: int) -> None:
+        """Send without waiting: a rank that does not listen must not stop this one."""
+        self.sending = [(request, kept) for request, kept in self.sending if not request.Test()]
+        from mpi4py import MPI
+
+        self.sending.append((self.comm.Isend([data, MPI.BYTE], rank, kind), data))
+
+    def receive(self) -> None:
+        """Answer and note what came."""
+        from mpi4py import MPI
+
+        status, watch = MPI.Status(), self.watch
+        while self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            source, kind = status.source, status.tag
+            data = bytearray(status.Get_count(MPI.BYTE))
+            self.comm.Recv([data, MPI.BYTE], source, kind)
+            if kind == _ASK:
+                _, number, tag, seconds, in_mpi, text = watch.answer()
+                self.send(_PLACE, _HEAD.pack(number, tag, seconds, in_mpi) + text.encode()[:_LONGEST], source)
+            elif kind == _PLACE:
+                number, tag, seconds, in_mpi = _HEAD.unpack_from(data)
+                text = data[_HEAD.size :].decode(errors="replace")
+                watch.answers[source] = Answer(monotonic(), number, tag, seconds, in_mpi, text)
+            elif kind == _LEFT:
+                watch.left[source] = _HEAD.unpack_from(data)[0]
+
+    def look(self) -> None:
+        """One round: messages, questions of this rank's own thread, and a judgement on how long it has been waiting."""
+        self.receive()
+        watch = self.watch
+        wanted, watch.wanted = watch.wanted, ()
+        self._ask(wanted)
+        place = watch.place
+        if place is None or place is not self.judged:
+            self.start_place(place)
+        if place is not None:
+            self._judge(place, monotonic())
+
+    def _ask(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank != self.watch.rank:
+                self.send(_ASK, b"?", rank)
+
+    def _judge(self, place: tuple[float, Call, int], now: float) -> None:
+        watch, (start, call, _) = self.watch, place
+        waited = now - start
+        gone = watch.departed()
+        if gone is not None and waited > _POLL and not watch.on_flags and watch.place is place:
+            abort.end_job(
+                f"rank {watch.rank}: PeerExitError: rank {gone} left the program while rank {watch.rank} was in {call.text}"
+            )
+        self._compare_next(place, now)
+        late = waited > call.timeout + (_GRACE if watch.on_flags else 0)
+        if not late and (self.warned or waited < watch.warn_after):
+            return
+        if not self.asked_all:
+            self.asked_all = now
+            self._ask(range(watch.size))
+            return
+        fresh = {rank: said for rank, said in watch.answers.items() if said.time >= self.asked_all}
+        if len(fresh) < watch.size - 1 and now - self.asked_all < _ANSWER:
+            return
+        self._report(fresh, late, waited, call)
+
+    def _compare_next(self, place: tuple[float, Call, int], now: float) -> None:
+        """Ask the next rank now and then. If any two ranks differ, so do some neighbours in the ring."""
+        watch, (_, call, number) = self.watch, place
+        rank = (watch.rank + 1) % watch.size
+        said = watch.answers.get(rank)
+        if said is not None and said.number == number and said.tag != call.tag and watch.place is place:
+            texts = {watch.rank: watch.answer().text, rank: said.text}
+            error = contract.mismatch({watch.rank: call.text, rank: said.text})
+            abort.end_job(f"rank {watch.rank}: CollectiveMismatchError: {error}{lines(texts)}")
+        if now - self.asked_next > _NEIGHBOUR:
+            self.asked_next = now
+            self._ask([rank])
+
+    def _report(self, fresh: dict[int, Answer], late: bool, waited: float, call: Call) -> None:
+        """The lowest rank that waits tells the story; the others do if it does not."""
+        watch = self.watch
+        own = watch.answer()
+        waiting = [watch.rank, *(r for r, said in fresh.items() if said.number >= 0 and (said.in_mpi or not late))]
+        texts = {r: fresh[r].text if r in fresh else "does not answer" for r in range(watch.size)}
+        texts[watch.rank] = own.text
+        self.asked_all = 0.0
+        if not late:
+            self.warned = True
+            if watch.rank == min(waiting):
+                log.logger.warning("%s takes longer than %g s:%s", call.text, watch.warn_after, lines(texts))
+        elif watch.rank == min(waiting) or waited > call.timeout + _GRACE:
+            abort.end_job(f"CollectiveTimeoutError: {call.text} takes longer than {call.timeout:g} s:{lines(texts)}")
+
+
+@final
+class Watchdog:
+    """The thread that looks after all groups of this process. There is one, `Watchdog.instance`, from the first group on."""
+
+    instance: Watchdog | None = None
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # who holds it may be sure that the thread makes no MPI call
+        self._patrols: list[_Patrol] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpistrat-watchdog", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def add(cls, watch: Watch, comm: Any) -> None:
+        """Watch over a group. Not collective.
+
+        Args:
+            watch: what this rank is doing in it.
+            comm: communicator of the group's ranks on which nobody else sends messages.
+        """
+        from mpi4py import MPI
+
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            log.once(
+                logging.WARNING,
+                "MPI was started without THREAD_MULTIPLE: no watchdog runs, so a collective that hangs inside MPI is not "
+                "noticed. Let mpi4py start MPI, or ask for THREAD_MULTIPLE",
+            )
+            return
+        if cls.instance is None:
+            cls.instance = cls()
+        watch.watched = True
+        with cls.instance.lock:
+            cls.instance._patrols.append(_Patrol(watch, comm))
+
+    @classmethod
+    def remove(cls, watch: Watch) -> None:
+        """Forget a group, so that its communicator may be freed. Not collective."""
+        watch.watched = False
+        if cls.instance is not None:
+            with cls.instance.lock:
+                patrols = cls.instance._patrols
+                patrols[:] = [patrol for patrol in patrols if patrol.watch is not watch]
+
+    @classmethod
+    def tell_left(cls, watch: Watch, ranks: Iterable[int]) -> None:
+        """Tell ranks of other nodes that this one leaves the program. Not collective; call it after `stop`."""
+        if cls.instance is None:
+            return
+        for patrol in cls.instance._patrols:
+            if patrol.watch is watch:
+                for rank in ranks:
+                    patrol.send(_LEFT, _HEAD.pack(watch.number, 0, 0.0, False), rank)
+
+    @classmethod
+    def stop(cls) -> None:
+        """End the thread, before MPI ends. Not collective."""
+        if cls.instance is not None:
+            cls.instance._stop.set()
+            cls.instance._thread.join(5)
+
+    def _run(self) -> None:
+        from mpi4py import MPI
+
+        while not self._stop.wait(_POLL):
+            if MPI.Is_finalized():
+                return
+            if self.lock.acquire(timeout=_POLL):
+                try:
+                    for patrol in self._patrols:
+                        patrol.look()
+                finally:
+                    self.lock.release()
+            else:
+                self._judge_alone()
+
+    def _judge_alone(self) -> None:
+        """While MPI must be left alone (NCCL is in flight) nobody can be asked."""
+        for patrol in list(self._patrols):
+            watch, place = patrol.watch, patrol.watch.place
+            if place is not None and monotonic() - place[0] > place[1].timeout + _GRACE:
+                abort.end_job(
+                    f"CollectiveTimeoutError: {place[1].text} takes longer than {place[1].timeout:g} s:"
+                    + lines({watch.rank: watch.answer().text})
+                )
