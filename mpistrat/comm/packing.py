@@ -1,0 +1,104 @@
+"""Many arrays as few flat ones: which arrays share a pack, and how they get in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from ..errors import explain
+from .arrays import array_module
+
+__all__ = ["Pack", "pack_sizes", "plan_packs"]
+
+
+@final
+@dataclass(frozen=True)
+class Pack:
+    """Arrays of one dtype that travel as one flat array.
+
+    Attributes:
+        indices: which of the planned arrays are in it, in order.
+        shapes: their shapes.
+        dtype: their dtype.
+    """
+
+    indices: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: np.dtype
+
+    def pack(self, arrays: Sequence[Any]) -> Any:
+        """Return the flat array of this pack's members; one contiguous member alone is not copied. Not collective.
+
+        Args:
+            arrays: all planned arrays.
+        """
+        xp = array_module(arrays[self.indices[0]])
+        parts = [xp.ascontiguousarray(arrays[index]).reshape(-1) for index in self.indices]
+        return parts[0] if len(parts) == 1 else xp.concatenate(parts)
+
+    def unpack(self, flat: Any) -> list[Any]:
+        """Return views of a flat array in the members' shapes. Not collective.
+
+        Args:
+            flat: as `pack` makes it, of any dtype.
+        """
+        members, low = [], 0
+        for shape in self.shapes:
+            size = int(np.prod(shape, dtype=np.int64))
+            members.append(flat[low : low + size].reshape(shape))
+            low += size
+        return members
+
+
+def plan_packs(arrays: Sequence[Any], bytes_per_pack: int | None = 0) -> list[Pack]:
+    """Return packs of arrays of equal dtype, in order, each of at most so many bytes. Not collective.
+
+    Dtypes are in the order of their first array. An array larger than a pack is one by itself.
+
+    Args:
+        arrays: arrays with shape, dtype and nbytes.
+        bytes_per_pack: most bytes in a pack; 0 or None makes one pack for each dtype.
+
+    Example:
+        >>> [pack.indices for pack in plan_packs([np.zeros(2), np.zeros(2, np.int8), np.zeros(3)], 16)]
+        [(0,), (2,), (1,)]
+    """
+    groups: dict[np.dtype, list[int]] = {}
+    for index, array in enumerate(arrays):
+        groups.setdefault(array.dtype, []).append(index)
+    packs = []
+    for dtype, members in groups.items():
+        for part in _cut(members, [arrays[index].nbytes for index in members], bytes_per_pack or 0):
+            packs.append(Pack(tuple(part), tuple(tuple(arrays[index].shape) for index in part), dtype))
+    return packs
+
+
+def _cut(members: list[int], sizes: list[int], limit: int) -> list[list[int]]:
+    parts: list[list[int]] = []
+    filled = 0
+    for member, size in zip(members, sizes, strict=True):
+        if not parts or (limit and filled + size > limit):
+            parts.append([])
+            filled = 0
+        parts[-1].append(member)
+        filled += size
+    return parts
+
+
+def pack_sizes(total: int, num_packs: int) -> list[int]:
+    """Return the lengths of the pieces that a flat array is cut into; the last takes the remainder. Not collective.
+
+    Example:
+        >>> pack_sizes(10, 3)
+        [3, 3, 4]
+
+    Raises:
+        ValueError: num_packs is not positive.
+    """
+    if num_packs < 1:
+        raise ValueError(explain("pack_sizes", "num_packs", expected="≥ 1", got=num_packs))
+    size = total // num_packs
+    return [size] * (num_packs - 1) + [total - size * (num_packs - 1)]

@@ -1,0 +1,338 @@
+"""CrossDeviceOps: how values of several replicas become one. Subclass it to bring an algorithm of your own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..comm.arrays import as_array
+from ..comm.process_group import ProcessGroup
+from ..distributed_values import PerReplica
+from ..errors import explain
+from ..options import CommunicationOptions
+from ..types import CommunicationImplementation, IndexedSlices, ReduceOp
+from .arithmetic import arithmetic
+from .broadcast import broadcast_value
+from .gather import gather
+from .gradient_arena import GradientArena
+from .indexed_slices import checked_slices, form, reduce_slices
+from .values import check_destinations, local_arrays, local_values, place, reduced_already, reducible_values
+
+__all__ = ["BLOCK", "CrossDeviceOps"]
+
+BLOCK = 1 << 16  # elements that are summed and consumed while they are in cache
+PIECE = 1 << 22  # elements that an algorithm without arenas of its own reduces at a time
+
+_NO_OPTIONS = CommunicationOptions()
+
+
+class CrossDeviceOps(ABC):
+    """How values of several replicas become one (TF: tf.distribute.CrossDeviceOps).
+
+    A strategy owns one and calls its public methods, which check the values, compare over all ranks what each is about
+    to do, and then call the `…_implementation` methods. A subclass overrides those: `reduce_implementation` and
+    `batch_reduce_implementation` always, the other two where it knows a better way.
+
+    Sums have a fixed order: the same layout of ranks gives the same bits.
+    """
+
+    _group: ProcessGroup | None = None
+    _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
+    #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.
+    call: Any = None
+
+    def bind(self, group: ProcessGroup) -> None:
+        """Say over which ranks this object works; the strategy does it once. Not collective.
+
+        Raises:
+            ValueError: it already belongs to another strategy.
+        """
+        if self._group is not None and self._group is not group and not self._group.closed:
+            remedy = "Give each strategy an object of its own"
+            expected, got = "an object of one strategy", "one that another strategy uses"
+            raise ValueError(explain(type(self).__name__, "", expected=expected, got=got, remedy=remedy))
+        self._group = group
+        self._others = None
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that this object works over. Not collective."""
+        if self._group is None:
+            remedy = "Pass it to a strategy as cross_device_ops=, or call bind()"
+            text = explain(
+                type(self).__name__, "", expected="an object of a strategy", got="a loose one", remedy=remedy
+            )
+            raise RuntimeError(text)
+        return self._group
+
+    # What users and strategies call
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the sum or mean of a value over all replicas, a new array, equal on every rank. Collective.
+
+        MEAN divides by the number of replicas; integers then give float64. float16 and bfloat16 are summed in float32
+        and rounded once. IndexedSlices give IndexedSlices with the rows of all replicas.
+
+        Args:
+            reduce_op: ReduceOp.SUM or ReduceOp.MEAN, or its name.
+            per_replica_value: PerReplica with one array for each local replica, all of one shape and dtype; or a plain
+                value: the local replica's where the rank has one.
+            destinations: a Variable, a device string, a value, or None: where the result shall be. Where every value is
+                the memory of this Variable's gradient, HierarchicalAllReduce sums in place, and the result is a
+                read-only view, valid until that gradient is written again.
+            options: bytes_per_pack, timeout_seconds, implementation of this call.
+
+        Raises:
+            CollectiveMismatchError: ranks passed different operations, shapes or dtypes.
+            CollectiveTimeoutError: a rank did not come.
+            ValueError: a plain value under SUM on a rank with several replicas; a list of destinations.
+            TypeError: values that cannot be summed: bool, structured, objects.
+        """
+        op = ReduceOp.parse(reduce_op, "reduce")
+        check_destinations(destinations, "reduce")
+        options = options or _NO_OPTIONS
+        ops = self._chosen(options)
+        group = ops.group
+        if reduced_already(op, per_replica_value, group):
+            return per_replica_value
+        values = reducible_values(per_replica_value, group, op, "reduce")
+        if isinstance(values[0], IndexedSlices):
+            return self._reduce_slices(group, op, values, options)
+        arrays = local_arrays(values, "reduce")
+        first = arrays[0]
+        synchronize, how = ops.entry(arrays, destinations)
+        arithmetic(op, first.dtype, 1)  # refuses what cannot be summed
+        with group.collective(
+            "reduce",
+            "",
+            first.dtype,
+            first.shape,
+            (op.value, type(ops).__name__, how),
+            timeout=options.timeout_seconds,
+            synchronize=synchronize,
+        ) as ops.call:
+            result = ops.reduce_implementation(op, PerReplica(arrays), destinations, options)
+        return result if destinations is None else place(result, destinations)
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Return what `reduce` would give for each of several values, in fewer messages. Collective.
+
+        Values of one dtype travel together, up to `options.bytes_per_pack` bytes at a time. Ranks compare all values at
+        once before any moves.
+
+        Args:
+            reduce_op: ReduceOp.SUM or ReduceOp.MEAN, or its name.
+            value_destination_pairs: values as for `reduce`, each with its destinations.
+            options: see `reduce`.
+
+        Raises:
+            As `reduce`.
+        """
+        op = ReduceOp.parse(reduce_op, "batch_reduce")
+        options = options or _NO_OPTIONS
+        ops = self._chosen(options)
+        group = ops.group
+        dense: list[tuple[PerReplica, Any]] = []
+        results: list[Any] = []
+        forms: list[Hashable] = []
+        for value, destination in value_destination_pairs:
+            check_destinations(destination, "batch_reduce")
+            values = reducible_values(value, group, op, "batch_reduce")
+            if isinstance(values[0], IndexedSlices):
+                slices = checked_slices(values, "batch_reduce")
+                results.append(slices)
+                forms.append(form(slices[0]))
+                continue
+            arrays = local_arrays(values, "batch_reduce")
+            arithmetic(op, arrays[0].dtype, 1)
+            results.append(None)
+            dense.append((PerReplica(arrays), destination))
+            forms.append((arrays[0].dtype, arrays[0].shape, ops.entry(arrays, destination)[1]))
+        detail = (op.value, type(ops).__name__, options.bytes_per_pack, tuple(forms))
+        with group.collective("batch_reduce", detail=detail, timeout=options.timeout_seconds) as ops.call:
+            done = iter(ops.batch_reduce_implementation(op, dense, options) if dense else ())
+            for index, slices in enumerate(results):
+                if slices is None:
+                    results[index] = next(done)
+                else:
+                    results[index] = reduce_slices(group, op, slices, "batch_reduce")
+        return [place(result, pair[1]) for result, pair in zip(results, value_destination_pairs, strict=True)]
+
+    def broadcast(self, value: Any, destinations: Any = None, root: int = 0) -> Any:
+        """Return the value of one replica, a new array, equal on every rank. Collective.
+
+        Args:
+            value: as for `reduce`; every replica passes an array of the same shape and dtype.
+            destinations: see `reduce`.
+            root: global replica whose value it is.
+
+        Raises:
+            ValueError: there is no such replica.
+            CollectiveMismatchError: ranks passed another root, shape or dtype.
+        """
+        check_destinations(destinations, "broadcast")
+        total = self.group.topology.num_replicas
+        if not 0 <= root < total:
+            raise ValueError(explain("broadcast", "root", expected=f"a replica from 0 to {total - 1}", got=root))
+        arrays = local_arrays(local_values(value, self.group, "broadcast"), "broadcast")
+        first = arrays[0]
+        with self.group.collective("broadcast", "", first.dtype, first.shape, ("root", root)) as self.call:
+            result = self.broadcast_implementation(PerReplica(arrays), destinations, root)
+        return place(result, destinations)
+
+    def gather(
+        self,
+        per_replica_value: Any,
+        destinations: Any = None,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the replicas' arrays concatenated along an axis in replica order, equal on every rank. Collective.
+
+        Args:
+            per_replica_value: as for `reduce`; lengths along `axis` may differ.
+            destinations: see `reduce`.
+            axis: 0 ≤ axis < number of dimensions.
+            options: see `reduce`.
+
+        Raises:
+            CollectiveMismatchError: number of dimensions, dtype or another dimension differ; on every rank, naming a
+                rank and both shapes, before data moved.
+            ValueError: a scalar, or an axis out of range.
+        """
+        check_destinations(destinations, "gather")
+        options = options or _NO_OPTIONS
+        ops = self._chosen(options)
+        values = local_values(per_replica_value, ops.group, "gather", repeat=False)
+        if any(isinstance(value, IndexedSlices) for value in values):
+            raise TypeError(explain("gather", "value", expected="arrays", got="IndexedSlices"))
+        arrays = [as_array(value, "gather") for value in values]
+        with ops.group.collective("gather", detail=("axis", axis), timeout=options.timeout_seconds) as ops.call:
+            result = ops.gather_implementation(PerReplica(arrays), destinations, axis, options)
+        return place(result, destinations)
+
+    # What algorithms override
+
+    @abstractmethod
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions | None,
+    ) -> Any:
+        """Return the reduced value, a new array. Collective; all ranks have arrived and agree.
+
+        Args:
+            reduce_op: SUM or MEAN.
+            per_replica_value: one array of NumPy or CuPy for each local replica, of one shape and dtype on every rank.
+            destinations: as the caller gave it.
+            options: of this call.
+        """
+
+    @abstractmethod
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions | None,
+    ) -> Sequence[Any]:
+        """Return the reduced values, in order. Collective; all ranks have arrived and agree."""
+
+    def broadcast_implementation(self, value: PerReplica, destinations: Any, root: int) -> Any:
+        """Return the array of global replica `root`, a new one. Collective; all ranks have arrived and agree."""
+        return broadcast_value(self.group, value.values, root)
+
+    def gather_implementation(
+        self, per_replica_value: PerReplica, destinations: Any, axis: int, options: CommunicationOptions | None
+    ) -> Any:
+        """Return the concatenated arrays. Collective; all ranks have arrived, and compare the shapes in here."""
+        return gather(self.group, per_replica_value.values, axis)
+
+    def reduce_arena(
+        self,
+        arena: GradientArena,
+        ranges: Sequence[tuple[int, int]],
+        consume: Callable[[int, int, np.ndarray], None],
+    ) -> None:
+        """Sum gradient arenas over all replicas and hand the sums out block by block. Collective, inside one.
+
+        Every rank of the node has arrived before the call; nobody may write a gradient before the caller's next barrier.
+
+        Args:
+            arena: the gradients of all replicas.
+            ranges: element ranges, ascending, equal on every rank.
+            consume: called as consume(low, high, block) for blocks that cover exactly `arena.owned(ranges)`. `block` is
+                scratch in the accumulation dtype, and valid in the call only.
+        """
+        dtype = arithmetic(ReduceOp.SUM, arena.dtype, 1).accumulate
+        scratch = np.empty(min(BLOCK, arena.size), dtype)
+        for range_low, range_high in ranges:
+            for low in range(range_low, range_high, PIECE):
+                high = min(low + PIECE, range_high)
+                values = PerReplica([flat[low:high] for flat in arena.local])
+                total = self.reduce_implementation(ReduceOp.SUM, values, None, None)
+                for begin, end in blocks(arena.owned([(low, high)]), BLOCK):
+                    block = scratch[: end - begin]
+                    np.copyto(block, total[begin - low : end - low], casting="unsafe")
+                    consume(begin, end, block)
+
+    def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
+        """Return how a reduction begins: what ranks must agree on beside the values. Not collective.
+
+        Returns:
+            Whether all ranks shall arrive before `reduce_implementation` is called (else it must itself begin with
+            `self.group.node.barrier(self.call)`); and a word for how the algorithm will go about it.
+        """
+        return True, ""
+
+    # Internals
+
+    def _chosen(self, options: CommunicationOptions) -> CrossDeviceOps:
+        """The object that carries out a call: this one, unless the options name another algorithm."""
+        wanted = options.implementation
+        if wanted is None or wanted is CommunicationImplementation.AUTO:
+            return self
+        from .make import make_cross_device_ops  # the factory knows the subclasses of this class
+
+        others = self._others = {} if self._others is None else self._others
+        kind = CommunicationImplementation(wanted)
+        if kind not in others:
+            other = make_cross_device_ops(kind)
+            other = self if type(other) is type(self) else other
+            other.bind(self.group)
+            others[kind] = other
+        return others[kind]
+
+    def _reduce_slices(
+        self, group: ProcessGroup, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> IndexedSlices:
+        slices = checked_slices(values, "reduce")
+        arithmetic(op, slices[0].values.dtype, 1)
+        detail = (op.value, form(slices[0]))
+        with group.collective("reduce", detail=detail, timeout=options.timeout_seconds):
+            return reduce_slices(group, op, slices, "reduce")
+
+
+def blocks(ranges: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Return the ranges cut into blocks of at most `size`. Not collective.
+
+    Example:
+        >>> blocks([(0, 5), (8, 9)], 3)
+        [(0, 3), (3, 5), (8, 9)]
+    """
+    return [(begin, min(begin + size, high)) for low, high in ranges for begin in range(low, high, size)]

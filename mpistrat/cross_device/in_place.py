@@ -1,0 +1,120 @@
+"""Reduction of gradients where they lie: in the arenas that all ranks of a node see, without a copy in or out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from ..comm.process_group import ProcessGroup
+from ..partition import aligned_bounds
+from ..types import ReduceOp
+from .arena_sum import ArenaSum
+from .arithmetic import arithmetic
+from .gradient_arena import GradientArena
+
+__all__ = ["Place", "find_place", "merge", "reduce_in_place"]
+
+ALIGNMENT = 16  # elements
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """Elements [low, high) of a gradient arena."""
+
+    arena: GradientArena
+    first: np.ndarray  # the arena of the node's first replica
+    low: int
+    high: int
+
+    def view(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the elements of the node's first replica as a read-only view. Not collective."""
+        view = self.first[self.low : self.high].reshape(shape)
+        view.flags.writeable = False
+        return view
+
+
+def find_place(group: ProcessGroup, values: Sequence[Any], destination: Any) -> Place | None:
+    """Return where the values lie if they are the gradient memory of a Variable, else None. Not collective.
+
+    Args:
+        group: the ranks.
+        values: one array for each local replica.
+        destination: what the caller named as destination of the reduction.
+    """
+    if not hasattr(destination, "arena") or type(values[0]) is not np.ndarray or group.node.locate(values[0]) is None:
+        return None
+    gradients: GradientArena | None = getattr(destination.arena, "gradients", None)
+    if gradients is None or gradients.node is None or len(values) != len(gradients.local):
+        return None
+    low = int(destination.offset)
+    high = low + int(destination.size)
+    for value, flat in zip(values, gradients.local, strict=True):
+        if not value.flags.c_contiguous or value.size != high - low or value.dtype != flat.dtype:
+            return None
+        if value.ctypes.data != flat.ctypes.data + low * flat.itemsize:
+            return None
+    return Place(gradients, gradients.node[0], low, high)
+
+
+def merge(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges in order, those that touch made one. Not collective.
+
+    Example:
+        >>> merge([(8, 9), (0, 3), (3, 5)])
+        [(0, 5), (8, 9)]
+    """
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(high, merged[-1][1])
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def reduce_in_place(
+    group: ProcessGroup, arena_sum: ArenaSum, places: Sequence[Place], reduce_op: ReduceOp, call: Any
+) -> None:
+    """Write the reduction of gradients into the arena of the node's first replica. Collective, inside one.
+
+    Args:
+        group: the ranks; those of the node have arrived.
+        arena_sum: does the sums.
+        places: the same on every rank.
+        reduce_op: SUM or MEAN.
+        call: what the closing barrier carries and compares.
+    """
+    arenas = {id(place.arena): place.arena for place in places}
+    for key, arena in arenas.items():
+        ranges = merge([(place.low, place.high) for place in places if id(place.arena) == key])
+        _reduce_ranges(group, arena_sum, arena, ranges, reduce_op)
+    group.node.barrier(call)
+
+
+def _reduce_ranges(
+    group: ProcessGroup,
+    arena_sum: ArenaSum,
+    arena: GradientArena,
+    ranges: Sequence[tuple[int, int]],
+    reduce_op: ReduceOp,
+) -> None:
+    index = group.slice_index
+    if index is None or arena.node is None:
+        return
+    how = arithmetic(reduce_op, arena.dtype, group.topology.num_replicas)
+    target = arena.node[0]
+    mine = []
+    for low, high in ranges:
+        begin, end = aligned_bounds(high - low, group.slices, ALIGNMENT)[index]
+        mine.append((low + begin, low + end))
+
+    def store(low: int, high: int, block: np.ndarray) -> None:
+        if how.divisor != 1:
+            block /= how.divisor
+        np.copyto(target[low:high], block, casting="unsafe")
+
+    arena_sum.sum(arena.node, mine, how.accumulate, store)

@@ -1,0 +1,144 @@
+"""NCCL between the GPUs of all ranks, within nodes and between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from ..comm.arrays import array_module, is_gpu, on_device_of
+from ..comm.nccl import NcclCommunicator, nccl_datatype_name, require_nccl
+from ..comm.packing import pack_sizes, plan_packs
+from ..comm.process_group import ProcessGroup
+from ..distributed_values import Mirrored, PerReplica
+from ..errors import explain
+from ..log import once
+from ..options import CommunicationOptions
+from ..types import ReduceOp
+from .arithmetic import Arithmetic, arithmetic, finish
+from .cross_device_ops import CrossDeviceOps
+from .hierarchical_all_reduce import HierarchicalAllReduce
+from .mpi_all_reduce import MpiAllReduce
+
+__all__ = ["NcclAllReduce"]
+
+
+@final
+class NcclAllReduce(CrossDeviceOps):
+    """Sums CuPy arrays over the GPUs of all ranks with NCCL; each replica needs a GPU of its own.
+
+    Arrays on the host, and dtypes that NCCL does not know, go the way of HierarchicalAllReduce or MpiAllReduce, and the
+    log says so once. Not yet run on a GPU.
+
+    Args:
+        num_packs: into how many messages `batch_reduce` cuts the values of one dtype, the last taking the remainder; 0
+            sends each value by itself. `bytes_per_pack` of the options comes first.
+
+    Raises:
+        MissingDependencyError: CuPy or NCCL is missing, with the remedy.
+        ValueError: num_packs is negative.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if num_packs < 0:
+            raise ValueError(explain("NcclAllReduce", "num_packs", expected="≥ 0", got=num_packs))
+        require_nccl("NcclAllReduce")
+        self.num_packs = num_packs
+        self._communicator: NcclCommunicator | None = None
+        self._on_host = HierarchicalAllReduce()
+        self._unknown = MpiAllReduce()
+
+    def bind(self, group: ProcessGroup) -> None:
+        super().bind(group)
+        self._on_host.bind(group)
+        self._unknown.bind(group)
+
+    def close(self) -> None:
+        """Destroy the NCCL communicators. Collective the first time; later calls do nothing."""
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        values = per_replica_value.values
+        other = self._other(values)
+        if other is not None:
+            return other.reduce_implementation(reduce_op, per_replica_value, destinations, options)
+        how = self._how(reduce_op, values[0].dtype)
+        return _wrap(self._sum([_wide(value, how) for value in values], how), values)
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        pairs = list(value_destination_pairs)
+        results: list[Any] = [None] * len(pairs)
+        leaves = [value.values for value, _ in pairs]
+        for index, (value, destination) in enumerate(pairs):
+            if self._other(leaves[index]) is not None:
+                results[index] = self.reduce_implementation(reduce_op, value, destination, options)
+        mine = [index for index, result in enumerate(results) if result is None]
+        limit = options.bytes_per_pack if options else None
+        cut = self.num_packs if limit is None else 1
+        for pack in plan_packs([leaves[index][0] for index in mine], 1 if cut == 0 else limit):
+            how = self._how(reduce_op, pack.dtype)
+            flats = []
+            for replica in range(len(leaves[mine[0]])):
+                with on_device_of(leaves[mine[0]][replica]):
+                    flats.append(_wide(pack.pack([leaves[index][replica] for index in mine]), how))
+            totals = [pack.unpack(flat) for flat in self._sum(flats, how, max(1, cut))]
+            for position, members in zip(pack.indices, zip(*totals, strict=True), strict=True):
+                results[mine[position]] = _wrap(members, leaves[mine[position]])
+        return results
+
+    def _how(self, reduce_op: ReduceOp, dtype: np.dtype) -> Arithmetic:
+        return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
+
+    def _other(self, values: Sequence[Any]) -> CrossDeviceOps | None:
+        """Who takes values that NCCL cannot."""
+        if not is_gpu(values[0]):
+            once(logging.WARNING, "NcclAllReduce: arrays on the host are summed by HierarchicalAllReduce")
+            self._on_host.call = self.call
+            return self._on_host
+        shared = len({value.device.id for value in values}) < len(values)
+        if shared or nccl_datatype_name(values[0].dtype) is None:
+            reason = "replicas share a GPU" if shared else f"NCCL does not sum {values[0].dtype}"
+            once(logging.WARNING, f"NcclAllReduce: {reason}: MpiAllReduce takes over")
+            return self._unknown
+        return None
+
+    def _sum(self, arrays: list[Any], how: Arithmetic, pieces: int = 1) -> list[Any]:
+        """The reduction of each local GPU's array, on that GPU."""
+        if self._communicator is None:
+            self._communicator = NcclCommunicator(self.group, [array.device.id for array in arrays])
+        flats = [array.reshape(-1) for array in arrays]
+        low = 0
+        for size in pack_sizes(flats[0].size, pieces):
+            if size:
+                self._communicator.all_reduce([flat[low : low + size] for flat in flats])
+            low += size
+        results = []
+        for array in arrays:
+            with on_device_of(array):
+                results.append(finish(array, how))
+        return results
+
+
+def _wide(value: Any, how: Arithmetic) -> Any:
+    """A new contiguous array on the value's GPU, in the dtype of accumulation."""
+    with on_device_of(value):
+        return array_module(value).array(value, dtype=how.accumulate, order="C")
+
+
+def _wrap(results: Sequence[Any], values: Sequence[Any]) -> Any:
+    return results[0] if len(values) == 1 else Mirrored(results)
