@@ -1,0 +1,118 @@
+"""How a variable is made: the ranks compare what they are making, get the memory, and take global rank 0's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import explain
+from ..types import VariableAggregation, VariableSynchronization
+from .aggregation import check_kind
+from .memory import move_like
+from .mirrored_variable import MirroredVariable
+from .placement import Placement
+from .sync_on_read_variable import SyncOnReadVariable
+from .values import initial_array, parse_dtype
+from .variable import Description, Variable
+
+__all__ = ["create_variable"]
+
+PIECE = 16 << 20  # bytes of an initial value that are sent at a time
+
+
+def create_variable(
+    placement: Placement,
+    initial_value: Any = None,
+    trainable: bool | None = None,
+    name: str | None = None,
+    dtype: Any = None,
+    shape: Sequence[int | None] | None = None,
+    synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+    aggregation: VariableAggregation = VariableAggregation.NONE,
+    constraint: Callable[[Any], Any] | None = None,
+) -> Variable:
+    """Return a new variable of a strategy. Collective over its ranks. Arguments and errors: see `Variable`."""
+    if name is not None and (not isinstance(name, str) or not name):
+        raise TypeError(explain("Variable", "name", expected="a text that is not empty", got=repr(name)))
+    if constraint is not None and not callable(constraint):
+        raise TypeError(explain("Variable", "constraint", expected="a function or None", got=repr(constraint)))
+    parsed = None if dtype is None else parse_dtype(dtype)
+    unique = placement.unique_name(name or "Variable")
+    value, form = _initial_value(placement, initial_value, parsed, unique)
+    _check_shape(form[0], shape)
+    synchronization, trainable = check_kind(synchronization, aggregation, trainable, form[1])
+    index = len(placement.variables)
+    what = Description(index, unique, *form, trainable, synchronization, aggregation, constraint)
+    variable = _make(placement, what, value)
+    placement.variables.append(variable)
+    return variable
+
+
+def _initial_value(
+    placement: Placement, initial_value: Any, dtype: np.dtype | None, name: str
+) -> tuple[np.ndarray | None, tuple[tuple[int, ...], np.dtype]]:
+    """Return the value, None where another rank has it, and its shape and dtype."""
+    if initial_value is None:
+        raise ValueError(explain("Variable", "initial_value", expected="an array, number or callable", got="None"))
+    if not callable(initial_value) or hasattr(initial_value, "__array__"):
+        value = initial_array(initial_value, dtype)
+        return value, (value.shape, value.dtype)
+    group = placement.group
+    evaluates = group.topology.rank == 0
+    result = initial_array(initial_value(), dtype) if evaluates else None
+    with group.collective("initial_value", name):
+        header = "" if result is None else f"{result.dtype.name} {' '.join(map(str, result.shape))}"
+        found, *lengths = group.all_gather_text(header)[0].split()
+    return result, (tuple(map(int, lengths)), parse_dtype(found))
+
+
+def _check_shape(found: tuple[int, ...], wanted: Sequence[int | None] | None) -> None:
+    if wanted is None:
+        return
+    wanted = tuple(wanted)
+    if len(wanted) != len(found) or any(w is not None and w != f for w, f in zip(wanted, found, strict=True)):
+        raise ValueError(explain("Variable", "shape", expected=f"the initial value's, {found}", got=wanted))
+
+
+def _make(placement: Placement, what: Description, value: np.ndarray | None) -> Variable:
+    group = placement.group
+    kind = "on GPUs" if placement.arenas.on_gpu else "on CPUs"
+    detail = (what.index, what.trainable, what.synchronization.name, what.aggregation.name, kind)
+    with group.collective("Variable", what.name, what.dtype.name, what.shape, detail) as call:
+        variable: Variable
+        if what.synchronization is VariableSynchronization.ON_READ:
+            own = SyncOnReadVariable(placement, what)
+            targets = [(copy.reshape(-1), 0, own.size) for copy in own.copies]
+            variable = own
+        else:
+            size = int(np.prod(what.shape, dtype=np.int64))
+            has_gradients = what.trainable and what.dtype.kind not in "biu"
+            arena, offset = placement.arenas.allocate(size, what.dtype, has_gradients, what.name)
+            variable = MirroredVariable(placement, what, arena, offset)
+            targets = [(copy[offset : offset + size], *arena.writes(size)) for copy in arena.copies]
+        _fill(placement, targets, value, what)
+        group.node.barrier(call)
+    return variable
+
+
+def _fill(
+    placement: Placement, targets: list[tuple[Any, int, int]], value: np.ndarray | None, what: Description
+) -> None:
+    """Store global rank 0's numbers in the part [low, high) of each target, piece by piece. Collective, inside one."""
+    group = placement.group
+    flat = None if value is None else value.reshape(-1)
+    size = int(np.prod(what.shape, dtype=np.int64))
+    step = max(1, PIECE // what.dtype.itemsize) if group.topology.size > 1 else max(1, size)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        if flat is not None and group.topology.rank == 0:
+            piece = np.ascontiguousarray(flat[start:stop])
+        else:
+            piece = np.empty(stop - start, what.dtype)
+        group.broadcast(piece, root=0)
+        for target, low, high in targets:
+            begin, end = max(start, low), min(stop, high)
+            if begin < end:
+                target[begin:end] = move_like(piece[begin - start : end - start], target)

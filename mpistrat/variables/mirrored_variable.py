@@ -1,0 +1,169 @@
+"""The ON_WRITE variable: one copy for all ranks of a node, equal on all nodes after every write."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..types import IndexedSlices
+from .aggregation import aggregate, aggregate_slices, check_replica_write, check_scatter
+from .arena import Arena
+from .memory import move_like, read_only
+from .scatter import scatter
+from .values import as_flat, checksum, one_value
+from .variable import Description, Variable
+
+if TYPE_CHECKING:
+    from .placement import Placement
+
+__all__ = ["MirroredVariable"]
+
+_IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {"assign_add": np.add, "assign_sub": np.subtract}
+
+
+@final
+class MirroredVariable(Variable):
+    """A variable whose copies are equal after every write, because every write is collective.
+
+    It is a shaped view of its arena. A write is: the value is there on every rank, barrier of the node, each rank stores
+    its part, barrier of the node.
+
+    Attributes:
+        arena, offset: where it lies; `offset` in elements.
+    """
+
+    __slots__ = ("_gradients", "_views")
+
+    def __init__(self, placement: Placement, description: Description, arena: Arena, offset: int) -> None:
+        """Make the views of a place in an arena. Not collective."""
+        super().__init__(placement, description)
+        self.arena: Arena = arena
+        self.offset = offset
+        place = slice(offset, offset + self.size)
+        self._views: tuple[Any, ...] = tuple(read_only(copy[place].reshape(self.shape)) for copy in arena.copies)
+        local = arena.gradients.local if arena.gradients else []
+        self._gradients: tuple[Any, ...] = tuple(flat[place].reshape(self.shape) for flat in local)
+
+    @property
+    def array(self) -> Any:
+        """The numbers as a read-only view, of the copy on this replica's device. Not collective."""
+        views = self._views
+        if len(views) == 1:
+            return views[0]
+        self._require_open()
+        return views[self._replica_or_first()]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What each local replica reads, in replica order: read-only views. Not collective."""
+        self._require_open()
+        if len(self._views) > 1:
+            return self._views
+        return self._views * self.placement.group.topology.num_local_replicas
+
+    @property
+    def num_copies(self) -> int:
+        """Physical copies that this rank writes to: 1, on GPUs one for each device."""
+        self._require_open()
+        return len(self._views)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the strategy was closed."""
+        return not self._views
+
+    def close(self) -> None:
+        """Let go of the memory; every later use raises ClosedError. Not collective; the strategy calls it."""
+        self._views = self._gradients = ()
+
+    def gradient(self, local_replica: int) -> Any:
+        """Return the gradient array of one local replica, writable. Not collective.
+
+        Raises:
+            ValueError: the variable has no gradients.
+        """
+        if self._gradients:
+            return self._gradients[local_replica]
+        return super().gradient(local_replica)
+
+    def _update(self, op: str, value: Any) -> Variable:
+        function = f"Variable.{op}"
+        frame = self._frame(op)
+        if frame.replica is None or not self.placement.distributed:
+            flat = as_flat(one_value(value, function), self.shape, self.dtype, function)
+            self._store(op, flat, self._compared(flat))
+            return self
+        check_replica_write(self, function)
+        array = as_flat(value, self.shape, self.dtype, function).reshape(self.shape)
+        frame.replica.merge_call(functools.partial(self._merge, op), args=(array,))
+        return self
+
+    def _merge(self, op: str, strategy: Any, value: Any) -> None:
+        """Aggregate what the replicas wrote, and write it."""
+        total = aggregate(self, self._per_replica(value))
+        self._store(op, as_flat(total, self.shape, self.dtype, f"Variable.{op}"))
+
+    def apply_constraint(self) -> None:
+        """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective."""
+        if self.constraint is not None:
+            value = self.constraint(self.array)
+            self._store("constraint", as_flat(value, self.shape, self.dtype, "Variable.constraint"))
+
+    def _compared(self, *arrays: Any) -> Hashable:
+        """Return what tells one value from another, so that ranks with different ones are found."""
+        return f"value #{checksum(*arrays):08x}" if self.placement.group.topology.size > 1 else ()
+
+    def _store(self, op: str, flat: Any, detail: Hashable = ()) -> None:
+        """Write a value that every rank has. Collective."""
+
+        def write(copy: Any) -> None:
+            low, high = self.arena.writes(self.size)
+            target = copy[self.offset + low : self.offset + high]
+            part = move_like(flat[low:high], target)
+            if op in _IN_PLACE:
+                _IN_PLACE[op](target, part, out=target)  # type: ignore[call-arg]
+            else:
+                target[...] = part
+
+        self._write(op, detail, write)
+
+    def _write(self, op: str, detail: Hashable, write: Callable[[Any], None]) -> None:
+        """Let every rank write its part: nobody before all have come, nobody leaves before all have written."""
+        group = self.placement.group
+        with group.collective(op, self.name, self.dtype, self.shape, detail) as call:
+            for copy in self.arena.copies:
+                write(copy)
+            group.node.barrier(call)
+
+    # rows
+
+    def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> Variable:
+        frame = self._frame(f"scatter_{op}")
+        if frame.replica is None or not self.placement.distributed:
+            self._store_rows(op, depth, indices, updates, self._compared(indices, updates.reshape(-1)))
+            return self
+        check_scatter(self, op)
+        frame.replica.merge_call(
+            functools.partial(self._merge_rows, op, depth), args=(IndexedSlices(updates, indices),)
+        )
+        return self
+
+    def _merge_rows(self, op: str, depth: int, strategy: Any, delta: Any) -> None:
+        total = aggregate_slices(self, self._per_replica(delta))
+        self._store_rows(op, depth, np.asarray(total.indices), np.asarray(total.values))
+
+    def _store_rows(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray, detail: Hashable = ()) -> None:
+        """Apply updates that every rank has to the rows that this rank writes. Collective."""
+        count = int(np.prod(self.shape[:depth], dtype=np.int64))
+        width = int(np.prod(self.shape[depth:], dtype=np.int64))
+
+        def write(copy: Any) -> None:
+            low, high = self.arena.writes(count, 1)
+            start = self.offset + low * width
+            rows = copy[start : start + (high - low) * width].reshape(high - low, width)
+            scatter(op, rows, low, indices, updates)
+
+        self._write(f"scatter_{op}", detail, write)

@@ -1,0 +1,59 @@
+"""What a strategy hands to its variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+from ..comm.process_group import ProcessGroup
+from ..cross_device.cross_device_ops import CrossDeviceOps
+from .allocator import ArenaAllocator
+
+if TYPE_CHECKING:
+    from .variable import Variable
+
+__all__ = ["Placement"]
+
+
+@final
+@dataclass(eq=False)
+class Placement:
+    """Where the variables of one strategy live, and through what they are aggregated.
+
+    Args:
+        group: the strategy's ranks.
+        ops: how values of the replicas are reduced.
+        arenas: where variables get their memory.
+        strategy: the strategy, as the frames of `context` name it; opaque here.
+        devices: one for each local replica.
+        distributed: False for a strategy that has one replica by its nature (the default, OneDeviceStrategy): there a
+            write in replica context needs no aggregation, and writes what it was given.
+
+    Attributes:
+        variables: all of them, in the order of creation, the same on every rank.
+    """
+
+    group: ProcessGroup
+    ops: CrossDeviceOps
+    arenas: ArenaAllocator
+    strategy: Any
+    devices: Sequence[str] = ("cpu:0",)
+    distributed: bool = True
+    variables: list[Variable] = field(default_factory=list)
+    _names: dict[str, int] = field(default_factory=dict)
+
+    def unique_name(self, name: str) -> str:
+        """Return the name, with "_1", "_2", ... where it was given before. Not collective, if called by all alike."""
+        candidate = name
+        while candidate in self._names:
+            candidate = f"{name}_{self._names[name]}"
+            self._names[name] += 1
+        self._names[candidate] = 1
+        return candidate
+
+    def close(self) -> None:
+        """Close every variable and let go of their memory. Not collective; comes before the group's `close`."""
+        for variable in self.variables:
+            variable.close()
+        self.arenas.close()

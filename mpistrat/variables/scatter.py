@@ -1,0 +1,200 @@
+"""Sparse reads and writes of a variable: rows by index, elements by coordinates. Rows of equal index act one by one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..comm.arrays import as_array, to_host
+from ..errors import explain
+from ..types import IndexedSlices
+from .values import convert
+
+if TYPE_CHECKING:
+    from .variable import Variable
+
+__all__ = ["ScatterMethods", "scatter"]
+
+_UFUNCS = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+def scatter(op: str, rows: np.ndarray, first: int, indices: np.ndarray, updates: np.ndarray) -> None:
+    """Apply updates to those rows that are here; of several "update"s of a row the last one stays. Not collective.
+
+    Args:
+        op: "update", or a key of the table above.
+        rows: array (r, c), rows `first` to `first + r` of the whole; changed in place.
+        first: number of the first of them.
+        indices: (k,) row numbers of the whole.
+        updates: (k, c).
+    """
+    here = (indices >= first) & (indices < first + len(rows))
+    if not here.all():
+        indices, updates = indices[here], updates[here]
+    if op == "update":
+        rows[indices - first] = updates
+    else:
+        _UFUNCS[op].at(rows, indices - first, updates)
+
+
+class ScatterMethods(ABC):
+    """The scatter and gather methods of a Variable (TF: those of tf.Variable, tf.gather_nd).
+
+    `delta` is an IndexedSlices, or a pair (indices, updates) with updates of shape `indices.shape + v.shape[1:]`.
+    Indices count from 0 and none may be negative. Every write is collective; in cross-replica and update context each
+    rank passes the same, in replica context what the replicas pass is put together in replica order: `add` and `sub` with
+    SUM, MEAN and ONLY_FIRST_REPLICA, `mul` and `div` with SUM and ONLY_FIRST_REPLICA, `min`, `max` and `update` with
+    ONLY_FIRST_REPLICA. The methods return the variable. ON_READ variables have none of them.
+
+    Raises:
+        IndexError: an index outside the variable.
+        ValueError: updates of another shape.
+        NotImplementedError: an ON_READ variable; an aggregation under which the operation has no meaning.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> Any:
+        """Apply (k,) row numbers and (k, c) updates to the variable seen as rows of its first `depth` dimensions."""
+
+    def scatter_add(self, delta: Any) -> Variable:
+        """Add updates to rows, duplicates one by one. Collective."""
+        return self._scatter_rows("add", delta)
+
+    def scatter_sub(self, delta: Any) -> Variable:
+        """Subtract updates from rows. Collective."""
+        return self._scatter_rows("sub", delta)
+
+    def scatter_mul(self, delta: Any) -> Variable:
+        """Multiply rows by updates. Collective."""
+        return self._scatter_rows("mul", delta)
+
+    def scatter_div(self, delta: Any) -> Variable:
+        """Divide rows by updates; not for integers. Collective."""
+        return self._scatter_rows("div", delta)
+
+    def scatter_min(self, delta: Any) -> Variable:
+        """Take the smaller of row and update. Collective."""
+        return self._scatter_rows("min", delta)
+
+    def scatter_max(self, delta: Any) -> Variable:
+        """Take the larger of row and update. Collective."""
+        return self._scatter_rows("max", delta)
+
+    def scatter_update(self, delta: Any) -> Variable:
+        """Replace rows by updates, of duplicates by the last. Collective."""
+        return self._scatter_rows("update", delta)
+
+    def scatter_nd_add(self, indices: Any, updates: Any) -> Variable:
+        """Add `updates[i]` at coordinates `indices[i]`; the last dimension of indices holds coordinates. Collective."""
+        return self._scatter_nd("add", indices, updates)
+
+    def scatter_nd_sub(self, indices: Any, updates: Any) -> Variable:
+        """Subtract at coordinates. Collective."""
+        return self._scatter_nd("sub", indices, updates)
+
+    def scatter_nd_min(self, indices: Any, updates: Any) -> Variable:
+        """Take the smaller at coordinates. Collective."""
+        return self._scatter_nd("min", indices, updates)
+
+    def scatter_nd_max(self, indices: Any, updates: Any) -> Variable:
+        """Take the larger at coordinates. Collective."""
+        return self._scatter_nd("max", indices, updates)
+
+    def scatter_nd_update(self, indices: Any, updates: Any) -> Variable:
+        """Replace at coordinates. Collective."""
+        return self._scatter_nd("update", indices, updates)
+
+    def batch_scatter_update(self, delta: Any) -> Variable:
+        """Replace `v[b..., indices[b..., k]]` by `updates[b..., k]`: all but the last dimension of indices are batches.
+
+        Collective.
+        """
+        indices, updates = _pair(delta)
+        indices = _integers(indices, "batch_scatter_update")
+        if indices.ndim == 0 or indices.shape[:-1] != self.shape[: indices.ndim - 1]:
+            expected, got = f"batches of shape {self.shape[: indices.ndim - 1]}", f"shape {indices.shape}"
+            raise ValueError(explain("Variable.batch_scatter_update", "indices", expected=expected, got=got))
+        batches = np.indices(indices.shape)[:-1]
+        return self._scatter_nd("update", np.stack([*batches, indices], axis=-1), updates)
+
+    def sparse_read(self, indices: Any) -> Any:
+        """Return a new array of the rows with these numbers, in their order. Not collective for ON_WRITE variables."""
+        return self.gather_nd(_integers(indices, "sparse_read")[..., np.newaxis])
+
+    def gather_nd(self, indices: Any) -> Any:
+        """Return a new array of what lies at the coordinates. Not collective for ON_WRITE variables."""
+        indices = _integers(indices, "gather_nd")
+        flat = _flat_indices(self.shape, indices, "gather_nd")
+        depth = indices.shape[-1]
+        rows = self.array.reshape(-1, *self.shape[depth:])
+        return rows[flat].reshape(indices.shape[:-1] + self.shape[depth:])
+
+    # defined by Variable
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    @abstractmethod
+    def array(self) -> Any: ...
+
+    def _scatter_rows(self, op: str, delta: Any) -> Variable:
+        indices, updates = _pair(delta)
+        return self._scatter_nd(op, _integers(indices, f"scatter_{op}")[..., np.newaxis], updates)
+
+    def _scatter_nd(self, op: str, indices: Any, updates: Any) -> Variable:
+        function = f"scatter_{op}"
+        indices = _integers(indices, function)
+        flat = _flat_indices(self.shape, indices, function)
+        array = to_host(as_array(updates, f"Variable.{function}", "updates"))
+        array = convert(updates, array, self.dtype, f"Variable.{function}")
+        expected = indices.shape[:-1] + self.shape[indices.shape[-1] :]
+        if array.shape not in (expected, ()):
+            text = explain(f"Variable.{function}", "updates", expected=f"shape {expected}", got=f"shape {array.shape}")
+            raise ValueError(text)
+        if op == "div" and self.dtype.kind in "biu":
+            text = explain(f"Variable.{function}", "", expected="a floating dtype", got=str(self.dtype))
+            raise TypeError(text)
+        width = int(np.prod(self.shape[indices.shape[-1] :], dtype=np.int64))
+        # A copy, never a view: another rank might be writing to the variable that a view shows.
+        rows = np.array(np.broadcast_to(array, expected)).reshape(flat.size, width)
+        return self._scatter(op, indices.shape[-1], flat, rows)
+
+
+def _pair(delta: Any) -> tuple[Any, Any]:
+    return (delta.indices, delta.values) if isinstance(delta, IndexedSlices) else delta
+
+
+def _integers(indices: Any, function: str) -> np.ndarray:
+    array = to_host(as_array(indices, f"Variable.{function}", "indices"))
+    if array.dtype.kind not in "iu" and array.size:
+        text = explain(f"Variable.{function}", "indices", expected="integers", got=str(array.dtype))
+        raise TypeError(text)
+    return array.astype(np.int64, copy=False)
+
+
+def _flat_indices(shape: tuple[int, ...], indices: np.ndarray, function: str) -> np.ndarray:
+    """Return the row number of each coordinate in the array seen as rows of its first dimensions."""
+    if indices.ndim == 0 or indices.shape[-1] > len(shape):
+        expected = f"at most {len(shape)} coordinates for shape {shape}"
+        text = explain(f"Variable.{function}", "indices", expected=expected, got=f"shape {indices.shape}")
+        raise ValueError(text)
+    flat = np.zeros(indices.shape[:-1], np.int64)
+    for axis in range(indices.shape[-1]):
+        index, length = indices[..., axis], shape[axis]
+        if index.size and (index.min() < 0 or index.max() >= length):
+            wrong = index[(index < 0) | (index >= length)].flat[0]
+            expected = f"0 <= index < {length}"
+            raise IndexError(explain(f"Variable.{function}", "indices", expected=expected, got=int(wrong)))
+        flat = flat * length + index
+    return flat.reshape(-1)

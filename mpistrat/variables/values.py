@@ -1,0 +1,119 @@
+"""What is written to a variable, checked: its dtype, its shape, and that it is one value, not one for each replica."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+from ..comm.arrays import as_array, is_gpu, to_host
+from ..distributed_values import DistributedValues, Mirrored
+from ..errors import explain
+
+__all__ = ["as_flat", "checksum", "convert", "initial_array", "one_value", "parse_dtype"]
+
+_LADDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}  # V: bfloat16
+_PLAIN = (bool, int, float, complex, list, tuple)
+
+
+def parse_dtype(dtype: Any, function: str = "Variable") -> np.dtype:
+    """Return a dtype of numbers, in this machine's byte order; "bfloat16" needs ml_dtypes. Not collective.
+
+    Raises:
+        TypeError: what is no dtype, or not one of numbers.
+
+    Example:
+        >>> parse_dtype("float32").itemsize
+        4
+    """
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        dtype = ml_dtypes.bfloat16
+    try:
+        parsed = np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(explain(function, "dtype", expected="a dtype of numbers", got=repr(dtype))) from error
+    if parsed.kind not in _LADDER or (parsed.kind == "V" and parsed.name != "bfloat16"):
+        raise TypeError(explain(function, "dtype", expected="bool, or a dtype of numbers", got=str(parsed)))
+    return parsed if parsed.isnative else parsed.newbyteorder("=")
+
+
+def initial_array(value: Any, dtype: np.dtype | None, function: str = "Variable") -> np.ndarray:
+    """Return an initial value as a host array. Not collective.
+
+    As in TensorFlow, Python's floats and integers become float32 and int32; arrays keep their dtype.
+
+    Raises:
+        TypeError: what is no array of numbers, or does not fit the dtype that was asked for.
+    """
+    value = one_value(value, function)
+    array = to_host(as_array(value, function, "initial_value"))
+    if dtype is not None:
+        return convert(value, array, dtype, function)
+    if not hasattr(value, "dtype"):
+        if array.dtype == np.float64:
+            return array.astype(np.float32)
+        if array.dtype == np.int64 and (array == array.astype(np.int32)).all():
+            return array.astype(np.int32)
+    return array.astype(parse_dtype(array.dtype, function), copy=False)
+
+
+def convert(value: Any, array: Any, dtype: np.dtype, function: str) -> Any:
+    """Return `array`, made of `value`, in another dtype of the same kind or a higher one. Not collective.
+
+    Raises:
+        TypeError: a float for an integer variable, and the like.
+    """
+    if array.dtype == dtype:
+        return array
+    if hasattr(value, "dtype"):
+        fits = np.can_cast(array.dtype, dtype, "same_kind")
+    else:  # numbers of Python have no precision of their own
+        fits = _LADDER.get(array.dtype.kind, 9) <= _LADDER[dtype.kind]
+    if not fits:
+        remedy = "Convert it explicitly with astype"
+        expected = f"a value that {dtype} can hold"
+        raise TypeError(explain(function, "value", expected=expected, got=str(array.dtype), remedy=remedy))
+    if type(value) in _PLAIN:
+        return np.asarray(value, dtype)  # raises OverflowError where an integer does not fit
+    return array.astype(dtype)
+
+
+def as_flat(value: Any, shape: tuple[int, ...], dtype: np.dtype, function: str) -> Any:
+    """Return a value as a flat contiguous array of a dtype; what fits already is not copied. Not collective.
+
+    Raises:
+        TypeError: no array of numbers, or numbers of another kind.
+        ValueError: its shape is not exactly `shape`.
+    """
+    array = as_array(value, function)
+    if array.shape != shape:
+        expected = f"shape {shape}, the variable's"
+        raise ValueError(explain(function, "value", expected=expected, got=f"shape {tuple(array.shape)}"))
+    return convert(value, array, dtype, function).reshape(-1)
+
+
+def one_value(value: Any, function: str) -> Any:
+    """Return the value that all replicas have in common. Not collective.
+
+    Raises:
+        ValueError: for a PerReplica, whose values may differ.
+    """
+    if isinstance(value, Mirrored):
+        return value.values[0]
+    if isinstance(value, DistributedValues):
+        remedy = "Reduce it first: strategy.reduce(op, value, axis=None)"
+        got = f"a {type(value).__name__} of {len(value.values)} values"
+        raise ValueError(explain(function, "value", expected="one value", got=got, remedy=remedy))
+    return value
+
+
+def checksum(*arrays: Any) -> int:
+    """Return a CRC-32 of flat contiguous arrays, by which ranks compare what they write. Not collective."""
+    crc = 0
+    for array in arrays:
+        host = to_host(array) if is_gpu(array) else array
+        crc = zlib.crc32(host.view(np.uint8).data, crc)
+    return crc

@@ -1,0 +1,380 @@
+"""The Variable: an array that a strategy keeps, and the operations that all kinds of it have."""
+
+from __future__ import annotations
+
+from abc import ABCMeta, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from .. import context
+from ..comm.arrays import to_host
+from ..context import Frame
+from ..errors import ClosedError, ContextError, explain
+from ..types import VariableAggregation, VariableSynchronization
+from .memory import is_gpu_device
+from .scatter import ScatterMethods
+
+if TYPE_CHECKING:
+    from .arena import Arena
+    from .placement import Placement
+
+__all__ = ["Description", "Variable"]
+
+
+@final
+@dataclass(frozen=True)
+class Description:
+    """What is fixed about a variable when it is made, the same on every rank."""
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    trainable: bool
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+    constraint: Callable[[Any], Any] | None
+
+
+class _FrontDoor(ABCMeta):
+    """Lets `Variable(...)` ask the current strategy for a variable of the kind that it keeps."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is Variable:
+            return context.current().strategy.extended.create_variable(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class Variable(ScatterMethods, NDArrayOperatorsMixin, metaclass=_FrontDoor):
+    """An array of a fixed shape and dtype that the current strategy keeps (TF: tf.Variable). Creation is collective.
+
+    `Variable(initial_value, trainable=None, name=None, dtype=None, shape=None, synchronization=AUTO, aggregation=NONE,
+    constraint=None)` makes it in the strategy whose scope holds.
+
+    Reading: wherever NumPy takes an array it takes a variable: `np.tanh(v @ x)`, `v[0]`, `np.asarray(v)`. What comes
+    without computing (`v.array`, `np.asarray(v)`, `v[0:2]`) is a read-only view that shows later writes; `v.numpy()`,
+    `v.value()` and `v.read_value()` are copies. Writing: `assign`, `assign_add`, `assign_sub` and the scatter methods,
+    which return the variable; NumPy's `v += x` and `out=v` raise.
+
+    Not collective: reading (but for ON_READ variables in cross-replica context), writing ON_READ variables in replica
+    context. Collective: every other write, because all ranks of a node share one copy.
+
+    A variable lives until its strategy is closed; then every use raises ClosedError. It cannot be pickled or copied.
+
+    Args:
+        initial_value: array, number, nested list of numbers, or a callable that returns one of them. A callable runs on
+            global rank 0 only; else every rank gives a value of the same shape and dtype, and rank 0's numbers win.
+        trainable: whether it has gradients; default True, but False for ON_READ.
+        name: default "Variable"; a name that was given before gets a suffix, "w_1".
+        dtype: default that of an array; float32 and int32 for Python's floats and integers, as in TensorFlow.
+        shape: if given, must be the initial value's; None stands for any length.
+        synchronization: AUTO and ON_WRITE keep all copies equal. ON_READ lets each replica have its own, aggregated when
+            read in cross-replica context.
+        aggregation: how values that the replicas write, or that ON_READ copies hold, become one. In replica context an
+            ON_WRITE variable with NONE cannot be written.
+        constraint: function of the whole array that returns one like it; optimizers apply it after each update.
+
+    Raises:
+        ValueError: synchronization NONE; MEAN of integers; a trainable ON_READ variable; another shape than `shape`.
+        TypeError: an initial value that is no array of numbers.
+        CollectiveMismatchError: on every rank, when they make different variables.
+        SharedMemoryError: on every rank, when a node has too little.
+
+    Example:
+        >>> v = ms.Variable([1.0, 2.0], name="v")  # doctest: +SKIP
+        >>> (v + 1).tolist()  # doctest: +SKIP
+        [2.0, 3.0]
+    """
+
+    __slots__ = ("_description", "arena", "dtype", "offset", "placement", "shape")
+
+    def __init__(self, placement: Placement, description: Description) -> None:
+        """Hold what all kinds have in common. Not collective."""
+        self.placement = placement
+        self._description = description
+        self.shape = description.shape
+        self.dtype = description.dtype
+        self.arena: Arena | None = None
+        self.offset = 0
+
+    # what it is
+
+    @property
+    def name(self) -> str:
+        """Its name, unique in the strategy."""
+        return self._description.name
+
+    @property
+    def trainable(self) -> bool:
+        """Whether optimizers shall update it."""
+        return self._description.trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """ON_WRITE or ON_READ."""
+        return self._description.synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the replicas' values become one."""
+        return self._description.aggregation
+
+    @property
+    def constraint(self) -> Callable[[Any], Any] | None:
+        """The function that optimizers apply after each update."""
+        return self._description.constraint
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one copy."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def device(self) -> str:
+        """The device of this replica; outside replica context that of the first local replica."""
+        replica = self._replica_or_first()
+        devices = self.placement.devices
+        return devices[replica if replica < len(devices) else 0]
+
+    # reading
+
+    @property
+    @abstractmethod
+    def array(self) -> Any:
+        """The numbers as a read-only view, of the copy that is read here."""
+
+    @property
+    @abstractmethod
+    def values(self) -> tuple[Any, ...]:
+        """What each local replica reads, in replica order; read-only views, equal for ON_WRITE. Not collective."""
+
+    @property
+    @abstractmethod
+    def num_copies(self) -> int:
+        """Physical copies that this rank writes to."""
+
+    @property
+    def primary(self) -> Any:
+        """What the first local replica reads, as a read-only view. Not collective."""
+        return self.values[0]
+
+    def numpy(self) -> np.ndarray:
+        """Return a copy, in the host's memory. Collective for ON_READ variables in cross-replica context only."""
+        array = self.array
+        return array.copy() if type(array) is np.ndarray else to_host(array)
+
+    def value(self) -> Any:
+        """Return a copy, on the variable's device. Collective for ON_READ variables in cross-replica context only."""
+        return self.array.copy()
+
+    def read_value(self) -> Any:
+        """Return a copy, like `value`. Collective for ON_READ variables in cross-replica context only."""
+        return self.array.copy()
+
+    # writing
+
+    def assign(self, value: Any) -> Variable:
+        """Write a value and return the variable. Collective, except ON_READ in replica context.
+
+        In cross-replica and update context every rank passes the same value, which is compared. In replica context the
+        replicas' values, Python numbers too, are aggregated; an ON_READ variable's own copy is written.
+
+        Args:
+            value: array of exactly the variable's shape, of its dtype or one that NumPy casts within its kind.
+
+        Raises:
+            ValueError: another shape; a PerReplica in cross-replica context; aggregation NONE in replica context; a
+                variable of another strategy's scope.
+            TypeError: numbers of another kind, such as a float for an integer variable.
+            CollectiveMismatchError: on every rank, when they pass different values in cross-replica context.
+        """
+        return self._update("assign", value)
+
+    def assign_add(self, value: Any) -> Variable:
+        """Add a value to the variable and return it. Collective, except ON_READ in replica context; see `assign`.
+
+        Raises:
+            ValueError: also for an ON_READ variable with SUM in cross-replica context: to which copy is not clear.
+        """
+        return self._update("assign_add", value)
+
+    def assign_sub(self, value: Any) -> Variable:
+        """Subtract a value from the variable and return it. Collective like `assign_add`, whose errors it raises."""
+        return self._update("assign_sub", value)
+
+    @abstractmethod
+    def _update(self, op: str, value: Any) -> Variable:
+        """Write, add or subtract, as the context says."""
+
+    def apply_constraint(self) -> None:
+        """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective."""
+
+    # gradients
+
+    @property
+    def grad(self) -> Any:
+        """This replica's gradient: a writable array of the variable's shape. What is written there is never copied.
+
+        Assigning to it copies: `v.grad = g`. Not collective. Zero at first, and not cleared by `apply_gradients`.
+
+        Raises:
+            ValueError: the variable has no gradients.
+            ContextError: outside replica context on a rank with several local replicas.
+        """
+        return self.gradient(self._local_replica("grad"))
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        target = self.grad
+        if value is not target:
+            target[...] = value
+
+    def gradient(self, local_replica: int) -> Any:
+        """Return the gradient array of one local replica, writable. Not collective.
+
+        Raises:
+            ValueError: the variable has no gradients.
+        """
+        self._require_open()
+        expected = "a trainable variable of a floating dtype"
+        got = f"{self.dtype}, trainable={self.trainable}"
+        raise ValueError(explain("Variable.grad", self.name, expected=expected, got=got))
+
+    # as an array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.array
+        if any(is_gpu_device(device) for device in self.placement.arenas.devices):
+            raise TypeError("Variable: it lies on a GPU and does not become a NumPy array by itself: use v.numpy()")
+        if dtype is not None and np.dtype(dtype) != array.dtype:
+            if copy is False:
+                raise ValueError("Variable: another dtype cannot be had without a copy")
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **kwargs: Any) -> Any:
+        targets = (out if isinstance(out, tuple) else (out,)) if out is not None else ()
+        if any(isinstance(target, Variable) for target in targets) or (
+            method == "at" and isinstance(inputs[0], Variable)
+        ):
+            self._refuse_in_place(f"numpy.{ufunc.__name__} with a Variable as output")
+        if targets:
+            kwargs["out"] = targets
+        arrays = (value.array if isinstance(value, Variable) else value for value in inputs)
+        return getattr(ufunc, method)(*arrays, **kwargs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.array[index]
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        self._refuse_in_place("v[...] = value")
+
+    def _refuse_in_place(self, what: str) -> NoReturn:
+        expected = "a method that every rank calls"
+        remedy = "Use assign, assign_add, assign_sub or a scatter method"
+        raise TypeError(explain("Variable", self.name, expected=expected, got=what, remedy=remedy))
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a Variable without dimensions")
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        return iter(self.array)
+
+    def __bool__(self) -> bool:
+        return bool(self.array)
+
+    def __int__(self) -> int:
+        return int(self.array)
+
+    def __float__(self) -> float:
+        return float(self.array)
+
+    def __complex__(self) -> complex:
+        return complex(self.array)
+
+    def __index__(self) -> int:
+        return self.array.__index__()
+
+    __hash__ = object.__hash__  # == compares elements, but as a key a variable stands for itself
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        remedy = "Use v.numpy() for its numbers, strategy.save(path) for all variables"
+        text = explain("Variable", self.name, expected="no pickling and no copying", got="an attempt", remedy=remedy)
+        raise TypeError(text)
+
+    def __repr__(self) -> str:
+        what = f"{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype}"
+        if self.closed:
+            return f"<{what} closed>"
+        return f"<{what} {self.synchronization.name} {self.aggregation.name} primary={self.primary!r}>"
+
+    # where it is used
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether the strategy was closed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the memory; every later use raises ClosedError. Not collective; the strategy calls it."""
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"Variable {self.name!r} was used after its strategy was closed")
+
+    def _frame(self, function: str) -> Frame:
+        """Return the frame that holds for this variable: outside its scope, its strategy's cross-replica context."""
+        self._require_open()
+        frame = context.current()
+        if frame.strategy is self.placement.strategy:
+            return frame
+        if context.has_strategy():
+            expected = "a call in the scope that made it"
+            got = "the scope of another strategy"
+            raise ValueError(explain(f"Variable.{function}", self.name, expected=expected, got=got))
+        return Frame(self.placement.strategy)
+
+    def _local_index(self, frame: Frame) -> int | None:
+        """Return which local replica a frame belongs to; None in cross-replica context."""
+        if frame.replica is not None:
+            return frame.replica.replica_id_in_sync_group - self.placement.group.topology.replica_offset
+        return frame.update_replica_id
+
+    def _replica_or_first(self) -> int:
+        frame = context.current()
+        return (self._local_index(frame) or 0) if frame.strategy is self.placement.strategy else 0
+
+    def _local_replica(self, function: str) -> int:
+        if self.placement.group.topology.num_local_replicas == 1:
+            return 0
+        index = self._local_index(self._frame(function))
+        if index is None:
+            remedy = "Call it inside strategy.run, or use v.gradient(local_replica)"
+            expected, got = "a call in replica context", "a rank with several local replicas, outside of it"
+            raise ContextError(explain(f"Variable.{function}", self.name, expected=expected, got=got, remedy=remedy))
+        return index
+
+    def _per_replica(self, value: Any) -> Sequence[Any]:
+        """Return one value for each local replica of what a merge function got."""
+        from ..distributed_values import DistributedValues
+
+        if isinstance(value, DistributedValues):
+            return value.values
+        return (value,) * self.placement.group.topology.num_local_replicas
