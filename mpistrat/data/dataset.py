@@ -225,6 +225,20 @@ class Dataset(ABC):
             raise TypeError(explain("Dataset.map", "function", expected="a callable", got=repr(function)))
         return Mapped(self, function)
 
+    def enumerate(self) -> Dataset:
+        """Put each row's position in front: elements are (int64 index, element). Not collective.
+
+        Right after the source, the index names the sample whatever comes later, as `ms.random.rng(sample=…)` needs.
+
+        Raises:
+            ValueError: for a dataset that is batched already.
+        """
+        from .stages import Enumerated
+
+        if self.batching is not None:
+            raise ValueError("Dataset.enumerate: expected a dataset of rows, got batches: enumerate before batch")
+        return Enumerated(self)
+
     def take(self, count: int) -> Dataset:
         """Keep the first `count` elements. Not collective."""
         from .stages import Reindexed, Take

@@ -13,9 +13,9 @@ from .. import nest
 from ..errors import explain
 from .dataset import INFINITE, Addresses, Dataset
 from .order import permute
-from .spec import empty_rows, spec_of_rows
+from .spec import ArraySpec, empty_rows, spec_of_rows
 
-__all__ = ["Batched", "Batching", "Mapped", "Reindexed", "Repeat", "Shuffle", "Skip", "Take"]
+__all__ = ["Batched", "Batching", "Enumerated", "Mapped", "Reindexed", "Repeat", "Shuffle", "Skip", "Take"]
 
 
 class Order(Protocol):
@@ -191,6 +191,37 @@ class Batched(Dataset):
 
     def describe(self) -> str:
         return f"batch({self._batching.size}, drop_remainder={self._batching.drop_remainder})"
+
+
+class Enumerated(Dataset):
+    """Rows with their positions in front."""
+
+    def __init__(self, parent: Dataset) -> None:
+        self._parent = parent
+
+    @property
+    def parents(self) -> tuple[Dataset, ...]:
+        return (self._parent,)
+
+    @property
+    def batching(self) -> None:
+        return None
+
+    @property
+    def row_spec(self) -> Any:
+        return ArraySpec((), np.int64), self._parent.row_spec
+
+    def cardinality(self) -> int:
+        return self._parent.cardinality()
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        return self._parent.locate(epoch, position)
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        return positions.copy(), self._parent.gather(epochs, positions)
+
+    def describe(self) -> str:
+        return "enumerate()"
 
 
 class Mapped(Dataset):

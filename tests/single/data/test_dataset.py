@@ -135,6 +135,18 @@ def test_element_spec_of_rows_batches_and_maps() -> None:
     assert rows.batch(2).map(lambda x: x.sum(axis=1)).element_spec == ArraySpec((None,), np.float32)
 
 
+def test_enumerate_names_the_sample_whatever_comes_later() -> None:
+    dataset = from_arrays(np.arange(20) * 3).enumerate().skip(2).shuffle(seed=1).batch(7)
+    assert dataset.element_spec == (ArraySpec((None,), np.int64),) * 2
+    seen = []
+    for index, value in dataset:
+        assert np.array_equal(value, 3 * index)
+        seen += index.tolist()
+    assert sorted(seen) == list(range(2, 20))
+    with pytest.raises(ValueError, match="before batch"):
+        dataset.enumerate()
+
+
 def test_map_gets_rows_before_batch_and_batches_after_it() -> None:
     shapes: list[tuple[int, ...]] = []
 

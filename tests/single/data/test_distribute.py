@@ -169,6 +169,26 @@ def test_to_device_is_called_for_every_local_replica() -> None:
     assert [value.tolist() for value in next(iter(part)).values] == [[2, 3], [104, 105]]
 
 
+def test_a_thread_reads_no_further_ahead_than_told() -> None:
+    read: list[int] = []
+
+    def note(x: np.ndarray) -> np.ndarray:
+        read.append(int(x[0]))
+        return x
+
+    dataset = from_arrays(np.arange(100)).batch(1).map(note)
+    assert dataset.element_spec == ArraySpec((None,), np.int64)  # calls the function once
+    read.clear()
+    iterator = iter(parts(dataset, 1, prefetch=3)[0])
+    next(iterator)
+    deadline = time.monotonic() + 5
+    while len(read) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert read == [0, 1, 2, 3]  # the one in hand and three ahead
+    iterator.close()
+
+
 def test_threads_end_at_the_end_of_the_epoch() -> None:
     list(parts(from_arrays(np.arange(10)).batch(2), 1)[0])
     assert no_threads_within()

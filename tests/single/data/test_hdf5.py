@@ -280,3 +280,22 @@ def test_importing_the_package_does_not_import_h5py() -> None:
     code = "import sys, mpistrat.data; print(sorted({'h5py', 'mpi4py.MPI', 'xxhash'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_bytes_that_are_not_the_arrays_are_converted_not_mapped(tmp_path: Path) -> None:
+    """Integers of 20 bits that begin at bit 4, and text padded with spaces: as large as NumPy's, but other bytes."""
+    shifted = h5py.h5t.STD_I32LE.copy()
+    shifted.set_precision(20)
+    shifted.set_offset(4)
+    padded = h5py.h5t.C_S1.copy()
+    padded.set_size(4)
+    padded.set_strpad(h5py.h5t.STR_SPACEPAD)
+    number, text = np.arange(5, dtype=np.int32), np.array([b"a", b"bc", b"", b"d", b"efgh"], "S4")
+    with h5py.File(tmp_path / "odd.h5", "w") as file:
+        for name, kind, data in (("number", shifted, number), ("text", padded, text)):
+            h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple((5,)))
+            file[name][...] = data
+    assert b"bc  " in (tmp_path / "odd.h5").read_bytes()  # the premise
+    found = HDF5Dataset(tmp_path / "odd.h5").rows([4, 1, 0])
+    assert found["number"].tolist() == [4, 1, 0]
+    assert found["text"].tolist() == [b"efgh", b"bc", b"a"]
