@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..comm.arrays import to_host
 from ..types import IndexedSlices
 from .aggregation import aggregate, aggregate_slices, check_replica_write, check_scatter
 from .arena import Arena
@@ -94,7 +95,7 @@ class MirroredVariable(Variable):
         frame = self._frame(op)
         if frame.replica is None or not self.placement.distributed:
             flat = as_flat(one_value(value, function), self.shape, self.dtype, function)
-            self._store(op, flat, self._compared(flat))
+            self._store(op, flat, self._compared(flat), frame.update_replica_id)
             return self
         check_replica_write(self, function)
         array = as_flat(value, self.shape, self.dtype, function).reshape(self.shape)
@@ -116,8 +117,8 @@ class MirroredVariable(Variable):
         """Return what tells one value from another, so that ranks with different ones are found."""
         return f"value #{checksum(*arrays):08x}" if self.placement.group.topology.size > 1 else ()
 
-    def _store(self, op: str, flat: Any, detail: Hashable = ()) -> None:
-        """Write a value that every rank has. Collective."""
+    def _store(self, op: str, flat: Any, detail: Hashable = (), only: int | None = None) -> None:
+        """Write a value that every rank has, to all copies or, in update context, to the one meant. Collective."""
 
         def write(copy: Any) -> None:
             low, high = self.arena.writes(self.size)
@@ -128,34 +129,36 @@ class MirroredVariable(Variable):
             else:
                 target[...] = part
 
-        self._write(op, detail, write)
+        self._write(op, detail, write, only)
 
-    def _write(self, op: str, detail: Hashable, write: Callable[[Any], None]) -> None:
+    def _write(self, op: str, detail: Hashable, write: Callable[[Any], None], only: int | None) -> None:
         """Let every rank write its part: nobody before all have come, nobody leaves before all have written."""
         group = self.placement.group
         with group.collective(op, self.name, self.dtype, self.shape, detail) as call:
-            for copy in self.arena.copies:
-                write(copy)
+            for index, copy in enumerate(self.arena.copies):
+                if only is None or only == index or len(self.arena.copies) == 1:
+                    write(copy)
             group.node.barrier(call)
 
     # rows
 
     def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> Variable:
         frame = self._frame(f"scatter_{op}")
+        delta = IndexedSlices(updates, indices)
         if frame.replica is None or not self.placement.distributed:
-            self._store_rows(op, depth, indices, updates, self._compared(indices, updates.reshape(-1)))
+            detail = self._compared(indices, updates.reshape(-1))
+            self._store_rows(op, depth, delta, detail, frame.update_replica_id)
             return self
         check_scatter(self, op)
-        frame.replica.merge_call(
-            functools.partial(self._merge_rows, op, depth), args=(IndexedSlices(updates, indices),)
-        )
+        frame.replica.merge_call(functools.partial(self._merge_rows, op, depth), args=(delta,))
         return self
 
     def _merge_rows(self, op: str, depth: int, strategy: Any, delta: Any) -> None:
-        total = aggregate_slices(self, self._per_replica(delta))
-        self._store_rows(op, depth, np.asarray(total.indices), np.asarray(total.values))
+        self._store_rows(op, depth, aggregate_slices(self, self._per_replica(delta)))
 
-    def _store_rows(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray, detail: Hashable = ()) -> None:
+    def _store_rows(
+        self, op: str, depth: int, delta: IndexedSlices, detail: Hashable = (), only: int | None = None
+    ) -> None:
         """Apply updates that every rank has to the rows that this rank writes. Collective."""
         count = int(np.prod(self.shape[:depth], dtype=np.int64))
         width = int(np.prod(self.shape[depth:], dtype=np.int64))
@@ -164,6 +167,9 @@ class MirroredVariable(Variable):
             low, high = self.arena.writes(count, 1)
             start = self.offset + low * width
             rows = copy[start : start + (high - low) * width].reshape(high - low, width)
-            scatter(op, rows, low, indices, updates)
+            host = to_host(rows)  # the rows themselves on a CPU
+            scatter(op, host, low, delta.indices, delta.values)
+            if host is not rows:
+                rows[...] = move_like(host, rows)
 
-        self._write(f"scatter_{op}", detail, write)
+        self._write(f"scatter_{op}", detail, write, only)

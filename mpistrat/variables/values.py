@@ -27,7 +27,7 @@ def parse_dtype(dtype: Any, function: str = "Variable") -> np.dtype:
         >>> parse_dtype("float32").itemsize
         4
     """
-    if dtype == "bfloat16":
+    if isinstance(dtype, str) and dtype == "bfloat16":
         import ml_dtypes
 
         dtype = ml_dtypes.bfloat16

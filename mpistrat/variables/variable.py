@@ -90,7 +90,7 @@ class Variable(ScatterMethods, NDArrayOperatorsMixin, metaclass=_FrontDoor):
         [2.0, 3.0]
     """
 
-    __slots__ = ("_description", "arena", "dtype", "offset", "placement", "shape")
+    __slots__ = ("__weakref__", "_description", "arena", "dtype", "offset", "placement", "shape")
 
     def __init__(self, placement: Placement, description: Description) -> None:
         """Hold what all kinds have in common. Not collective."""
