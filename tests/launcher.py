@@ -7,6 +7,7 @@ found again wherever they went: other sessions and process groups (both MPIs mak
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import shlex
@@ -16,7 +17,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,7 +126,7 @@ class Job:
             self._process = subprocess.Popen(
                 [*mpi.command(ranks, hosts), "sh", "-c", RANK_SHELL, str(folder), *command],
                 env=job_environment(self.mark, folder, env), cwd=cwd, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent(signal.SIGTERM),
             )  # fmt: skip
 
     def poll(self) -> int | None:
@@ -153,7 +154,7 @@ class Job:
 
     def processes(self) -> list[int]:
         """All living processes of this job, on every host of this machine."""
-        return marked(self.mark)
+        return with_variable(f"{MARK}={self.mark}")
 
     def leftover(self, patience: float = 2.0) -> list[str]:
         """The command lines of what still lives `patience` seconds after the end."""
@@ -252,9 +253,9 @@ def job_environment(mark: str, folder: Path, extra: Mapping[str, str | None] | N
     return {key: value for key, value in {**os.environ, **wanted}.items() if value is not None}
 
 
-def marked(mark: str) -> list[int]:
-    """The living processes with this mark in their environment (Linux; elsewhere none are seen)."""
-    sought, found = f"{MARK}={mark}".encode(), []
+def with_variable(setting: str) -> list[int]:
+    """The living processes with this "NAME=value" in their environment (Linux; elsewhere none are seen)."""
+    sought, found = setting.encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if sought in (folder / "environ").read_bytes().split(b"\0"):
@@ -274,6 +275,12 @@ def shared_memory(pid: int) -> list[str]:
         words = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
         return sorted({word[5] for word in words if len(word) == 6 and word[5].startswith("/dev/shm/")})
     return []
+
+
+def end_with_parent(number: int) -> Callable[[], None]:
+    """For `preexec_fn`: the new process gets this signal when the one that starts it dies, however it dies (Linux)."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    return lambda: prctl and prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def _kill(pid: int, number: int) -> None:

@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "ranks(*n, mpis=None, timeout=None): run on n MPI ranks, once for each n and MPI",
-        "hosts(n, ranks_per_host=2): run over n isolated hosts instead",
+        "hosts(n, ranks_per_host=2, mpis=None, timeout=None): run over n isolated hosts",
         "gpu: needs a CUDA device that CuPy finds",
         "big(gib=6): needs so much free memory in /dev/shm",
     ):
@@ -79,24 +79,28 @@ BATCHES = pytest.StashKey[dict[str, Batch]]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    ranks = metafunc.definition.get_closest_marker("ranks")
-    hosts = metafunc.definition.get_closest_marker("hosts")
-    if ranks or hosts:
-        layouts = _layouts(metafunc.config.stash[ENVS].vendors or {"no MPI": ""}, ranks, hosts)
+    marks = [mark for mark in metafunc.definition.iter_markers() if mark.name in ("ranks", "hosts")]
+    envs = metafunc.config.stash[ENVS]
+    if marks:
+        vendors = envs.vendors or {"no-mpi": ""}
+        layouts = [
+            layout for name, vendor in vendors.items() for mark in marks for layout in _layouts(name, vendor, mark)
+        ]
         metafunc.fixturenames.append("_layout")
         metafunc.parametrize("_layout", layouts, ids=str)
     elif "mpi" in metafunc.fixturenames:
-        envs = list(metafunc.config.stash[ENVS].all.values())
-        metafunc.parametrize("mpi", envs or [None], ids=[env.name for env in envs] or ["no-mpi"], indirect=True)
+        found = list(envs.all.values())
+        metafunc.parametrize("mpi", found or [None], ids=[env.name for env in found] or ["no-mpi"], indirect=True)
 
 
-def _layouts(vendors: dict[str, str], ranks: pytest.Mark | None, hosts: pytest.Mark | None) -> list[Layout]:
-    only = ranks.kwargs.get("mpis") if ranks else None
-    names = [name for name, vendor in vendors.items() if not only or name in only or _short(vendor) in only]
-    if hosts:
-        count = hosts.args[0]
-        return [Layout(name, count * hosts.kwargs.get("ranks_per_host", 2), count) for name in names]
-    return [Layout(name, n) for name in names for n in ranks.args]
+def _layouts(name: str, vendor: str, mark: pytest.Mark) -> list[Layout]:
+    """The layouts that one marker asks for under one MPI."""
+    only = mark.kwargs.get("mpis")
+    if vendor and only and not {name, _short(vendor)} & set(only):
+        return []
+    if mark.name == "hosts":
+        return [Layout(name, mark.args[0] * mark.kwargs.get("ranks_per_host", 2), mark.args[0])]
+    return [Layout(name, n) for n in mark.args]
 
 
 def _short(vendor: str) -> str:
@@ -135,8 +139,13 @@ def _make_batches(config: pytest.Config, layout: Layout, items: list[pytest.Item
 
 
 def _limit(item: pytest.Item) -> float:
-    marker = item.get_closest_marker("ranks")
-    return float((marker and marker.kwargs.get("timeout")) or item.config.getini("ranks_timeout"))
+    limits = [
+        mark.kwargs["timeout"]
+        for name in ("ranks", "hosts")
+        for mark in item.iter_markers(name)
+        if "timeout" in mark.kwargs
+    ]
+    return float(max(limits, default=item.config.getini("ranks_timeout")))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -161,7 +170,10 @@ def _reports(item: pytest.Item, layout: Layout) -> list[pytest.TestReport]:
 
         if reason := why_no_hosts():
             return launcher_reports.skipped(item, reason)
-        hosts = Hosts.shared(item.config, layout.hosts)
+        try:
+            hosts = Hosts.shared(item.config, layout.hosts)
+        except RuntimeError as error:
+            return launcher_reports.failed(item, f"the hosts did not start: {error}")
     outcome = item.config.stash[BATCHES][item.nodeid].outcome(item.nodeid, envs.all[layout.mpi], hosts, envs.vendors)
     return launcher_reports.merged(item, outcome)
 

@@ -29,6 +29,11 @@ def skipped(item: pytest.Item, reason: str) -> list[pytest.TestReport]:
     return [_report(item, "skipped", place, "setup"), _report(item, "passed", None, "teardown")]
 
 
+def failed(item: pytest.Item, text: str) -> list[pytest.TestReport]:
+    """The report of a test that could not be started."""
+    return [_report(item, "failed", text, "setup")]
+
+
 def _restored(config: pytest.Config, data: dict[str, Any]) -> pytest.TestReport:
     report = config.hook.pytest_report_from_serializable(config=config, data=data)
     if isinstance(report.longrepr, list):  # a skip's place and reason, which JSON made a list of

@@ -8,7 +8,6 @@ its processes are.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import shutil
@@ -18,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from launcher import end_with_parent
 
 if TYPE_CHECKING:
     import pytest
@@ -123,7 +124,7 @@ class Hosts:
             setup = f"mount -t proc proc /proc; mount -t tmpfs shm /dev/shm; {setup}"
         process = subprocess.Popen(
             ["unshare", *kinds, "--fork", "--kill-child", "sh", "-c", f"{setup}; sleep infinity & wait"],
-            stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent,
+            stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent(signal.SIGKILL),
         )  # fmt: skip
         self._processes.append(process)
         until = time.monotonic() + 20
@@ -143,10 +144,3 @@ class Hosts:
         self.inside("head", "ip", "link", "set", f"veth{number}", "master", "bridge0", "up")
         self.inside(name, "ip", "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
         self.inside(name, "ip", "link", "set", "eth0", "up")
-
-
-_prctl = ctypes.CDLL(None).prctl
-
-
-def _die_with_parent() -> None:
-    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from launcher import ROOT, launch, mpi_env
+from launcher import ROOT, launch, mpi_env, with_variable
 
 FILE = """
 import os, sys, time
@@ -31,11 +32,13 @@ def run_file(tmp_path: Path, request):
     except LookupError as error:
         pytest.skip(str(error))
 
-    def run(body: str, limit: float = 20) -> str:
+    def run(body: str, limit: float = 20, start: dict[str, str] | None = None) -> str | subprocess.Popen:
         (tmp_path / "test_it.py").write_text(FILE.format(body=body))
         (tmp_path / "pytest.ini").write_text(f"[pytest]\nranks_timeout = {limit}\n")
         command = [sys.executable, "-m", "pytest", "-p", "launcher_plugin", "-rA", "-v", "test_it.py"]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+        if start:
+            return subprocess.Popen(command, cwd=tmp_path, env={**env, **start}, stdout=subprocess.DEVNULL)
         reply = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
         return reply.stdout + reply.stderr
 
@@ -168,6 +171,27 @@ def test_leaves_a_bad_exit():
 """
     )
     assert "but then mpiexec ended with status 5" in text
+
+
+def test_ranks_end_with_the_pytest_that_started_them(run_file, tmp_path):
+    process = run_file(
+        """
+@pytest.mark.ranks(2)
+def test_writes_then_waits():
+    open(f"{rank()}.here", "w").close()
+    time.sleep(100)
+""",
+        start={"MPISTRAT_TEST_RUN": tmp_path.name},
+    )
+    until = time.monotonic() + 60
+    while not all((tmp_path / f"{rank}.here").exists() for rank in range(2)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.kill()
+    process.wait(10)
+    while with_variable(f"MPISTRAT_TEST_RUN={tmp_path.name}"):
+        assert time.monotonic() < until + 20
+        time.sleep(0.05)
 
 
 def test_launch_runs_a_script_on_ranks(mpi):
