@@ -40,7 +40,7 @@ def setup(level: str = "warning") -> None:
         logger.addHandler(handler)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def once(level: int, message: str) -> None:
     """Log a message the first time it is given, never again. Not collective."""
     logger.log(level, message)
