@@ -14,12 +14,15 @@ __all__ = ["end_job", "install"]
 
 _FORWARDING = 0.2  # seconds that launchers get to pass on what was printed
 _installed: Callable[..., Any] | None = None
+ending = False  # this process is about to end the job, as opposed to leaving the program
 
 
 def end_job(text: str, code: int = 1) -> None:
     """Print a text on stderr and end every rank of the job. Not collective; does not return while MPI runs."""
+    global ending
     from mpi4py import MPI
 
+    ending = True
     try:
         sys.stderr.write(text if text.endswith("\n") else text + "\n")
         for stream in (sys.stdout, sys.stderr):

@@ -7,6 +7,7 @@ travels with every barrier (see `node`); between nodes the ranks compare tags no
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Hashable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, final
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TEXT_BYTES", "Call", "Comparison", "by_rank", "describe", "fingerprint", "gather_text", "mismatch"]
 
+_MASK = (1 << 63) - 1
+_SERIES = 4096  # so many names are remembered
 TEXT_BYTES = 1000  # of a fingerprint are shown; its tag covers all of it
 
 
@@ -54,17 +57,18 @@ class Call:
 
     Attributes:
         tag, text: fingerprint, and what it stands for.
+        series: operation and name.
         timeout: seconds that a rank waits in it.
         payload: the text as it is laid into shared memory: two bytes of length, then UTF-8.
     """
 
     __slots__ = (
-        "_checked",
         "_comparison",
         "_node",
         "_outer",
         "_watch",
         "payload",
+        "series",
         "synchronize",
         "tag",
         "text",
@@ -72,9 +76,17 @@ class Call:
     )
 
     def __init__(
-        self, text: str, timeout: float, watch: Watch, node: Node, comparison: Comparison | None, synchronize: bool
+        self,
+        text: str,
+        timeout: float,
+        watch: Watch,
+        node: Node,
+        comparison: Comparison | None = None,
+        synchronize: bool = False,
+        series: str = "",
     ) -> None:
         self.text = text
+        self.series = series
         self.tag = fingerprint(text)
         self.timeout = timeout
         shown = text.encode()[:TEXT_BYTES]
@@ -83,7 +95,6 @@ class Call:
         self._watch = watch
         self._node = node
         self._comparison = comparison
-        self._checked = False
         self._outer: Any = None
 
     def __enter__(self) -> Call:
@@ -97,10 +108,9 @@ class Call:
         watch.place = (monotonic(), self, watch.number)
         try:
             comparison = self._comparison
-            if comparison is not None and (not self._checked or watch.number % comparison.every == 0):
+            if comparison is not None and comparison.due(self):
                 self._node.barrier(self)
-                comparison.compare(self)
-                self._checked = True
+                comparison.compare()
             elif self.synchronize:
                 self._node.barrier(self)
         except BaseException:
@@ -114,30 +124,62 @@ class Call:
 
 @final
 class Comparison:
-    """Compares the calls of all ranks over a communicator on which nothing else is reduced."""
+    """Compares the calls of all ranks over a communicator on which nothing else is reduced.
+
+    Not every call is compared, but no difference is forgotten: what is compared is a number that depends on all calls so far.
+    """
 
     def __init__(self, comm: Any, every: int) -> None:
         from mpi4py import MPI
 
-        self.every = every
         self._comm, self._min = comm, MPI.MIN
         self._pair, self._least = np.empty(2, np.int64), np.empty(2, np.int64)
+        self._recent: deque[Call] = deque(maxlen=every)
+        self._last: dict[str, Call] = {}  # of each operation and name
+        self._rolling = 0
+        self._since = 0
 
-    def compare(self, call: Call) -> None:
-        """Check that all ranks make the same call. Collective.
+    def due(self, call: Call) -> bool:
+        """Note a call. Return whether to compare now: one `every` calls, and when a series changes. Not collective."""
+        self._rolling = (self._rolling * 0x100000001B3 + call.tag) & _MASK
+        self._recent.append(call)
+        self._since += 1
+        changed = self._last.get(call.series) is not call
+        if changed:
+            if len(self._last) >= _SERIES:  # at the same moment on every rank
+                self._last.clear()
+            self._last[call.series] = call
+        return changed or self._since == self._recent.maxlen
+
+    def compare(self) -> None:
+        """Check that all ranks made the same calls. Collective.
 
         Raises:
-            CollectiveMismatchError: on every rank, with what each of them does.
+            CollectiveMismatchError: on every rank, with what each of them did where they first differ.
         """
-        self._pair[0], self._pair[1] = call.tag, ~call.tag  # the least of ~tag tells the largest tag
+        self._pair[0], self._pair[1] = self._rolling, ~self._rolling  # the least of ~x tells the largest x
         self._comm.Allreduce(self._pair, self._least, self._min)
-        if self._least[0] != ~self._least[1]:
-            raise mismatch(dict(enumerate(gather_text(self._comm, call.text))))
+        since, self._since = self._since, 0
+        if self._least[0] == ~self._least[1]:
+            return
+        mine = "\n".join(call.text for call in list(self._recent)[-since:])
+        self._rolling = 0
+        raise _first_difference([text.split("\n") for text in gather_text(self._comm, mine)])
 
 
-def mismatch(texts: Mapping[int, str]) -> CollectiveMismatchError:
-    """Return the error that tells what each rank did. Not collective."""
-    return CollectiveMismatchError(f"the ranks entered different collectives: {by_rank(texts)}")
+def _first_difference(calls: list[list[str]]) -> CollectiveMismatchError:
+    """Return the error about the first of some calls in which the ranks differ."""
+    for back in range(max(map(len, calls)), 0, -1):
+        texts = {rank: own[-back] if back <= len(own) else "nothing" for rank, own in enumerate(calls)}
+        if len(set(texts.values())) > 1:
+            return mismatch(texts, back - 1)
+    return mismatch(dict(enumerate(own[-1] for own in calls)))
+
+
+def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
+    """Return the error that tells what each rank did, so many collectives ago. Not collective."""
+    when = f" {ago} collective{'s' * (ago > 1)} ago" if ago else ""
+    return CollectiveMismatchError(f"the ranks entered different collectives{when}: {by_rank(texts)}")
 
 
 def by_rank(texts: Mapping[int, str]) -> str:

@@ -66,7 +66,7 @@ class Node:
         self._places: list[tuple[int, SharedBlock, int]] = []
         self._sequence = 0
         self._laid: list[Call | None] = [None, None]
-        self._plain = Call("barrier of the node", watch.default_timeout, watch, self, None, False)
+        self._plain = Call("barrier of the node", watch.default_timeout, watch, self)
         self._window: Any = None
         if self.shared:
             self._open_control()
@@ -192,7 +192,7 @@ class Node:
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         story = f"{call.text}: rank {self._watch.rank} waited {call.timeout:g} s for {who}"
         half = sequence & 1
-        self._lay(half, Call(f"gave up ({story})", call.timeout, self._watch, self, None, False))
+        self._lay(half, Call(f"gave up ({story})", call.timeout, self._watch, self))
         self._flags[self._own + _TAG + half] = _POISON
         self._flags[self._own + _STATE] = _GAVE_UP
         self._sync()

@@ -119,8 +119,9 @@ class ProcessGroup:
     ) -> AbstractContextManager[Call]:
         """Return the context in which one collective runs. Entering it is collective over all ranks.
 
-        On entry the ranks of a node meet and compare what they are about to do; between nodes they compare at the first
-        use of a call and at every `environment.check_every`-th collective.
+        On entry the ranks of a node meet and compare what they are about to do. Between nodes they compare when an
+        operation of this name is called differently from the last time, and every `environment.check_every` collectives;
+        then they learn of every difference since the last comparison.
 
         Args:
             op, name, dtype, shape, detail: what must be the same on every rank. `detail` must have the same repr there.
@@ -147,7 +148,8 @@ class ProcessGroup:
         if len(self._calls) >= _KEPT_CALLS:  # the ranks do the same, so they forget at the same time
             self._calls.clear()
         timeout = self.environment.abort_after if timeout is None else timeout
-        call = Call(contract.describe(*what), timeout, self.watch, self.node, self._comparison, synchronize)
+        series = contract.describe(*what[:2])
+        call = Call(contract.describe(*what), timeout, self.watch, self.node, self._comparison, synchronize, series)
         self._calls[key] = call
         return call
 
@@ -257,8 +259,11 @@ def _at_exit(group: ProcessGroup) -> None:
 
 
 def _leave() -> None:
-    """End the watchdog and tell the others. In a forked child, and after MPI's end, there is nothing to do."""
-    if os.getpid() != _process or _mpi_ended():
+    """End the watchdog and tell the others.
+
+    In a forked child, and after MPI's end, there is nothing to do; MPICH finalises within Abort, too.
+    """
+    if os.getpid() != _process or abort.ending or _mpi_ended():
         return
     Watchdog.stop()
     for group in list(_groups):

@@ -19,7 +19,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from .. import log
-from . import abort, contract
+from . import abort
 
 if TYPE_CHECKING:
     from .contract import Call
@@ -198,9 +198,8 @@ class _Patrol:
         waited = now - start
         gone = watch.departed()
         if gone is not None and waited > _POLL and not watch.on_flags and watch.place is place:
-            abort.end_job(
-                f"rank {watch.rank}: PeerExitError: rank {gone} left the program while rank {watch.rank} was in {call.text}"
-            )
+            texts = {watch.rank: watch.answer().text, gone: "has left the program"}
+            abort.end_job(f"PeerExitError: {call.text} can never end:{lines(texts)}")
         self._compare_next(place, now)
         late = waited > call.timeout + (_GRACE if watch.on_flags else 0)
         if not late and (self.warned or waited < watch.warn_after):
@@ -221,8 +220,7 @@ class _Patrol:
         said = watch.answers.get(rank)
         if said is not None and said.number == number and said.tag != call.tag and watch.place is place:
             texts = {watch.rank: watch.answer().text, rank: said.text}
-            error = contract.mismatch({watch.rank: call.text, rank: said.text})
-            abort.end_job(f"rank {watch.rank}: CollectiveMismatchError: {error}{lines(texts)}")
+            abort.end_job(f"CollectiveMismatchError: the ranks entered different collectives:{lines(texts)}")
         if now - self.asked_next > _NEIGHBOUR:
             self.asked_next = now
             self._ask([rank])
