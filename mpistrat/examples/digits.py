@@ -1,0 +1,146 @@
+"""Train a network on real handwritten digits, under any synchronous strategy.
+
+    mpiexec -n 2 python -m mpistrat.examples.digits --strategy mirrored --output digits_output
+
+The weights at the end are the same under every strategy and on any number of ranks, up to rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mpistrat as ms
+
+from . import digits_data, plots
+from .digits_model import Digits
+from .progress import Clock, Progress
+
+__all__ = ["main", "train"]
+
+ALL_REDUCE: dict[str, Callable[[], Any]] = {
+    "auto": lambda: None,
+    "mpi": lambda: ms.MpiAllReduce(),
+    "hierarchical": lambda: ms.HierarchicalAllReduce(),
+    "reduction_to_one_device": lambda: ms.ReductionToOneDevice(),
+}
+
+
+def make_strategy(name: str, devices: list[str] | None, all_reduce: str) -> Any:
+    """Return the strategy that the command line names. Collective."""
+    ops = ALL_REDUCE[all_reduce]()
+    if name == "one_device":
+        return ms.OneDeviceStrategy(*(devices or ["cpu:0"]))
+    if name == "central_storage":
+        return ms.CentralStorageStrategy(compute_devices=devices)
+    kinds = {"mirrored": ms.MirroredStrategy, "multi_worker_mirrored": ms.MultiWorkerMirroredStrategy}
+    return kinds[name](devices=devices, cross_device_ops=ops)
+
+
+def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Train, write metrics, weights and curves into the output folder, and return the summary. Collective."""
+    output = Path(options.output)
+    if strategy.rank == 0:
+        digits_data.write(output / "shards", options.dtype)
+    strategy.comm.Barrier()
+    fields = ("image", "label")
+    batch = options.global_batch_size
+    training = ms.data.HDF5Dataset(str(output / "shards" / "train-*.h5"), fields=fields)
+    training = training.shuffle(seed=options.seed).batch(batch)
+    testing = ms.data.HDF5Dataset(str(output / "shards" / "test-*.h5"), fields=fields).batch(digits_data.TEST_ROWS)
+    training_data = strategy.distribute_dataset(training)
+    testing_data = strategy.distribute_dataset(testing)
+    with strategy.scope():
+        model = Digits(options.seed, options.dtype)
+        optimizer = ms.optimizers.Adam(options.learning_rate)
+
+    def step(inputs: Any) -> Any:
+        with clock.measure("compute"):
+            loss = model.loss_and_gradients(*inputs)
+        with clock.measure("communication"):
+            optimizer.apply_gradients([(v.grad, v) for v in model.variables])
+        return loss
+
+    def evaluate() -> float:
+        right = [strategy.run(model.correct, args=inputs) for inputs in testing_data]
+        return sum(int(strategy.reduce("SUM", counts, axis=None)) for counts in right) / digits_data.TEST_ROWS
+
+    losses: list[float] = []
+    epochs: list[dict[str, Any]] = []
+    style = options.progress if strategy.rank == 0 else "none"
+    with Progress(options.epochs * len(training_data), style) as progress:
+        for epoch in range(1, options.epochs + 1):
+            clock, first = Clock(), len(losses)
+            for inputs in clock.waiting(training_data):
+                clock.samples += ms.context.global_batch_size() or 0
+                parts = strategy.run(step, args=(inputs,))
+                with clock.measure("communication"):
+                    losses.append(float(strategy.reduce("SUM", parts, axis=None)))
+                progress.step(epoch, losses[-1], clock)
+            rate = clock.rate()
+            mean = sum(losses[first:]) / max(len(losses) - first, 1)
+            accuracy = evaluate()
+            progress.epoch(epoch, mean, accuracy, clock)
+            epochs.append({"epoch": epoch, "loss": mean, "test_accuracy": accuracy, "samples_per_second": rate})
+            epochs[-1] |= {f"seconds_{part}": seconds for part, seconds in clock.seconds.items()}
+    strategy.save(output / "weights.h5")
+    summary = summarise(strategy, options, epochs)
+    if strategy.rank == 0:
+        (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in epochs))
+        title = f"digits, {summary['strategy']}, {summary['ranks']} ranks, {summary['replicas']} replicas"
+        accuracies = [line["test_accuracy"] for line in epochs]
+        if not plots.training_curves(output / "training.png", losses, accuracies, title):
+            print("no training.png: matplotlib is not installed (extra `plot`)", file=sys.stderr)
+    return summary
+
+
+def summarise(strategy: Any, options: argparse.Namespace, epochs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the job's last line says. Not collective."""
+    rates = sorted(line["samples_per_second"] for line in epochs)
+    return {
+        "strategy": options.strategy,
+        "ranks": strategy.size,
+        "replicas": strategy.num_replicas_in_sync,
+        "epochs": len(epochs),
+        "test_accuracy": epochs[-1]["test_accuracy"] if epochs else None,
+        "samples_per_second": round(rates[len(rates) // 2], 1) if rates else None,
+    }
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the command line's settings. Not collective."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mpistrat.examples.digits", description=(__doc__ or "").split("\n")[0]
+    )
+    names = ["one_device", "mirrored", "multi_worker_mirrored", "central_storage"]
+    parser.add_argument("--strategy", choices=names, default="mirrored")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--global-batch-size", type=int, default=96)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument("--output", default="digits_output", metavar="DIR")
+    parser.add_argument("--devices", help="this rank's devices, one replica each: cpu:0,cpu:1", metavar="LIST")
+    parser.add_argument("--all-reduce", choices=list(ALL_REDUCE), default="auto", help="mirrored strategies' algorithm")
+    parser.add_argument("--progress", choices=["auto", "bar", "lines", "none"], default="auto")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the job of the command line; rank 0 prints its summary as one line of JSON. Collective."""
+    options = parse(arguments)
+    devices = options.devices.split(",") if options.devices else None
+    strategy = make_strategy(options.strategy, devices, options.all_reduce)
+    summary = train(strategy, options)
+    if strategy.rank == 0:
+        print(json.dumps(summary), flush=True)
+    strategy.close()
+    return summary
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A network with two hidden layers whose gradients are written in NumPy, straight into the variables' gradient memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+import mpistrat as ms
+
+__all__ = ["Digits"]
+
+PIXELS, HIDDEN, CLASSES = 64, 512, 10
+
+
+class Digits:
+    """The network's variables and its two functions of a batch. Creating it is collective; make it in a strategy's scope.
+
+    Args:
+        seed: of the initial weights.
+        dtype: float32 or float64.
+    """
+
+    def __init__(self, seed: int, dtype: Any) -> None:
+        sizes = (PIXELS, HIDDEN, HIDDEN, CLASSES)
+        self.layers = []
+        for index, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+            weights = np.random.default_rng([seed, index]).normal(0, np.sqrt(2 / inputs), (inputs, outputs))
+            self.layers.append(
+                (
+                    ms.Variable(weights.astype(dtype), name=f"weights_{index}"),
+                    ms.Variable(np.zeros(outputs, dtype), name=f"bias_{index}"),
+                )
+            )
+
+    @property
+    def variables(self) -> list[ms.Variable]:
+        """All variables, layer by layer."""
+        return [variable for layer in self.layers for variable in layer]
+
+    def forward(self, images: np.ndarray) -> list[np.ndarray]:
+        """Return the images and what each layer makes of them; the last are the classes' scores. Not collective."""
+        values = [images]
+        for index, (weights, bias) in enumerate(self.layers):
+            value = values[-1] @ weights.array
+            value += bias.array
+            if index + 1 < len(self.layers):
+                np.maximum(value, 0, out=value)
+            values.append(value)
+        return values
+
+    def loss_and_gradients(self, images: np.ndarray, labels: np.ndarray) -> Any:
+        """Return this replica's part of the mean cross entropy; leave its gradients in `v.grad`. Not collective.
+
+        Args:
+            images: (examples, 64), labels: (examples,) integers. Zero examples give zero gradients.
+        """
+        values = self.forward(images)
+        rows = np.arange(len(labels))
+        scores = values[-1] - values[-1].max(axis=1, keepdims=True)
+        probabilities = np.exp(scores)
+        totals = probabilities.sum(axis=1, keepdims=True)
+        loss = ms.nn.compute_average_loss(np.log(totals[:, 0]) - scores[rows, labels])
+        probabilities /= totals
+        probabilities[rows, labels] -= 1
+        error = probabilities / ms.context.global_batch_size()
+        for index in reversed(range(len(self.layers))):
+            weights, bias = self.layers[index]
+            np.matmul(values[index].T, error, out=weights.grad)
+            np.sum(error, axis=0, out=bias.grad)
+            if index:
+                error = error @ weights.array.T
+                error *= values[index] > 0
+        return loss
+
+    def correct(self, images: np.ndarray, labels: np.ndarray) -> int:
+        """Return how many images get their own label. Not collective."""
+        return int((self.forward(images)[-1].argmax(axis=1) == labels).sum()) if len(labels) else 0

@@ -1,0 +1,107 @@
+"""How a training job tells where it is: a bar on a terminal, or a line for each epoch; and where its time went."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+__all__ = ["PARTS", "Clock", "Progress"]
+
+PARTS = ("input", "compute", "communication")
+
+
+class Clock:
+    """Adds up the seconds that go into each part of a training step, and the samples seen."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.samples = 0
+        self.started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Count the time of a `with` block for a part. Not collective."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.perf_counter() - before
+
+    def waiting(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches; the time that each takes to come counts as input. Not collective."""
+        iterator = iter(batches)
+        while True:
+            with self.measure("input"):
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            yield batch
+
+    def rate(self) -> float:
+        """Return the samples a second since the clock was made. Not collective."""
+        return self.samples / max(time.perf_counter() - self.started, 1e-9)
+
+    def shares(self) -> str:
+        """Return where the time went, in words. Not collective."""
+        total = max(sum(self.seconds.values()), 1e-9)
+        return ", ".join(f"{part} {self.seconds[part] / total:.0%}" for part in PARTS)
+
+
+class Progress:
+    """Shows steps and epochs on stderr; use it as a context manager. On other ranks than the first it shows nothing.
+
+    Args:
+        steps: of the whole job.
+        style: "bar", "lines" or "none"; "auto" is a bar on a terminal and lines elsewhere.
+    """
+
+    def __init__(self, steps: int, style: str = "auto") -> None:
+        if style == "auto":
+            style = "bar" if sys.stderr.isatty() else "lines"
+        self._lines = style == "lines"
+        self._bar = self._make_bar(steps) if style == "bar" else None
+
+    def _make_bar(self, steps: int) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = ("epoch {task.fields[epoch]}", "loss {task.fields[loss]:.4f}", "{task.fields[rate]:,.0f} samples/s")
+        shown = [TextColumn(text) for text in (*columns, "{task.fields[shares]}")]
+        bar = Bar(
+            *shown[:1],
+            BarColumn(),
+            MofNCompleteColumn(),
+            *shown[1:],
+            TimeRemainingColumn(),
+            console=Console(stderr=True, force_terminal=True),
+        )
+        bar.add_task("train", total=steps, epoch=0, loss=float("nan"), rate=0.0, shares="")
+        return bar
+
+    def step(self, epoch: int, loss: float, clock: Clock) -> None:
+        """Say that one more step is done. Not collective."""
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            self._bar.update(task, advance=1, epoch=epoch, loss=loss, rate=clock.rate(), shares=clock.shares())
+
+    def epoch(self, epoch: int, loss: float, accuracy: float, clock: Clock) -> None:
+        """Say that an epoch is done. Not collective."""
+        text = f"epoch {epoch}: loss {loss:.4f}, test accuracy {accuracy:.4f}, {clock.rate():,.0f} samples/s ({clock.shares()})"
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        elif self._lines:
+            print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
