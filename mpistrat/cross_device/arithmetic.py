@@ -12,7 +12,7 @@ import numpy as np
 from ..comm.dtypes import accumulation_dtype, check_reducible, mean_dtype
 from ..types import ReduceOp
 
-__all__ = ["Arithmetic", "add_all", "arithmetic", "finish", "flatten_all", "partial_sum"]
+__all__ = ["Arithmetic", "add_all", "arithmetic", "finish", "flatten_all"]
 
 
 @final
@@ -62,13 +62,6 @@ def add_all(parts: Sequence[Any], out: Any) -> None:
     np.add(parts[0], parts[1], out=out, dtype=out.dtype)
     for part in parts[2:]:
         np.add(out, part, out=out, dtype=out.dtype)
-
-
-def partial_sum(parts: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
-    """Return a new array with this rank's sum of its local replicas. Not collective."""
-    total = np.empty(parts[0].size, how.accumulate)
-    add_all(parts, total)
-    return total
 
 
 def finish(total: Any, how: Arithmetic) -> Any:

@@ -16,11 +16,12 @@ from ..types import ReduceOp
 from .arena_sum import ArenaSum
 from .arithmetic import Arithmetic, arithmetic
 from .cross_device_ops import CrossDeviceOps
+from .exchange_sum import ExchangeSum
 from .flat import reduce_one, reduce_packs
 from .gradient_arena import GradientArena
 from .in_place import Place, find_place, reduce_in_place
 from .mpi_all_reduce import mpi_sum
-from .small_sum import SmallSum
+from .result_pool import ResultPool
 from .staged_sum import StagedSum
 
 __all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
@@ -48,7 +49,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if num_packs < 0:
             raise ValueError(explain("HierarchicalAllReduce", "num_packs", expected="≥ 0", got=num_packs))
         self.num_packs = num_packs
-        self._small: SmallSum | None = None
+        self.results = ResultPool()
+        self._exchange: ExchangeSum | None = None
         self._staged: StagedSum | None = None
         self._arenas: ArenaSum | None = None
 
@@ -56,18 +58,18 @@ class HierarchicalAllReduce(CrossDeviceOps):
         super().bind(group)
         self._staged = None
         self._arenas = None
-        self._small = SmallSum(group) if group.num_nodes == 1 and group.node.size > 1 else None
+        self._exchange = ExchangeSum(group, self.results) if group.num_nodes == 1 and group.node.size > 1 else None
 
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
         first = arrays[0]
-        if self._is_small(first):
-            return False, "small"
+        if self._exchanged(first):
+            return False, "exchange"
         if destinations is not None and find_place(self.group, arrays, destinations) is not None:
             return True, "in place"
         return True, ""
 
-    def _is_small(self, array: Any) -> bool:
-        return self._small is not None and array.nbytes <= self._small.limit
+    def _exchanged(self, array: Any) -> bool:
+        return self._exchange is not None and array.nbytes <= self._exchange.limit
 
     def reduce_implementation(
         self,
@@ -115,7 +117,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
 
     def _place(self, values: Sequence[Any], destinations: Any, reduce_op: ReduceOp) -> Place | None:
         """Where in a gradient arena the values lie that shall be reduced in place; None for all others."""
-        if destinations is None or self._is_small(values[0]):
+        if destinations is None or self._exchanged(values[0]):
             return None
         if self._how(reduce_op, values[0].dtype).result != values[0].dtype:
             return None
@@ -144,11 +146,11 @@ class HierarchicalAllReduce(CrossDeviceOps):
     def _sum(self, parts: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
         group = self.group
         if group.num_nodes == group.topology.size:  # nobody shares memory with anybody
-            return mpi_sum(group.inter, parts, how)
-        if self._small is not None and parts[0].nbytes <= self._small.limit:
-            return self._small.sum(parts, how, self.call)
+            return mpi_sum(group.inter, parts, how, self.results)
+        if self._exchange is not None and parts[0].nbytes <= self._exchange.limit:
+            return self._exchange.sum(parts, how, self.call)
         if self._staged is None:
-            self._staged = StagedSum(group)
+            self._staged = StagedSum(group, self.results)
         return self._staged.sum(parts, how, self.call)
 
     def _arena_sum(self) -> ArenaSum:

@@ -12,9 +12,10 @@ from ..comm.buffers import all_reduce, all_reduce_gpu, cuda_aware
 from ..distributed_values import PerReplica
 from ..options import CommunicationOptions
 from ..types import ReduceOp
-from .arithmetic import Arithmetic, arithmetic, finish, partial_sum
+from .arithmetic import Arithmetic, add_all, arithmetic, finish
 from .cross_device_ops import CrossDeviceOps
 from .flat import device_sum, on_devices, reduce_one, reduce_packs
+from .result_pool import ResultPool
 
 __all__ = ["MpiAllReduce", "mpi_sum"]
 
@@ -29,6 +30,9 @@ class MpiAllReduce(CrossDeviceOps):
         >>> import mpistrat as ms
         >>> strategy = ms.MirroredStrategy(cross_device_ops=MpiAllReduce())  # doctest: +SKIP
     """
+
+    def __init__(self) -> None:
+        self.results = ResultPool()
 
     def reduce_implementation(
         self,
@@ -59,16 +63,17 @@ class MpiAllReduce(CrossDeviceOps):
         return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
 
     def _sum(self, parts: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
-        return mpi_sum(self.group.topology.comm if self.group.topology.size > 1 else None, parts, how)
+        comm = self.group.topology.comm if self.group.topology.size > 1 else None
+        return mpi_sum(comm, parts, how, self.results)
 
 
-def mpi_sum(comm: Any, parts: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
+def mpi_sum(comm: Any, parts: Sequence[np.ndarray], how: Arithmetic, results: ResultPool) -> np.ndarray:
     """Return the reduction of flat arrays over a communicator, a new array. Collective over `comm` (None: no MPI)."""
+    total = results.empty(parts[0].size, how.accumulate)
     if comm is not None and len(parts) == 1 and parts[0].dtype == how.accumulate:
-        total = np.empty(parts[0].size, how.accumulate)
         all_reduce(comm, total, parts[0])
     else:
-        total = partial_sum(parts, how)
+        add_all(parts, total)
         if comm is not None:
             all_reduce(comm, total)
     return finish(total, how)

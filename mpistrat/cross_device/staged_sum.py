@@ -11,13 +11,15 @@ from ..comm.buffers import all_reduce
 from ..comm.process_group import ProcessGroup
 from ..partition import aligned_bounds
 from .arithmetic import Arithmetic, add_all
+from .result_pool import ResultPool
 
 __all__ = ["StagedSum"]
 
-# Constants, never tuned at run time: other chunks would give other bits.
-NODE_CHUNK = 1 << 18  # bytes of every rank that are summed at a time on one node: they stay in cache
-SLICE_CHUNK = 1 << 20  # bytes of every slice between nodes
-LARGEST_CHUNK = 1 << 22
+# Constants, never tuned at run time: other chunks would give other bits. Bytes of a rank that are summed at a time.
+NODE_CHUNK = 1 << 21  # on one node: few barriers, which cost most where other programs run
+SLICE_CHUNK = 1 << 20  # for each slice between nodes: what crosses the network at a time
+MEMORY = 1 << 25  # of the ranks of a node together, half of what is allocated
+SMALLEST_CHUNK = 1 << 18
 ALIGNMENT = 16  # elements, so that two ranks do not write one cache line
 
 
@@ -30,14 +32,15 @@ class StagedSum:
     written before one barrier is read before the next and lies in one of two halves, which alternate.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, results: ResultPool) -> None:
         """Collective over all ranks: allocates."""
-        self._group = group
+        self._group, self._results = group, results
         node = group.node
         slices = group.slices
-        wanted = NODE_CHUNK if group.num_nodes == 1 else min(SLICE_CHUNK * slices, LARGEST_CHUNK)
-        self._chunk = wanted
-        self._slice = -(-wanted // slices) + 16 * ALIGNMENT  # with room for a slice's alignment at any item size
+        wanted = NODE_CHUNK if group.num_nodes == 1 else SLICE_CHUNK * slices
+        # The same on every node, also where nodes have different numbers of ranks.
+        self._chunk = min(wanted, max(SMALLEST_CHUNK, MEMORY // max(group.topology.ranks_per_node) // 16 * 16))
+        self._slice = -(-self._chunk // slices) + 16 * ALIGNMENT  # with room for a slice's alignment at any item size
         half = self._chunk + self._slice
         self._block = node.allocate([2 * half] * node.size, "the staging memory of all-reduce")
         self._inputs = [[s[h * half : h * half + self._chunk] for s in self._block.segments] for h in (0, 1)]
@@ -53,7 +56,7 @@ class StagedSum:
             call: what the barriers carry and compare.
         """
         size = parts[0].size
-        out = np.empty(size, how.result)
+        out = self._results.empty(size, how.result)
         step = self._chunk // how.accumulate.itemsize
         chunks = [(low, min(low + step, size)) for low in range(0, size, step)]
         for turn in range(len(chunks) + 2):
