@@ -69,6 +69,7 @@ class Hosts:
             self.inside("head", "ip", "link", "set", "bridge0", "up")
             for i, name in enumerate(self.names, 1):
                 self._add_host(i, name)
+            self._wait_for_links()
         except BaseException:
             self.close()
             raise
@@ -144,3 +145,12 @@ class Hosts:
         self.inside("head", "ip", "link", "set", f"veth{number}", "master", "bridge0", "up")
         self.inside(name, "ip", "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
         self.inside(name, "ip", "link", "set", "eth0", "up")
+
+    def _wait_for_links(self) -> None:
+        """The kernel reports a new link as up a moment later; Open MPI's daemon gives up where it finds none."""
+        until = time.monotonic() + 20
+        for host, device in [("head", "bridge0"), *((name, "eth0") for name in self.names)]:
+            while "state UP" not in self.inside(host, "ip", "-o", "link", "show", device):
+                if time.monotonic() > until:
+                    raise RuntimeError(f"{device} of host {host} does not come up")
+                time.sleep(0.02)
