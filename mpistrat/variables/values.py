@@ -51,7 +51,7 @@ def initial_array(value: Any, dtype: np.dtype | None, function: str = "Variable"
     value = one_value(value, function)
     array = to_host(as_array(value, function, "initial_value"))
     if dtype is not None:
-        return convert(value, array, dtype, function)
+        return convert(value, array, dtype, function, "any")
     if not hasattr(value, "dtype"):
         if array.dtype == np.float64:
             return array.astype(np.float32)
@@ -60,15 +60,17 @@ def initial_array(value: Any, dtype: np.dtype | None, function: str = "Variable"
     return array.astype(parse_dtype(array.dtype, function), copy=False)
 
 
-def convert(value: Any, array: Any, dtype: np.dtype, function: str) -> Any:
+def convert(value: Any, array: Any, dtype: np.dtype, function: str, casting: str = "same_kind") -> Any:
     """Return `array`, made of `value`, in another dtype of the same kind or a higher one. Not collective.
+
+    Between signed and unsigned integers arrays are converted only if `casting` is "any".
 
     Raises:
         TypeError: a float for an integer variable, and the like.
     """
     if array.dtype == dtype:
         return array
-    if hasattr(value, "dtype"):
+    if hasattr(value, "dtype") and casting == "same_kind":
         fits = np.can_cast(array.dtype, dtype, "same_kind")
     else:  # numbers of Python have no precision of their own
         fits = _LADDER.get(array.dtype.kind, 9) <= _LADDER[dtype.kind]
@@ -92,7 +94,8 @@ def as_flat(value: Any, shape: tuple[int, ...], dtype: np.dtype, function: str) 
     if array.shape != shape:
         expected = f"shape {shape}, the variable's"
         raise ValueError(explain(function, "value", expected=expected, got=f"shape {tuple(array.shape)}"))
-    return convert(value, array, dtype, function).reshape(-1)
+    flat = convert(value, array, dtype, function).reshape(-1)
+    return flat if flat.flags.c_contiguous else flat.copy()
 
 
 def one_value(value: Any, function: str) -> Any:
