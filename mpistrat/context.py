@@ -1,22 +1,31 @@
 """Where a call happens: which strategy is current, and whether we are in replica, cross-replica or update context.
 
 The strategies themselves are opaque here; floor 6 pushes frames, floors 4 and 5 read them.
+
+| where | has_strategy | in_cross_replica_context | get_replica_context | in_update_context |
+|---|---|---|---|---|
+| outside every scope | False | False | the default one | False |
+| `with strategy.scope():` | True | True | None | False |
+| in a function that `run` calls | True | False | the replica's | False |
+| in a function that `merge_call` calls | True | True | None | False |
+| in a function that `extended.update` calls | True | False | None | True |
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import ContextError
+from .errors import ContextError, explain
 
 __all__ = [
     "Frame",
     "current",
     "entered",
+    "expect_cross",
     "get_replica_context",
     "get_strategy",
     "get_update_replica_id",
@@ -25,6 +34,8 @@ __all__ = [
     "in_cross_replica_context",
     "in_sync_on_read_context",
     "in_update_context",
+    "pop",
+    "push",
     "set_default",
     "set_global",
     "set_global_batch_size",
@@ -32,7 +43,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Frame:
     """One level of the context stack.
 
@@ -45,7 +56,9 @@ class Frame:
     update_replica_id: int | None = None
 
 
-_stack: ContextVar[tuple[Frame, ...]] = ContextVar("mpistrat_frames", default=())
+Stack = tuple[Frame, ...]
+
+_stack: ContextVar[Stack] = ContextVar("mpistrat_frames", default=())
 _sync_on_read: ContextVar[bool] = ContextVar("mpistrat_sync_on_read", default=False)
 _global_batch: ContextVar[int | None] = ContextVar("mpistrat_global_batch", default=None)
 _global_frame: Frame | None = None  # experimental_set_strategy
@@ -88,6 +101,16 @@ def set_global(frame: Frame | None) -> None:
     _global_frame = frame
 
 
+def push(frame: Frame) -> Token[Stack]:
+    """Enter a frame; give the token to `pop`. Not collective."""
+    return _stack.set((*_stack.get(), frame))
+
+
+def pop(token: Token[Stack]) -> None:
+    """Leave the frame that `push` entered. Not collective."""
+    _stack.reset(token)
+
+
 @contextlib.contextmanager
 def entered(frame: Frame) -> Iterator[Frame]:
     """Enter a frame for a `with` block; exits must be last in, first out. Not collective."""
@@ -101,6 +124,37 @@ def entered(frame: Frame) -> Iterator[Frame]:
             _stack.set(before)
             raise ContextError("scope: expected scopes to be left in the reverse order of entering, got another order")
         _stack.set(before)
+
+
+def _own_frame() -> Frame | None:
+    """The innermost frame of a strategy that the program made, or None: the default one is no scope."""
+    stack = _stack.get()
+    frame = stack[-1] if stack else _global_frame
+    if frame is None or (_default_frame is not None and frame.strategy is _default_frame.strategy):
+        return None
+    return frame
+
+
+def expect_cross(strategy: Any, function: str) -> None:
+    """Do nothing where a strategy may act for all its replicas: outside scopes, or in its own scope. Not collective.
+
+    Raises:
+        ContextError: in another strategy's scope, and in replica or update context.
+    """
+    frame = _own_frame()
+    if frame is None:
+        return
+    if frame.strategy is not strategy:
+        expected = f"no scope of another strategy around a {type(strategy).__name__}"
+        got = f"a call inside the scope of a {type(frame.strategy).__name__}"
+        remedy = "Leave that scope first: strategies do not nest"
+        raise ContextError(explain(function, "", expected=expected, got=got, remedy=remedy))
+    if frame.replica is not None:
+        remedy = "Use get_replica_context().merge_call() to act for all replicas"
+        got = "a call in replica context"
+        raise ContextError(explain(function, "", expected="cross-replica context", got=got, remedy=remedy))
+    if frame.update_replica_id is not None:
+        raise ContextError(explain(function, "", expected="cross-replica context", got="a call in update context"))
 
 
 def get_strategy() -> Any:
@@ -120,7 +174,7 @@ def in_cross_replica_context() -> bool:
 
 
 def get_replica_context() -> Any:
-    """Return the ReplicaContext inside `run`, None in cross-replica and update context. Not collective."""
+    """Return the ReplicaContext inside `run`, the default one outside every scope, else None. Not collective."""
     return current().replica
 
 

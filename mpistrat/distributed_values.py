@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from . import nest
 
 __all__ = ["DistributedValues", "Mirrored", "PerReplica", "regroup", "select_replica"]
+
+_NUMBERS = (int, float, complex, np.generic)
 
 
 class DistributedValues:
@@ -44,7 +48,7 @@ class Mirrored(DistributedValues):
     __slots__ = ()
 
 
-def regroup(values: Sequence[Any], wrap: type[DistributedValues] = PerReplica) -> Any:
+def regroup(values: Sequence[Any], wrap: type[DistributedValues] = PerReplica, *, keep_numbers: bool = False) -> Any:
     """Return one structure whose leaves hold what the local replicas returned. Not collective.
 
     A leaf that is the same object on every replica is not wrapped; with one local replica nothing is.
@@ -52,6 +56,7 @@ def regroup(values: Sequence[Any], wrap: type[DistributedValues] = PerReplica) -
     Args:
         values: one structure for each local replica; their forms must match.
         wrap: the class of the leaves.
+        keep_numbers: wrap numbers always: equal ones may or may not be the same object.
 
     Raises:
         ValueError: when the forms differ, naming the place.
@@ -64,7 +69,9 @@ def regroup(values: Sequence[Any], wrap: type[DistributedValues] = PerReplica) -
         return values[0]
 
     def group(*leaves: Any) -> Any:
-        return leaves[0] if all(leaf is leaves[0] for leaf in leaves) else wrap(leaves)
+        first = leaves[0]
+        same = all(leaf is first for leaf in leaves) and not (keep_numbers and isinstance(first, _NUMBERS))
+        return first if same else wrap(leaves)
 
     return nest.map_structure(group, *values)
 

@@ -1,0 +1,109 @@
+"""mpistrat: tf.distribute for MPI programs. Write one training step, choose a Strategy.
+
+Importing starts no MPI and needs no optional library; creating a strategy does what it needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import cluster_resolver, context, data, errors, nn, optimizers, random
+from ._version import __version__
+from .context import (
+    get_replica_context,
+    get_strategy,
+    global_batch_size,
+    has_strategy,
+    in_cross_replica_context,
+    variable_sync_on_read_context,
+)
+from .cross_device.auto_all_reduce import AutoAllReduce
+from .cross_device.cross_device_ops import CrossDeviceOps
+from .cross_device.hierarchical_all_reduce import HierarchicalAllReduce, HierarchicalCopyAllReduce
+from .cross_device.mpi_all_reduce import MpiAllReduce
+from .cross_device.nccl_all_reduce import NcclAllReduce
+from .cross_device.reduction_to_one_device import ReductionToOneDevice
+from .data import InputContext
+from .distributed_values import DistributedValues, Mirrored, PerReplica
+from .options import CommunicationOptions, RunOptions
+from .random import rng
+from .strategy import (
+    CentralStorageStrategy,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    ReplicaContext,
+    Strategy,
+    StrategyExtended,
+    ValueContext,
+    set_strategy,
+    show_config,
+)
+from .strategy.aliases import ALIASES
+from .types import (
+    CommunicationImplementation,
+    IndexedSlices,
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+)
+from .variables import Variable
+
+__all__ = [
+    # strategies
+    "CentralStorageStrategy",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "Strategy",
+    "StrategyExtended",
+    # contexts
+    "ReplicaContext",
+    "ValueContext",
+    "context",
+    "get_replica_context",
+    "get_strategy",
+    "global_batch_size",
+    "has_strategy",
+    "in_cross_replica_context",
+    "set_strategy",
+    "variable_sync_on_read_context",
+    # values and variables
+    "DistributedValues",
+    "IndexedSlices",
+    "Mirrored",
+    "PerReplica",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    # reductions
+    "AutoAllReduce",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "CrossDeviceOps",
+    "HierarchicalAllReduce",
+    "HierarchicalCopyAllReduce",
+    "MpiAllReduce",
+    "NcclAllReduce",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    # the rest
+    "InputContext",
+    "RunOptions",
+    "__version__",
+    "cluster_resolver",
+    "data",
+    "errors",
+    "nn",
+    "optimizers",
+    "random",
+    "rng",
+    "show_config",
+]
+__all__ += ALIASES[""]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ALIASES[""]:
+        return globals()[ALIASES[""][name]]
+    raise AttributeError(f"module 'mpistrat' has no attribute {name!r}")

@@ -1,0 +1,130 @@
+"""How a strategy is put together: communicators, group, algorithms, memory; agreed on by all ranks, or refused by all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from .. import log
+from ..cluster.threads import set_blas_threads
+from ..cluster.topology import Topology
+from ..comm import abort
+from ..comm.process_group import ProcessGroup
+from ..cross_device.cross_device_ops import CrossDeviceOps
+from ..cross_device.make import make_cross_device_ops
+from ..errors import ClusterError, LayoutError
+from ..options import CommunicationOptions, Environment
+from ..variables import ArenaAllocator, Placement
+from .extended import StrategyExtended
+from .layout import Layout, check_layout
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
+
+__all__ = ["Parts", "assemble"]
+
+
+@final
+@dataclass(frozen=True)
+class Parts:
+    """What a strategy is put together from."""
+
+    layout: Layout
+    group: ProcessGroup
+    ops: CrossDeviceOps
+    options: CommunicationOptions | None = None
+    parameter_device: str | None = None
+    is_default: bool = False
+
+    @classmethod
+    def of(cls, extended: StrategyExtended) -> Parts:
+        """Return the parts of a strategy, for another one that shares its communicators. Not collective."""
+        devices = extended.placement.arenas.devices
+        own = devices == extended.topology.devices
+        return cls(
+            extended.layout,
+            extended.process_group,
+            extended.cross_device_ops,
+            extended.merged(None),
+            None if own else devices[0],
+            extended.is_default,
+        )
+
+    def extend(self, strategy: Strategy) -> StrategyExtended:
+        """Return the inner parts of a strategy. Not collective."""
+        devices = self.group.topology.devices if self.parameter_device is None else (self.parameter_device,)
+        arenas = ArenaAllocator(self.group, devices)
+        placement = Placement(
+            self.group, self.ops, arenas, strategy, self.group.topology.devices, distributed=self.layout.distributed
+        )
+        return StrategyExtended(
+            strategy, self.layout, self.group, self.ops, placement, self.options, is_default=self.is_default
+        )
+
+
+def assemble(
+    layout: Layout,
+    comm: Any = None,
+    devices: Sequence[str] | str | None = None,
+    cross_device_ops: CrossDeviceOps | str | None = None,
+    options: CommunicationOptions | None = None,
+    parameter_device: str | None = None,
+    check: Callable[[Topology], None] | None = None,
+) -> Parts:
+    """Return the parts of a new strategy. Collective over `comm`.
+
+    Args:
+        layout: which strategy.
+        comm: communicator, duplicated; default COMM_WORLD.
+        devices: this rank's, one replica each; default see `cluster.devices.default_devices`.
+        cross_device_ops: how values are reduced; default what `options` say, else the chooser's table.
+        options: defaults of every reduction.
+        parameter_device: where variables lie; default on `devices`.
+        check: whatever else this rank must find right; what it raises is raised on every rank.
+
+    Raises:
+        LayoutError: on every rank, when the strategy does not accept the ranks and nodes.
+        ClusterError: on every rank, when the launcher or the resolver contradict MPI.
+        DeviceError: on every rank, for a device that is not there.
+    """
+    topology = Topology.create(comm, devices, layout.name)
+    try:
+        check_layout(layout, topology)
+    except LayoutError:
+        topology.close()
+        raise
+    abort.install(topology.rank, topology.size)  # from here on one rank's exception must not leave the others waiting
+    environment = Environment.read()
+    log.set_rank(topology.rank)
+    log.setup(environment.log)
+    set_blas_threads(topology.local_size, topology.num_local_replicas, topology.node_cores)
+    group = ProcessGroup.create(topology, environment)
+    problem: Exception | None = None
+    try:
+        implementation = None if options is None else options.implementation
+        ops = make_cross_device_ops(implementation if cross_device_ops is None else cross_device_ops)
+        ops.bind(group)
+        if check is not None:
+            check(topology)
+    except Exception as error:
+        problem = error
+    _agree(group, layout, options, problem)
+    return Parts(layout, group, ops, options, parameter_device)
+
+
+def _agree(
+    group: ProcessGroup, layout: Layout, options: CommunicationOptions | None, problem: Exception | None
+) -> None:
+    """Raise on every rank what any of them found wrong. Collective."""
+    with group.collective(layout.name, detail=repr(options)):
+        texts = group.all_gather_text("" if problem is None else str(problem) or repr(problem))
+    odd = next((rank for rank, text in enumerate(texts) if text), None)
+    if odd is None:
+        return
+    topology = group.topology
+    group.close()
+    topology.close()
+    if problem is not None:
+        raise problem
+    raise ClusterError(f"rank {odd}: {texts[odd]}")

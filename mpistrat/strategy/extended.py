@@ -1,0 +1,303 @@
+"""StrategyExtended: what optimizers, variables and library authors need of a strategy beyond running steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from .. import context, nest
+from ..cluster.topology import Topology
+from ..comm.process_group import ProcessGroup
+from ..context import Frame
+from ..cross_device.cross_device_ops import CrossDeviceOps
+from ..distributed_values import DistributedValues, Mirrored, PerReplica, regroup, select_replica
+from ..errors import ClosedError, ContextError, explain
+from ..options import CommunicationOptions
+from ..types import ReduceOp
+from ..variables import Placement, Variable, create_variable
+from .aliases import with_aliases
+from .layout import Layout
+from .reductions import as_scalar
+from .replica_context import ReplicaContext
+from .replica_threads import ReplicaThreads, current_meeting
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
+
+__all__ = ["StrategyExtended"]
+
+
+@final
+@with_aliases
+class StrategyExtended:
+    """A strategy's inner parts (TF: tf.distribute.StrategyExtended); `strategy.extended`.
+
+    Attributes:
+        topology: ranks, nodes and devices.
+        process_group: the ranks as those who act together.
+        cross_device_ops: how values of the replicas become one.
+        placement: where variables live.
+        layout: what distinguishes this strategy from others.
+        replicas: the contexts of the local replicas.
+        threads: what runs several local replicas; None with one.
+        optimizers: those that were applied, in that order, the same on every rank.
+        is_default: whether this is the strategy that holds outside every scope.
+        closed: whether the strategy was closed.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        layout: Layout,
+        group: ProcessGroup,
+        ops: CrossDeviceOps,
+        placement: Placement,
+        options: CommunicationOptions | None = None,
+        *,
+        is_default: bool = False,
+    ) -> None:
+        """Hold the parts; `assemble` makes them. Not collective."""
+        self.topology: Topology = group.topology
+        self.process_group, self.cross_device_ops, self.placement = group, ops, placement
+        self.layout, self.is_default, self.closed = layout, is_default, False
+        self.optimizers: list[Any] = []
+        self._strategy = strategy
+        self._options = options
+        self.frame = Frame(strategy)
+        self.replicas = [ReplicaContext(strategy, self, i) for i in range(self.topology.num_local_replicas)]
+        frames = [replica.frame for replica in self.replicas]
+        self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
+        self._update_frames: list[Frame] = []
+
+    # devices
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices of this rank, one replica each."""
+        return self._devices("worker_devices", self.topology.devices)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """Where this rank's copies of the variables lie."""
+        return self._devices("parameter_devices", self.placement.arenas.devices)
+
+    def _devices(self, what: str, devices: Sequence[str]) -> tuple[str, ...]:
+        if self.is_default:
+            remedy = "Create a strategy first"
+            raise ContextError(explain(what, "", expected="a strategy", got="the default one", remedy=remedy))
+        return tuple(devices)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
+        """Return where what belongs to several variables shall lie: with the variables. Not collective."""
+        return self.parameter_devices
+
+    # variables
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The variables made in this strategy's scope, in that order, the same on every rank."""
+        return tuple(self.placement.variables)
+
+    def create_variable(self, *args: Any, **kwargs: Any) -> Variable:
+        """Return a new variable; `ms.Variable(...)` ends here. Collective; in a step all replicas make it together."""
+        self.require_open("Variable")
+        if context.in_update_context():
+            raise ContextError(explain("Variable", "", expected="no call in update context", got="one"))
+        meeting = current_meeting()
+        if meeting is None:
+            return create_variable(self.placement, *args, **kwargs)
+        index = self.replicas.index(context.current().replica)
+
+        def together(posts: list[Any]) -> list[Variable]:
+            first_args, first_kwargs = posts[0]
+            return [create_variable(self.placement, *first_args, **first_kwargs)] * len(posts)
+
+        return meeting.meet(index, "Variable", together, (args, kwargs))
+
+    def register_optimizer(self, optimizer: Any) -> None:
+        """Let `save` and `restore` know of an optimizer; optimizers do it when first applied. Not collective."""
+        if not any(known is optimizer for known in self.optimizers):
+            self.optimizers.append(optimizer)
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether a variable was made in this strategy's scope. Not collective."""
+        return isinstance(v, Variable) and v.placement is self.placement
+
+    def value_container(self, value: Any) -> Any:
+        """Return the variable that a component belongs to: here they are the same. Not collective."""
+        return value
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
+        """Inside, new variables are placed with this one; variables of one dtype are neighbours anyway. Not collective.
+
+        Raises:
+            ValueError: the variable was not made in this strategy's scope.
+        """
+        self.require_own(colocate_with_variable, "colocate_vars_with")
+        yield
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call `fn(var, *args, **kwargs)` once for each physical copy that this rank writes to. Collective.
+
+        The ranks of a node share one copy, and each calls the function; writes in it are collective, and every rank
+        writes the same. Inside, `get_replica_context()` is None and `get_update_replica_id()` the number of the copy.
+
+        Args:
+            var: a variable of this strategy.
+            fn: may write to the variable it is given.
+            args, kwargs: plain values; of a Mirrored, the copy's own part is passed.
+            group: whether to return one value, Mirrored where there are several copies, instead of a list.
+
+        Raises:
+            ValueError: a PerReplica among the arguments, or a variable of another strategy.
+            ContextError: in replica context.
+        """
+        self.require_open("update")
+        context.expect_cross(self._strategy, "extended.update")
+        self.require_own(var, "extended.update")
+        call = (tuple(args), dict(kwargs or {}))
+        for leaf in nest.flatten(call):
+            if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
+                remedy = "Reduce it first: extended.reduce_to or batch_reduce_to"
+                got = f"a {type(leaf).__name__}"
+                expected = "plain or Mirrored values"
+                raise ValueError(explain("extended.update", "args", expected=expected, got=got, remedy=remedy))
+        results = []
+        for copy in range(var.num_copies):
+            copy_args, copy_kwargs = select_replica(copy, call)
+            token = context.push(Frame(self._strategy, update_replica_id=copy))
+            try:
+                results.append(fn(var, *copy_args, **copy_kwargs))
+            finally:
+                context.pop(token)
+        return regroup(results, Mirrored) if group else results
+
+    # values
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Return the sum or mean of a value over all replicas where destinations are. Collective.
+
+        Args:
+            reduce_op: ReduceOp.SUM or MEAN, or its name.
+            value: PerReplica, Mirrored or plain value.
+            destinations: a variable, a value or a device string; no list of them.
+            options: bytes_per_pack, timeout_seconds, implementation of this call.
+
+        Raises:
+            ValueError: another reduce_op; a list of destinations; a plain or Mirrored value under SUM on a rank with
+                several replicas.
+            CollectiveMismatchError: ranks pass different operations, shapes or dtypes.
+        """
+        self.require_open("reduce_to")
+        context.expect_cross(self._strategy, "extended.reduce_to")
+        op = ReduceOp.parse(reduce_op, "reduce_to")
+        if self.is_default:
+            return value
+        return as_scalar(self.cross_device_ops.reduce(op, value, destinations, self.merged(options)))
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Return what `reduce_to` would for each pair of a value and its destinations, in one go. Collective.
+
+        Raises:
+            As `reduce_to`.
+        """
+        self.require_open("batch_reduce_to")
+        context.expect_cross(self._strategy, "extended.batch_reduce_to")
+        op = ReduceOp.parse(reduce_op, "batch_reduce_to")
+        if self.is_default:
+            return [value for value, _ in value_destination_pairs]
+        totals = self.cross_device_ops.batch_reduce(op, value_destination_pairs, self.merged(options))
+        return [as_scalar(total) for total in totals]
+
+    def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
+        """Return global replica 0's value where destinations are, equal on every rank. Collective."""
+        self.require_open("broadcast_to")
+        context.expect_cross(self._strategy, "extended.broadcast_to")
+        if self.is_default:
+            return tensor
+        return as_scalar(self.cross_device_ops.broadcast(tensor, destinations))
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return what each local replica has of a value. Not collective. See `Strategy.local_results`."""
+        if isinstance(value, (DistributedValues, Variable)):
+            return tuple(value.values)
+        if nest.is_nested(value):
+            return tuple(select_replica(index, value) for index in range(len(self.replicas)))
+        return (value,)
+
+    # what the strategy's own files use
+
+    def merged(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
+        """Return the options of a call: the strategy's, overridden by the caller's. Not collective."""
+        if options is None or self._options is None:
+            return options or self._options
+        return self._options.merge(options)
+
+    def per_replica(self, values: Sequence[Any]) -> Any:
+        """Return a nest of PerReplica of the local replicas' nests, wrapped even where they are equal. Not collective."""
+        return nest.map_structure(lambda *leaves: PerReplica(leaves), *values)
+
+    def require_open(self, function: str) -> None:
+        """Do nothing unless the strategy was closed.
+
+        Raises:
+            ClosedError: it was.
+        """
+        if self.closed:
+            raise ClosedError(f"{function}: the strategy was closed")
+
+    def require_own(self, variable: Any, function: str) -> None:
+        """Do nothing if a variable was made in this strategy's scope.
+
+        Raises:
+            ValueError: it was not.
+        """
+        if not self.variable_created_in_scope(variable):
+            got = f"a {type(variable).__name__}"
+            expected = "a Variable made in this strategy's scope"
+            raise ValueError(explain(function, "variable", expected=expected, got=got))
+
+    def close(self) -> None:
+        """Let go of variables, threads and communicators. Collective; `Strategy.close` calls it."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.threads is not None:
+            self.threads.close()
+        self.placement.close()
+        self.process_group.close()
+        self.topology.close()
+
+    # TensorFlow 1: what every rank of a synchronous strategy may do
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints that are not collective: the first one does."""
+        return self.topology.rank == 0
+
+    should_save_summary = should_checkpoint
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this rank initialises variables: every one takes part."""
+        return True
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Call a step once on each local replica: `Strategy.run`. Not collective by itself."""
+        return self._strategy.run(fn, args, kwargs)

@@ -1,0 +1,64 @@
+"""Which ranks and nodes each strategy accepts, and what else distinguishes one from another: facts, not code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from ..cluster.topology import Topology
+from ..errors import LayoutError, explain
+
+__all__ = ["CENTRAL_STORAGE", "MIRRORED", "MULTI_WORKER_MIRRORED", "ONE_DEVICE", "Layout", "check_layout"]
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """What a strategy is like.
+
+    Attributes:
+        name: of its class.
+        many_ranks, many_nodes: whether it accepts them.
+        distributed: whether it may have several replicas.
+        central: whether the node's leader alone keeps and updates the variables.
+    """
+
+    name: str
+    many_ranks: bool = True
+    many_nodes: bool = False
+    distributed: bool = True
+    central: bool = False
+
+    def fits(self, ranks: int, nodes: int) -> bool:
+        """Return whether the strategy accepts so many ranks on so many nodes. Not collective."""
+        return (self.many_ranks or ranks == 1) and (self.many_nodes or nodes == 1)
+
+
+ONE_DEVICE = Layout("OneDeviceStrategy", many_ranks=False, distributed=False)
+MIRRORED = Layout("MirroredStrategy")
+MULTI_WORKER_MIRRORED = Layout("MultiWorkerMirroredStrategy", many_nodes=True)
+CENTRAL_STORAGE = Layout("CentralStorageStrategy", central=True)
+
+_ALL = (ONE_DEVICE, MIRRORED, CENTRAL_STORAGE, MULTI_WORKER_MIRRORED)
+
+
+def check_layout(layout: Layout, topology: Topology) -> None:
+    """Do nothing if a strategy accepts the ranks and nodes. Not collective; the same on every rank.
+
+    Raises:
+        LayoutError: it does not, naming the strategies that do.
+    """
+    ranks, nodes = topology.size, topology.num_nodes
+    if layout.fits(ranks, nodes):
+        return
+    fitting = ", ".join(other.name for other in _ALL if other.fits(ranks, nodes))
+    raise LayoutError(
+        explain(
+            layout.name,
+            "comm",
+            expected="ranks of one node" if layout.many_ranks else "one rank",
+            got=f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}",
+            remedy=f"What fits: {fitting}",
+            rank=topology.rank,
+        )
+    )

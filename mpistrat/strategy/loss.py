@@ -1,0 +1,100 @@
+"""The right scale of a loss: gradients of the replicas are summed, so each divides by the examples of all of them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from .. import context
+from ..comm.arrays import array_module, as_array, on_device_of
+from ..errors import ContextError, explain
+from .reductions import as_scalar
+
+__all__ = ["compute_average_loss", "scale_regularization_loss"]
+
+
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
+    """Return this replica's part of the mean loss over the global batch: the sum of its losses over G. Not collective.
+
+    The sum of what all replicas get is the mean over the global batch, however unevenly it is divided.
+
+    Args:
+        per_example_loss: array of at least one dimension; the first counts this replica's examples.
+        sample_weight: factor of each loss: a number, one for each example, or an array of the losses' shape.
+        global_batch_size: G; default the step's true number of examples over all replicas, which a distributed dataset
+            tells; else this replica's examples times the number of replicas.
+
+    Returns:
+        A NumPy scalar of the losses' dtype; 0 for G = 0.
+
+    Raises:
+        ValueError: a scalar loss, weights that do not fit, a negative size.
+        ContextError: in cross-replica context.
+
+    Example:
+        >>> float(compute_average_loss(np.array([1.0, 2.0, 3.0]), global_batch_size=4))
+        1.5
+    """
+    _require_replica("compute_average_loss")
+    loss = as_array(per_example_loss, "compute_average_loss", "per_example_loss")
+    if loss.ndim == 0:
+        remedy = "Pass one loss for each example; average over other dimensions first"
+        expected, got = "at least one dimension", "a scalar"
+        raise ValueError(explain("compute_average_loss", "per_example_loss", expected=expected, got=got, remedy=remedy))
+    size = _global_size(loss, global_batch_size)
+    with on_device_of(loss):
+        weighted = loss if sample_weight is None else loss * _weights(loss, sample_weight)
+        total = weighted.sum()
+        mean = total / size if size else total * 0
+        return as_scalar(array_module(loss).asarray(mean, loss.dtype if loss.dtype.kind in "fcV" else None))
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """Return this replica's part of a loss that is the same on all: its sum divided by the replicas. Not collective.
+
+    Args:
+        regularization_loss: a number or array.
+
+    Raises:
+        ContextError: in cross-replica context.
+
+    Example:
+        >>> float(scale_regularization_loss([1.0, 2.0]))
+        3.0
+    """
+    _require_replica("scale_regularization_loss")
+    loss = as_array(regularization_loss, "scale_regularization_loss", "regularization_loss")
+    return as_scalar(loss.sum() / context.get_strategy().num_replicas_in_sync)
+
+
+def _require_replica(function: str) -> None:
+    if context.has_strategy() and context.in_cross_replica_context():
+        expected, got = "a call in replica context", "one in cross-replica context"
+        raise ContextError(explain(function, "", expected=expected, got=got, remedy="Call it in the step"))
+
+
+def _global_size(loss: Any, given: int | None) -> int:
+    if given is None:
+        known = context.global_batch_size()
+        return int(loss.shape[0]) * context.get_strategy().num_replicas_in_sync if known is None else known
+    try:
+        size = operator.index(given)
+    except TypeError:
+        size = -1
+    if size < 0:
+        text = explain("compute_average_loss", "global_batch_size", expected="an integer from 0 up", got=repr(given))
+        raise ValueError(text)
+    return size
+
+
+def _weights(loss: Any, given: Any) -> Any:
+    """The weights in a shape that multiplies the losses: a number, one for each example, or one for each loss."""
+    weights = as_array(given, "compute_average_loss", "sample_weight")
+    if weights.ndim == loss.ndim + 1 and weights.shape[-1] == 1:
+        weights = weights[..., 0]
+    if weights.shape != loss.shape[: weights.ndim]:
+        expected = f"shape (), {loss.shape[:1]} or {loss.shape}"
+        text = explain("compute_average_loss", "sample_weight", expected=expected, got=f"shape {weights.shape}")
+        raise ValueError(text)
+    weights = weights.reshape(weights.shape + (1,) * (loss.ndim - weights.ndim))
+    return weights.astype(loss.dtype, copy=False) if loss.dtype.kind in "fcV" else weights

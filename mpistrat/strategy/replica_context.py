@@ -1,0 +1,215 @@
+"""What a step may ask and do while it runs on one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from .. import context, nest, random
+from ..context import Frame
+from ..distributed_values import PerReplica, regroup, select_replica
+from ..errors import ContextError, explain
+from ..options import CommunicationOptions
+from ..types import ReduceOp
+from .aliases import with_aliases
+from .reductions import broadcast_nest, gather_nest, reduce_nest
+from .replica_threads import current_meeting
+
+if TYPE_CHECKING:
+    from .extended import StrategyExtended
+    from .strategy import Strategy
+
+__all__ = ["ReplicaContext", "ValueContext"]
+
+
+@final
+@dataclass(frozen=True)
+class ValueContext:
+    """What a value function is told of its place (TF: tf.distribute.experimental.ValueContext).
+
+    Attributes:
+        replica_id_in_sync_group: number of the replica that the value is for, from 0.
+        num_replicas_in_sync: replicas in all.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+@final
+@with_aliases
+class ReplicaContext:
+    """One replica's view of its strategy, inside `strategy.run` (TF: tf.distribute.ReplicaContext).
+
+    `ms.get_replica_context()` returns it. Whatever it does together with other replicas must be done by all of them, the
+    same number of times and in the same order.
+
+    Attributes:
+        strategy: the strategy that runs the step.
+        replica_id_in_sync_group: number of this replica, from 0, by rank and then device.
+        num_replicas_in_sync: replicas in all.
+        num_input_pipelines: workers that read input, which are the ranks.
+    """
+
+    __slots__ = (
+        "_cross_frame",
+        "_extended",
+        "_index",
+        "frame",
+        "num_input_pipelines",
+        "num_replicas_in_sync",
+        "replica_id_in_sync_group",
+        "strategy",
+    )
+
+    def __init__(self, strategy: Strategy, extended: StrategyExtended, index: int) -> None:
+        """Describe local replica `index`. Not collective; strategies make them."""
+        topology = extended.topology
+        self.strategy = strategy
+        self.replica_id_in_sync_group = topology.replica_offset + index
+        self.num_replicas_in_sync = topology.num_replicas
+        self.num_input_pipelines = topology.size
+        self.frame = Frame(strategy, replica=self)
+        self._cross_frame = Frame(strategy)
+        self._extended = extended
+        self._index = index
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of this replica."""
+        return (self._extended.topology.devices[self._index],)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function once for all replicas of this rank, in cross-replica context. Collective on this rank only.
+
+        Every local replica waits until all of them have come. Then `merge_fn(strategy, *args, **kwargs)` is called once,
+        with a PerReplica in place of each argument that differs between them. Every rank calls its own.
+
+        Args:
+            merge_fn: where replicas pass different functions, the first local replica's is called.
+            args, kwargs: for `merge_fn`; of the same form on every local replica.
+
+        Returns:
+            What `merge_fn` returns; of a PerReplica or Mirrored in it, this replica's part.
+
+        Raises:
+            ContextError: outside the step; or another local replica ends its step without coming here.
+        """
+        self._require("merge_call")
+        kwargs = dict(kwargs or {})
+        meeting = current_meeting()
+        if meeting is None:
+            result = self._call_merged(merge_fn, [(tuple(args), kwargs)])
+            return result if result is None else select_replica(0, result)
+
+        def together(posts: list[Any]) -> list[Any]:
+            result = self._call_merged(merge_fn, posts)
+            return [select_replica(index, result) for index in range(len(posts))]
+
+        return meeting.meet(self._index, "merge_call", together, (tuple(args), kwargs))
+
+    def _call_merged(self, merge_fn: Callable[..., Any], posts: list[Any]) -> Any:
+        args, kwargs = regroup(posts)
+        token = context.push(self._cross_frame)
+        try:
+            return merge_fn(self.strategy, *args, **kwargs)
+        finally:
+            context.pop(token)
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
+        """Return the sum or mean of a value over all replicas, in one go for a nest. Collective.
+
+        MEAN divides by the number of replicas. The result is equal on every replica.
+
+        Args:
+            reduce_op: ReduceOp.SUM or MEAN, or its name.
+            value: array, number, IndexedSlices or a nest of them; of the same shapes and dtypes on every replica.
+            options: bytes_per_pack, timeout_seconds, implementation of this call.
+
+        Raises:
+            CollectiveMismatchError: replicas pass different forms.
+
+        Example:
+            >>> def step():  # with 4 replicas
+            ...     ctx = ms.get_replica_context()
+            ...     return ctx.all_reduce("SUM", ctx.replica_id_in_sync_group)  # 0 + 1 + 2 + 3 = 6
+        """
+        op = ReduceOp.parse(reduce_op, "all_reduce")
+        what = f"all_reduce {op.value}"
+        return self._together(what, lambda joined: reduce_nest(self._extended, op, joined, None, options), value)
+
+    def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
+        """Return the replicas' arrays concatenated along an axis, in replica order, on every replica. Collective.
+
+        Args:
+            value: array or nest of arrays, at least one-dimensional; lengths along `axis` may differ.
+            axis: 0 ≤ axis < number of dimensions.
+            options: as for `all_reduce`.
+
+        Raises:
+            CollectiveMismatchError: something else than the length along `axis` differs.
+            ValueError: a scalar, or an axis out of range.
+        """
+        what = f"all_gather on axis {axis}"
+        return self._together(what, lambda joined: gather_nest(self._extended, joined, axis, options), value)
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Return one replica's value on every replica. Collective.
+
+        Args:
+            value: array or nest of arrays, of the same shapes and dtypes on every replica.
+            root: the replica whose value it is.
+
+        Raises:
+            ValueError: there is no such replica.
+        """
+        what = f"broadcast from {root}"
+        return self._together(what, lambda joined: broadcast_nest(self._extended, joined, root), value)
+
+    def rng(self, seed: int, step: int = 0, sample: int | None = None) -> np.random.Generator:
+        """Return the random generator of a sample, or of this replica, at a step. Not collective.
+
+        Keyed by `sample`, the example's index in the dataset, the numbers are the same for any number of replicas.
+
+        Args:
+            seed: any integer.
+            step: the training step, from 0.
+            sample: the example's index; without it the generator is this replica's own.
+        """
+        replica = self.replica_id_in_sync_group if sample is None else None
+        return random.rng(seed=seed, step=step, sample=sample, replica=replica)
+
+    def _together(self, what: str, act: Callable[[Any], Any], value: Any) -> Any:
+        """Let `act` work on all local replicas' values; every replica gets a result of its own."""
+        self._require(what)
+        meeting = current_meeting()
+        if meeting is None:
+            return act(value)
+
+        def together(posts: list[Any]) -> list[Any]:
+            token = context.push(self._cross_frame)
+            try:
+                result = act(nest.map_structure(lambda *leaves: PerReplica(leaves), *posts))
+            finally:
+                context.pop(token)
+            others = [nest.map_structure(_copy, select_replica(index, result)) for index in range(1, len(posts))]
+            return [select_replica(0, result), *others]
+
+        return meeting.meet(self._index, what, together, value)
+
+    def _require(self, function: str) -> None:
+        if context.current().replica is not self:
+            expected = "a call inside the step that this context belongs to"
+            raise ContextError(explain(f"ReplicaContext.{function}", "", expected=expected, got="one outside of it"))
+
+    def __repr__(self) -> str:
+        return f"<ReplicaContext {self.replica_id_in_sync_group} of {self.num_replicas_in_sync} on {self.devices[0]}>"
+
+
+def _copy(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray) else value

@@ -1,0 +1,184 @@
+"""A step called once for each local replica: replica 0 on the calling thread, the others on kept threads."""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from .. import context
+from ..context import Frame
+from ..errors import ContextError
+
+__all__ = ["Meeting", "ReplicaThreads", "current_meeting"]
+
+_meeting: contextvars.ContextVar[Meeting | None] = contextvars.ContextVar("mpistrat_meeting", default=None)
+
+
+def current_meeting() -> Meeting | None:
+    """Return where the replicas of the run that calls this meet; None with one local replica. Not collective."""
+    return _meeting.get()
+
+
+class _Stopped(BaseException):
+    """Unwinds a replica because another one failed; never reaches the user."""
+
+
+@final
+class Meeting:
+    """One run: where its replicas wait for each other.
+
+    The calling thread carries out whatever the replicas do together, so that MPI sees one thread and Ctrl-C arrives
+    where it is expected. Each run has an object of its own: a replica that outlives a run that failed disturbs no other.
+    """
+
+    def __init__(self, frames: Sequence[Frame]) -> None:
+        self._frames = frames
+        self._size = len(frames)
+        self._changed = threading.Condition()
+        self._posts: dict[int, tuple[str, Any]] = {}
+        self._results: list[Any] = [None] * self._size
+        self._answers: Sequence[Any] = ()
+        self._done: set[int] = set()
+        self._turn = 0
+        self._error: BaseException | None = None
+
+    def replica(self, index: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call the step as local replica `index`; keep what it returns or raises."""
+        error: BaseException | None = None
+        token, meeting = context.push(self._frames[index]), _meeting.set(self)
+        try:
+            self._results[index] = function(*args, **kwargs)
+        except _Stopped:
+            pass
+        except BaseException as caught:
+            error = caught
+        finally:
+            _meeting.reset(meeting)
+            context.pop(token)
+        with self._changed:
+            self._error = self._error or error
+            self._done.add(index)
+            self._changed.notify_all()
+
+    def results(self) -> list[Any]:
+        """Wait for every replica; return what they returned, or raise what the first that failed raised."""
+        with self._changed:
+            try:
+                self._changed.wait_for(lambda: len(self._done) == self._size)
+            except BaseException as interrupt:  # Ctrl-C: the others stop where they next meet
+                self._error = self._error or interrupt
+                self._changed.notify_all()
+                raise
+            error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # the traceback holds this frame
+        return self._results
+
+    def meet(self, index: int, what: str, together: Callable[[list[Any]], Sequence[Any]], post: Any) -> Any:
+        """Wait for all local replicas; the calling thread calls `together` once. Return this replica's result of it.
+
+        Args:
+            index: the local replica that calls.
+            what: the call in words, the same on every replica.
+            together: gets every local replica's post, in order; returns one result for each. Replica 0's is called.
+            post: what this replica brings.
+
+        Raises:
+            ContextError: another replica makes another call, or has returned from its step.
+        """
+        with self._changed:
+            self._posts[index], turn = (what, post), self._turn
+            self._changed.notify_all()
+            if index:
+                self._wait(index, lambda: self._turn > turn)
+                return self._answers[index]
+            self._wait(index, lambda: len(self._posts) == self._size)
+            calls, posts = zip(*(self._posts[replica] for replica in range(self._size)), strict=True)
+        if len(set(calls)) > 1:
+            got = ", ".join(f"{call} on replica {replica}" for replica, call in enumerate(calls))
+            raise ContextError(f"{what}: expected every replica of this rank to make the same calls, got {got}")
+        answers = together(list(posts))  # the others are parked; an exception unwinds replica 0, which stops them
+        with self._changed:
+            self._answers, self._posts = answers, {}
+            self._turn += 1
+            self._changed.notify_all()
+        return answers[0]
+
+    def _wait(self, index: int, ready: Callable[[], bool]) -> None:
+        """Wait under the lock until `ready`; unwind where it can no longer become so."""
+        self._changed.wait_for(lambda: ready() or self._error is not None or bool(self._done))
+        if ready():
+            return
+        if self._error is None:
+            self._error = ContextError(
+                f"merge_call: expected every replica to make the same calls, got replica {index} of this rank waiting "
+                f"in one while replica {min(self._done)} has returned"
+            )
+            self._changed.notify_all()
+        raise _Stopped
+
+
+Inbox = queue.SimpleQueue[Any]
+
+
+def _serve(inbox: Inbox) -> None:
+    while (job := inbox.get()) is not None:
+        own_context, call, args = job
+        own_context.run(call, *args)
+        del job, own_context, call, args  # keep no user object alive between steps
+
+
+def _dismiss(inboxes: Sequence[Inbox]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+
+
+@final
+class ReplicaThreads:
+    """The kept threads of a rank's replicas 1, 2, …; they start with the first run and end with `close`.
+
+    Args:
+        frames: the context frame of each local replica.
+    """
+
+    def __init__(self, frames: Sequence[Frame]) -> None:
+        self._frames = tuple(frames)
+        self._inboxes: list[Inbox] = []
+        self._turn = threading.Lock()  # runs from several threads of the program take turns
+
+    def run(self, function: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        """Call a function once for each local replica, all at the same time; return their results. Not collective.
+
+        Args:
+            function: the step.
+            calls: arguments and keyword arguments of each local replica.
+
+        Raises:
+            What the first replica that failed raised; ContextError where replicas met unequally often.
+        """
+        with self._turn:
+            if not self._inboxes:
+                self._start()
+            meeting = Meeting(self._frames)
+            for index, inbox in enumerate(self._inboxes, 1):
+                inbox.put((contextvars.copy_context(), meeting.replica, (index, function, *calls[index])))
+            meeting.replica(0, function, *calls[0])
+            return meeting.results()
+
+    def _start(self) -> None:
+        self._inboxes = [queue.SimpleQueue() for _ in self._frames[1:]]
+        for index, inbox in enumerate(self._inboxes, 1):
+            threading.Thread(target=_serve, args=(inbox,), daemon=True, name=f"mpistrat-replica-{index}").start()
+        weakref.finalize(self, _dismiss, self._inboxes)
+
+    def close(self) -> None:
+        """End the threads. Not collective."""
+        _dismiss(self._inboxes)
+        self._inboxes = []

@@ -1,0 +1,53 @@
+"""The scope of a strategy, and the strategy that holds outside every scope."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, final
+
+from .. import context
+from ..context import Frame
+from ..errors import explain
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
+
+__all__ = ["Scope", "set_strategy"]
+
+
+@final
+class Scope:
+    """Makes a strategy the current one for a `with` block. One object may be entered several times."""
+
+    def __init__(self, strategy: Strategy, frame: Frame) -> None:
+        self._strategy, self._frame = strategy, frame
+        self._entered: list[AbstractContextManager[Frame]] = []
+
+    def __enter__(self) -> Any:
+        context.expect_cross(self._strategy, "Strategy.scope")
+        entered = context.entered(self._frame)
+        entered.__enter__()
+        self._entered.append(entered)
+        return self._strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+
+def set_strategy(strategy: Strategy | None) -> None:
+    """Make a strategy the current one outside every scope, in all threads; None resets. Not collective.
+
+    Raises:
+        ContextError: inside a scope.
+        TypeError: it is no strategy.
+    """
+    if strategy is None:
+        context.set_global(None)
+        return
+    extended = getattr(strategy, "extended", None)
+    if extended is None:
+        raise TypeError(explain("set_strategy", "strategy", expected="a Strategy or None", got=repr(strategy)))
+    context.set_global(None if extended.is_default else extended.frame)

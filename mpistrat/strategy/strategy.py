@@ -1,0 +1,355 @@
+"""Strategy: one training step, run on all replicas. What all strategies have in common, which is nearly everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from .. import context, nest
+from ..cluster.cluster_resolver import ClusterResolver
+from ..context import Frame
+from ..data import Dataset, DistributedDataset, InputContext, PerReplicaDataset
+from ..distributed_values import DistributedValues, regroup, select_replica
+from ..errors import explain
+from ..options import CommunicationOptions, RunOptions
+from ..types import ReduceOp
+from ..variables import Variable
+from . import checkpoint
+from .aliases import with_aliases
+from .assemble import Parts
+from .extended import StrategyExtended
+from .input import sum_over_ranks, to_device
+from .reductions import Axis, gather_nest, reduce_nest
+from .replica_context import ValueContext
+from .scope import Scope
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Strategy"]
+
+S = TypeVar("S", bound="Strategy")
+
+_NO_KWARGS: dict[str, Any] = {}
+
+
+@with_aliases
+class Strategy:
+    """How one training step runs on many replicas (TF: tf.distribute.Strategy). Make one of its subclasses.
+
+    Creating and closing a strategy is collective over its communicator. Used in a `with` statement it is closed at the
+    end, unless an exception leaves it; `scope()` is what makes it the current strategy.
+
+    Attributes:
+        cluster_resolver: who the tasks of the cluster are, where the strategy was told.
+    """
+
+    cluster_resolver: ClusterResolver | None = None
+
+    def __init__(self, parts: Parts | None = None) -> None:
+        """Hold the parts of a strategy. Not collective; subclasses call it.
+
+        Raises:
+            TypeError: for Strategy itself.
+        """
+        if parts is None:
+            remedy = "MirroredStrategy, MultiWorkerMirroredStrategy, CentralStorageStrategy and OneDeviceStrategy are"
+            got = "Strategy, which is none by itself"
+            raise TypeError(explain("Strategy", "", expected="a strategy", got=got, remedy=remedy))
+        self._extended = parts.extend(self)
+        self._replica_frame: Frame = self._extended.replicas[0].frame
+
+    # who and where
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """What optimizers, variables and library authors need of a strategy."""
+        return self._extended
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the strategy's communicator."""
+        return self._extended.topology.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._extended.topology.size
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return self._extended.topology.local_rank
+
+    @property
+    def comm(self) -> MPI.Intracomm | None:
+        """The strategy's communicator, a duplicate for its own use; None for the default strategy."""
+        return self._extended.topology.comm
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas, over all ranks."""
+        return self._extended.topology.num_replicas
+
+    # contexts
+
+    def scope(self) -> Scope:
+        """Return the context in which this is the current strategy. Not collective.
+
+        Variables made inside belong to it. It may be entered again inside itself; scopes hold for one thread and are
+        left in the reverse order of entering.
+
+        Raises:
+            ContextError: when entered inside another strategy's scope, or in a step.
+        """
+        self._extended.require_open("Strategy.scope")
+        return Scope(self, self._extended.replicas[0].frame if self._extended.is_default else self._extended.frame)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Call a step once on each local replica, and return what they return. Not collective by itself.
+
+        Several replicas of a rank run in threads, the first on the calling one. In the step `get_replica_context()`
+        tells which replica it is.
+
+        Args:
+            fn: the step.
+            args, kwargs: of a PerReplica or Mirrored anywhere in them each replica gets its own part; variables and
+                everything else are passed as they are.
+            options: accepted for TF's programs, without effect.
+
+        Returns:
+            With one local replica, what the step returned. With several, the structure that they returned with a
+            PerReplica in each place, or the object itself where all returned the same one, unless it is a number.
+
+        Raises:
+            What the first replica that failed raised; the others are stopped where they next act together.
+            ValueError: args are no tuple or list; a variable of another strategy among them.
+            ContextError: in a step, or in another strategy's scope; or local replicas acted together unequally often.
+
+        Example:
+            >>> strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)  # doctest: +SKIP
+        """
+        extended = self._extended
+        if extended.closed:
+            extended.require_open("Strategy.run")
+        context.expect_cross(self, "Strategy.run")
+        if args or kwargs or type(args) is not tuple:
+            kwargs = self._check_arguments(args, kwargs)
+        if extended.threads is not None:
+            calls = [select_replica(index, (tuple(args), kwargs or {})) for index in range(len(extended.replicas))]
+            return regroup(extended.threads.run(fn, calls), keep_numbers=True)
+        if args or kwargs:
+            args, kwargs = select_replica(0, (tuple(args), kwargs))
+        token = context.push(self._replica_frame)
+        try:
+            return fn(*args, **(kwargs or _NO_KWARGS))
+        finally:
+            context.pop(token)
+
+    def _check_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+        if not isinstance(args, (tuple, list)):
+            remedy = "Write args=(x,) for one argument"
+            got = f"a {type(args).__name__}"
+            raise ValueError(explain("Strategy.run", "args", expected="a tuple or list", got=got, remedy=remedy))
+        kwargs = dict(kwargs or {})
+        replicas = len(self._extended.replicas)
+        for leaf in nest.flatten((args, kwargs)):
+            if isinstance(leaf, Variable):
+                self._extended.require_own(leaf, "Strategy.run")
+            elif isinstance(leaf, DistributedValues) and len(leaf.values) != replicas:
+                expected = f"one value for each of the {replicas} local replicas"
+                raise ValueError(explain("Strategy.run", "args", expected=expected, got=f"{len(leaf.values)}"))
+        return kwargs
+
+    # values
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: Axis = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Return the sum or mean of a value over all replicas, equal on every rank. Collective.
+
+        Without an axis the replicas' arrays, which have one shape, are combined element by element; MEAN divides by the
+        number of replicas. With an axis, elements along it are combined too: MEAN is the sum of all elements divided by
+        their number, whatever each replica has of them, and a replica may have none. Integers give a float64 MEAN.
+
+        Args:
+            reduce_op: ReduceOp.SUM or MEAN, or its name.
+            value: what `run` returned: PerReplica or plain arrays or numbers, or a nest of them.
+            axis: None, an axis, or several; negative ones count from the end.
+            options: bytes_per_pack, timeout_seconds, implementation of this call.
+
+        Returns:
+            A new array, a NumPy scalar for no dimensions, or the nest of them. One collective for all.
+
+        Raises:
+            ValueError: another reduce_op; an axis out of range; a MEAN of no element at all; a plain value under SUM on
+                a rank with several replicas.
+            CollectiveMismatchError: on every rank, when they pass different operations, shapes or dtypes.
+            ContextError: in a step: use `get_replica_context().all_reduce`.
+
+        Example:
+            >>> ms.get_strategy().reduce("MEAN", np.array([1.0, 2.0, 6.0]), axis=0)
+            np.float64(3.0)
+        """
+        extended = self._extended
+        if extended.closed:
+            extended.require_open("Strategy.reduce")
+        context.expect_cross(self, "Strategy.reduce")
+        return reduce_nest(extended, ReduceOp.parse(reduce_op, "reduce"), value, axis, options)
+
+    def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Return the replicas' arrays concatenated along an axis, in replica order, equal on every rank. Collective.
+
+        Args:
+            value: PerReplica or plain arrays, or a nest of them; lengths along `axis` may differ.
+            axis: 0 ≤ axis < number of dimensions.
+            options: as for `reduce`.
+
+        Raises:
+            CollectiveMismatchError: something else than the length along `axis` differs.
+            ValueError: a scalar, or an axis out of range.
+            ContextError: in a step: use `get_replica_context().all_gather`.
+        """
+        self._extended.require_open("Strategy.gather")
+        context.expect_cross(self, "Strategy.gather")
+        return gather_nest(self._extended, value, axis, options)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return what each local replica has of a value, in replica order; (value,) of a plain one. Not collective.
+
+        Of a nest, each replica's nest is returned.
+        """
+        return self._extended.local_results(value)
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Return PerReplica values that a function makes, called once for each local replica. Not collective.
+
+        Args:
+            value_fn: gets a ValueContext, and returns a value or a nest.
+        """
+        context.expect_cross(self, "Strategy.distribute_values_from_function")
+        topology = self._extended.topology
+        ids = range(topology.replica_offset, topology.replica_offset + topology.num_local_replicas)
+        return self._extended.per_replica([value_fn(ValueContext(i, topology.num_replicas)) for i in ids])
+
+    # input
+
+    def distribute_dataset(self, dataset: Dataset, options: Any = None) -> DistributedDataset:
+        """Return a batched dataset whose batches are split over all replicas. Not collective.
+
+        Args:
+            dataset: its batches are global: those of all replicas together.
+            options: accepted for TF's programs, without effect.
+
+        Raises:
+            ValueError: the dataset is not batched.
+            ShardError: a shard cannot be opened or does not match.
+        """
+        self._extended.require_open("Strategy.distribute_dataset")
+        context.expect_cross(self, "Strategy.distribute_dataset")
+        topology = self._extended.topology
+        return DistributedDataset(
+            dataset,
+            num_replicas=topology.num_replicas,
+            replica_offset=topology.replica_offset,
+            num_local_replicas=topology.num_local_replicas,
+            to_device=to_device(topology.devices),
+        )
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: Any = None
+    ) -> PerReplicaDataset:
+        """Return the dataset that each rank makes for itself, stepping together with the others'. Not collective.
+
+        Args:
+            dataset_fn: gets an InputContext; returns an iterable of batches, each for one replica.
+            options: accepted for TF's programs, without effect.
+        """
+        self._extended.require_open("Strategy.distribute_datasets_from_function")
+        context.expect_cross(self, "Strategy.distribute_datasets_from_function")
+        topology = self._extended.topology
+        return PerReplicaDataset(
+            dataset_fn(InputContext(topology.size, topology.rank, topology.num_replicas)),
+            num_local_replicas=topology.num_local_replicas,
+            sum_over_ranks=sum_over_ranks(self._extended.process_group),
+            to_device=to_device(topology.devices),
+        )
+
+    # files
+
+    def save(self, path: str) -> None:
+        """Write all variables, and all that optimizers keep, to one HDF5 file. Collective.
+
+        The file is complete or not there: it is written beside, and renamed. Any layout and strategy can restore it.
+
+        Args:
+            path: the file; one that exists is replaced.
+
+        Raises:
+            OSError: on every rank, when it cannot be written.
+        """
+        self._extended.require_open("Strategy.save")
+        context.expect_cross(self, "Strategy.save")
+        checkpoint.save(self._extended, path)
+
+    def restore(self, path: str) -> None:
+        """Read all variables, and all that optimizers keep, from a file that `save` wrote. Collective.
+
+        Args:
+            path: the file.
+
+        Raises:
+            ValueError: on every rank, when a variable is missing in it or has another shape or dtype.
+            OSError: on every rank, when it cannot be read.
+        """
+        self._extended.require_open("Strategy.restore")
+        context.expect_cross(self, "Strategy.restore")
+        checkpoint.restore(self._extended, path)
+
+    # its life
+
+    def close(self) -> None:
+        """Free variables, shared memory, threads and communicators. Collective the first time; then it does nothing.
+
+        Afterwards the strategy and its variables raise ClosedError.
+        """
+        self._extended.close()
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:  # the other ranks do not know of an exception here, and would be waited for
+            self.close()
+
+    def __copy__(self) -> NoReturn:
+        remedy = "copy.deepcopy gives a strategy that shares the communicators"
+        raise RuntimeError(explain(type(self).__name__, "", expected="no copy.copy", got="one", remedy=remedy))
+
+    def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        other.cluster_resolver = self.cluster_resolver
+        Strategy.__init__(other, Parts.of(self._extended))
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(explain(type(self).__name__, "", expected="no pickling", got="an attempt"))
+
+    def __repr__(self) -> str:
+        topology = self._extended.topology
+        state = "closed" if self._extended.closed else f"{topology.num_replicas} replicas on {topology.size} ranks"
+        return f"<{type(self).__name__} {state}, {topology.num_nodes} node{'s' * (topology.num_nodes > 1)}>"
