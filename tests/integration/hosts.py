@@ -121,10 +121,12 @@ class Hosts:
         """A process in namespaces of its own; it ends with this one, whatever ends this one."""
         ready = self.folder / f"{name}.ready"
         setup = f"hostname {name}; mount --bind {self.folder}/hosts /etc/hosts; ip link set lo up; touch {ready}"
-        if "--pid" in kinds:
+        stay = "exec sleep infinity"
+        if "--pid" in kinds:  # then the shell is the host's first process: it must reap, and its end ends all others
             setup = f"mount -t proc proc /proc; mount -t tmpfs shm /dev/shm; {setup}"
+            stay = "sleep infinity & wait"
         process = subprocess.Popen(
-            ["unshare", *kinds, "--fork", "--kill-child", "sh", "-c", f"{setup}; sleep infinity & wait"],
+            ["unshare", *kinds, "--fork", "--kill-child", "sh", "-c", f"{setup}; {stay}"],
             stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent(signal.SIGKILL),
         )  # fmt: skip
         self._processes.append(process)

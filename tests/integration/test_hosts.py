@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+import uuid
+
 import numpy as np
 import pytest
 from integration.hosts import Hosts
 
-from launcher import launch
+from launcher import launch, with_variable
 
 
 @pytest.mark.hosts(2, ranks_per_host=2)
@@ -39,8 +42,10 @@ def test_a_hang_on_two_hosts_is_ended_with_all_stacks(mpi, hosts):
         assert "python" not in hosts.inside(host, "sh", "-c", "cat /proc/[0-9]*/cmdline")
 
 
-def test_runs_do_not_disturb_each_other(hosts):
+def test_runs_do_not_disturb_each_other_and_leave_nothing(hosts, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_TEST_RUN", token := uuid.uuid4().hex)
     second = Hosts(2)
+    assert with_variable(f"MPISTRAT_TEST_RUN={token}")
     try:
         assert second.inside("h1", "hostname").strip() == "h1"
         assert second.folder != hosts.folder
@@ -49,3 +54,7 @@ def test_runs_do_not_disturb_each_other(hosts):
     assert hosts.inside("h1", "hostname").strip() == "h1"
     with pytest.raises((RuntimeError, FileNotFoundError)):
         second.inside("h1", "hostname")
+    until = time.monotonic() + 5
+    while with_variable(f"MPISTRAT_TEST_RUN={token}"):
+        assert time.monotonic() < until, "a process of the hosts is left"
+        time.sleep(0.02)
