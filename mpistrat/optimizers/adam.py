@@ -1,0 +1,93 @@
+"""Adam: momentum divided by the root of the mean square, both corrected for their start from zero."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from .optimizer import Optimizer
+from .schedules import LearningRateSchedule
+
+__all__ = ["Adam", "adam_update"]
+
+
+@final
+class Adam(Optimizer):
+    """m += (g - m) * (1 - beta_1); v += (g² - v) * (1 - beta_2); w -= m * alpha / (sqrt(v) + epsilon).
+
+    At step t, counted from 1, alpha = rate * sqrt(1 - beta_2 ** t) / (1 - beta_1 ** t).
+
+    Args:
+        learning_rate: a number or a schedule.
+        beta_1, beta_2: how much of m and of v is kept at each step; at least 0, less than 1.
+        epsilon: keeps the divisor from zero.
+        global_clipnorm, name: see `Optimizer`.
+
+    Raises:
+        ValueError: beta_1 or beta_2 is out of range.
+
+    Source: keras.optimizers.Adam of Keras 3; Kingma and Ba, https://arxiv.org/abs/1412.6980.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float | LearningRateSchedule = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        *,
+        global_clipnorm: float | None = None,
+        name: str = "adam",
+    ) -> None:
+        self.beta_1 = self._fraction("beta_1", beta_1)
+        self.beta_2 = self._fraction("beta_2", beta_2)
+        self.epsilon = float(epsilon)
+        super().__init__(learning_rate, slot_names=("momentum", "velocity"), global_clipnorm=global_clipnorm, name=name)
+
+    def update(
+        self,
+        gradient: Any,
+        weights: Any,
+        slots: Mapping[str, Any],
+        step: int,
+        rate: float,
+        scratch: Sequence[Any],
+    ) -> None:
+        """Update a block of weights and slots in place, and overwrite the gradient. Not collective."""
+        adam_update(gradient, weights, slots, step, rate, scratch, self.beta_1, self.beta_2, self.epsilon)
+
+
+def adam_update(
+    gradient: Any,
+    weights: Any,
+    slots: Mapping[str, Any],
+    step: int,
+    rate: float,
+    scratch: Sequence[Any],
+    beta_1: float,
+    beta_2: float,
+    epsilon: float,
+) -> None:
+    """Do Adam's update of a block in place, in twelve passes. Not collective.
+
+    Args:
+        gradient, weights, slots, step, rate, scratch: as for `Optimizer.update`.
+        beta_1, beta_2, epsilon: as for `Adam`.
+    """
+    momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
+    alpha = rate * math.sqrt(1 - beta_2**step) / (1 - beta_1**step)
+    np.subtract(gradient, momentum, out=work)
+    np.multiply(work, 1 - beta_1, out=work)
+    np.add(momentum, work, out=momentum)
+    np.multiply(gradient, gradient, out=gradient)
+    np.subtract(gradient, velocity, out=gradient)
+    np.multiply(gradient, 1 - beta_2, out=gradient)
+    np.add(velocity, gradient, out=velocity)
+    np.sqrt(velocity, out=gradient)
+    np.add(gradient, epsilon, out=gradient)
+    np.multiply(momentum, alpha, out=work)
+    np.divide(work, gradient, out=work)
+    np.subtract(weights, work, out=weights)

@@ -1,0 +1,218 @@
+"""One training step on arenas: sum the replicas' gradients and update the weights block by block, while both are in cache.
+
+The ranks of a node arrive; each sums its slice of the gradients, all-reduces it with its peers on other nodes, and updates
+its slice of the weights; the ranks leave together.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..comm.arrays import array_module, on_device_of
+from ..comm.dtypes import accumulation_dtype
+from ..cross_device.cross_device_ops import BLOCK, blocks
+from ..cross_device.in_place import merge
+from ..variables.arena import ALIGNMENT_BYTES, Arena
+from ..variables.memory import move_like
+from .slots import SlotStore, owners
+
+if TYPE_CHECKING:
+    from ..variables.variable import Variable
+    from .optimizer import Optimizer
+
+__all__ = ["FusedStep"]
+
+Consume = Callable[[int, int, Any], None]
+
+
+@final
+class FusedStep:
+    """The step of one optimizer on one set of variables: made at the first such step, used again at every other.
+
+    Attributes:
+        strategy: whose variables they are; opaque.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        strategy: Any,
+        variables: Sequence[Variable],
+        left_out: Sequence[str],
+        slots: SlotStore,
+    ) -> None:
+        """Plan the step. Not collective, if done by all.
+
+        Args:
+            optimizer: whose rule it is.
+            strategy: whose variables they are; opaque.
+            variables: of one strategy, in the same order on every rank.
+            left_out: names of variables that have no gradient.
+            slots: the optimizer's.
+        """
+        self.strategy = strategy
+        self._optimizer = optimizer
+        self._variables, self._left_out = tuple(variables), tuple(left_out)
+        self._constrained = [variable for variable in variables if variable.constraint is not None]
+        placement = variables[0].placement
+        self._group, self._ops = placement.group, placement.ops
+        members: dict[Arena, list[Variable]] = {}
+        for variable in variables:
+            if variable.arena is not None and variable.size:
+                members.setdefault(variable.arena, []).append(variable)
+        self._parts = [_Part(optimizer, arena, some, slots) for arena, some in members.items()]
+        self.describe()
+
+    def describe(self) -> None:
+        """Say again what the ranks compare, after the optimizer's numbers have changed. Not collective."""
+        names = ", ".join(variable.name for variable in self._variables)
+        absent = f", not {', '.join(self._left_out)}" if self._left_out else ""
+        self._detail = f"of {names}{absent} by {self._optimizer.describe()}"
+
+    def run(self, aggregate: bool) -> None:
+        """Take the step. Collective; in cross-replica context.
+
+        Args:
+            aggregate: whether gradients are summed over the replicas; else they are equal on all already.
+        """
+        optimizer, group, ops = self._optimizer, self._group, self._ops
+        step, rate = optimizer.iterations + 1, optimizer.learning_rate
+        detail = self._detail if aggregate else self._detail + ", without aggregation"
+        with group.collective("apply_gradients", detail=detail) as call:
+            ops.call = call
+            for part in self._parts:
+                part.begin(step, rate)
+            if optimizer.global_clipnorm is None:
+                for part in self._parts:
+                    self._sum(part, aggregate, part.update)
+            else:
+                for part in self._parts:
+                    self._sum(part, aggregate, part.keep)
+                scale = self._scale(optimizer.global_clipnorm)
+                for part in self._parts:
+                    part.update_kept(scale)
+            group.node.barrier(call)
+        for variable in self._constrained:
+            variable.apply_constraint()
+
+    def _sum(self, part: _Part, aggregate: bool, consume: Consume) -> None:
+        if aggregate:
+            self._ops.reduce_arena(part.gradients, part.ranges, consume)
+        else:
+            part.take_local(consume)
+
+    def _scale(self, limit: float) -> float:
+        """Return by what all gradients are multiplied, the same bits on every rank; NaN if any is not finite."""
+        squares = np.array([part.square for part in self._parts])
+        table = self._group.all_gather_int(squares.view(np.int64).tolist()).view(np.float64)
+        total = sum(float(table[rank, index]) for index, part in enumerate(self._parts) for rank in owners(part.arena))
+        if not math.isfinite(total):
+            return math.nan
+        return limit * min(1 / math.sqrt(total), 1 / limit) if total else 1.0
+
+
+@final
+class _Part:
+    """One arena's part in a step."""
+
+    def __init__(self, optimizer: Optimizer, arena: Arena, variables: Sequence[Variable], slots: SlotStore) -> None:
+        self.arena = arena
+        self.square = 0.0
+        self._optimizer = optimizer
+        # Variables are padded with zeros, which every rule leaves as they are: what lies side by side is one range.
+        unit = max(1, ALIGNMENT_BYTES // arena.dtype.itemsize)
+        padded = {v.offset: min(-(-(v.offset + v.size) // unit) * unit, arena.size) for v in variables}
+        self.ranges = merge(list(padded.items()))
+        self._decays = _decays((v.offset, padded[v.offset], optimizer.decay_of(v)) for v in variables)
+        self._slots = slots.of(arena)
+        self._accumulate = accumulation_dtype(arena.dtype)
+        self._narrow = self._accumulate != arena.dtype
+        with on_device_of(arena.values):
+            new = array_module(arena.values).empty
+            *self._scratch, self._wide, self._block = (new(min(BLOCK, arena.size), self._accumulate) for _ in range(4))
+        self._kept: Any = None
+
+    @property
+    def gradients(self) -> Any:
+        return self.arena.gradients  # never held: memory that somebody holds cannot be freed
+
+    def begin(self, step: int, rate: float) -> None:
+        """Set what is the same for all blocks of a step. Not collective."""
+        self.square = 0.0
+        self._step, self._rate = step, rate
+
+    def update(self, low: int, high: int, gradient: Any) -> None:
+        """Update elements [low, high) by their gradient, which is overwritten. Not collective."""
+        target = weights = self.arena.values[low:high]
+        gradient = move_like(gradient, target)
+        if self._narrow:
+            weights = self._wide[: high - low]
+            weights[...] = target
+        if self._decays:
+            self._decay(low, high, weights)
+        self._optimizer.update(gradient, weights, self._slots.part(low, high), self._step, self._rate, self._scratch)
+        if self._narrow:
+            target[...] = weights
+        for copy in self.arena.copies[1:]:
+            copy[low:high] = move_like(target, copy)
+
+    def keep(self, low: int, high: int, gradient: Any) -> None:
+        """Put a sum aside, and add the squares of its elements up. Not collective.
+
+        It is kept in the owner's own gradient memory, which nobody else reads there.
+        """
+        kept, base = self._store()
+        kept[low - base : high - base] = move_like(gradient, kept)
+        self.square += float(gradient.dot(gradient))
+
+    def update_kept(self, scale: float) -> None:
+        """Update by what was kept, times `scale`. Not collective."""
+        kept, base = self._store()
+        for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
+            gradient = kept[low - base : high - base]
+            if scale != 1:
+                np.multiply(gradient, scale, out=gradient)
+            self.update(low, high, gradient)
+
+    def take_local(self, consume: Consume) -> None:
+        """Hand out this rank's slice of the first local replica's gradients, as a reduction would. Not collective."""
+        source, block = self.gradients.local[0], self._block
+        for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
+            block[: high - low] = source[low:high]
+            consume(low, high, block[: high - low])
+
+    def _store(self) -> tuple[Any, int]:
+        """Return where sums are kept, and which element of the arena comes first there."""
+        if not self._narrow:
+            return self.gradients.local[0], 0
+        if self._kept is None:
+            with on_device_of(self._block):
+                size = self._slots.high - self._slots.low
+                self._kept = array_module(self._block).empty(size, self._accumulate)
+        return self._kept, self._slots.low
+
+    def _decay(self, low: int, high: int, weights: Any) -> None:
+        first = max(0, bisect_right(self._decays, (low, math.inf, 0.0)) - 1)
+        for begin, end, decay in self._decays[first:]:
+            if begin >= high:
+                break
+            piece = weights[max(begin, low) - low : max(min(end, high) - low, 0)]
+            np.multiply(piece, 1 - decay * self._rate, out=piece)
+
+
+def _decays(segments: Iterable[tuple[int, int, float]]) -> list[tuple[int, float, float]]:
+    """Return the element ranges whose weights decay, in order, neighbours of equal decay made one."""
+    merged: list[tuple[int, float, float]] = []
+    for low, high, decay in sorted(segments):
+        if not decay:
+            continue
+        if merged and merged[-1][1] == low and merged[-1][2] == decay:
+            merged[-1] = merged[-1][0], high, decay
+        else:
+            merged.append((low, high, decay))
+    return merged

@@ -1,0 +1,123 @@
+"""The gradients that users hand over, checked and laid into the variables' gradient memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..comm.arrays import array_module, as_array, is_gpu, on_device_of
+from ..errors import explain
+from ..types import IndexedSlices
+from ..variables.memory import move_like
+
+if TYPE_CHECKING:
+    from ..variables.variable import Variable
+
+__all__ = ["check_variables", "place_gradients"]
+
+_FUNCTION = "apply_gradients"
+Pairs = Sequence[tuple[Any, "Variable"]]
+
+
+def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[str]]:
+    """Return the variables that have a gradient, and the names of those that have none. Not collective.
+
+    Raises:
+        TypeError: what is no variable.
+        ValueError: no gradient at all, a variable twice, one without gradients or of another strategy.
+    """
+    chosen: dict[int, Variable] = {}
+    left_out = []
+    for gradient, variable in pairs:
+        placement = getattr(variable, "placement", None)
+        if placement is None:
+            raise TypeError(explain(_FUNCTION, "grads_and_vars", expected="variables", got=type(variable).__name__))
+        if placement.strategy is not strategy:
+            expected, got = "a variable of the strategy that runs", "one of another strategy"
+            raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got))
+        if gradient is None:
+            left_out.append(variable.name)
+            continue
+        if id(variable) in chosen:
+            raise ValueError(explain(_FUNCTION, variable.name, expected="each variable once", got="it twice"))
+        variable.gradient(0)
+        chosen[id(variable)] = variable
+    if not chosen:
+        names = ", ".join(left_out) or "no variables"
+        raise ValueError(explain(_FUNCTION, "grads_and_vars", expected="a gradient", got=f"none for {names}"))
+    return list(chosen.values()), left_out
+
+
+def place_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
+    """Lay the local replicas' gradients into the arenas; those that lie there stay. Not collective.
+
+    Args:
+        replicas: what each local replica handed over.
+        key: the ids of the variables of the first one, negative where it has no gradient.
+
+    Raises:
+        ValueError: the replicas have gradients for other variables; a shape that is not the variable's.
+        TypeError: numbers that do not fit.
+    """
+    for replica, pairs in enumerate(replicas):
+        if replica and tuple([id(v) if g is not None else -id(v) for g, v in pairs]) != key:
+            got = f"others on local replica {replica}"
+            expected = "gradients for the same variables on all replicas"
+            raise ValueError(explain(_FUNCTION, "grads_and_vars", expected=expected, got=got))
+        for gradient, variable in pairs:
+            if gradient is not None:
+                target = variable.gradient(replica)
+                if gradient is not target:
+                    _place(gradient, target, variable)
+
+
+def _place(gradient: Any, target: Any, variable: Variable) -> None:
+    if isinstance(gradient, IndexedSlices):
+        _scatter(gradient, target, variable)
+        return
+    array = as_array(gradient, _FUNCTION, variable.name)
+    if array.shape != target.shape:
+        expected, got = f"a gradient of shape {target.shape}", f"shape {tuple(array.shape)}"
+        raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got))
+    if _same_memory(array, target):
+        return
+    _check_dtype(array, target, variable)
+    target[...] = move_like(array, target)
+
+
+def _same_memory(array: Any, target: Any) -> bool:
+    if type(array) is not np.ndarray or type(target) is not np.ndarray:
+        return False
+    mine, its = array.__array_interface__, target.__array_interface__
+    return mine["data"][0] == its["data"][0] and mine["strides"] == its["strides"] and array.dtype == target.dtype
+
+
+def _check_dtype(array: Any, target: Any, variable: Variable) -> None:
+    if array.dtype.kind in "biu" or target.dtype == array.dtype or target.dtype.kind == "V":
+        return
+    if array.dtype.kind != "V" and not np.can_cast(array.dtype, target.dtype, "same_kind"):
+        expected = f"a gradient that {target.dtype} can hold"
+        raise TypeError(explain(_FUNCTION, variable.name, expected=expected, got=str(array.dtype)))
+
+
+def _scatter(slices: IndexedSlices, target: Any, variable: Variable) -> None:
+    """Make sparse rows dense; rows of equal index are summed."""
+    values = as_array(slices.values, _FUNCTION, variable.name)
+    indices = as_array(slices.indices, _FUNCTION, variable.name)
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (indices.size, *target.shape[1:]):
+        expected = f"IndexedSlices with rows of shape {target.shape[1:]}"
+        got = f"values of shape {tuple(values.shape)}, indices of shape {tuple(indices.shape)}"
+        raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got))
+    if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < target.shape[0]):
+        expected = f"indices from 0 to {target.shape[0] - 1}"
+        got = f"{int(indices.min())} to {int(indices.max())}"
+        raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got))
+    _check_dtype(values, target, variable)
+    target[...] = 0
+    if is_gpu(target):
+        with on_device_of(target):
+            array_module(target).add.at(target, move_like(indices, target), move_like(values, target))
+    else:
+        np.add.at(target, indices, values.astype(target.dtype, copy=False))

@@ -1,0 +1,273 @@
+"""The Optimizer: what all update rules have in common, and the front door `apply_gradients`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from .. import context
+from ..distributed_values import DistributedValues
+from ..errors import ContextError, explain
+from .fused_step import FusedStep
+from .gradients import check_variables, place_gradients
+from .schedules import LearningRateSchedule
+from .slots import SlotStore
+
+if TYPE_CHECKING:
+    from ..variables.variable import Variable
+
+__all__ = ["Optimizer"]
+
+
+@final
+class _Pairs:
+    """The pairs that one replica hands over; one leaf for those who walk through nested structures."""
+
+    __slots__ = ("pairs",)
+
+    def __init__(self, pairs: list[tuple[Any, Variable]]) -> None:
+        self.pairs = pairs
+
+
+class Optimizer(ABC):
+    """Updates variables by their gradients. Subclass it to bring a rule of your own: `__init__` and `update`.
+
+    An update works on flat blocks, element by element, so that it may be done on any part of any variable: each rank of a
+    node updates its part, and keeps the slots of that part only.
+
+    An optimizer serves the variables of one strategy. Its hyperparameters must be the same on every rank.
+
+    Args:
+        learning_rate: a number, or a schedule that is asked once a step.
+        slot_names: what is kept for each weight between steps, one number each.
+        slot_start: their value before the first step.
+        global_clipnorm: if given, all gradients, summed over the replicas, are scaled down together so that their norm
+            does not exceed it. `v.grad` is overwritten then.
+        name: default the class's.
+
+    Raises:
+        ValueError: global_clipnorm is not positive.
+        TypeError: learning_rate is no number and no schedule.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float | LearningRateSchedule,
+        *,
+        slot_names: tuple[str, ...] = (),
+        slot_start: float = 0.0,
+        global_clipnorm: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        if global_clipnorm is not None and not global_clipnorm > 0:
+            raise ValueError(explain(type(self).__name__, "global_clipnorm", expected="> 0", got=global_clipnorm))
+        self.name = name or type(self).__name__.lower()
+        self.slot_names = tuple(slot_names)
+        self.global_clipnorm = None if global_clipnorm is None else float(global_clipnorm)
+        self._iterations = 0
+        self._slots = SlotStore(self.slot_names, float(slot_start))
+        self._steps: dict[tuple[int, ...], FusedStep] = {}
+        self._variables: list[Variable] = []
+        self._strategy: Any = None
+        self._rate: float | LearningRateSchedule
+        self.learning_rate = learning_rate
+
+    # the rule
+
+    @abstractmethod
+    def update(
+        self,
+        gradient: Any,
+        weights: Any,
+        slots: Mapping[str, Any],
+        step: int,
+        rate: float,
+        scratch: Sequence[Any],
+    ) -> None:
+        """Update a block of weights and slots in place. Not collective.
+
+        Args:
+            gradient: flat array, the sum over all replicas; it may be overwritten.
+            weights: flat array of the same size and dtype, never 16-bit.
+            slots: one array like it for each of `slot_names`.
+            step: number of this step, counted from 1.
+            rate: the learning rate.
+            scratch: two flat arrays of the same dtype, at least as large.
+        """
+
+    def decay_of(self, variable: Variable) -> float:
+        """Return which part of a variable's weights, times the rate, is taken off before each update. Not collective."""
+        return 0.0
+
+    # hyperparameters
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step. May be set to a number or a schedule, on every rank alike."""
+        return float(self._rate(self._iterations)) if isinstance(self._rate, LearningRateSchedule) else self._rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float | LearningRateSchedule) -> None:
+        if not isinstance(value, LearningRateSchedule):
+            if not isinstance(value, (int, float, np.number, np.ndarray)) or np.ndim(value):
+                got = f"{type(value).__name__} {value!r:.60}"
+                expected = "a number or a LearningRateSchedule"
+                raise TypeError(explain(type(self).__name__, "learning_rate", expected=expected, got=got))
+            value = float(value)
+        self._rate = value
+        for step in self._steps.values():
+            step.describe()
+
+    @property
+    def iterations(self) -> int:
+        """Number of steps that were taken. May be set, on every rank alike."""
+        return self._iterations
+
+    @iterations.setter
+    def iterations(self, value: int) -> None:
+        self._iterations = int(value)
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The variables that were updated so far, in the order of their first update."""
+        return tuple(self._variables)
+
+    def describe(self) -> str:
+        """Return the rule and its numbers in words, by which ranks are compared. Not collective."""
+        plain = (bool, int, float, str, type(None))
+        words = {k: v for k, v in vars(self).items() if not k.startswith("_") and isinstance(v, plain)}
+        rate = self._rate
+        known = not isinstance(rate, LearningRateSchedule) or is_dataclass(rate)
+        numbers = ", ".join(f"{key}={value!r}" for key, value in words.items())
+        return f"{type(self).__name__}(learning_rate={rate if known else type(rate).__name__}, {numbers})"
+
+    def __repr__(self) -> str:
+        return self.describe()
+
+    # the front door
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Variable]], *, experimental_aggregate_gradients: bool = True
+    ) -> int:
+        """Sum gradients over all replicas and update the variables, in one pass. Collective; in replica context.
+
+        A gradient that was written to `v.grad` is not copied; others are copied there. The replicas' gradients are
+        summed: scale the loss, with `ms.nn.compute_average_loss`, so that the sum is what you want. Constraints of
+        variables are applied at the end.
+
+        Args:
+            grads_and_vars: pairs; each gradient has its variable's shape, or is IndexedSlices, or None, on all replicas
+                of all ranks, where a variable shall stay as it is.
+            experimental_aggregate_gradients: False if the gradients were summed already and are equal on all replicas.
+
+        Returns:
+            The number of steps taken so far.
+
+        Raises:
+            ContextError: outside of `strategy.run`.
+            ValueError: another shape than the variable's; no gradient at all; a variable twice, one of another strategy,
+                or one without gradients; local replicas that differ.
+            TypeError: a pair without a variable; numbers that do not fit the variable's dtype.
+            CollectiveMismatchError: on every rank, when they update other variables, or with other hyperparameters.
+
+        Example:
+            >>> optimizer.apply_gradients([(w.grad, w), (b.grad, b)])  # doctest: +SKIP
+            1
+        """
+        replica = context.current().replica
+        if replica is None:
+            expected, got = "a call in replica context", "one outside of it"
+            remedy = "Call it in the function that strategy.run runs"
+            raise ContextError(explain("apply_gradients", "", expected=expected, got=got, remedy=remedy))
+        pairs = _Pairs(list(grads_and_vars))
+        replica.merge_call(self._apply, args=(pairs, bool(experimental_aggregate_gradients)))
+        return self._iterations
+
+    def _apply(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
+        """Take a step with what the local replicas handed over. Collective; in cross-replica context."""
+        replicas = [p.pairs for p in pairs.values] if isinstance(pairs, DistributedValues) else [pairs.pairs]
+        key = tuple([id(variable) if gradient is not None else -id(variable) for gradient, variable in replicas[0]])
+        step = self._steps.get(key)
+        if step is None or step.strategy is not strategy:
+            step = self._steps[key] = self._new_step(strategy, replicas[0])
+        place_gradients(replicas, key)
+        step.run(aggregate)
+        self._iterations += 1
+
+    def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> FusedStep:
+        chosen, left_out = check_variables(strategy, pairs)
+        if self._strategy is None:
+            self._strategy = strategy
+            strategy.extended.register_optimizer(self)
+        elif strategy is not self._strategy:
+            expected, got = "the strategy of the earlier steps", "another one"
+            remedy = "Make an optimizer for each strategy"
+            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
+        known = set(map(id, self._variables))
+        new = [variable for variable in chosen if id(variable) not in known]
+        step = FusedStep(self, strategy, chosen, left_out, self._slots)
+        self._variables.extend(new)
+        self._slots.fill_pending(new)
+        return step
+
+    # state
+
+    def slots(self, variable: Variable) -> dict[str, np.ndarray]:
+        """Return new arrays with a variable's slots, whole, on the host; {} if it was never updated. Collective.
+
+        Slots of 16-bit variables are float32.
+        """
+        if not any(variable is known for known in self._variables):
+            return {}
+        return self._slots.read(variable)
+
+    def set_slots(self, variable: Variable, values: Mapping[str, Any]) -> None:
+        """Overwrite a variable's slots; each rank takes its part. Not collective, but every rank must do it.
+
+        Args:
+            variable: of the strategy that this optimizer serves.
+            values: arrays of the variable's shape, one for each of `slot_names`.
+
+        Raises:
+            ValueError: names or shapes do not fit.
+        """
+        self._slots.write(variable, values)
+        if not any(variable is known for known in self._variables):
+            self._variables.append(variable)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return {"iterations": int, "slots": {name of variable: {name of slot: array}}}. Collective.
+
+        What `set_state` gave for variables that were not updated since is in it.
+        """
+        slots = dict(self._slots.pending)
+        slots.update({variable.name: self._slots.read(variable) for variable in self._variables if self.slot_names})
+        return {"iterations": self._iterations, "slots": slots}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `get_state` gave, on any layout. Not collective, but every rank must do it.
+
+        Slots of variables that this optimizer has not met yet wait until it does.
+
+        Raises:
+            ValueError: slots of another optimizer, or of variables of another shape.
+        """
+        self._iterations = int(state["iterations"])
+        self._slots.pending = {name: dict(values) for name, values in state["slots"].items()}
+        self._slots.fill_pending(self._variables)
+
+    # checks of arguments
+
+    def _at_least_zero(self, argument: str, value: float) -> float:
+        if not value >= 0:
+            raise ValueError(explain(type(self).__name__, argument, expected="≥ 0", got=value))
+        return float(value)
+
+    def _fraction(self, argument: str, value: float) -> float:
+        if not 0 <= value < 1:
+            raise ValueError(explain(type(self).__name__, argument, expected="0 ≤ value < 1", got=value))
+        return float(value)

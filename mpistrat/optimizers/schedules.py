@@ -1,0 +1,199 @@
+"""Learning rates that change with the step: Keras's schedules, with Keras's arguments and formulae.
+
+Source: keras.optimizers.schedules of Keras 3. A step is counted from 0.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from ..errors import explain
+
+__all__ = [
+    "CosineDecay",
+    "ExponentialDecay",
+    "InverseTimeDecay",
+    "LearningRateSchedule",
+    "PiecewiseConstantDecay",
+    "PolynomialDecay",
+]
+
+
+class LearningRateSchedule(ABC):
+    """A learning rate for each step. Subclass it, or take one of this module's, and pass it as `learning_rate`."""
+
+    @abstractmethod
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0; the same on every rank. Not collective."""
+
+
+def _check_steps(schedule: object, decay_steps: float) -> None:
+    if not decay_steps > 0:
+        raise ValueError(explain(type(schedule).__name__, "decay_steps", expected="> 0", got=decay_steps))
+
+
+@final
+@dataclass(frozen=True)
+class ExponentialDecay(LearningRateSchedule):
+    """initial_learning_rate * decay_rate ** (step / decay_steps); with `staircase` the exponent is rounded down.
+
+    Raises:
+        ValueError: decay_steps is not positive.
+
+    Example:
+        >>> ExponentialDecay(0.1, decay_steps=100, decay_rate=0.5)(200)
+        0.025
+    """
+
+    initial_learning_rate: float
+    decay_steps: float
+    decay_rate: float
+    staircase: bool = False
+
+    def __post_init__(self) -> None:
+        _check_steps(self, self.decay_steps)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of a step. Not collective."""
+        exponent = step / self.decay_steps
+        return self.initial_learning_rate * self.decay_rate ** (math.floor(exponent) if self.staircase else exponent)
+
+
+@final
+@dataclass(frozen=True)
+class PiecewiseConstantDecay(LearningRateSchedule):
+    """values[i] from the step after boundaries[i - 1] up to and with step boundaries[i].
+
+    Args:
+        boundaries: strictly increasing steps.
+        values: learning rates, one more than boundaries.
+
+    Raises:
+        ValueError: their numbers do not fit, or boundaries do not increase.
+
+    Example:
+        >>> [PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1])(step) for step in (10, 11, 20, 21)]
+        [1.0, 0.5, 0.5, 0.1]
+    """
+
+    boundaries: Sequence[float]
+    values: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.boundaries) + 1:
+            expected, got = f"{len(self.boundaries) + 1} for {len(self.boundaries)} boundaries", len(self.values)
+            raise ValueError(explain("PiecewiseConstantDecay", "values", expected=expected, got=got))
+        if any(low >= high for low, high in zip(self.boundaries, self.boundaries[1:], strict=False)):
+            got_boundaries = list(self.boundaries)
+            raise ValueError(
+                explain("PiecewiseConstantDecay", "boundaries", expected="increasing steps", got=got_boundaries)
+            )
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of a step. Not collective."""
+        return self.values[sum(step > boundary for boundary in self.boundaries)]
+
+
+@final
+@dataclass(frozen=True)
+class PolynomialDecay(LearningRateSchedule):
+    """(initial - end) * (1 - step / decay_steps) ** power + end, constant after `decay_steps`.
+
+    With `cycle` the decay starts again at each multiple of `decay_steps`, over a longer time: `decay_steps` is then the
+    first multiple that is not less than the step.
+
+    Raises:
+        ValueError: decay_steps is not positive.
+
+    Example:
+        >>> PolynomialDecay(0.5, decay_steps=4, end_learning_rate=0.25)(2)
+        0.375
+    """
+
+    initial_learning_rate: float
+    decay_steps: float
+    end_learning_rate: float = 0.0001
+    power: float = 1.0
+    cycle: bool = False
+
+    def __post_init__(self) -> None:
+        _check_steps(self, self.decay_steps)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of a step. Not collective."""
+        total = self.decay_steps
+        if self.cycle:
+            total *= max(1, math.ceil(step / total))
+        left = 1 - min(step, total) / total
+        return (self.initial_learning_rate - self.end_learning_rate) * left**self.power + self.end_learning_rate
+
+
+@final
+@dataclass(frozen=True)
+class InverseTimeDecay(LearningRateSchedule):
+    """initial_learning_rate / (1 + decay_rate * step / decay_steps); with `staircase` the quotient is rounded down.
+
+    Raises:
+        ValueError: decay_steps is not positive.
+
+    Example:
+        >>> InverseTimeDecay(0.1, decay_steps=1, decay_rate=0.5)(2)
+        0.05
+    """
+
+    initial_learning_rate: float
+    decay_steps: float
+    decay_rate: float
+    staircase: bool = False
+
+    def __post_init__(self) -> None:
+        _check_steps(self, self.decay_steps)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of a step. Not collective."""
+        time = step / self.decay_steps
+        return self.initial_learning_rate / (1 + self.decay_rate * (math.floor(time) if self.staircase else time))
+
+
+@final
+@dataclass(frozen=True)
+class CosineDecay(LearningRateSchedule):
+    """Half a cosine from the initial learning rate down to `alpha` times it, over `decay_steps`; then constant.
+
+    With `warmup_target` the rate first rises in a straight line from the initial learning rate to `warmup_target`, over
+    `warmup_steps`, and decays from there.
+
+    Source: Loshchilov and Hutter, SGDR, https://arxiv.org/abs/1608.03983.
+
+    Raises:
+        ValueError: decay_steps is not positive.
+
+    Example:
+        >>> round(CosineDecay(0.1, decay_steps=1000)(500), 12)
+        0.05
+        >>> CosineDecay(0.0, decay_steps=10, warmup_target=0.5, warmup_steps=4)(2)
+        0.25
+    """
+
+    initial_learning_rate: float
+    decay_steps: float
+    alpha: float = 0.0
+    warmup_target: float | None = None
+    warmup_steps: float = 0
+
+    def __post_init__(self) -> None:
+        _check_steps(self, self.decay_steps)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of a step. Not collective."""
+        top, time = self.initial_learning_rate, float(step)
+        if self.warmup_target is not None:
+            if step < self.warmup_steps:
+                return top + (self.warmup_target - top) * (step / self.warmup_steps)
+            top, time = self.warmup_target, step - self.warmup_steps
+        cosine = 0.5 * (1 + math.cos(math.pi * min(time, self.decay_steps) / self.decay_steps))
+        return top * ((1 - self.alpha) * cosine + self.alpha)

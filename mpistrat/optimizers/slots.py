@@ -1,0 +1,129 @@
+"""The slots of an optimizer: for each arena, one flat array a slot, of this rank's slice only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..comm.arrays import array_module, as_array, on_device_of, to_host
+from ..comm.dtypes import accumulation_dtype
+from ..errors import explain
+from ..variables.memory import move_like
+
+if TYPE_CHECKING:
+    from ..variables.arena import Arena
+    from ..variables.variable import Variable
+
+__all__ = ["ArenaSlots", "SlotStore", "owners"]
+
+
+def owners(arena: Arena) -> list[int]:
+    """Return the rank that owns each slice, in the memory domain of rank 0. Not collective, if called by all."""
+    group = arena.group
+    shared = group.environment.shared_memory and group.topology.size > 1
+    ranks = list(group.topology.ranks_of_node(0)) if shared else [0]
+    return ranks[: len(arena.bounds())]
+
+
+@final
+class ArenaSlots:
+    """The slots of this rank's slice of an arena.
+
+    Attributes:
+        low, high: the slice.
+        arrays: for each slot a flat array of it, in the dtype in which the arena's gradients are summed.
+    """
+
+    def __init__(self, arena: Arena, names: Iterable[str], start: float) -> None:
+        self.low, self.high = (arena.owned([(0, arena.size)]) or [(0, 0)])[0]
+        dtype = accumulation_dtype(arena.dtype)
+        xp, size = array_module(arena.values), self.high - self.low
+        with on_device_of(arena.values):
+            self.arrays = {name: xp.full(size, start, dtype) if start else xp.zeros(size, dtype) for name in names}
+
+    def part(self, low: int, high: int) -> dict[str, Any]:
+        """Return the slots of elements [low, high) of the arena, which this rank must own. Not collective."""
+        base = self.low
+        return {name: array[low - base : high - base] for name, array in self.arrays.items()}
+
+
+@final
+class SlotStore:
+    """All slots of one optimizer.
+
+    Attributes:
+        pending: slots of variables that the optimizer has not met yet, by name of variable.
+    """
+
+    def __init__(self, names: tuple[str, ...], start: float) -> None:
+        """Not collective.
+
+        Args:
+            names: of the slots.
+            start: the value of every slot before the first step.
+        """
+        self.names, self.start = names, start
+        self.pending: dict[str, dict[str, Any]] = {}
+        self._arenas: dict[Arena, ArenaSlots] = {}
+
+    def of(self, arena: Arena) -> ArenaSlots:
+        """Return the slots of an arena; the first call fixes its slices. Not collective, if called by all."""
+        slots = self._arenas.get(arena)
+        if slots is None:
+            slots = self._arenas[arena] = ArenaSlots(arena, self.names, self.start)
+        return slots
+
+    def read(self, variable: Variable) -> dict[str, np.ndarray]:
+        """Return a variable's slots, whole, on every rank. Collective."""
+        arena = _arena_of(variable)
+        low, high = variable.offset, variable.offset + variable.size
+        mine = arena.owned([(low, high)])
+        result = {}
+        with arena.group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, self.names):
+            for name in self.names:
+                whole = np.zeros(variable.size, accumulation_dtype(arena.dtype))
+                for begin, end in mine:
+                    whole[begin - low : end - low] = to_host(self.of(arena).part(begin, end)[name])
+                for root, (begin, end) in zip(owners(arena), arena.bounds(), strict=True):
+                    begin, end = max(begin, low), min(end, high)
+                    if begin < end:
+                        arena.group.broadcast(whole[begin - low : end - low], root)
+                result[name] = whole.reshape(variable.shape)
+        return result
+
+    def write(self, variable: Variable, values: Mapping[str, Any]) -> None:
+        """Overwrite this rank's part of a variable's slots. Not collective.
+
+        Raises:
+            ValueError: names or shapes do not fit.
+        """
+        if set(values) != set(self.names):
+            expected = f"slots {', '.join(self.names) or '(none)'}"
+            got = ", ".join(values) or "none"
+            raise ValueError(explain("Optimizer.set_slots", variable.name, expected=expected, got=got))
+        arena, low = _arena_of(variable), variable.offset
+        for name in self.names:
+            array = as_array(values[name], "Optimizer.set_slots", name)
+            if array.shape != variable.shape:
+                expected, got = f"{name} of shape {variable.shape}", f"shape {tuple(array.shape)}"
+                raise ValueError(explain("Optimizer.set_slots", variable.name, expected=expected, got=got))
+            flat = array.reshape(-1)
+            for begin, end in arena.owned([(low, low + variable.size)]):
+                target = self.of(arena).part(begin, end)[name]
+                target[...] = move_like(flat[begin - low : end - low], target)
+
+    def fill_pending(self, variables: Iterable[Variable]) -> None:
+        """Give variables the slots that wait for them. Not collective."""
+        for variable in variables:
+            values = self.pending.pop(variable.name, None)
+            if values is not None:
+                self.write(variable, values)
+
+
+def _arena_of(variable: Variable) -> Arena:
+    if variable.arena is None:
+        expected, got = "a variable that can be trained", "an ON_READ variable"
+        raise ValueError(explain("Optimizer.slots", variable.name, expected=expected, got=got))
+    return variable.arena
