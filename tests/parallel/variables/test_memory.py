@@ -1,0 +1,85 @@
+"""How much memory variables take, and what happens where there is too little."""
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from variables_stand import Stand
+
+from mpistrat.comm import shared_memory
+from mpistrat.errors import SharedMemoryError
+from mpistrat.variables import Variable
+
+MIB = 1 << 20
+
+
+def proportional_set_size():
+    """What this process takes, its part of shared pages counted by the number of their users."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_node_holds_a_variable_once(trainable):
+    from mpi4py import MPI
+
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("the system does not tell the proportional set size")
+    with Stand() as stand:
+        value = np.ones(64 * MIB // 8)
+        stand.group.barrier("before")
+        before = proportional_set_size()
+        with stand.scope():
+            v = Variable(value, trainable=trainable)
+        assert float(v.array[::1000].sum()) == len(value[::1000])  # read by every rank
+        gc.collect()
+        stand.group.barrier("after")
+        grown = MPI.COMM_WORLD.allreduce(proportional_set_size() - before)
+        gradients = 2 * 64 * MIB if trainable else 0
+        assert 0.9 * (64 * MIB + gradients) < grown < 1.3 * 64 * MIB + gradients
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_small_variable_costs_little():
+    with Stand() as stand, stand.scope():
+        before = shared_memory.free_space()
+        v = Variable(1.0)
+        assert v.arena.size * 4 >= 16 * 1024  # a slab, of which most is not there
+        assert before - shared_memory.free_space() < 8 * MIB
+
+
+@pytest.mark.ranks(2, 3)
+def test_too_little_shared_memory_is_an_error_on_every_rank(monkeypatch):
+    with Stand() as stand, stand.scope():
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_memory, "free_space", lambda: 1 * MIB)
+            with pytest.raises(SharedMemoryError, match=r"'big'.*--shm-size"):
+                Variable(np.zeros(MIB), name="big")
+        assert Variable(np.ones(3)).numpy().tolist() == [1, 1, 1]
+
+
+@pytest.mark.ranks(2, 3)
+def test_pages_that_one_rank_does_not_get_are_an_error_on_every_rank(monkeypatch):
+    with Stand() as stand, stand.scope():
+        Variable(np.ones(3))
+        with monkeypatch.context() as patch:
+            if stand.topology.rank == 1:
+                patch.setattr(shared_memory.SharedBlock, "populate", lambda self, index, low, high: False)
+            with pytest.raises(SharedMemoryError, match=r"rank 1.*'big'"):
+                Variable(np.zeros(1000), name="big")
+        v = Variable(np.full(5, 7.0))
+        assert v.numpy().tolist() == [7.0] * 5
+
+
+@pytest.mark.ranks(2)
+def test_slabs_double_and_no_variable_spans_two():
+    with Stand() as stand, stand.scope():
+        large = Variable(np.zeros(48 * MIB, np.int8), trainable=False)
+        other = Variable(np.zeros(48 * MIB, np.int8), trainable=False)
+        small = Variable(np.zeros(5 * MIB, np.int8), trainable=False)
+        assert small.arena is other.arena is not large.arena
+        assert small.offset == 48 * MIB
+        sizes = [arena.size for arena in stand.placement.arenas.arenas]
+        assert sizes == [64 * MIB, 128 * MIB]
