@@ -165,7 +165,6 @@ class Job:
 
     def end(self, *, stacks: bool = False) -> None:
         """Kill every process of the job; with `stacks` each rank first writes where its threads are to its stderr."""
-        shared = {path for pid in self.processes() for path in shared_memory(pid)}
         if stacks:
             self._write_stacks()
         elif self._process.poll() is None:  # let mpiexec clear its shared memory and its session folder
@@ -180,9 +179,6 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
-        for path in shared:  # what ranks that are killed leave
-            with contextlib.suppress(OSError):
-                os.unlink(path)
 
     def _write_stacks(self) -> None:
         """Python's fault handler writes all stacks on SIGABRT. mpiexec is halted: it would kill the others at the first death."""
@@ -269,12 +265,22 @@ def command_line(pid: int) -> str:
     return f"process {pid}"
 
 
-def shared_memory(pid: int) -> list[str]:
-    """The files in /dev/shm that a process has mapped."""
-    with contextlib.suppress(OSError):
-        words = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-        return sorted({word[5] for word in words if len(word) == 6 and word[5].startswith("/dev/shm/")})
-    return []
+def remove_dead_shared_memory(age: float = 5.0) -> None:
+    """Unlink what ranks that were killed left in /dev/shm: files of an MPI, ours, not new, mapped by no process."""
+    dead = []
+    for pattern in ("mpich_shm_*", "sm_segment.*"):
+        for path in Path("/dev/shm").glob(pattern):
+            with contextlib.suppress(OSError):
+                about = path.stat()
+                if about.st_uid == os.getuid() and time.time() - about.st_mtime > age:
+                    dead.append(path)
+    living = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            living += "".join(line for line in maps.read_text().splitlines(True) if "/dev/shm/" in line)
+    for path in dead:
+        if str(path) not in living:
+            path.unlink(missing_ok=True)
 
 
 def end_with_parent(number: int) -> Callable[[], None]:

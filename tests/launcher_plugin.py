@@ -10,6 +10,8 @@ import functools
 import json
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ import launcher_reports
 import pytest
 from launcher_batch import Batch, Layout
 
-from launcher import MpiEnv, Result, launch, mpi_env
+from launcher import MpiEnv, Result, launch, mpi_env, remove_dead_shared_memory
 
 BATCH_TESTS = 150  # a new mpiexec after so many tests: a leak of MPI objects stays small
 ON_RANKS = json.loads(os.environ.get("MPISTRAT_TEST_MPIS", "null"))  # in a rank: the names and vendors of all MPIs
@@ -44,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     config.stash[ENVS] = _Envs(config)
     config.stash[BATCHES] = {}
+    if ON_RANKS is None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and CI: end as by Ctrl-C, with the ranks
     _derandomise_hypothesis()
 
 
@@ -59,7 +63,7 @@ class _Envs:
         option = self._config.option
         named = dict(word.partition("=")[::2] for word in option.mpi_env)
         try:
-            found = [mpi_env(python, name) for name, python in named.items()] or [mpi_env(_this_python())]
+            found = [mpi_env(python, name) for name, python in named.items()] or [mpi_env(sys.executable)]
         except LookupError as error:
             if named:
                 raise pytest.UsageError(f"--mpi-env: {error}") from None
@@ -181,6 +185,8 @@ def _reports(item: pytest.Item, layout: Layout) -> list[pytest.TestReport]:
 def pytest_unconfigure(config: pytest.Config) -> None:
     for batch in config.stash.get(BATCHES, {}).values():
         batch.close()
+    if ON_RANKS is None:
+        remove_dead_shared_memory()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -236,12 +242,6 @@ def hosts(pytestconfig: pytest.Config) -> Iterator[Any]:
     if reason := why_no_hosts():
         pytest.skip(reason)
     yield Hosts.shared(pytestconfig, 2)
-
-
-def _this_python() -> str:
-    import sys
-
-    return sys.executable
 
 
 def _derandomise_hypothesis() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -173,7 +174,8 @@ def test_leaves_a_bad_exit():
     assert "but then mpiexec ended with status 5" in text
 
 
-def test_ranks_end_with_the_pytest_that_started_them(run_file, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_pytest_that_started_them(run_file, tmp_path, number):
     process = run_file(
         """
 @pytest.mark.ranks(2)
@@ -187,7 +189,7 @@ def test_writes_then_waits():
     while not all((tmp_path / f"{rank}.here").exists() for rank in range(2)):
         assert time.monotonic() < until
         time.sleep(0.05)
-    process.kill()
+    process.send_signal(number)
     process.wait(10)
     while with_variable(f"MPISTRAT_TEST_RUN={tmp_path.name}"):
         assert time.monotonic() < until + 20
