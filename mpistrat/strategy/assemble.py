@@ -54,7 +54,7 @@ class Parts:
     def extend(self, strategy: Strategy) -> StrategyExtended:
         """Return the inner parts of a strategy. Not collective."""
         devices = self.group.topology.devices if self.parameter_device is None else (self.parameter_device,)
-        arenas = ArenaAllocator(self.group, devices)
+        arenas = ArenaAllocator(self.group, devices, self.layout.central)
         placement = Placement(
             self.group, self.ops, arenas, strategy, self.group.topology.devices, distributed=self.layout.distributed
         )

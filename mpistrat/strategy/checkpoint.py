@@ -1,18 +1,185 @@
-"""All variables and all that optimizers keep, in one HDF5 file that any layout can restore."""
+"""All variables and all that optimizers keep, in one HDF5 file that any layout and any strategy can restore.
+
+    /                 attributes format="mpistrat checkpoint", version=1
+    /variables/NAME   one dataset each; the attribute dtype where HDF5 has no such type (bfloat16 as uint16)
+    /optimizers/0     attributes name, iterations; slots/NAME/SLOT one dataset each
+
+Rank 0 alone touches the file. It reads all of it before anything is written to a variable, so that a damaged file
+changes nothing.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..comm.process_group import ProcessGroup
+from ..errors import explain
+from ..variables.values import parse_dtype
 
 if TYPE_CHECKING:
     from .extended import StrategyExtended
 
 __all__ = ["restore", "save"]
 
+FORMAT, VERSION = "mpistrat checkpoint", 1
 
-def save(extended: StrategyExtended, path: str) -> None:
-    raise NotImplementedError
+Contents = dict[str, np.ndarray]  # path in the file → array
+Form = tuple[tuple[int, ...], str]  # shape and dtype
 
 
-def restore(extended: StrategyExtended, path: str) -> None:
-    raise NotImplementedError
+def save(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
+    """Write all variables and what optimizers keep. Collective. See `Strategy.save`."""
+    arrays: Contents = {}
+    for variable in extended.variables:  # reading ON_READ variables is collective
+        arrays[f"variables/{_key(variable.name)}"] = variable.numpy()
+    optimizers = []
+    for index, optimizer in enumerate(extended.optimizers):
+        state = optimizer.get_state()
+        optimizers.append({"name": optimizer.name, "iterations": state["iterations"]})
+        for variable_name, slots in state["slots"].items():
+            for slot, array in slots.items():
+                arrays[f"optimizers/{index}/slots/{_key(variable_name)}/{_key(slot)}"] = np.asarray(array)
+    group, problem = extended.process_group, ""
+    with group.collective("save", detail=os.fspath(path)):
+        if group.topology.rank == 0:
+            try:
+                _write(Path(path), arrays, optimizers)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        problem = group.all_gather_text(problem)[0]
+    if problem:
+        raise OSError(f"Strategy.save: {os.fspath(path)}: {problem}")
+
+
+def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
+    """Read all variables and what optimizers keep. Collective. See `Strategy.restore`."""
+    group = extended.process_group
+    arrays: Contents = {}
+    found: dict[str, Any] = {}
+    with group.collective("restore", detail=os.fspath(path)):
+        if group.topology.rank == 0:
+            try:
+                arrays, optimizers = _read(Path(path))
+                found = {"optimizers": optimizers, "forms": {key: _form(array) for key, array in arrays.items()}}
+            except Exception as error:
+                found = {"problem": f"{type(error).__name__}: {error}"}
+        found = json.loads(group.all_gather_text(json.dumps(found) if group.topology.rank == 0 else "")[0])
+    if "problem" in found:
+        raise OSError(f"Strategy.restore: {os.fspath(path)}: {found['problem']}")
+    forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
+    _check(extended, os.fspath(path), forms, found["optimizers"])
+    for variable in extended.variables:
+        key = f"variables/{_key(variable.name)}"
+        variable.assign(_shared(group, key, arrays.get(key), forms[key]))
+    for index, optimizer in enumerate(found["optimizers"]):
+        prefix = f"optimizers/{index}/slots/"
+        slots: dict[str, Contents] = {}
+        for key in sorted(key for key in forms if key.startswith(prefix)):
+            name, slot = key.removeprefix(prefix).split("/")
+            slots.setdefault(_name(name), {})[_name(slot)] = _shared(group, key, arrays.get(key), forms[key])
+        extended.restore_optimizer(index, optimizer["name"], {"iterations": optimizer["iterations"], "slots": slots})
+
+
+def _check(
+    extended: StrategyExtended, path: str, forms: Mapping[str, Form], optimizers: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise ValueError, the same on every rank, unless the file has all that the program needs."""
+    problems = []
+    for variable in extended.variables:
+        form = forms.get(f"variables/{_key(variable.name)}")
+        wanted = (variable.shape, variable.dtype.name)
+        if form is None:
+            problems.append(f"variable {variable.name!r} is not in it")
+        elif form != wanted:
+            problems.append(f"variable {variable.name!r} is {form[1]} {form[0]} in it, here {wanted[1]} {wanted[0]}")
+    for index, optimizer in enumerate(extended.optimizers):
+        name = optimizers[index]["name"] if index < len(optimizers) else None
+        if name is None:
+            problems.append(f"optimizer {optimizer.name!r} is not in it")
+        elif name != optimizer.name:
+            problems.append(f"optimizer {index} is {name!r} in it, here {optimizer.name!r}")
+    if problems:
+        expected = "a file of this program's variables and optimizers"
+        raise ValueError(explain("Strategy.restore", path, expected=expected, got="; ".join(problems)))
+
+
+def _shared(group: ProcessGroup, key: str, array: np.ndarray | None, form: Form) -> np.ndarray:
+    """Return rank 0's array on every rank. Collective."""
+    shape, dtype = form
+    with group.collective("restore", key, dtype, shape):
+        value = np.empty(shape, parse_dtype(dtype)) if array is None else np.ascontiguousarray(array).reshape(shape)
+        group.broadcast(value, root=0)
+    return value
+
+
+def _form(array: np.ndarray) -> Form:
+    return tuple(array.shape), array.dtype.name
+
+
+def _key(name: str) -> str:
+    """A name as one link of HDF5, which cuts at slashes and takes "." for the group itself."""
+    quoted = name.replace("%", "%25").replace("/", "%2F")
+    return quoted.replace(".", "%2E") if set(quoted) == {"."} else quoted
+
+
+def _name(key: str) -> str:
+    return key.replace("%2E", ".").replace("%2F", "/").replace("%25", "%")
+
+
+def _write(path: Path, arrays: Contents, optimizers: Sequence[Mapping[str, Any]]) -> None:
+    import h5py
+
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with h5py.File(beside, "w") as file:
+            file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
+            file.create_group("variables")
+            for index, optimizer in enumerate(optimizers):
+                file.create_group(f"optimizers/{index}").attrs.update(optimizer)
+            for key, array in arrays.items():
+                if array.dtype.name == "bfloat16":
+                    file.create_dataset(key, data=array.view(np.uint16)).attrs["dtype"] = "bfloat16"
+                else:
+                    file.create_dataset(key, data=array)
+        _flush(beside, os.O_RDONLY)
+        os.replace(beside, path)
+        _flush(path.parent, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _flush(path: Path, flags: int) -> None:
+    """Have the disk keep a file, or the names in a folder."""
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> tuple[Contents, list[dict[str, Any]]]:
+    import h5py
+
+    arrays: Contents = {}
+
+    def visit(key: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            array = np.asarray(item[()])
+            arrays[key] = array.view(parse_dtype("bfloat16")) if item.attrs.get("dtype") == "bfloat16" else array
+
+    with h5py.File(path, "r") as file:
+        if file.attrs.get("format") != FORMAT or file.attrs.get("version") != VERSION:
+            raise ValueError(f"expected a {FORMAT}, version {VERSION}, got another file")
+        file.visititems(visit)
+        kept = file.get("optimizers", {})
+        optimizers = [
+            {"name": str(kept[str(i)].attrs["name"]), "iterations": int(kept[str(i)].attrs["iterations"])}
+            for i in range(len(kept))
+        ]
+    return arrays, optimizers

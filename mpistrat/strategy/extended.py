@@ -68,7 +68,7 @@ class StrategyExtended:
         self.replicas = [ReplicaContext(strategy, self, i) for i in range(self.topology.num_local_replicas)]
         frames = [replica.frame for replica in self.replicas]
         self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
-        self._update_frames: list[Frame] = []
+        self._restored: dict[int, tuple[str, Mapping[str, Any]]] = {}  # states of optimizers not applied yet
 
     # devices
 
@@ -116,9 +116,28 @@ class StrategyExtended:
         return meeting.meet(index, "Variable", together, (args, kwargs))
 
     def register_optimizer(self, optimizer: Any) -> None:
-        """Let `save` and `restore` know of an optimizer; optimizers do it when first applied. Not collective."""
-        if not any(known is optimizer for known in self.optimizers):
-            self.optimizers.append(optimizer)
+        """Let `save` and `restore` know of an optimizer; optimizers do it when first applied. Not collective.
+
+        Raises:
+            ValueError: what was restored before belongs to another optimizer.
+        """
+        if any(known is optimizer for known in self.optimizers):
+            return
+        restored = self._restored.pop(len(self.optimizers), None)
+        self.optimizers.append(optimizer)
+        if restored is not None:
+            name, state = restored
+            if name != optimizer.name:
+                expected = f"{name!r} as optimizer {len(self.optimizers) - 1}, as in the file that was restored"
+                raise ValueError(explain("Strategy.restore", "", expected=expected, got=repr(optimizer.name)))
+            optimizer.set_state(state)
+
+    def restore_optimizer(self, index: int, name: str, state: Mapping[str, Any]) -> None:
+        """Give an optimizer its state; one that was not applied yet gets it then. Not collective, but done by all."""
+        if index < len(self.optimizers):
+            self.optimizers[index].set_state(state)
+        else:
+            self._restored[index] = (name, state)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether a variable was made in this strategy's scope. Not collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -288,7 +289,7 @@ class Strategy:
 
     # files
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write all variables, and all that optimizers keep, to one HDF5 file. Collective.
 
         The file is complete or not there: it is written beside, and renamed. Any layout and strategy can restore it.
@@ -303,7 +304,7 @@ class Strategy:
         context.expect_cross(self, "Strategy.save")
         checkpoint.save(self._extended, path)
 
-    def restore(self, path: str) -> None:
+    def restore(self, path: str | os.PathLike[str]) -> None:
         """Read all variables, and all that optimizers keep, from a file that `save` wrote. Collective.
 
         Args:

@@ -36,10 +36,12 @@ class ArenaAllocator:
     Args:
         group: the strategy's ranks.
         devices: where variables lie; default this rank's devices. All "gpu:k", or none.
+        central: whether the first rank of a node writes and updates all variables, instead of each its part.
     """
 
-    def __init__(self, group: ProcessGroup, devices: Sequence[str] | None = None) -> None:
+    def __init__(self, group: ProcessGroup, devices: Sequence[str] | None = None, central: bool = False) -> None:
         self.group = group
+        self.central = central
         self.devices = tuple(group.topology.devices if devices is None else devices)
         on_gpu = [is_gpu_device(device) for device in self.devices]
         if any(on_gpu) and not all(on_gpu):
@@ -98,7 +100,7 @@ class ArenaAllocator:
         node = self.group.node
         counts = list(self.group.replicas_of_node)
         values = node.allocate([size if rank == 0 else 0 for rank in range(node.size)], what)
-        arena = Arena(self.group, self._key(key), [values.segments[0].view(dtype)], shared=True)
+        arena = Arena(self.group, self._key(key), [values.segments[0].view(dtype)], True, self.central)
         self._blocks[arena] = [values]
         if trainable:
             block = node.allocate([size * count for count in counts], f"the gradients of {what}")

@@ -64,7 +64,9 @@ class Arena:
         gradients: the gradient arrays, None where nothing is trained.
     """
 
-    def __init__(self, group: ProcessGroup, key: str, copies: Sequence[Any], shared: bool) -> None:
+    def __init__(
+        self, group: ProcessGroup, key: str, copies: Sequence[Any], shared: bool, central: bool = False
+    ) -> None:
         """Wrap flat arrays that exist. Not collective.
 
         Args:
@@ -72,6 +74,7 @@ class Arena:
             key: name, equal on every rank.
             copies: flat arrays of one dtype and size.
             shared: whether the ranks of the node hold the same memory, so that each writes its part of it only.
+            central: whether then the first of them writes all of it.
         """
         self.group = group
         self.key = key
@@ -80,8 +83,10 @@ class Arena:
         self.size: int = self.copies[0].size
         self.used = 0
         self.gradients: Gradients | None = None
-        self._writer = (group.node.rank, group.node.size) if shared else (0, 1)
+        self._writer: tuple[int | None, int] = (group.node.rank, group.node.size) if shared else (0, 1)
         self._slice = (group.slice_index, group.slices) if shared or group.node.size == 1 else (0, 1)
+        if shared and central:
+            self._writer = self._slice = (0 if group.node.rank == 0 else None, 1)
         self._bounds: list[tuple[int, int]] | None = None
 
     @property
@@ -129,4 +134,6 @@ class Arena:
     def writes(self, length: int, alignment: int = SLICE_ALIGNMENT) -> tuple[int, int]:
         """Return which part of `length` things this rank writes when all ranks write them together. Not collective."""
         rank, size = self._writer
+        if rank is None:
+            return 0, 0
         return partition.aligned_bounds(length, size, alignment)[rank] if size > 1 else (0, length)
