@@ -70,6 +70,8 @@ class Node:
         self._window: Any = None
         if self.shared:
             self._open_control()
+        elif world is not None and world.size > 1:  # other nodes share memory, and check theirs
+            shared_memory.check_space(world, True, 0, "the ranks' flags")
         self._halves = self._open_staging()
 
     def _open_control(self) -> None:
