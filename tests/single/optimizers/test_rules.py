@@ -1,0 +1,150 @@
+"""Each optimizer, block by block and in place, does what Keras's formula says of whole arrays."""
+
+import numpy as np
+import optimizer_reference as reference
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpistrat as ms
+
+CASES = reference.cases()
+
+
+def gradients_of(shapes, dtype=np.float64):
+    return lambda step: [np.random.default_rng((step, i)).normal(size=s).astype(dtype) for i, s in enumerate(shapes)]
+
+
+def start_of(shapes, dtype=np.float64):
+    return [np.random.default_rng(99 + i).normal(size=shape).astype(dtype) for i, shape in enumerate(shapes)]
+
+
+def train(optimizer, start, gradients, steps):
+    variables = [ms.Variable(value) for value in start]
+    for step in range(steps):
+        for variable, gradient in zip(variables, gradients(step), strict=True):
+            variable.grad[...] = gradient
+        assert optimizer.apply_gradients([(v.grad, v) for v in variables]) == step + 1
+    return variables
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_and_slots_are_those_of_the_formula(name):
+    make, rule, rate = CASES[name]
+    shapes = [(70001,), (3, 5), (), (2, 65536)]  # blocks have 65,536 elements
+    gradients, start = gradients_of(shapes), start_of(shapes)
+    optimizer = make(ms.optimizers)
+    variables = train(optimizer, start, gradients, 4)
+    weights, slots = reference.run(rule, start, gradients, range(4), rate)
+    for variable, expected, kept in zip(variables, weights, slots, strict=True):
+        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-12, atol=1e-14)
+        ours = optimizer.slots(variable)
+        assert set(ours) == set(kept) == set(optimizer.slot_names)
+        for slot, array in kept.items():
+            np.testing.assert_allclose(ours[slot], array, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_stays_float32_and_close(name):
+    make, rule, rate = CASES[name]
+    shapes = [(1000,), (7,)]
+    gradients = gradients_of(shapes, np.float32)
+    start = start_of(shapes, np.float32)
+    variables = train(make(ms.optimizers), start, gradients, 5)
+    exact, _ = reference.run(
+        rule,
+        [w.astype(np.float64) for w in start],
+        lambda step: [g.astype(np.float64) for g in gradients(step)],
+        range(5),
+        rate,
+    )
+    for variable, expected in zip(variables, exact, strict=True):
+        assert variable.dtype == np.float32
+        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=6), st.sampled_from(sorted(CASES)), st.integers(0, 2**32 - 1))
+def test_any_sizes(sizes, name, seed):
+    make, rule, rate = CASES[name]
+    random = np.random.default_rng(seed)
+    start = [random.normal(size=size) for size in sizes]
+    steps = [[random.normal(size=size) for size in sizes] for _ in range(3)]
+    variables = train(make(ms.optimizers), start, steps.__getitem__, 3)
+    weights, _ = reference.run(rule, start, steps.__getitem__, range(3), rate)
+    for variable, expected in zip(variables, weights, strict=True):
+        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-12, atol=1e-14)
+
+
+# The examples of Keras's documentation: one variable of 10, loss w² / 2, so that the gradient is w.
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "after"),
+    [
+        (ms.optimizers.SGD(0.1), 9.0),
+        (ms.optimizers.RMSProp(0.1), 9.683772),
+        (ms.optimizers.Adam(0.1), 9.9),
+        (ms.optimizers.AdamW(0.1, weight_decay=0.004), 10 - 10 * 0.004 * 0.1 - 0.1),
+        (ms.optimizers.Adagrad(0.1), 10 - 0.1 * 10 / np.sqrt(100.1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_keras_example_of_one_step(optimizer, after):
+    w = ms.Variable(10.0, dtype="float64")
+    optimizer.apply_gradients([(w.numpy(), w)])
+    assert float(w) == pytest.approx(after, abs=1e-6)
+
+
+def test_keras_example_of_momentum():
+    # Keras: the first step is 0.1, the second 0.18
+    w = ms.Variable(1.0, dtype="float64")
+    optimizer = ms.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.apply_gradients([(1.0, w)])
+    assert float(w) == pytest.approx(0.9)
+    optimizer.apply_gradients([(0.9, w)])
+    assert float(w) == pytest.approx(0.9 - 0.18)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_weights_are_updated_in_float32_and_rounded_once(dtype):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    w = ms.Variable(np.linspace(-2, 2, 70001), dtype=dtype)
+    start = w.numpy()
+    gradient = np.linspace(1, 3, 70001).astype(w.dtype)
+    optimizer = ms.optimizers.Adam(0.01)
+    optimizer.apply_gradients([(gradient, w)])
+    expected, slots = reference.run(
+        reference.adam(), [start.astype(np.float32)], lambda step: [gradient.astype(np.float32)], range(1), 0.01
+    )
+    assert optimizer.slots(w)["momentum"].dtype == np.float32
+    np.testing.assert_allclose(optimizer.slots(w)["velocity"], slots[0]["velocity"], rtol=1e-6)
+    difference = np.abs(w.numpy().astype(np.float32) - expected[0])
+    last_place = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    assert (difference <= np.abs(expected[0]) * last_place / 2 + 1e-7).all()
+
+
+def test_a_rule_of_ones_own():
+    class Sign(ms.optimizers.Optimizer):
+        def __init__(self, learning_rate):
+            super().__init__(learning_rate, slot_names=("count",), slot_start=2.0)
+
+        def update(self, gradient, weights, slots, step, rate, scratch):
+            np.add(slots["count"], 1, out=slots["count"])
+            np.sign(gradient, out=gradient)
+            np.multiply(gradient, rate, out=scratch[1][: gradient.size])
+            np.subtract(weights, scratch[1][: gradient.size], out=weights)
+
+    w = ms.Variable(np.zeros(70001))
+    optimizer = Sign(0.5)
+    assert optimizer.name == "sign"
+    optimizer.apply_gradients([(np.linspace(1, 2, 70001), w)])
+    optimizer.apply_gradients([(np.linspace(1, 2, 70001), w)], experimental_aggregate_gradients=False)
+    assert (w.numpy() == -1.0).all()
+    assert (optimizer.slots(w)["count"] == 4.0).all()
+
+
+def test_spellings():
+    assert ms.optimizers.RMSprop is ms.optimizers.RMSProp
+    assert ms.optimizers.Momentum(0.1).momentum == 0.9
