@@ -15,11 +15,11 @@ MEAN, FIRST = VariableAggregation.MEAN, VariableAggregation.ONLY_FIRST_REPLICA
 ON_READ = VariableSynchronization.ON_READ
 
 
-@pytest.fixture(params=["one", "two", "uneven"])
+@pytest.fixture(params=["two", "uneven"])
 def stand(request):
     from mpi4py import MPI
 
-    count = {"one": 1, "two": 2, "uneven": 1 + MPI.COMM_WORLD.rank % 2}[request.param]
+    count = {"two": 2, "uneven": 1 + MPI.COMM_WORLD.rank % 2}[request.param]
     with Stand([f"cpu:{k}" for k in range(count)]) as made:
         yield made
 
@@ -77,27 +77,27 @@ def test_what_the_copies_are_together(stand):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("value", [0, 7, -7, 22, 1 << 40])
-def test_integers_lose_nothing(stand, value):
+def test_integers_lose_nothing(stand):
     with stand.scope():
         v = Variable(np.int64(3), synchronization=ON_READ, aggregation=SUM)
         assert int(v) == 3 * stand.topology.num_replicas
-        v.assign(value)
-        assert int(v) == value
-        copies = [int(copy) for copy in v.values]
-        assert max(copies) - min(copies) <= 1
+        for value in (0, 7, -7, 22, 1 << 40):
+            v.assign(value)
+            assert int(v) == value
+            copies = [int(copy) for copy in v.values]
+            assert max(copies) - min(copies) <= 1
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("how", [MEAN, FIRST, NONE])
-def test_writes_for_all_change_every_copy(stand, how):
-    with stand.scope():
-        v = Variable(np.zeros(3), synchronization=ON_READ, aggregation=how)
-        v.assign(np.array([1.0, 2.0, 3.0]))
-        v.assign_add(np.ones(3)).assign_sub([0.5, 0.5, 0.5])
-    assert [copy.tolist() for copy in v.values] == [[1.5, 2.5, 3.5]] * stand.topology.num_local_replicas
-    stand.update(v, lambda w: w.assign_add(w + 1))
-    assert [copy.tolist() for copy in v.values] == [[4.0, 6.0, 8.0]] * stand.topology.num_local_replicas
+def test_writes_for_all_change_every_copy(stand):
+    for how in (MEAN, FIRST, NONE):
+        with stand.scope():
+            v = Variable(np.zeros(3), synchronization=ON_READ, aggregation=how)
+            v.assign(np.array([1.0, 2.0, 3.0]))
+            v.assign_add(np.ones(3)).assign_sub([0.5, 0.5, 0.5])
+        assert [copy.tolist() for copy in v.values] == [[1.5, 2.5, 3.5]] * stand.topology.num_local_replicas
+        stand.update(v, lambda w: w.assign_add(w + 1))
+        assert [copy.tolist() for copy in v.values] == [[4.0, 6.0, 8.0]] * stand.topology.num_local_replicas
 
 
 @pytest.mark.ranks(1, 2, 3)
