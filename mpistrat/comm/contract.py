@@ -24,7 +24,7 @@ __all__ = ["TEXT_BYTES", "Call", "Comparison", "by_rank", "describe", "fingerpri
 
 _MASK = (1 << 63) - 1
 _SERIES = 4096  # so many names are remembered
-TEXT_BYTES = 1000  # of a fingerprint are shown; its tag covers all of it
+TEXT_BYTES = 1000  # of a text are shown; the tag covers all of it
 
 
 def describe(op: str, name: str = "", dtype: Any = None, shape: Any = None, detail: Hashable = ()) -> str:
@@ -89,7 +89,9 @@ class Call:
         self.series = series
         self.tag = fingerprint(text)
         self.timeout = timeout
-        shown = text.encode()[:TEXT_BYTES]
+        shown = text.encode()
+        if len(shown) > TEXT_BYTES:
+            shown = shown[: TEXT_BYTES - 300] + f" …[{self.tag:x}]… ".encode() + shown[-250:]
         self.payload = len(shown).to_bytes(2, "little") + shown
         self.synchronize = synchronize and node.size > 1
         self._watch = watch
@@ -164,6 +166,7 @@ class Comparison:
             return
         mine = "\n".join(call.text for call in list(self._recent)[-since:])
         self._rolling = 0
+        self._last.clear()
         raise _first_difference([text.split("\n") for text in gather_text(self._comm, mine)])
 
 

@@ -1,0 +1,69 @@
+"""The comparison of collectives between nodes; each rank counts as a node here."""
+
+import numpy as np
+import pytest
+
+from mpistrat.errors import CollectiveMismatchError
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+
+def enter(group, *what, **options):
+    with group.collective(*what, **options):
+        pass
+
+
+@pytest.fixture
+def group(make_group):
+    return make_group(shared_memory=False, check_every=5)
+
+
+def test_first_use_is_compared(group):
+    last = group.topology.size - 1
+    dtype = np.float64 if group.topology.rank == last else np.float32
+    for _ in range(3):
+        with (
+            pytest.raises(
+                CollectiveMismatchError,
+                match=rf"0.*: reduce 'w' float32 \(2,\); rank {last}: reduce 'w' float64 \(2,\)$",
+            ),
+            group.collective("reduce", "w", dtype, (2,)),
+        ):
+            pass
+        group.barrier()
+
+
+def test_other_operations_differ(group):
+    op = "gather" if group.topology.rank == 0 else "reduce"
+    with (
+        pytest.raises(CollectiveMismatchError, match=r"rank 0: gather 'w'; ranks? 1.*: reduce 'w'"),
+        group.collective(op, "w"),
+    ):
+        pass
+
+
+def use(group, *names):
+    for name in names:
+        with group.collective("assign", name):
+            pass
+
+
+def test_an_exchanged_order_is_found_at_the_next_comparison(group):
+    """Calls that all ranks know are not compared at once, but none is forgotten."""
+    use(group, "a", "b", "a", "b")  # the second of each compares nothing
+    use(group, *("ab" if group.topology.rank == 0 else "ba"))
+    with pytest.raises(
+        CollectiveMismatchError, match=r"2 collectives ago: rank 0: assign 'a'; ranks? 1.*: assign 'b'$"
+    ):
+        use(group, "c")
+    use(group, "d")
+
+
+def test_every_fifth_collective_compares(group):
+    use(group, "a", "b")
+    mine = "aabbb" if group.topology.rank == 0 else "abbbb"
+    use(group, *mine[:4])
+    with pytest.raises(
+        CollectiveMismatchError, match=r"3 collectives ago: rank 0: assign 'a'; ranks? 1.*: assign 'b'$"
+    ):
+        use(group, mine[4])

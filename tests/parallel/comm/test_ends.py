@@ -1,0 +1,239 @@
+"""How jobs end: by themselves, by a mistake of one rank, by a rank that leaves or never comes.
+
+Each test starts a job of its own. It must end by itself, leave no process behind, and say what happened.
+"""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from launcher import launch
+
+START = """
+import sys, threading, time
+import numpy as np
+from mpistrat.cluster.topology import Topology
+from mpistrat.comm.process_group import ProcessGroup
+from mpistrat.options import Environment
+
+topology = Topology.create()
+group = ProcessGroup.create(topology, Environment(shared_memory={shared}, abort_after=2.0, warn_after=1.0))
+last = topology.rank == topology.size - 1
+
+def all_reduce(shape=(4, 3)):
+    with group.collective("all_reduce", "w", np.float32, shape):
+        if group.inter is not None:
+            group.inter.Allreduce(np.ones(100), np.ones(100))
+
+group.barrier()
+all_reduce()
+"""
+
+
+@pytest.fixture
+def shared_job(mpi_run):
+    """`shared_job(program, ranks)` runs a program after START."""
+    return lambda program, ranks=2, **options: mpi_run(START.format(shared=True) + program, ranks, **options)
+
+
+@pytest.fixture(params=[True, False], ids=["shared", "private"])
+def job(request, mpi_run):
+    """`job(program, ranks)` runs a program after START, once with shared memory and once without."""
+
+    def run(program, ranks=2, timeout=30.0, **options):
+        result = mpi_run(START.format(shared=request.param) + program, ranks, timeout, **options)
+        result.shared = request.param
+        return result
+
+    return run
+
+
+# All ranks end normally: silence and status 0.
+
+
+SILENT = {
+    "skewed": "time.sleep(topology.rank * 1.5)",
+    "finalized": "from mpi4py import MPI; time.sleep(topology.rank * 0.3); MPI.Finalize(); time.sleep(0.4)",
+    "closed": "group.close(); topology.close()",
+    "view": "view = group.node.allocate([9000] * group.node.size, 'test').segments[0][5:9]; group.close()",
+    "child": """
+import atexit, os
+if os.fork() == 0:
+    atexit._run_exitfuncs()  # a child's end is not the rank's
+    os._exit(0)
+os.wait()
+time.sleep(topology.rank * 0.3)
+all_reduce()
+sys.exit(0)
+""",
+}
+
+
+@pytest.mark.parametrize("how", ["skewed", "finalized"])
+def test_normal_end_is_silent(job, how):
+    result = job(SILENT[how])
+    assert result.returncode == 0, result
+    assert not result.stdout and not result.stderr.strip(), result
+
+
+@pytest.mark.parametrize("how", ["closed", "view", "child"])
+def test_normal_end_is_silent_with_shared_memory(shared_job, how):
+    result = shared_job(SILENT[how])
+    assert result.returncode == 0, result
+    assert not result.stdout and not result.stderr.strip(), result
+
+
+def test_status_of_a_rank_that_nobody_waits_for(job):
+    result = job("all_reduce()\nif last: sys.exit(3)")
+    assert result.returncode == 3, result
+    assert "Error" not in "".join(result.err), result
+
+
+# A rank leaves while others wait for it.
+
+
+def test_rank_that_leaves_early(job):
+    result = job("if last: sys.exit(3)\nall_reduce()", ranks=3)
+    assert result.returncode != 0, result
+    assert result.seconds < 15
+    assert "PeerExitError" in result.stderr, result
+    assert ("rank 2 left the program" if result.shared else "rank 2 has left the program") in result.stderr, result
+
+
+# A rank fails.
+
+
+def test_exception_of_one_rank(job):
+    result = job("if last: raise ValueError('mine')\nall_reduce()")
+    assert result.returncode == 1, result
+    assert "rank 1 of 2: the job ends on this exception\nTraceback" in result.err[1], result
+    assert "ValueError: mine" in result.err[1], result
+
+
+def test_exception_in_a_thread(shared_job):
+    result = shared_job("if last: threading.Thread(target=lambda: 1 / 0, name='loader').start()\ntime.sleep(20)")
+    assert result.returncode == 1, result
+    assert "rank 1 of 2: the job ends on this exception in loader\nTraceback" in result.err[1], result
+    assert "ZeroDivisionError" in result.err[1], result
+
+
+def test_exit_of_a_thread_is_no_failure(shared_job):
+    result = shared_job("t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join(); all_reduce()")
+    assert result.returncode == 0, result
+
+
+def test_keyboard_interrupt_of_one_rank(shared_job):
+    result = shared_job("if last: import _thread; _thread.interrupt_main(); time.sleep(20)\nall_reduce()")
+    assert result.returncode not in (0, None), result
+    assert "rank 1 of 2: the job ends on this exception" in result.err[1], result
+    assert "KeyboardInterrupt" in result.err[1], result
+
+
+def test_hook_that_the_program_installed_is_called(mpi_run):
+    program = "import sys\nsys.excepthook = lambda *error: print('my hook', file=sys.stderr)\n" + START.format(
+        shared=True
+    )
+    result = mpi_run(program + "if last: raise ValueError('mine')\ntime.sleep(20)", 2)
+    assert result.returncode == 1, result
+    assert "my hook\nrank 1 of 2: the job ends on this exception\nValueError: mine" in result.err[1]
+
+
+def test_under_the_runner_of_mpi4py(mpi_run, tmp_path):
+    (tmp_path / "program.py").write_text(START.format(shared=True) + "if last: raise ValueError('mine')\nall_reduce()")
+    result = mpi_run(["-m", "mpi4py", str(tmp_path / "program.py")], 2)
+    assert result.returncode == 1, result
+    assert "ValueError: mine" in result.err[1], result
+
+
+# A rank does something else, or nothing.
+
+
+def test_other_shape(job):
+    result = job("all_reduce((4, 2) if last else (4, 3))", ranks=3)
+    assert result.returncode == 1, result
+    assert "CollectiveMismatchError: the ranks entered different collectives" in result.stderr, result
+    assert "all_reduce 'w' float32 (4, 3)" in result.stderr and "all_reduce 'w' float32 (4, 2)" in result.stderr, result
+
+
+def test_skipped_collective(job):
+    result = job("if last:\n    time.sleep(40)  # away\nall_reduce()", ranks=3)
+    assert result.returncode == 1, result
+    assert "CollectiveTimeoutError: all_reduce 'w' float32 (4, 3)" in result.stderr, result
+    line = START.count("\n") + 2
+    assert f"rank 2 not in a collective, after #2, at program.py:{line}" in result.stderr, result
+    assert "takes longer than 1 s" in result.stderr, result
+
+
+def test_ctrl_c(mpi, tmp_path):
+    """SIGINT to mpiexec, as a terminal sends it, ends all ranks soon."""
+    import signal
+
+    from launcher import Job
+
+    (tmp_path / "program.py").write_text(
+        START.format(shared=True) + "open(sys.argv[1] + str(topology.rank), 'w')\nif last: time.sleep(60)\nall_reduce()"
+    )
+    job = Job([mpi.python, str(tmp_path / "program.py"), str(tmp_path / "ready")], 2, mpi, tmp_path)
+    try:
+        until = time.monotonic() + 20
+        while len(list(tmp_path.glob("ready*"))) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(job._process.pid, signal.SIGINT)
+        assert job.wait(10) not in (0, None), job.outputs()
+        assert not job.leftover()
+    finally:
+        job.end()
+
+
+# The machine has too little.
+
+
+def _may_unshare():
+    unshare = shutil.which("unshare")
+    return unshare and subprocess.run([unshare, "-m", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not _may_unshare(), reason="needs the right to make a mount namespace (unshare -m)")
+@pytest.mark.parametrize("grow", ["by one block", "by small blocks"])
+def test_small_dev_shm(mpi, grow):
+    """In a /dev/shm of 64 MiB too much memory is an error with a remedy, never a SIGBUS."""
+    words = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh")
+    small = dataclasses.replace(mpi, mpiexec=(*words, *mpi.mpiexec, *mpi.flags))
+    if grow == "by one block":
+        program = "group.node.allocate([50 << 20] * 2, 'the variables')"
+    else:
+        program = """
+blocks = []
+for k in range(20):
+    block = group.node.allocate([3 << 20] * 2, "the variables")
+    blocks.append(block)
+    group.node.agree_populated(block.populate(group.node.rank, 0, 3 << 20), "the variables")
+    block.segments[group.node.rank][:] = 1
+"""
+    result = launch(START.format(shared=True) + program, 2, small, 40.0)
+    assert result.returncode == 1 and not result.timed_out, result
+    assert "SharedMemoryError: the shared memory of the node of rank 0 is too small for the variables" in result.stderr
+    assert "--shm-size" in result.stderr
+
+
+@pytest.mark.skipif(not _may_unshare(), reason="needs the right to make a mount namespace (unshare -m)")
+def test_full_dev_shm_when_pages_are_asked_for(mpi):
+    """What others took after the look at the free space is found by populate."""
+    words = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh")
+    small = dataclasses.replace(mpi, mpiexec=(*words, *mpi.mpiexec, *mpi.flags))
+    program = """
+block = group.node.allocate([15 << 20] * 2, "the variables")
+if not last:
+    import os
+    fd = os.open("/dev/shm/other", os.O_CREAT | os.O_WRONLY)
+    os.posix_fallocate(fd, 0, os.statvfs("/dev/shm").f_bavail * 4096 - (20 << 20))
+group.barrier()
+group.node.agree_populated(block.populate(group.node.rank, 0, 15 << 20), "the variables")
+"""
+    result = launch(START.format(shared=True) + program, 2, small, 40.0)
+    assert result.returncode == 1 and not result.timed_out, result
+    assert "SharedMemoryError" in result.stderr and "too small for the variables" in result.stderr, result

@@ -1,0 +1,127 @@
+"""The barrier of a node and its staging room."""
+
+import time
+
+import numpy as np
+import pytest
+
+from mpistrat.errors import CollectiveMismatchError, CollectiveTimeoutError
+
+pytestmark = pytest.mark.ranks(2, 4)
+
+
+def enter(group, *what, **options):
+    with group.collective(*what, **options):
+        pass
+
+
+@pytest.fixture(params=["flags", "mpi"])
+def group(request, make_group, monkeypatch):
+    """A group whose barrier goes through flags, and one whose barrier goes through MPI as on large nodes."""
+    from mpistrat.comm import node
+
+    if request.param == "mpi":
+        monkeypatch.setattr(node, "FLAG_RANKS", 1)
+    return make_group()
+
+
+def test_nobody_passes_before_all_have_come(group):
+    """Every rank raises its own number before the barrier; after it all numbers have been raised."""
+    node = group.node
+    block = node.allocate([8] * node.size, "numbers")
+    numbers = [segment.view(np.int64) for segment in block.segments]
+    numbers[node.rank][0] = 0
+    node.barrier()
+    for k in range(1, 120):
+        if k % 30 == node.rank:
+            time.sleep(0.002)
+        numbers[node.rank][0] = k
+        node.barrier()
+        assert all(number[0] >= k for number in numbers)
+        assert all(number[0] <= k + 1 for number in numbers)
+        node.barrier()
+
+
+def test_staging_is_safe_with_one_barrier(group):
+    node = group.node
+    for k in range(120):
+        staging = node.staging()
+        staging[node.rank][:16] = (k + node.rank) % 251
+        if k % 30 == node.rank:
+            time.sleep(0.002)
+        node.barrier()
+        assert [int(room[:16].sum()) for room in staging] == [16 * ((k + r) % 251) for r in range(node.size)]
+
+
+def test_mismatch_names_every_rank(group):
+    last = group.topology.size - 1
+    others = "rank 0" if last == 1 else "ranks " + ", ".join(map(str, range(last)))
+    shape = (4, 2) if group.topology.rank == last else (4, 3)
+    expected = rf"{others}: all_reduce 'w' float32 \(4, 3\); rank {last}: all_reduce 'w' float32 \(4, 2\)$"
+    for _ in range(3):  # all ranks get the error, so the group stays usable
+        with pytest.raises(CollectiveMismatchError, match=expected):
+            enter(group, "all_reduce", "w", np.float32, shape)
+        group.barrier()
+
+
+def test_mismatch_on_a_call_that_both_have_used(group):
+    first = group.topology.rank == 0
+    for _ in range(4):
+        for name in "ab":
+            with group.collective("assign", name):
+                pass
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0: assign 'b'; ranks? 1.*: assign 'a'"):
+        enter(group, "assign", "b" if first else "a")
+
+
+def test_detail_is_compared(group):
+    rank = group.topology.rank
+    with pytest.raises(CollectiveMismatchError, match=r"checksum 0.*checksum 1"):
+        enter(group, "assign", "w", detail=f"checksum {min(rank, 1)}")
+
+
+def test_caller_may_synchronise_itself(group):
+    rank = group.topology.rank
+    with (
+        group.collective("all_reduce", "w", np.float32, (rank,), synchronize=False) as call,
+        pytest.raises(CollectiveMismatchError),
+    ):
+        group.node.barrier(call)
+
+
+def test_long_texts(group):
+    with group.collective("all_reduce", "é" * 900):
+        pass
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0: all_reduce 'éé.*é0'; rank 1: .*é1'"):
+        enter(group, "all_reduce", "é" * 900 + str(group.topology.rank))
+
+
+def test_missing_rank_is_named_with_its_place(make_group):
+    group = make_group(abort_after=0.5)
+    rank, last = group.topology.rank, group.topology.size - 1
+    group.barrier()
+    start = time.monotonic()
+    if rank == last:
+        time.sleep(1.4)  # here
+        with pytest.raises(CollectiveTimeoutError, match=r"came too late.*gave up"):
+            group.barrier("late")
+    else:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            group.barrier("late")
+        assert time.monotonic() - start < 1.9
+        text = str(caught.value)
+        if "gave up waiting" not in text:  # another rank was quicker to give up, and told this one
+            assert f"barrier 'late': rank {rank} waited 0.5 s for rank {last}" in text
+            assert f"rank {last} not in a collective, after #1, at test_node.py:" in text
+    with pytest.raises(CollectiveTimeoutError, match="an earlier collective failed"):
+        group.barrier("afterwards")
+
+
+def test_timeout_of_one_call(make_group):
+    group = make_group(abort_after=30.0)
+    if group.topology.rank == 0:
+        time.sleep(1.0)
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError):
+        enter(group, "reduce", timeout=0.3)
+    assert time.monotonic() - start < 3
