@@ -24,7 +24,6 @@ from .errors import ContextError, explain
 __all__ = [
     "Frame",
     "current",
-    "entered",
     "expect_cross",
     "get_replica_context",
     "get_strategy",
@@ -34,6 +33,7 @@ __all__ = [
     "in_cross_replica_context",
     "in_sync_on_read_context",
     "in_update_context",
+    "leave",
     "pop",
     "push",
     "set_default",
@@ -111,19 +111,16 @@ def pop(token: Token[Stack]) -> None:
     _stack.reset(token)
 
 
-@contextlib.contextmanager
-def entered(frame: Frame) -> Iterator[Frame]:
-    """Enter a frame for a `with` block; exits must be last in, first out. Not collective."""
-    before = _stack.get()
-    inside = (*before, frame)
-    _stack.set(inside)
-    try:
-        yield frame
-    finally:
-        if _stack.get() is not inside:
-            _stack.set(before)
-            raise ContextError("scope: expected scopes to be left in the reverse order of entering, got another order")
-        _stack.set(before)
+def leave(token: Token[Stack], frame: Frame) -> None:
+    """Leave a frame that must be the innermost one. Not collective.
+
+    Raises:
+        ContextError: it is not; then nothing changes.
+    """
+    stack, before = _stack.get(), token.old_value
+    if len(stack) != (0 if before is Token.MISSING else len(before)) + 1 or stack[-1] is not frame:
+        raise ContextError("scope: expected scopes to be left in the reverse order of entering, got another order")
+    _stack.reset(token)
 
 
 def _own_frame() -> Frame | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextvars import Token
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -22,19 +22,18 @@ class Scope:
 
     def __init__(self, strategy: Strategy, frame: Frame) -> None:
         self._strategy, self._frame = strategy, frame
-        self._entered: list[AbstractContextManager[Frame]] = []
+        self._tokens: list[Token[tuple[Frame, ...]]] = []
 
     def __enter__(self) -> Any:
         context.expect_cross(self._strategy, "Strategy.scope")
-        entered = context.entered(self._frame)
-        entered.__enter__()
-        self._entered.append(entered)
+        self._tokens.append(context.push(self._frame))
         return self._strategy
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+        context.leave(self._tokens[-1], self._frame)
+        self._tokens.pop()
 
 
 def set_strategy(strategy: Strategy | None) -> None:

@@ -1,0 +1,60 @@
+"""Strategies to test with: in one process without MPI, and every strategy on every layout of ranks and devices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mpistrat as ms
+from mpistrat.cluster import Topology
+from mpistrat.comm.process_group import ProcessGroup
+from mpistrat.cross_device.auto_all_reduce import AutoAllReduce
+from mpistrat.options import Environment
+from mpistrat.strategy.assemble import Parts
+from mpistrat.strategy.layout import MIRRORED
+
+# The one line that a new strategy adds: its name, and how to make it with these devices on each rank.
+STRATEGIES: dict[str, Callable[[Sequence[str]], Any]] = {
+    "one_device": lambda devices: ms.OneDeviceStrategy(devices[0]),
+    "mirrored": lambda devices: ms.MirroredStrategy(devices),
+    "multi_worker_mirrored": lambda devices: ms.MultiWorkerMirroredStrategy(devices=devices),
+    "central_storage": lambda devices: ms.CentralStorageStrategy(devices),
+}
+
+# How many devices, hence replicas, a rank has.
+DEVICES: dict[str, Callable[[int], int]] = {
+    "1": lambda rank: 1,
+    "2": lambda rank: 2,
+    "uneven": lambda rank: 1 + rank % 2,
+}
+
+
+def chosen(name: str, devices: str, ranks: int) -> bool:
+    """Whether to test a strategy on a layout: one devices for each number of ranks, all of them over 1 to 3 ranks."""
+    if name == "one_device":
+        return ranks == 1 and devices == "1"
+    if ranks == 1:
+        return devices == ("1" if name == "multi_worker_mirrored" else "2")
+    return (list(STRATEGIES).index(name) + list(DEVICES).index(devices) + ranks) % len(DEVICES) == 0
+
+
+def devices_of(devices: str, rank: int) -> list[str]:
+    return [f"cpu:{index}" for index in range(DEVICES[devices](rank))]
+
+
+@contextlib.contextmanager
+def made(name: str, devices: str = "1") -> Iterator[Any]:
+    """A strategy on all ranks, closed at the end."""
+    from mpi4py import MPI
+
+    with STRATEGIES[name](devices_of(devices, MPI.COMM_WORLD.rank)) as strategy:
+        yield strategy
+
+
+def without_mpi(replicas: int = 1) -> ms.Strategy:
+    """A mirrored strategy of this process alone, with so many replicas."""
+    group = ProcessGroup(Topology.single([f"cpu:{index}" for index in range(replicas)]), Environment())
+    ops = AutoAllReduce()
+    ops.bind(group)
+    return ms.Strategy(Parts(MIRRORED, group, ops))
