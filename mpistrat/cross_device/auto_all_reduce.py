@@ -76,7 +76,7 @@ class AutoAllReduce(CrossDeviceOps):
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Return the reduced values; the size that counts is that of all values on one kind of device together."""
+        """Return the reduced values; what counts is the size of all on one kind of device together. Collective."""
         results: list[Any] = [None] * len(value_destination_pairs)
         for on_gpu in (False, True):
             members = [i for i, (value, _) in enumerate(value_destination_pairs) if is_gpu(value.values[0]) == on_gpu]

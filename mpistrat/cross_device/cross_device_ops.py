@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import as_array
+from ..comm.arrays import array_module, as_array
 from ..comm.process_group import ProcessGroup
-from ..distributed_values import PerReplica
+from ..distributed_values import Mirrored, PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, IndexedSlices, ReduceOp
@@ -280,15 +280,17 @@ class CrossDeviceOps(ABC):
                 scratch in the accumulation dtype, and valid in the call only.
         """
         dtype = arithmetic(ReduceOp.SUM, arena.dtype, 1).accumulate
-        scratch = np.empty(min(BLOCK, arena.size), dtype)
+        xp = array_module(arena.local[0])
+        scratch = xp.empty(min(BLOCK, arena.size), dtype)
         for range_low, range_high in ranges:
             for low in range(range_low, range_high, PIECE):
                 high = min(low + PIECE, range_high)
                 values = PerReplica([flat[low:high] for flat in arena.local])
                 total = self.reduce_implementation(ReduceOp.SUM, values, None, None)
+                total = total.values[0] if isinstance(total, Mirrored) else total
                 for begin, end in blocks(arena.owned([(low, high)]), BLOCK):
                     block = scratch[: end - begin]
-                    np.copyto(block, total[begin - low : end - low], casting="unsafe")
+                    xp.copyto(block, total[begin - low : end - low], casting="unsafe")
                     consume(begin, end, block)
 
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:

@@ -12,7 +12,7 @@ from ..comm.process_group import ProcessGroup
 from .arithmetic import Arithmetic, add_all, finish
 from .result_pool import ResultPool
 
-__all__ = ["ExchangeSum"]
+__all__ = ["SMALL_BYTES", "ExchangeSum"]
 
 # Constants, never tuned at run time.
 SMALL_BYTES = 1 << 15  # above, it pays that each rank sums a slice only, if there are more than two

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ..comm.arrays import is_gpu
 from ..comm.packing import pack_sizes
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import PerReplica
@@ -16,10 +17,10 @@ from ..types import ReduceOp
 from .arena_sum import ArenaSum
 from .arithmetic import Arithmetic, arithmetic
 from .cross_device_ops import CrossDeviceOps
-from .exchange_sum import ExchangeSum
+from .exchange_sum import SMALL_BYTES, ExchangeSum
 from .flat import reduce_one, reduce_packs
 from .gradient_arena import GradientArena
-from .in_place import Place, find_place, reduce_in_place
+from .in_place import Place, domain_parts, find_place, reduce_in_place
 from .mpi_all_reduce import mpi_sum
 from .result_pool import ResultPool
 from .staged_sum import StagedSum
@@ -61,11 +62,10 @@ class HierarchicalAllReduce(CrossDeviceOps):
         self._exchange = ExchangeSum(group, self.results) if group.num_nodes == 1 and group.node.size > 1 else None
 
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
-        first = arrays[0]
-        if self._exchanged(first):
-            return False, "exchange"
-        if destinations is not None and find_place(self.group, arrays, destinations) is not None:
+        if self._find(arrays, destinations) is not None:
             return True, "in place"
+        if self._exchanged(arrays[0]):
+            return False, "exchange"
         return True, ""
 
     def _exchanged(self, array: Any) -> bool:
@@ -109,17 +109,20 @@ class HierarchicalAllReduce(CrossDeviceOps):
         ranges: Sequence[tuple[int, int]],
         consume: Callable[[int, int, np.ndarray], None],
     ) -> None:
-        if arena.node is None:
+        if is_gpu(arena.local[0]):
             super().reduce_arena(arena, ranges, consume)
             return
         how = self._how(ReduceOp.SUM, arena.dtype)
-        self._arena_sum().sum(arena.node, arena.owned(ranges), how.accumulate, consume)
+        self._arena_sum().sum(domain_parts(arena), arena.owned(ranges), how.accumulate, consume)
 
     def _place(self, values: Sequence[Any], destinations: Any, reduce_op: ReduceOp) -> Place | None:
         """Where in a gradient arena the values lie that shall be reduced in place; None for all others."""
-        if destinations is None or self._exchanged(values[0]):
-            return None
         if self._how(reduce_op, values[0].dtype).result != values[0].dtype:
+            return None
+        return self._find(values, destinations)
+
+    def _find(self, values: Sequence[Any], destinations: Any) -> Place | None:
+        if destinations is None or values[0].nbytes <= SMALL_BYTES:
             return None
         return find_place(self.group, values, destinations)
 

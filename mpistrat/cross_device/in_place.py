@@ -15,7 +15,7 @@ from .arena_sum import ArenaSum
 from .arithmetic import arithmetic
 from .gradient_arena import GradientArena
 
-__all__ = ["Place", "find_place", "merge", "reduce_in_place"]
+__all__ = ["Place", "domain_parts", "find_place", "merge", "reduce_in_place"]
 
 ALIGNMENT = 16  # elements
 
@@ -26,7 +26,7 @@ class Place:
     """Elements [low, high) of a gradient arena."""
 
     arena: GradientArena
-    first: np.ndarray  # the arena of the node's first replica
+    first: np.ndarray  # the arena of the first replica that shares memory with this rank
     low: int
     high: int
 
@@ -48,7 +48,7 @@ def find_place(group: ProcessGroup, values: Sequence[Any], destination: Any) -> 
     if not hasattr(destination, "arena") or type(values[0]) is not np.ndarray or group.node.locate(values[0]) is None:
         return None
     gradients: GradientArena | None = getattr(destination.arena, "gradients", None)
-    if gradients is None or gradients.node is None or len(values) != len(gradients.local):
+    if gradients is None or len(values) != len(gradients.local):
         return None
     low = int(destination.offset)
     high = low + int(destination.size)
@@ -57,7 +57,12 @@ def find_place(group: ProcessGroup, values: Sequence[Any], destination: Any) -> 
             return None
         if value.ctypes.data != flat.ctypes.data + low * flat.itemsize:
             return None
-    return Place(gradients, gradients.node[0], low, high)
+    return Place(gradients, domain_parts(gradients)[0], low, high)
+
+
+def domain_parts(arena: GradientArena) -> Sequence[np.ndarray]:
+    """Return the arenas of all replicas whose memory this rank sees: the node's, or its own alone. Not collective."""
+    return arena.local if arena.node is None else arena.node
 
 
 def merge(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -103,10 +108,11 @@ def _reduce_ranges(
     reduce_op: ReduceOp,
 ) -> None:
     index = group.slice_index
-    if index is None or arena.node is None:
+    if index is None:
         return
     how = arithmetic(reduce_op, arena.dtype, group.topology.num_replicas)
-    target = arena.node[0]
+    parts = domain_parts(arena)
+    target = parts[0]
     mine = []
     for low, high in ranges:
         begin, end = aligned_bounds(high - low, group.slices, ALIGNMENT)[index]
@@ -117,4 +123,4 @@ def _reduce_ranges(
             block /= how.divisor
         np.copyto(target[low:high], block, casting="unsafe")
 
-    arena_sum.sum(arena.node, mine, how.accumulate, store)
+    arena_sum.sum(parts, mine, how.accumulate, store)

@@ -39,8 +39,10 @@ class StagedSum:
         slices = group.slices
         wanted = NODE_CHUNK if group.num_nodes == 1 else SLICE_CHUNK * slices
         # The same on every node, also where nodes have different numbers of ranks.
-        self._chunk = min(wanted, max(SMALLEST_CHUNK, MEMORY // max(group.topology.ranks_per_node) // 16 * 16))
-        self._slice = -(-self._chunk // slices) + 16 * ALIGNMENT  # with room for a slice's alignment at any item size
+        self._chunk = min(wanted, max(SMALLEST_CHUNK, MEMORY // max(group.topology.ranks_per_node) // 64 * 64))
+        self._slice = (
+            -(-self._chunk // slices) // 64 + 16
+        ) * 64  # with room for the alignment of a slice at any item size
         half = self._chunk + self._slice
         self._block = node.allocate([2 * half] * node.size, "the staging memory of all-reduce")
         self._inputs = [[s[h * half : h * half + self._chunk] for s in self._block.segments] for h in (0, 1)]

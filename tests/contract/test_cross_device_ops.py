@@ -1,0 +1,335 @@
+"""What every CrossDeviceOps promises. A new one adds one line to OPS."""
+
+import importlib.util
+import zlib
+
+import numpy as np
+import pytest
+from cross_device_stand import LAYOUTS, Gradients, local, open_group
+
+from mpistrat.comm.dtypes import accumulation_dtype
+from mpistrat.cross_device.arithmetic import arithmetic
+from mpistrat.cross_device.auto_all_reduce import AutoAllReduce
+from mpistrat.cross_device.cross_device_ops import CrossDeviceOps
+from mpistrat.cross_device.hierarchical_all_reduce import HierarchicalAllReduce
+from mpistrat.cross_device.mpi_all_reduce import MpiAllReduce
+from mpistrat.cross_device.nccl_all_reduce import NcclAllReduce
+from mpistrat.cross_device.reduction_to_one_device import ReductionToOneDevice
+from mpistrat.distributed_values import PerReplica
+from mpistrat.errors import CollectiveMismatchError
+from mpistrat.options import CommunicationOptions
+from mpistrat.types import IndexedSlices, ReduceOp
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+
+class LeftFold(CrossDeviceOps):
+    """What a user might write: the least that a subclass needs."""
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        every = self.gather_implementation(PerReplica([v[None] for v in per_replica_value.values]), None, 0, options)
+        how = arithmetic(reduce_op, every.dtype, self.group.topology.num_replicas)
+        total = np.asarray(every.sum(axis=0, dtype=how.accumulate))
+        return total.astype(how.result) if how.divisor == 1 else (total / how.divisor).astype(how.result)
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        return [self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs]
+
+
+OPS = {
+    "auto": AutoAllReduce,
+    "mpi": MpiAllReduce,
+    "hierarchical": HierarchicalAllReduce,
+    "one_device": ReductionToOneDevice,
+    "one_device_function": lambda: ReductionToOneDevice("cpu:0", accumulation_fn=lambda parts: sum(parts)),
+    "users": LeftFold,
+    "nccl": NcclAllReduce,
+}
+NEEDS_GPU = {"nccl"}
+DTYPES = [
+    "int8",
+    "uint8",
+    "int32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "longdouble",
+    "complex64",
+    "complex128",
+]
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.gpu) if name in NEEDS_GPU else name for name in OPS],
+    scope="module",
+)
+def make(request):
+    return OPS[request.param]
+
+
+# Every layout on some numbers of ranks, not all on all.
+LAYOUTS_OF = {
+    1: ("shared", "devices"),
+    2: ("shared", "private", "devices"),
+    3: ("nodes", "devices"),
+    4: ("shared", "nodes"),
+}
+
+
+@pytest.fixture(params=LAYOUTS, scope="module")
+def group(request):
+    from mpi4py import MPI
+
+    if request.param not in LAYOUTS_OF[MPI.COMM_WORLD.size]:
+        pytest.skip("this layout is tried with other numbers of ranks")
+    with open_group(request.param) as group:
+        yield group
+
+
+@pytest.fixture
+def ops(make, group):
+    ops = make()
+    ops.bind(group)
+    return ops
+
+
+@pytest.fixture
+def replicas(group):
+    return group.topology.num_replicas
+
+
+def test_sum_and_mean_of_the_documentation(ops, group, replicas):
+    values = local(group, lambda replica: np.arange(4.0) + 4 * replica)
+    offset = 4 * replicas * (replicas - 1) / 2
+    total = ops.reduce(ReduceOp.SUM, values)
+    assert total.tolist() == [k * replicas + offset for k in range(4)]  # two replicas: [4, 6, 8, 10]
+    assert ops.reduce("mean", values).tolist() == [k + offset / replicas for k in range(4)]
+
+
+def test_dtypes(ops, group, replicas):
+    names = [*DTYPES, "bfloat16"] if importlib.util.find_spec("ml_dtypes") else DTYPES
+    if "bfloat16" in names:
+        importlib.import_module("ml_dtypes")  # makes np.dtype understand the name
+    count = replicas * (replicas + 1) // 2
+    for dtype in map(np.dtype, names):
+        factor = 1 + 1j if dtype.kind == "c" else 1
+        value = (np.array([1, 2, 3, 0]) * factor).astype(dtype)
+        values = local(group, lambda replica: (value * (replica + 1)).astype(dtype))  # noqa: B023
+        total, mean = ops.reduce(ReduceOp.SUM, values), ops.reduce(ReduceOp.MEAN, values)
+        assert total.dtype == dtype
+        assert total.astype(complex).tolist() == [1 * count * factor, 2 * count * factor, 3 * count * factor, 0], dtype
+        assert mean.dtype == (np.float64 if dtype.kind in "iu" else dtype)
+        assert mean.astype(complex).tolist() == [k * (replicas + 1) / 2 * factor for k in (1, 2, 3, 0)], dtype
+
+
+def test_narrow_floats_are_rounded_once(ops, group, replicas):
+    # 2048 + 1 is 2048 in float16, so sums formed in float16 would stay there.
+    values = local(group, lambda replica: np.float16([2048 if replica == 0 else 1]))
+    assert ops.reduce(ReduceOp.SUM, values)[0] == np.float16(2048 + replicas - 1)
+    # 40000 + 40000 is infinite in float16, its mean is not.
+    values = local(group, lambda replica: np.float16([40000]))
+    assert ops.reduce(ReduceOp.MEAN, values)[0] == np.float16(40000)
+
+
+def test_mean_of_small_integers_does_not_wrap(ops, group):
+    assert ops.reduce(ReduceOp.MEAN, local(group, lambda replica: np.int8([120]))).tolist() == [120.0]
+
+
+def test_shapes(ops, group, replicas):
+    for shape in [(), (0,), (3, 0, 2), (1,), (5, 7), (9000,), (300, 1001)]:
+        base = np.arange(np.prod(shape, dtype=int), dtype=np.float64).reshape(shape)
+        total = ops.reduce(ReduceOp.SUM, local(group, lambda replica: np.asarray(base + replica)))  # noqa: B023
+        assert isinstance(total, np.ndarray)
+        assert total.shape == shape
+        assert np.array_equal(total, base * replicas + replicas * (replicas - 1) / 2), shape
+
+
+def test_several_chunks(ops, group, replicas):
+    base = np.arange(700_007, dtype=np.float32) % 1000
+    total = ops.reduce(ReduceOp.SUM, local(group, lambda replica: base + replica))
+    assert np.array_equal(total, base * replicas + replicas * (replicas - 1) / 2)
+    again = ops.reduce(ReduceOp.MEAN, local(group, lambda replica: base + 2 * replica))
+    assert np.allclose(again, base + (replicas - 1), rtol=1e-6)
+    assert np.array_equal(total, base * replicas + replicas * (replicas - 1) / 2)  # not overwritten
+
+
+def test_memory_orders(ops, group, replicas):
+    base = np.arange(24.0).reshape(4, 6)
+    forms = {
+        "fortran": np.asfortranarray(base),
+        "stride": np.repeat(base, 2, axis=1)[:, ::2],
+        "swapped": base.astype(">f8"),
+        "broadcast": np.broadcast_to(base[:1], (4, 6)),
+        "list": base.tolist(),
+    }
+    for order, value in forms.items():
+        expected = base[:1].repeat(4, axis=0) if order == "broadcast" else base
+        total = ops.reduce(ReduceOp.SUM, local(group, lambda replica: value))  # noqa: B023
+        assert total.dtype == np.dtype(float)
+        assert np.array_equal(total, expected * replicas), order
+
+
+def test_the_result_is_new_and_the_value_is_kept(ops, group, replicas):
+    for size in (3, 200_000):
+        mine = local(group, lambda replica: np.ones(size))  # noqa: B023
+        total = ops.reduce(ReduceOp.SUM, mine)
+        total += 5
+        assert all((value == 1).all() for value in mine.values)
+        assert ops.reduce(ReduceOp.SUM, mine)[0] == replicas
+        assert total[-1] == replicas + 5
+
+
+def test_the_same_layout_gives_the_same_bits(ops, group):
+    for size in (1, 1000, 70_001):
+        generators = [np.random.default_rng(replica) for replica in range(group.topology.num_replicas)]
+        values = local(group, lambda replica: generators[replica].standard_normal(size, np.float32))  # noqa: B023
+        first = ops.reduce(ReduceOp.SUM, values)
+        assert ops.reduce(ReduceOp.SUM, values).tobytes() == first.tobytes()
+        with group.collective("compare"):
+            checksums = group.all_gather_int([zlib.crc32(first.tobytes())])
+        assert len(set(checksums[:, 0].tolist())) == 1
+
+
+def test_plain_values(ops, group, replicas):
+    counts = group.topology.replicas_per_rank
+    assert ops.reduce(ReduceOp.MEAN, 2.0) == 2.0
+    assert ops.reduce(ReduceOp.SUM, 0.0) == 0.0
+    if max(counts) == 1:
+        assert ops.reduce(ReduceOp.SUM, float(group.topology.rank)) == replicas * (replicas - 1) / 2
+    elif min(counts) > 1:
+        with pytest.raises(ValueError, match="plain float"):
+            ops.reduce(ReduceOp.SUM, 1.0)
+
+
+def test_batch_is_like_a_loop(ops, group, replicas):
+    def values(replica):
+        scale = replica + 1
+        return [
+            np.full((3, 2), scale, np.float32),
+            np.full(4, scale, np.int64),
+            np.float32(scale),
+            np.full(30_000, scale, np.float32),
+            np.zeros((0, 3), np.float16),
+            np.full(3, scale, np.float16),
+        ]
+
+    columns = [local(group, lambda replica, i=i: values(replica)[i]) for i in range(6)]
+    total = replicas * (replicas + 1) // 2
+    for options in (None, CommunicationOptions(bytes_per_pack=16), CommunicationOptions(bytes_per_pack=0)):
+        results = ops.batch_reduce(ReduceOp.SUM, [(column, None) for column in columns], options)
+        for result, like in zip(results, values(0), strict=True):
+            assert result.shape == np.shape(like)
+            assert result.dtype == np.asarray(like).dtype
+            assert (result == total).all()
+    means = ops.batch_reduce(ReduceOp.MEAN, [(columns[1], None), (columns[0], None)])
+    assert means[0].tolist() == [(replicas + 1) / 2] * 4
+    assert means[0].dtype == np.float64
+    assert ops.batch_reduce(ReduceOp.SUM, []) == []
+
+
+def test_rows_of_indexed_slices_are_kept(ops, group, replicas):
+    def rows(replica):
+        count = replica % 2 + 1
+        return IndexedSlices(np.full((count, 2), float(replica + 1)), np.full(count, 3), (5, 2))
+
+    found = ops.reduce(ReduceOp.SUM, local(group, rows))
+    assert found.indices.tolist() == [3] * sum(r % 2 + 1 for r in range(replicas))
+    assert found.to_dense()[3, 0] == sum((r % 2 + 1) * (r + 1) for r in range(replicas))
+    dense, mean = ops.batch_reduce(
+        ReduceOp.MEAN, [(local(group, lambda replica: np.float64(replica)), None), (local(group, rows), None)]
+    )
+    assert dense == (replicas - 1) / 2
+    assert np.allclose(mean.to_dense(), found.to_dense() / replicas)
+
+
+def test_broadcast(ops, group, replicas):
+    for root in range(replicas):
+        value = ops.broadcast(local(group, lambda replica: np.full((2, 3), replica, np.int16)), root=root)
+        assert value.dtype == np.int16
+        assert (value == root).all()
+        assert value.shape == (2, 3)
+    assert ops.broadcast(local(group, lambda replica: np.array(replica == 0))).tolist() is True
+    for root in (-1, replicas):
+        with pytest.raises(ValueError, match="root: expected a replica from 0"):
+            ops.broadcast(local(group, lambda replica: np.ones(1)), root=root)
+
+
+def test_gather(ops, group, replicas):
+    rows = ops.gather(local(group, lambda replica: np.full((replica + 1, 3), replica, np.int8)))
+    assert rows.dtype == np.int8
+    assert rows[:, 2].tolist() == [r for r in range(replicas) for _ in range(r + 1)]
+    columns = ops.gather(local(group, lambda replica: np.full((2, replica, 2), replica)), axis=1)
+    assert columns[1, :, 0].tolist() == [r for r in range(replicas) for _ in range(r)]
+    assert columns.shape == (2, replicas * (replicas - 1) // 2, 2)
+    nothing = ops.gather(local(group, lambda replica: np.zeros((replica, 0))))
+    assert nothing.shape == (replicas * (replicas - 1) // 2, 0)
+    assert ops.gather(local(group, lambda replica: np.array([replica % 2 == 0]))).tolist()[:1] == [True]
+
+
+def test_gather_refuses(ops, group, replicas):
+    with pytest.raises(ValueError, match="got a scalar"):
+        ops.gather(local(group, lambda replica: np.float64(1)))
+    for axis in (-1, 2):
+        with pytest.raises(ValueError, match=f"axis: expected 0 ≤ axis < 2, got {axis}"):
+            ops.gather(local(group, lambda replica: np.ones((2, 2))), axis=axis)
+    if group.topology.size > 1:
+        last = group.topology.size - 1
+        wide = 4 if group.topology.rank == last else 3
+        with pytest.raises(CollectiveMismatchError) as caught:
+            ops.gather(local(group, lambda replica: np.ones((2, wide))))
+        assert "(2, 3)" in str(caught.value)
+        assert "(2, 4)" in str(caught.value)
+        assert f"rank {last}" in str(caught.value)
+    assert ops.gather(local(group, lambda replica: np.ones((1, 2)))).shape == (replicas, 2)  # nothing is broken
+
+
+def test_what_cannot_be_summed(ops, group):
+    for wrong in (np.array([True]), np.array([object()]), np.zeros(2, [("a", "i4")]), np.array(["x"])):
+        with pytest.raises(TypeError, match="reduce: value: expected an array"):
+            ops.reduce(ReduceOp.SUM, local(group, lambda replica: wrong))  # noqa: B023
+
+
+def test_a_list_of_destinations_is_refused(ops, group):
+    with pytest.raises(ValueError, match="destinations"):
+        ops.reduce(ReduceOp.SUM, local(group, lambda replica: np.ones(1)), destinations=["cpu:0", "cpu:1"])
+
+
+def test_a_device_as_destination(ops, group, replicas):
+    total = ops.reduce(ReduceOp.SUM, local(group, lambda replica: np.ones(1)), destinations="cpu:0")
+    assert total.tolist() == [replicas]
+
+
+def test_options_of_one_call(ops, group, replicas):
+    for implementation in ("MPI", "HIERARCHICAL", "AUTO"):
+        options = CommunicationOptions(implementation=implementation, timeout_seconds=15)
+        for size in (3, 100_000):
+            total = ops.reduce(ReduceOp.SUM, local(group, lambda replica: np.ones(size)), None, options)  # noqa: B023
+            assert (total == replicas).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_arena(ops, group, replicas, dtype):
+    size = 200_000
+    arena = Gradients(group, size, dtype)
+    for index, flat in enumerate(arena.local):
+        flat[...] = (np.arange(size) % 50).astype(dtype) * dtype(group.topology.replica_offset + index + 1)
+    covered = np.zeros(size, int)
+
+    def consume(low, high, block):
+        covered[low:high] += 1
+        assert high - low <= 1 << 16
+        assert block.dtype == accumulation_dtype(np.dtype(dtype))
+        expected = (np.arange(low, high) % 50) * (replicas * (replicas + 1) // 2)
+        assert np.array_equal(block, expected.astype(dtype))
+        block[...] = -1  # scratch
+
+    ranges = [(0, 1000), (1040, 150_000), (160_000, size)]
+    with group.collective("apply") as ops.call:
+        ops.reduce_arena(arena, ranges, consume)
+        group.node.barrier()
+    mine = np.zeros(size, int)
+    for low, high in arena.owned(ranges):
+        mine[low:high] = 1
+    assert np.array_equal(covered, mine)

@@ -1,0 +1,95 @@
+"""Process groups of several layouts on one machine, and gradient arenas, for the tests of CrossDeviceOps."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from mpistrat.cluster.topology import Topology
+from mpistrat.comm.process_group import ProcessGroup
+from mpistrat.distributed_values import PerReplica
+from mpistrat.options import Environment
+from mpistrat.partition import aligned_bounds
+
+#: Memory shared by all ranks; private; two "nodes" made of the ranks of one machine; several replicas on some ranks.
+LAYOUTS = ("shared", "private", "nodes", "devices")
+
+
+def fake_nodes(comm, node_of, devices=("cpu:0",)):
+    """A topology that takes the ranks of one machine for those of several nodes."""
+    from mpi4py import MPI
+
+    own = comm.Dup()
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    intra = own.Split(node_of[own.rank], key=own.rank)
+    slices = min(node_of.count(node) for node in set(node_of))
+    inter = None
+    if len(set(node_of)) > 1:
+        inter = own.Split(intra.rank if intra.rank < slices else MPI.UNDEFINED, key=node_of[own.rank])
+        inter = None if inter == MPI.COMM_NULL else inter
+    counts = own.allgather(len(devices))
+    return Topology(own.rank, node_of, counts, devices, comm=own, intra=intra, inter=inter)
+
+
+def make_topology(layout):
+    from mpi4py import MPI
+
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    if layout == "nodes":  # 3 ranks make a node of two and a node of one
+        return fake_nodes(MPI.COMM_WORLD, [r * 2 // size if size != 3 else r // 2 for r in range(size)])
+    devices = ["cpu:0", "cpu:1", "cpu:2"][: 2 - rank % 2 if size > 1 else 3] if layout == "devices" else ["cpu:0"]
+    return Topology.create(devices=devices)
+
+
+@contextlib.contextmanager
+def open_group(layout, **settings):
+    """A group over all ranks in one of LAYOUTS, closed at the end of the block."""
+    settings = {"abort_after": 20.0, "shared_memory": layout != "private", **settings}
+    with make_topology(layout) as topology:
+        group = ProcessGroup.create(topology, Environment(**settings))
+        try:
+            yield group
+        finally:
+            group.close()
+
+
+def local(group, of_replica):
+    """PerReplica of what a function gives for the numbers of the local replicas."""
+    topology = group.topology
+    numbers = range(topology.replica_offset, topology.replica_offset + topology.num_local_replicas)
+    return PerReplica([of_replica(number) for number in numbers])
+
+
+class Gradients:
+    """A gradient arena in the memory of a group's nodes."""
+
+    def __init__(self, group, size, dtype):
+        self.dtype, self.size, self.key = np.dtype(dtype), size, "test"
+        self._group = group
+        nbytes = size * self.dtype.itemsize
+        segments = group.node.allocate([nbytes * n for n in group.replicas_of_node], "gradients").segments
+        by_rank = [
+            [segment[i * nbytes : (i + 1) * nbytes].view(self.dtype) for i in range(n)]
+            for segment, n in zip(segments, group.replicas_of_node, strict=True)
+        ]
+        self.local = by_rank[group.node.rank]
+        self.node = [flat for flats in by_rank for flat in flats] if group.node.shared else None
+
+    def owned(self, ranges):
+        if self._group.slice_index is None:
+            return []
+        low, high = aligned_bounds(self.size, self._group.slices, 16)[self._group.slice_index]
+        parts = [(max(low, begin), min(high, end)) for begin, end in ranges]
+        return [(begin, end) for begin, end in parts if begin < end]
+
+
+class Variable:
+    """What CrossDeviceOps see of a variable: where its gradient lies."""
+
+    def __init__(self, gradients, offset, size):
+        self.gradients, self.offset, self.size = gradients, offset, size
+        self.arena = self
+
+    def grad(self, local_replica):
+        return self.arena.gradients.local[local_replica][self.offset : self.offset + self.size]
