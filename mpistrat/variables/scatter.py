@@ -116,9 +116,9 @@ class ScatterMethods(ABC):
         return self._scatter_nd("update", indices, updates)
 
     def batch_scatter_update(self, delta: Any) -> Variable:
-        """Replace `v[b..., indices[b..., k]]` by `updates[b..., k]`: all but the last dimension of indices are batches.
+        """Replace `v[b..., indices[b..., k]]` by `updates[b..., k]`, for batches b. Collective.
 
-        Collective.
+        All but the last dimension of the indices are batches, and must be the variable's first dimensions.
         """
         indices, updates = _pair(delta)
         indices = _integers(indices, "batch_scatter_update")

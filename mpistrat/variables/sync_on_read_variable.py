@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import numpy as np
 
 from .. import context
-from ..comm.arrays import array_module
 from ..errors import explain
 from ..types import VariableAggregation
 from .aggregation import aggregate
@@ -107,7 +106,7 @@ class SyncOnReadVariable(Variable):
         if self.dtype.kind in "iu":
             share, rest = np.divmod(flat, replicas)
             return share + (replica < rest)
-        return array_module(flat).asarray(flat / replicas).astype(self.dtype)
+        return (flat / replicas).astype(self.dtype)
 
     def _change(self, index: int, op: str, flat: Any) -> None:
         copy = self.copies[index]

@@ -15,7 +15,6 @@ from ..comm.arrays import to_host
 from ..context import Frame
 from ..errors import ClosedError, ContextError, explain
 from ..types import VariableAggregation, VariableSynchronization
-from .memory import is_gpu_device
 from .scatter import ScatterMethods
 
 if TYPE_CHECKING:
@@ -258,7 +257,7 @@ class Variable(ScatterMethods, NDArrayOperatorsMixin, metaclass=_FrontDoor):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self.array
-        if any(is_gpu_device(device) for device in self.placement.arenas.devices):
+        if self.placement.arenas.on_gpu:
             raise TypeError("Variable: it lies on a GPU and does not become a NumPy array by itself: use v.numpy()")
         if dtype is not None and np.dtype(dtype) != array.dtype:
             if copy is False:
