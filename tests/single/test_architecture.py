@@ -20,7 +20,7 @@ from launcher import ROOT
 PACKAGE = ROOT / "mpistrat"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# The floor of each folder; files beside the folders are floor 0, or front doors that only re-export.
+# The floor of each folder; files beside the folders are floor 0, or front doors that only re-export, which floor 8 uses.
 FLOORS = {
     "cluster": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4, "parameter_server": 5, "optimizers": 5,
     "strategy": 6, "training": 7, "adapters": 8, "cli": 8, "examples": 8,
@@ -89,7 +89,7 @@ def test_a_file_imports_only_its_own_folder_and_lower_floors(path):
         if name[0] != "mpistrat" or name[1:2] == (folder,):
             continue
         target = name[1] if len(name) > 1 else "__init__"
-        upward = FLOORS[target] >= floor if target in FLOORS else target in front_doors()
+        upward = FLOORS[target] >= floor if target in FLOORS else target in front_doors() and floor < 8
         if upward:
             wrong.append(f"{path.name}:{line} imports {'.'.join(name)}")
     assert not wrong
