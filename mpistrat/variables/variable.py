@@ -13,6 +13,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from .. import context
 from ..comm.arrays import to_host
 from ..context import Frame
+from ..distributed_values import DistributedValues
 from ..errors import ClosedError, ContextError, explain
 from ..types import VariableAggregation, VariableSynchronization
 from .scatter import ScatterMethods
@@ -84,9 +85,10 @@ class Variable(ScatterMethods, NDArrayOperatorsMixin, metaclass=_FrontDoor):
         SharedMemoryError: on every rank, when a node has too little.
 
     Example:
-        >>> v = ms.Variable([1.0, 2.0], name="v")  # doctest: +SKIP
-        >>> (v + 1).tolist()  # doctest: +SKIP
-        [2.0, 3.0]
+        >>> import mpistrat as ms
+        >>> v = ms.Variable([1.0, 2.0], name="example")
+        >>> (v.assign_add([1.0, 1.0]) * 10).tolist()
+        [20.0, 30.0]
     """
 
     __slots__ = ("__weakref__", "_description", "arena", "dtype", "offset", "placement", "shape")
@@ -372,8 +374,6 @@ class Variable(ScatterMethods, NDArrayOperatorsMixin, metaclass=_FrontDoor):
 
     def _per_replica(self, value: Any) -> Sequence[Any]:
         """Return one value for each local replica of what a merge function got."""
-        from ..distributed_values import DistributedValues
-
         if isinstance(value, DistributedValues):
             return value.values
         return (value,) * self.placement.group.topology.num_local_replicas
