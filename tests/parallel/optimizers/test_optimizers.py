@@ -297,3 +297,20 @@ def test_wrong_places_are_refused():
             optimizer.apply_gradients([(np.ones(2), stranger)])
     with pytest.raises((ms.errors.ClosedError, ms.errors.ContextError)):
         strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), w)]))
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_keeps_no_shared_memory_from_being_freed():
+    import weakref
+
+    import mpistrat as ms
+
+    with ms.MirroredStrategy(devices=DEVICES["two"]) as strategy:
+        optimizer, variables = make(strategy, lambda o: o.Adam(0.1, global_clipnorm=1.0))
+        train(strategy, optimizer, variables, range(1))
+        arena = variables[0].arena
+        memory = [weakref.ref(array.base) for array in (*arena.copies, *arena.gradients.node)]
+        assert all(reference() is not None for reference in memory)
+        del variables, arena
+    assert all(reference() is None for reference in memory)
+    assert optimizer.iterations == 1
