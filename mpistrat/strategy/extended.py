@@ -273,7 +273,7 @@ class StrategyExtended:
         return nest.map_structure(lambda *leaves: PerReplica(leaves), *values)
 
     def require_open(self, function: str) -> None:
-        """Do nothing unless the strategy was closed.
+        """Do nothing unless the strategy was closed. Not collective.
 
         Raises:
             ClosedError: it was.
@@ -282,7 +282,7 @@ class StrategyExtended:
             raise ClosedError(f"{function}: the strategy was closed")
 
     def require_own(self, variable: Any, function: str) -> None:
-        """Do nothing if a variable was made in this strategy's scope.
+        """Do nothing if a variable was made in this strategy's scope. Not collective.
 
         Raises:
             ValueError: it was not.

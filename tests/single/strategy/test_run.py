@@ -1,8 +1,10 @@
 """Steps on the replicas of one process: arguments, results, meetings, failures."""
 
 import contextvars
+import gc
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -10,7 +12,6 @@ from strategy_stand import without_mpi
 
 import mpistrat as ms
 from mpistrat.errors import ContextError
-from mpistrat.strategy.replica_threads import ReplicaThreads
 
 
 def replica_id():
@@ -337,27 +338,22 @@ class TestFailures:
 
 class TestThreads:
     def test_they_are_kept_and_end_with_close(self):
-        def names():
-            return [t.name for t in threading.enumerate() if t.name.startswith("mpistrat-replica")]
-
-        before = len(names())
+        before = set(threading.enumerate())
         with without_mpi(3) as strategy:
-            assert len(names()) == before  # none before the first run
-            idents = [strategy.run(threading.get_ident).values for _ in range(3)]
-            assert idents[0] == idents[1] == idents[2]
-            assert idents[0][0] == threading.get_ident()
-            assert len(names()) == before + 2
-        for _ in range(100):
-            if len(names()) == before:
-                break
-            time.sleep(0.01)
-        assert len(names()) == before
+            assert set(threading.enumerate()) <= before  # none before the first run
+            threads = [strategy.run(threading.current_thread).values for _ in range(3)]
+            assert threads[0] == threads[1] == threads[2]
+            assert threads[0][0] is threading.current_thread()
+            assert all(thread.daemon for thread in threads[0][1:])
+        for thread in threads[0][1:]:
+            thread.join(5)
+            assert not thread.is_alive()
 
     def test_they_end_with_their_owner(self):
-        threads = ReplicaThreads([object(), object()])
-        threads._start()
-        other = next(t for t in threading.enumerate() if t.name == "mpistrat-replica-1")
-        del threads
+        strategy = without_mpi(2)
+        other = strategy.run(threading.current_thread).values[1]
+        del strategy
+        gc.collect()
         other.join(5)
         assert not other.is_alive()
 
@@ -376,9 +372,6 @@ class TestThreads:
         assert found == [(1, 1)] * 60
 
     def test_no_object_of_a_step_is_kept(self, two):
-        import gc
-        import weakref
-
         class Thing:
             pass
 

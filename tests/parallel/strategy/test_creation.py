@@ -1,0 +1,234 @@
+"""Making and ending strategies on real ranks: what does not fit is refused by all of them, and nothing hangs."""
+
+import json
+import os
+from unittest import mock
+
+import numpy as np
+import pytest
+from strategy_stand import made
+
+import mpistrat as ms
+from mpistrat.errors import ClusterError, CollectiveMismatchError, DeviceError, LayoutError, MissingDependencyError
+
+WORKERS = [f"host{i}:1" for i in range(8)]
+
+
+def world():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def pretend_nodes(node_of):
+    """A communicator of the world whose shared-memory split gives these nodes."""
+    from mpi4py import MPI
+
+    class Pretended(MPI.Intracomm):
+        def Split_type(self, split_type, key=0, info=MPI.INFO_NULL):
+            return MPI.Intracomm(self.Split(node_of[self.rank], key))
+
+    return Pretended(MPI.COMM_WORLD)
+
+
+@pytest.mark.ranks(2, 4)
+def test_strategies_of_one_node_refuse_two():
+    nodes = pretend_nodes([rank % 2 for rank in range(4)])
+    for make in (ms.MirroredStrategy, ms.CentralStorageStrategy):
+        with pytest.raises(LayoutError, match="ranks on 2 nodes. What fits: MultiWorkerMirroredStrategy"):
+            make(comm=nodes)
+    with ms.MultiWorkerMirroredStrategy(comm=nodes) as strategy:
+        assert strategy.reduce("SUM", 1, axis=None) == strategy.size
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_part_of_the_world():
+    comm = world().Split(world().rank == 0)
+    with ms.MirroredStrategy(comm=comm) as strategy:
+        assert strategy.size == comm.size
+        assert strategy.reduce("SUM", 1, axis=None) == comm.size
+    with ms.OneDeviceStrategy(comm=world().Split(world().rank)) as strategy:
+        assert strategy.run(lambda: ms.get_replica_context().num_replicas_in_sync) == 1
+
+
+@pytest.mark.ranks(2)
+def test_strategies_one_after_another_and_at_once():
+    with made("mirrored") as one, made("multi_worker_mirrored") as two:
+        for strategy in (one, two, one):
+            with strategy.scope():
+                v = ms.Variable(1.0, name="v", aggregation=ms.VariableAggregation.SUM)
+            strategy.run(lambda v=v: v.assign_add(1.0))
+            assert float(v) == 3.0
+        with pytest.raises(ValueError, match="another strategy"):
+            one.run(lambda: two.extended.variables[0].assign(1.0))
+        one.close()
+        assert two.reduce("SUM", 1, axis=None) == 2
+    for _ in range(20):
+        with made("mirrored", "2") as strategy:
+            assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == 4
+
+
+@pytest.mark.ranks(2)
+def test_a_device_that_one_rank_lacks():
+    with pytest.raises(DeviceError, match="rank 1.*tpu:0"):
+        ms.MirroredStrategy(["tpu:0" if world().rank else "cpu:0"])
+    with pytest.raises(DeviceError, match="rank 0"):
+        ms.MultiWorkerMirroredStrategy(devices=[] if world().rank == 0 else None)
+
+
+@pytest.mark.ranks(2)
+def test_a_problem_of_one_rank_is_raised_by_all():
+    with pytest.raises(ValueError, match="CrossDeviceOps object"):
+        ms.MirroredStrategy(cross_device_ops="nonsense" if world().rank else None)
+    with pytest.raises((CollectiveMismatchError, ValueError)):
+        ms.MultiWorkerMirroredStrategy(communication_options=ms.CommunicationOptions(bytes_per_pack=8 * world().rank))
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_make_different_strategies():
+    with pytest.raises(CollectiveMismatchError, match="MirroredStrategy"):
+        ms.MirroredStrategy() if world().rank else ms.CentralStorageStrategy()
+
+
+@pytest.mark.ranks(2)
+def test_nccl_by_name_without_a_gpu():
+    from mpistrat.comm.nccl import nccl_available
+
+    if not nccl_available():
+        pytest.skip("NCCL is here")
+    with pytest.raises((MissingDependencyError, ClusterError, ImportError), match="NCCL|CuPy|nccl"):
+        ms.MultiWorkerMirroredStrategy(communication_options=ms.CommunicationOptions(implementation="nccl"))
+
+
+class TestClusters:
+    @pytest.mark.ranks(1, 2)
+    def test_tf_config(self):
+        size, rank = world().size, world().rank
+        config = {"cluster": {"worker": WORKERS[:size]}, "task": {"type": "worker", "index": rank}}
+        with (
+            mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)),
+            ms.CollectiveAllReduceStrategy() as strategy,
+        ):
+            assert isinstance(strategy.cluster_resolver, ms.cluster_resolver.TFConfigClusterResolver)
+            assert strategy.cluster_resolver.task_id == rank
+
+    @pytest.mark.ranks(2)
+    def test_without_tf_config(self):
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            assert strategy.cluster_resolver.cluster_spec().num_tasks("worker") == 2
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize(
+        ("text", "error"),
+        [
+            ("{no JSON", "TF_CONFIG"),
+            ({"cluster": {"boss": WORKERS[:2]}}, "boss"),
+            ({"cluster": {"chief": WORKERS[:2]}}, "at most one chief"),
+            ({"cluster": {"worker": WORKERS[:3]}}, r"ranks \(2\), got 3"),
+            ({"cluster": {"worker": WORKERS[:2], "ps": WORKERS[2:3]}}, "no ps task"),
+            ({"cluster": {"chief": WORKERS[:1], "worker": WORKERS[1:3]}}, r"ranks \(2\), got 3"),
+        ],
+    )
+    def test_tf_config_that_is_wrong(self, text, error):
+        text = (
+            text
+            if isinstance(text, str)
+            else json.dumps(text | {"task": {"type": next(iter(text["cluster"])), "index": 0}})
+        )
+        with mock.patch.dict(os.environ, TF_CONFIG=text), pytest.raises(ClusterError, match=error):
+            ms.MultiWorkerMirroredStrategy()
+
+    @pytest.mark.ranks(2)
+    def test_tf_config_that_is_wrong_on_one_rank(self):
+        text = "{" if world().rank else json.dumps({"cluster": {}})
+        with mock.patch.dict(os.environ, TF_CONFIG=text), pytest.raises(ClusterError, match="TF_CONFIG"):
+            ms.MultiWorkerMirroredStrategy()
+
+    @pytest.mark.ranks(3)
+    def test_a_chief_and_workers(self):
+        spec = ms.cluster_resolver.SimpleClusterResolver
+        from mpistrat.cluster import ClusterSpec
+
+        resolver = spec(ClusterSpec({"chief": WORKERS[:1], "worker": WORKERS[1:3]}), "", "worker", 1)
+        with ms.MultiWorkerMirroredStrategy(resolver) as strategy:
+            assert strategy.cluster_resolver is resolver
+
+
+@pytest.mark.ranks(2, 3)
+def test_central_storage_keeps_everything_with_the_leader():
+    with made("central_storage") as strategy:
+        with strategy.scope():
+            w = ms.Variable(np.zeros(1000), name="w")
+        optimizer = ms.optimizers.Adam(0.1)
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(1000), w)]))
+        arena = strategy.extended.placement.arenas.arenas[0]
+        assert arena.owned([(0, 1000)]) == ([(0, 1000)] if strategy.rank == 0 else [])
+        assert arena.writes(1000) == ((0, 1000) if strategy.rank == 0 else (0, 0))
+        assert np.allclose(w.numpy(), -0.1)
+        assert strategy.extended.parameter_devices == ("cpu:0",)
+
+
+@pytest.mark.ranks(2)
+def test_every_rank_hears_of_a_file_that_cannot_be_written():
+    with made("mirrored") as strategy:
+        with strategy.scope():
+            ms.Variable(1.0)
+        with pytest.raises(OSError, match="no_such_folder"):
+            strategy.save("/no_such_folder/x.h5")
+        with pytest.raises(OSError, match="FileNotFoundError"):
+            strategy.restore("/no_such_folder/x.h5")
+        with pytest.raises(CollectiveMismatchError, match="other"):
+            strategy.save(f"/no_such_folder/{'other' if strategy.rank else 'one'}.h5")
+
+
+@pytest.mark.ranks(2)
+def test_show_config(capsys):
+    with made("multi_worker_mirrored", "uneven") as strategy:
+        text = ms.show_config(strategy)
+    assert "rank 1" in text
+    assert "devices cpu:0, cpu:1" in text
+    assert "3 replicas on 2 ranks" in text
+    assert capsys.readouterr().out == (text + "\n" if strategy.rank == 0 else "")
+
+
+@pytest.mark.ranks(2)
+def test_a_mistake_among_local_replicas_leaves_the_ranks_usable():
+    with made("mirrored", "2") as strategy:
+
+        def step():
+            if ms.get_replica_context().replica_id_in_sync_group % 2:
+                ms.get_replica_context().all_reduce("SUM", 1.0)
+
+        with pytest.raises(RuntimeError, match="has returned"):
+            strategy.run(step)
+        assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == 4
+
+
+@pytest.mark.ranks(2)
+def test_a_user_s_own_algorithm():
+    class Counting(ms.CrossDeviceOps):
+        calls = 0
+
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            self.calls += 1
+            table = self.group.all_gather_int([int(sum(per_replica_value.values))])
+            return np.asarray(table.sum())
+
+        def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+            return [self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs]
+
+    ops = Counting()
+    with ms.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops) as strategy:
+        assert strategy.reduce("SUM", strategy.run(lambda: 5), axis=None) == 20
+        assert strategy.reduce("SUM", strategy.run(lambda: (1, 2)), axis=None) == (4, 8)
+        assert strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 1)).values == (4, 4)
+    assert ops.calls == 4
+
+
+@pytest.mark.ranks(1, 2)
+def test_shared_memory_may_be_refused():
+    with mock.patch.dict(os.environ, MPISTRAT_SHARED_MEMORY="0"), made("central_storage", "2") as strategy:
+        with strategy.scope():
+            v = ms.Variable(np.zeros(3), name="v", aggregation=ms.VariableAggregation.MEAN)
+        strategy.run(lambda: v.assign(np.full(3, float(ms.get_replica_context().replica_id_in_sync_group))))
+        assert v.numpy().tolist() == [(strategy.num_replicas_in_sync - 1) / 2] * 3
