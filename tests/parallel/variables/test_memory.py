@@ -13,6 +13,8 @@ from mpistrat.variables import Variable
 
 MIB = 1 << 20
 
+pytestmark = pytest.mark.big(gib=1)
+
 
 def proportional_set_size():
     """What this process takes, its part of shared pages counted by the number of their users."""
