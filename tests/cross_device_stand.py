@@ -12,9 +12,6 @@ from mpistrat.distributed_values import PerReplica
 from mpistrat.options import Environment
 from mpistrat.partition import aligned_bounds
 
-#: Memory shared by all ranks; private; two "nodes" made of the ranks of one machine; several replicas on some ranks.
-LAYOUTS = ("shared", "private", "nodes", "devices")
-
 
 def fake_nodes(comm, node_of, devices=("cpu:0",)):
     """A topology that takes the ranks of one machine for those of several nodes."""
@@ -33,6 +30,7 @@ def fake_nodes(comm, node_of, devices=("cpu:0",)):
 
 
 def make_topology(layout):
+    """One of: "shared" memory of all ranks; "private"; two "nodes" made of one machine; several "devices" on some ranks."""
     from mpi4py import MPI
 
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -44,7 +42,7 @@ def make_topology(layout):
 
 @contextlib.contextmanager
 def open_group(layout, **settings):
-    """A group over all ranks in one of LAYOUTS, closed at the end of the block."""
+    """A group over all ranks in a layout of `make_topology`, closed at the end of the block."""
     settings = {"abort_after": 20.0, "shared_memory": layout != "private", **settings}
     with make_topology(layout) as topology:
         group = ProcessGroup.create(topology, Environment(**settings))

@@ -54,6 +54,11 @@ class AutoAllReduce(CrossDeviceOps):
         for algorithm in self._algorithms.values():
             algorithm.bind(group)
 
+    def close(self) -> None:
+        super().close()
+        for algorithm in self._algorithms.values():
+            algorithm.close()
+
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
         chosen = self._choose(arrays[0])
         synchronize, how = chosen.entry(arrays, destinations)

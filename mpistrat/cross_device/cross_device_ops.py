@@ -57,6 +57,12 @@ class CrossDeviceOps(ABC):
         self._group = group
         self._others = None
 
+    def close(self) -> None:
+        """Free what the algorithm owns, such as NCCL communicators. Collective; the strategy calls it before it closes."""
+        for other in (self._others or {}).values():
+            if other is not self:
+                other.close()
+
     @property
     def group(self) -> ProcessGroup:
         """The ranks that this object works over. Not collective."""
