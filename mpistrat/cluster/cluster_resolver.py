@@ -32,7 +32,7 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, by default of this process; "" where there is nobody to connect to."""
+        """Return the address of a task, by default of this process; "" with nobody to connect to. Not collective."""
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return the number of accelerators of this process by type, {} without any. Not collective.

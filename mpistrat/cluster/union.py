@@ -68,7 +68,7 @@ class UnionResolver(ClusterResolver):
         return ClusterSpec({job: _merge(job, [spec[job] for spec in specs if job in spec]) for job in names})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of the task if both its type and index are given, else the first resolver's master."""
+        """Return a task's address if its type and index are given, else the first resolver's master. Not collective."""
         if task_type is not None and task_id is not None:
             return task_url(self, task_type, task_id, rpc_layer)
         return self._resolvers[0].master(rpc_layer=self.rpc_layer if rpc_layer is None else rpc_layer)

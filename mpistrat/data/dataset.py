@@ -80,7 +80,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return one line about this stage."""
+        """Return one line about this stage. Not collective."""
 
     def check(self) -> None:
         """Raise if a source has changed since it was opened; called as an epoch begins. Not collective."""
