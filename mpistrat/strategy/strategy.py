@@ -200,8 +200,8 @@ class Strategy:
             ContextError: in a step: use `get_replica_context().all_reduce`.
 
         Example:
-            >>> ms.get_strategy().reduce("MEAN", np.array([1.0, 2.0, 6.0]), axis=0)
-            np.float64(3.0)
+            >>> float(ms.get_strategy().reduce("MEAN", np.array([1.0, 2.0, 6.0]), axis=0))
+            3.0
         """
         extended = self._extended
         if extended.closed:
