@@ -34,7 +34,9 @@ def make_strategy(name: str, devices: list[str] | None, all_reduce: str) -> Any:
     """Return the strategy that the command line names. Collective."""
     ops = ALL_REDUCE[all_reduce]()
     if name == "one_device":
-        return ms.OneDeviceStrategy(*(devices or ["cpu:0"]))
+        if devices is not None and len(devices) != 1:
+            raise ValueError(f"--devices: expected one device for --strategy one_device, got {','.join(devices)}")
+        return ms.OneDeviceStrategy(devices[0] if devices else "cpu:0")
     if name == "central_storage":
         return ms.CentralStorageStrategy(compute_devices=devices)
     kinds = {"mirrored": ms.MirroredStrategy, "multi_worker_mirrored": ms.MultiWorkerMirroredStrategy}
@@ -49,8 +51,8 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any]:
     strategy.comm.Barrier()
     fields = ("image", "label")
     batch = options.global_batch_size
-    training = ms.data.HDF5Dataset(str(output / "shards" / "train-*.h5"), fields=fields)
-    training = training.shuffle(seed=options.seed).batch(batch)
+    rows = ms.data.HDF5Dataset(str(output / "shards" / "train-*.h5"), fields=fields)
+    training = rows.shuffle(seed=options.seed).batch(batch)
     testing = ms.data.HDF5Dataset(str(output / "shards" / "test-*.h5"), fields=fields).batch(digits_data.TEST_ROWS)
     training_data = strategy.distribute_dataset(training)
     testing_data = strategy.distribute_dataset(testing)

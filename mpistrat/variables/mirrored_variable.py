@@ -40,7 +40,7 @@ class MirroredVariable(Variable):
 
     def __init__(self, placement: Placement, description: Description, arena: Arena, offset: int) -> None:
         """Make the views of a place in an arena. Not collective."""
-        super().__init__(placement, description)
+        self._hold(placement, description)
         self.arena: Arena = arena
         self.offset = offset
         place = slice(offset, offset + self.size)

@@ -38,7 +38,7 @@ class SyncOnReadVariable(Variable):
 
     def __init__(self, placement: Placement, description: Description) -> None:
         """Make zeroed copies. Not collective."""
-        super().__init__(placement, description)
+        self._hold(placement, description)
         on_gpu = placement.arenas.on_gpu
         count = placement.group.topology.num_local_replicas
         devices = placement.arenas.devices if on_gpu else ("cpu:0",) * count

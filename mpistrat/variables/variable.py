@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
-from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from .. import context
 from ..comm.arrays import to_host
@@ -20,7 +19,13 @@ from .scatter import ScatterMethods
 
 if TYPE_CHECKING:
     from .arena import Arena
+    from .mirrored_variable import MirroredVariable
     from .placement import Placement
+
+    # A base of any type lets a type checker accept the call of a class that has abstract methods.
+    _Operators: Any
+else:
+    from numpy.lib.mixins import NDArrayOperatorsMixin as _Operators
 
 __all__ = ["Description", "Variable"]
 
@@ -49,7 +54,7 @@ class _FrontDoor(ABCMeta):
         return super().__call__(*args, **kwargs)
 
 
-class Variable(ScatterMethods, NDArrayOperatorsMixin, metaclass=_FrontDoor):
+class Variable(ScatterMethods, _Operators, metaclass=_FrontDoor):
     """An array of a fixed shape and dtype that the current strategy keeps (TF: tf.Variable). Creation is collective.
 
     `Variable(initial_value, trainable=None, name=None, dtype=None, shape=None, synchronization=AUTO, aggregation=NONE,
@@ -93,7 +98,21 @@ class Variable(ScatterMethods, NDArrayOperatorsMixin, metaclass=_FrontDoor):
 
     __slots__ = ("__weakref__", "_description", "arena", "dtype", "offset", "placement", "shape")
 
-    def __init__(self, placement: Placement, description: Description) -> None:
+    if TYPE_CHECKING:  # what a call of the class comes to, by way of the current strategy
+
+        def __new__(
+            cls,
+            initial_value: Any,
+            trainable: bool | None = None,
+            name: str | None = None,
+            dtype: Any = None,
+            shape: Any = None,
+            synchronization: VariableSynchronization = ...,
+            aggregation: VariableAggregation = ...,
+            constraint: Callable[[Any], Any] | None = None,
+        ) -> MirroredVariable: ...
+
+    def _hold(self, placement: Placement, description: Description) -> None:
         """Hold what all kinds have in common. Not collective."""
         self.placement = placement
         self._description = description
