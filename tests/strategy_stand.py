@@ -30,13 +30,13 @@ DEVICES: dict[str, Callable[[int], int]] = {
 }
 
 
-def chosen(name: str, devices: str, ranks: int) -> bool:
-    """Whether to test a strategy on a layout: one devices for each number of ranks, all of them over 1 to 3 ranks."""
-    if name == "one_device":
-        return ranks == 1 and devices == "1"
+def layout_for(name: str, ranks: int) -> str | None:
+    """On which devices to test a strategy with so many ranks: over all numbers of ranks each meets all. None: on none."""
     if ranks == 1:
-        return devices == ("1" if name == "multi_worker_mirrored" else "2")
-    return (list(STRATEGIES).index(name) + list(DEVICES).index(devices) + ranks) % len(DEVICES) == 0
+        return {"one_device": "1", "multi_worker_mirrored": "1"}.get(name, "2")
+    if name == "one_device":
+        return None
+    return list(DEVICES)[-(list(STRATEGIES).index(name) + ranks) % len(DEVICES)]
 
 
 def devices_of(devices: str, rank: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from strategy_stand import DEVICES, STRATEGIES, chosen, devices_of, made
+from strategy_stand import STRATEGIES, devices_of, layout_for, made
 
 import mpistrat as ms
 from mpistrat import VariableAggregation, VariableSynchronization
@@ -11,13 +11,14 @@ from mpistrat.errors import ClosedError, LayoutError
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 
-@pytest.fixture(params=[(name, devices) for name in STRATEGIES for devices in DEVICES], ids="-".join)
+@pytest.fixture(params=STRATEGIES)
 def strategy(request):
     from mpi4py import MPI
 
-    if not chosen(*request.param, MPI.COMM_WORLD.size):
-        pytest.skip("covered by another combination")
-    with made(*request.param) as strategy:
+    devices = layout_for(request.param, MPI.COMM_WORLD.size)
+    if devices is None:
+        pytest.skip("the strategy takes one rank")
+    with made(request.param, devices) as strategy:
         yield strategy
 
 
