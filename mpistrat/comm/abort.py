@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -31,7 +32,19 @@ def end_job(text: str, code: int = 1) -> None:
         pass
     if MPI.Is_initialized() and not MPI.Is_finalized():
         time.sleep(_FORWARDING)
+        if _launched_by_open_mpi_over_hosts():
+            os._exit(code)
         MPI.COMM_WORLD.Abort(code)
+
+
+def _launched_by_open_mpi_over_hosts() -> bool:
+    """Tell whether Abort would end the ranks and leave mpirun behind for ever.
+
+    Open MPI's launcher (PRRTE 3) does so over several hosts. It ends the job as it should when a rank exits without
+    having finalised. These variables are its own, srun sets none of them.
+    """
+    here, everywhere = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"), os.environ.get("OMPI_COMM_WORLD_SIZE")
+    return here is not None and here != everywhere
 
 
 def install(rank: int, size: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import weakref
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -207,6 +206,7 @@ class ProcessGroup:
         if self.closed:
             return
         self.closed = True
+        _groups.discard(self)
         healthy = self.watch.refusal is None and not (self._private is not None and _mpi_ended())
         if self._private is not None and healthy:
             with self.collective("close"):
@@ -240,7 +240,7 @@ def _mpi_ended() -> bool:
     return MPI.Is_finalized()
 
 
-_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_groups: set[ProcessGroup] = set()  # not closed; one that was dropped owes the others word of its end, too
 _process: int | None = None
 
 
