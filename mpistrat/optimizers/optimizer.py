@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -244,9 +244,17 @@ class Optimizer(ABC):
 
         What `set_state` gave for variables that were not updated since is in it.
         """
-        slots = dict(self._slots.pending)
-        slots.update({variable.name: self._slots.read(variable) for variable in self._variables if self.slot_names})
-        return {"iterations": self._iterations, "slots": slots}
+        return {"iterations": self._iterations, "slots": dict(self.each_slots())}
+
+    def each_slots(self) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+        """Yield each variable's name with its slots, as `slots` gives them, one variable at a time. Collective.
+
+        What `set_state` gave for variables that were not updated since is among them.
+        """
+        yield from self._slots.pending.items()
+        if self.slot_names:
+            for variable in self._variables:
+                yield variable.name, self._slots.read(variable)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `get_state` gave, on any layout. Not collective, but every rank must do it.

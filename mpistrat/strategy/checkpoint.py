@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from ..errors import explain
 from ..variables.values import parse_dtype
 
 if TYPE_CHECKING:
+    from ..optimizers.optimizer import Optimizer
     from .extended import StrategyExtended
 
 __all__ = ["restore", "save"]
@@ -34,27 +35,32 @@ Form = tuple[tuple[int, ...], str]  # shape and dtype
 
 
 def save(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
-    """Write all variables and what optimizers keep. Collective. See `Strategy.save`."""
-    arrays: Contents = {}
-    for variable in extended.variables:  # reading ON_READ variables is collective
-        arrays[f"variables/{_key(variable.name)}"] = variable.numpy()
-    optimizers = []
-    for index, optimizer in enumerate(extended.optimizers):
-        state = optimizer.get_state()
-        optimizers.append({"name": optimizer.name, "iterations": state["iterations"]})
-        for variable_name, slots in state["slots"].items():
-            for slot, array in slots.items():
-                arrays[f"optimizers/{index}/slots/{_key(variable_name)}/{_key(slot)}"] = np.asarray(array)
+    """Write all variables and what optimizers keep, one array at a time. Collective. See `Strategy.save`."""
     group, problem = extended.process_group, ""
     with group.collective("save", detail=os.fspath(path)):
-        if group.topology.rank == 0:
-            try:
-                _write(Path(path), arrays, optimizers)
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
+        pass
+    if group.topology.rank == 0:
+        try:
+            _write(Path(path), _contents(extended), extended.optimizers)
+        except _WriteError as error:
+            problem = str(error)
+    else:
+        for _ in _contents(extended):  # collecting is collective; only rank 0 keeps anything
+            pass
+    with group.collective("saved", detail=os.fspath(path)):
         problem = group.all_gather_text(problem)[0]
     if problem:
         raise OSError(f"Strategy.save: {os.fspath(path)}: {problem}")
+
+
+def _contents(extended: StrategyExtended) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield what is saved, by its path in the file, one variable or its slots at a time. Collective."""
+    for variable in extended.variables:  # reading ON_READ variables is collective
+        yield f"variables/{_key(variable.name)}", variable.numpy()
+    for index, optimizer in enumerate(extended.optimizers):
+        for name, slots in optimizer.each_slots():
+            for slot, array in slots.items():
+                yield f"optimizers/{index}/slots/{_key(name)}/{_key(slot)}", np.asarray(array)
 
 
 def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
@@ -132,26 +138,40 @@ def _name(key: str) -> str:
     return key.replace("%2E", ".").replace("%2F", "/").replace("%25", "%")
 
 
-def _write(path: Path, arrays: Contents, optimizers: Sequence[Mapping[str, Any]]) -> None:
-    import h5py
+class _WriteError(Exception):
+    """The file cannot be written; raised when everything was collected, since the other ranks take part in that."""
 
+
+def _write(path: Path, contents: Iterator[tuple[str, np.ndarray]], optimizers: Sequence[Optimizer]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with h5py.File(beside, "w") as file:
-            file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
-            file.create_group("variables")
-            for index, optimizer in enumerate(optimizers):
-                file.create_group(f"optimizers/{index}").attrs.update(optimizer)
-            for key, array in arrays.items():
-                if array.dtype.name == "bfloat16":
-                    file.create_dataset(key, data=array.view(np.uint16)).attrs["dtype"] = "bfloat16"
-                else:
-                    file.create_dataset(key, data=array)
-        _flush(beside, os.O_RDONLY)
-        os.replace(beside, path)
-        _flush(path.parent, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    finally:
-        beside.unlink(missing_ok=True)
+        try:
+            _fill(beside, contents, optimizers)
+            _flush(beside, os.O_RDONLY)
+            os.replace(beside, path)
+            _flush(path.parent, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        finally:
+            beside.unlink(missing_ok=True)
+    except (OSError, RuntimeError, ValueError) as error:  # what h5py raises
+        for _ in contents:
+            pass
+        raise _WriteError(f"{type(error).__name__}: {error}") from error
+
+
+def _fill(path: Path, contents: Iterator[tuple[str, np.ndarray]], optimizers: Sequence[Optimizer]) -> None:
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
+        file.create_group("variables")
+        for index, optimizer in enumerate(optimizers):
+            about = {"name": optimizer.name, "iterations": optimizer.iterations}
+            file.create_group(f"optimizers/{index}").attrs.update(about)
+        for key, array in contents:
+            if array.dtype.name == "bfloat16":
+                file.create_dataset(key, data=array.view(np.uint16)).attrs["dtype"] = "bfloat16"
+            else:
+                file.create_dataset(key, data=array)
 
 
 def _flush(path: Path, flags: int) -> None:
