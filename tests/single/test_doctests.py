@@ -1,0 +1,29 @@
+"""The examples of the docstrings give what they say."""
+
+import doctest
+import importlib
+import pkgutil
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+
+MODULES = ["mpistrat", *(m.name for m in pkgutil.walk_packages(ms.__path__, "mpistrat."))]
+EXAMPLES = [
+    example
+    for module in map(importlib.import_module, MODULES)
+    for example in doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs={"ms": ms, "np": np})
+    if example.examples
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_docstring(example):
+    said = []
+    results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=said.append)
+    assert results.failed == 0, "".join(said)
+
+
+def test_examples_are_found():
+    assert len(EXAMPLES) > 50
