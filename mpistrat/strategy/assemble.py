@@ -36,6 +36,7 @@ class Parts:
     options: CommunicationOptions | None = None
     parameter_device: str | None = None
     is_default: bool = False
+    shared: bool = False  # with the strategy that this one is a copy of, which closes what they share
 
     @classmethod
     def of(cls, extended: StrategyExtended) -> Parts:
@@ -49,6 +50,7 @@ class Parts:
             extended.merged(None),
             None if own else devices[0],
             extended.is_default,
+            shared=True,
         )
 
     def extend(self, strategy: Strategy) -> StrategyExtended:
@@ -59,7 +61,14 @@ class Parts:
             self.group, self.ops, arenas, strategy, self.group.topology.devices, distributed=self.layout.distributed
         )
         return StrategyExtended(
-            strategy, self.layout, self.group, self.ops, placement, self.options, is_default=self.is_default
+            strategy,
+            self.layout,
+            self.group,
+            self.ops,
+            placement,
+            self.options,
+            is_default=self.is_default,
+            shared=self.shared,
         )
 
 

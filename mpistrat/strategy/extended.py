@@ -56,6 +56,7 @@ class StrategyExtended:
         options: CommunicationOptions | None = None,
         *,
         is_default: bool = False,
+        shared: bool = False,
     ) -> None:
         """Hold the parts; `assemble` makes them. Not collective."""
         self.topology: Topology = group.topology
@@ -64,6 +65,7 @@ class StrategyExtended:
         self.optimizers: list[Any] = []
         self._strategy = strategy
         self._options = options
+        self._shared = shared
         self.frame = Frame(strategy)
         self.replicas = [ReplicaContext(strategy, self, i) for i in range(self.topology.num_local_replicas)]
         frames = [replica.frame for replica in self.replicas]
@@ -293,15 +295,16 @@ class StrategyExtended:
             raise ValueError(explain(function, "variable", expected=expected, got=got))
 
     def close(self) -> None:
-        """Let go of variables, threads and communicators. Collective; `Strategy.close` calls it."""
+        """Let go of variables, threads and, except in a copy, communicators. Collective; `Strategy.close` calls it."""
         if self.closed:
             return
         self.closed = True
         if self.threads is not None:
             self.threads.close()
         self.placement.close()
-        self.process_group.close()
-        self.topology.close()
+        if not self._shared:
+            self.process_group.close()
+            self.topology.close()
 
     # TensorFlow 1: what every rank of a synchronous strategy may do
 

@@ -323,7 +323,8 @@ class Strategy:
     def close(self) -> None:
         """Free variables, shared memory, threads and communicators. Collective the first time; then it does nothing.
 
-        Afterwards the strategy and its variables raise ClosedError.
+        Afterwards the strategy and its variables raise ClosedError. A deep copy of it shares its communicators: closing
+        the copy leaves them open, closing the original ends both.
         """
         self._extended.close()
 

@@ -216,6 +216,20 @@ class TestObject:
             assert float(v) == 3.0
             assert other.extended.variable_created_in_scope(v)
             assert not strategy.extended.variable_created_in_scope(v)
+            other.close()
+            with pytest.raises(ClosedError):
+                other.reduce("MEAN", 1.0)
+            assert strategy.reduce("MEAN", 1.0) == 1.0
+
+    def test_a_copy_ends_with_the_original(self):
+        strategy = without_mpi(2)
+        other = copy.deepcopy(strategy)
+        value = ms.PerReplica([1.0, 2.0])
+        assert other.reduce("SUM", value) == 3.0
+        strategy.close()
+        with pytest.raises(ClosedError):
+            other.reduce("SUM", value)
+        other.close()
 
     def test_the_base_class_is_no_strategy(self):
         with pytest.raises(TypeError, match="expected a strategy"):
