@@ -22,8 +22,8 @@ Operation = Callable[[], object]
 def pair(comm: Any, operations: dict[str, Operation], *, repetitions: int, seconds: float) -> dict[str, float]:
     """Return the seconds of each operation: the median of its repetitions on the slowest rank. Collective.
 
-    The operations take turns (A B A B …), so that a machine that drifts drifts for all; a barrier precedes each.
-    `seconds` bounds the whole measurement; rank 0 decides for all, and at least three rounds are made.
+    The operations take turns (A B A B …), so that a machine that drifts drifts for all. Each is done once untimed before
+    it is timed, so that it finds its own data in the caches and not its predecessor's; a barrier precedes both. `seconds` bounds the whole measurement; rank 0 decides for all, and at least three rounds are made.
     """
     times: dict[str, list[float]] = {name: [] for name in operations}
     for operation in operations.values():
@@ -31,6 +31,8 @@ def pair(comm: Any, operations: dict[str, Operation], *, repetitions: int, secon
     start, go_on = time.perf_counter(), np.ones(1, np.int32)
     for done in range(repetitions):
         for name, operation in operations.items():
+            comm.Barrier()
+            operation()
             comm.Barrier()
             before = time.perf_counter()
             operation()
@@ -40,6 +42,16 @@ def pair(comm: Any, operations: dict[str, Operation], *, repetitions: int, secon
         if not go_on[0]:
             break
     return {name: slowest(comm, statistics.median(values)) for name, values in times.items()}
+
+
+def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each figure over several runs. Not collective.
+
+    Example:
+        >>> medians([{"a": 1.0}, {"a": 9.0}, {"a": 2.0}])
+        {'a': 2.0}
+    """
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def slowest(comm: Any, value: float) -> float:

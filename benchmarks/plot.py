@@ -91,7 +91,7 @@ def draw_training_step(folder: Path) -> None:
         return
     figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 4.2), squeeze=False)
     for axis, result in zip(axes[0], results, strict=True):
-        times = {name: 1e3 * t for name, t in result["seconds"].items()}
+        times = {name: 1e3 * t for name, t in result["seconds_without_compute"].items()}
         bars = axis.bar(range(len(times)), list(times.values()), color=[colour(name) for name in times])
         axis.bar_label(bars, fmt="%.0f", fontsize=9)
         names = [name.replace(", ", ",\n").replace(" + ", " +\n") for name in times]

@@ -87,6 +87,12 @@ def ddp(count: int, fused: bool) -> tuple[harness.Operation, harness.Operation]:
     return step, compute
 
 
+def communication(times: dict[str, float]) -> dict[str, float]:
+    """Return the times of whole steps, those of DDP less its forward and backward pass. Not collective."""
+    alone = ", compute alone"
+    return {name: t - times.get(name + alone, 0.0) for name, t in times.items() if not name.endswith(alone)}
+
+
 def empty_step(strategy: Any, options: Any) -> dict[str, float]:
     """Return the seconds of a step with nothing in it and of one raw scalar Allreduce. Collective."""
     comm = strategy.comm
@@ -135,11 +141,11 @@ def main() -> None:
         for label, fused in (("torch DDP, fused Adam", True), ("torch DDP, plain Adam", False)):
             operations[label], operations[label + ", compute alone"] = ddp(options.parameters, fused)
     times = harness.pair(comm, operations, repetitions=options.repetitions, seconds=options.seconds)
-    for label in [name for name in times if name.endswith(", compute alone")]:
-        times[label.removesuffix(", compute alone")] -= times.pop(label)
     result["seconds"] = times
+    result["seconds_without_compute"] = communication(times)
     if comm.rank == 0:
         about = result["machine"]
+        times = result["seconds_without_compute"]
         rows = [[name, harness.describe(t), f"{t / times[OURS]:.2f} ×"] for name, t in times.items()]
         rows += [[name, harness.describe(t), ""] for name, t in result["empty_step_seconds"].items()]
         copies = result["memory_bytes"]["variables"] / result["memory_bytes"]["one copy"]

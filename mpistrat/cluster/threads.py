@@ -67,10 +67,11 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
         pools.limit(limits=share)
     threads = max((pool["num_threads"] for pool in pools.info()), default=1) if chosen else share
     if threads * local_replicas * ranks_per_node > node_cores:
+        fewer = f"set OMP_NUM_THREADS={share}, " if threads > share else ""
         once(
             logging.WARNING,
             f"{ranks_per_node} ranks with {local_replicas} replicas of {threads} BLAS threads share {node_cores} cores:"
-            f" set OMP_NUM_THREADS={share}, start fewer ranks, or let the launcher give them more cores",
+            f" {fewer}start fewer ranks, or let the launcher give them more cores",
         )
     return None if chosen else share
 

@@ -52,6 +52,23 @@ class ArenaSum:
             for begin, end in blocks([(low, high)], BLOCK):
                 consume(begin, end, scratch[begin - low : end - low])
 
+    def sum_in_place(self, parts: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]]) -> None:
+        """Write the sums of this rank's ranges into the first part. Collective over `group.inter`.
+
+        Args:
+            parts: the arrays of all replicas of the node, in replica order, of a dtype that is summed as it is.
+            ranges: element ranges that this rank owns; its peers on other nodes own the same.
+        """
+        inter, total = self._group.inter, parts[0]
+        chunk = BLOCK if inter is None else max(BLOCK, CHUNK_BYTES // total.itemsize)
+        for low, high in blocks(ranges, chunk):
+            for begin, end in blocks([(low, high)], BLOCK):
+                mine = total[begin:end]
+                for part in parts[1:]:
+                    np.add(mine, part[begin:end], out=mine)
+            if inter is not None:
+                all_reduce(inter, total[low:high])
+
     def _scratch_of(self, dtype: np.dtype, size: int) -> np.ndarray:
         scratch = self._scratch.get(dtype)
         if scratch is None:

@@ -118,6 +118,10 @@ def _reduce_ranges(
         begin, end = aligned_bounds(high - low, group.slices, ALIGNMENT)[index]
         mine.append((low + begin, low + end))
 
+    if how.divisor == 1 and how.accumulate == arena.dtype:
+        arena_sum.sum_in_place(arena.node, mine)
+        return
+
     def store(low: int, high: int, block: np.ndarray) -> None:
         if how.divisor != 1:
             block /= how.divisor
