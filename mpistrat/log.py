@@ -42,5 +42,8 @@ def setup(level: str = "warning") -> None:
 
 @functools.cache
 def once(level: int, message: str) -> None:
-    """Log a message the first time it is given, never again. Not collective."""
-    logger.log(level, message)
+    """Log a message the first time it is given, never again; at most INFO on ranks other than 0. Not collective.
+
+    What all ranks would say of themselves is said by one.
+    """
+    logger.log(level if _filter.rank in (0, "-") else min(level, logging.INFO), message)

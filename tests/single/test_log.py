@@ -1,0 +1,27 @@
+"""The log: what a job says of itself is said once, by rank 0."""
+
+import logging
+
+import pytest
+
+from mpistrat import log
+
+
+@pytest.fixture(autouse=True)
+def rank_unknown(monkeypatch):
+    monkeypatch.setattr(log._filter, "rank", "-")
+    log.once.cache_clear()
+
+
+@pytest.mark.parametrize(("rank", "level"), [("-", "WARNING"), (0, "WARNING"), (3, "INFO")])
+def test_once(rank, level, caplog):
+    if rank != "-":
+        log.set_rank(rank)
+    with caplog.at_level(logging.DEBUG, "mpistrat"):
+        log.once(logging.WARNING, "the cores are few")
+        log.once(logging.WARNING, "the cores are few")
+        log.once(logging.DEBUG, "a detail")
+    assert [(r.levelname, r.rank, r.getMessage()) for r in caplog.records] == [
+        (level, rank, "the cores are few"),
+        ("DEBUG", rank, "a detail"),
+    ]
