@@ -23,7 +23,8 @@ def pair(comm: Any, operations: dict[str, Operation], *, repetitions: int, secon
     """Return the seconds of each operation: the median of its repetitions on the slowest rank. Collective.
 
     The operations take turns (A B A B …), so that a machine that drifts drifts for all. Each is done once untimed before
-    it is timed, so that it finds its own data in the caches and not its predecessor's; a barrier precedes both. `seconds` bounds the whole measurement; rank 0 decides for all, and at least three rounds are made.
+    it is timed, so that it finds its own data in the caches and not its predecessor's; a barrier precedes both.
+    `seconds` bounds the whole measurement; rank 0 decides for all, and at least three rounds are made.
     """
     times: dict[str, list[float]] = {name: [] for name in operations}
     for operation in operations.values():
