@@ -119,7 +119,7 @@ def _reduce_ranges(
         mine.append((low + begin, low + end))
 
     if how.divisor == 1 and how.accumulate == arena.dtype:
-        arena_sum.sum_in_place(arena.node, mine)
+        arena_sum.sum_in_place(parts, mine)
         return
 
     def store(low: int, high: int, block: np.ndarray) -> None:

@@ -14,7 +14,7 @@ from mpistrat.types import ReduceOp
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 
-@pytest.fixture(params=["shared", "nodes", "devices"], scope="module")
+@pytest.fixture(params=["shared", "private", "nodes", "devices"], scope="module")
 def group(request):
     with open_group(request.param) as group:
         yield group
