@@ -61,6 +61,10 @@ class HierarchicalAllReduce(CrossDeviceOps):
         self._arenas = None
         self._exchange = ExchangeSum(group, self.results) if group.num_nodes == 1 and group.node.size > 1 else None
 
+    def close(self) -> None:
+        super().close()
+        self._exchange = self._staged = self._arenas = None  # memory that somebody holds cannot be freed
+
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
         if self._find(arrays, destinations) is not None:
             return True, "in place"

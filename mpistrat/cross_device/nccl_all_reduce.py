@@ -58,6 +58,7 @@ class NcclAllReduce(CrossDeviceOps):
     def close(self) -> None:
         """Destroy the NCCL communicators. Collective the first time; later calls do nothing."""
         super().close()
+        self._on_host.close()
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None

@@ -303,6 +303,7 @@ class StrategyExtended:
             self.threads.close()
         self.placement.close()
         if not self._shared:
+            self.cross_device_ops.close()
             self.process_group.close()
             self.topology.close()
 

@@ -232,3 +232,13 @@ def test_shared_memory_may_be_refused():
             v = ms.Variable(np.zeros(3), name="v", aggregation=ms.VariableAggregation.MEAN)
         strategy.run(lambda: v.assign(np.full(3, float(ms.get_replica_context().replica_id_in_sync_group))))
         assert v.numpy().tolist() == [(strategy.num_replicas_in_sync - 1) / 2] * 3
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("size", [3, 1 << 18])  # by way of the ranks' staging room, and of memory of its own
+def test_close_frees_the_shared_memory_of_reductions(size):
+    with made("mirrored") as strategy:
+        strategy.reduce("SUM", np.ones(size), axis=None)
+        windows = [block._window for block in strategy.extended.process_group.node._blocks]
+    assert windows
+    assert not any(windows)  # a freed window is false
