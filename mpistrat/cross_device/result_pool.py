@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import weakref
 from typing import final
 
 import numpy as np
@@ -12,9 +12,6 @@ __all__ = ["ResultPool"]
 SMALLEST = 1 << 18  # bytes; malloc keeps smaller pieces itself
 LARGEST = 1 << 28
 KEPT = 4
-
-# References to a buffer while `empty` looks at it that are not a user's: the list, the loop variable, getrefcount.
-_OWN_REFERENCES = 3
 
 
 @final
@@ -26,7 +23,8 @@ class ResultPool:
     """
 
     def __init__(self) -> None:
-        self._buffers: list[np.ndarray] = []
+        # Each memory with the array that was made of it last: that array lives as long as any view of it does.
+        self._buffers: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def empty(self, size: int, dtype: np.dtype) -> np.ndarray:
         """Return an uninitialised flat array. Not collective.
@@ -38,10 +36,10 @@ class ResultPool:
         nbytes = size * dtype.itemsize
         if not SMALLEST <= nbytes <= LARGEST:
             return np.empty(size, dtype)
-        for buffer in self._buffers:
-            if buffer.nbytes == nbytes and sys.getrefcount(buffer) <= _OWN_REFERENCES:
-                return buffer.view(dtype)
-        buffer = np.empty(nbytes, np.uint8)
-        self._buffers.append(buffer)
+        free = (i for i, (memory, root) in enumerate(self._buffers) if memory.nbytes == nbytes and root() is None)
+        index = next(free, None)
+        memory = np.empty(nbytes, np.uint8) if index is None else self._buffers.pop(index)[0]
+        root = np.frombuffer(memory.data, np.uint8)  # over a buffer: views of it refer to it, not to `memory`
+        self._buffers.append((memory, weakref.ref(root)))
         del self._buffers[:-KEPT]
-        return buffer.view(dtype)
+        return root.view(dtype)
