@@ -9,6 +9,7 @@ from typing import Any
 
 from . import cluster_resolver, context, data, errors, nn, optimizers, random
 from ._version import __version__
+from .cluster import ClusterSpec
 from .context import (
     get_replica_context,
     get_strategy,
@@ -88,6 +89,7 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     # the rest
+    "ClusterSpec",
     "InputContext",
     "RunOptions",
     "__version__",

@@ -2,6 +2,7 @@
 
 from .cluster import (
     ClusterResolver,
+    ClusterSpec,
     MPIClusterResolver,
     SimpleClusterResolver,
     SlurmClusterResolver,
@@ -12,6 +13,7 @@ from .cluster import (
 
 __all__ = [
     "ClusterResolver",
+    "ClusterSpec",
     "MPIClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",

@@ -67,14 +67,14 @@ class ClusterSpec:
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return job → list of addresses, or → dict where the task indices are not 0, 1, 2, …; {} for no task."""
+        """Return job → list of addresses, or → dict where the task indices are not 0, 1, 2, …; {} for no task. Not collective."""
         return {
             job: self.job_tasks(job) if tasks and max(tasks) + 1 == len(tasks) else dict(sorted(tasks.items()))
             for job, tasks in self._jobs.items()
         }
 
     def as_cluster_def(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the fields of TensorFlow's ClusterDef as plain dicts and lists, jobs sorted by name.
+        """Return the fields of TensorFlow's ClusterDef as plain dicts and lists, jobs sorted by name. Not collective.
 
         Example:
             >>> ClusterSpec({"ps": ["a:1"]}).as_cluster_def()
@@ -83,22 +83,22 @@ class ClusterSpec:
         return {"job": [{"name": job, "tasks": dict(sorted(self._jobs[job].items()))} for job in sorted(self._jobs)]}
 
     def num_tasks(self, job_name: str) -> int:
-        """Return the number of tasks of a job. Raises ClusterError if there is no such job."""
+        """Return the number of tasks of a job. Not collective. Raises ClusterError if there is no such job."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Return the sorted task indices of a job. Raises ClusterError if there is no such job."""
+        """Return the sorted task indices of a job. Not collective. Raises ClusterError if there is no such job."""
         return sorted(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Return the address of a task. Raises ClusterError if there is no such job or task."""
+        """Return the address of a task. Not collective. Raises ClusterError if there is no such job or task."""
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ClusterError(f"No task with index {task_index!r:.80} in job {job_name!r}")
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of a job by task index, None where a sparse job has no task.
+        """Return the addresses of a job by task index, None where a sparse job has no task. Not collective.
 
         Raises:
             ClusterError: there is no such job.

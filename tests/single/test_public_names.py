@@ -1,0 +1,49 @@
+"""The names of tf.distribute that programs use are here, under the same name."""
+
+import pytest
+
+import mpistrat as ms
+
+# tf.distribute.X, tf.X, tf.train.X and tf.distribute.experimental.X
+PACKAGE = """
+    CentralStorageStrategy ClusterSpec CollectiveAllReduceStrategy CollectiveCommunication CollectiveHints
+    CommunicationImplementation CommunicationOptions CrossDeviceOps DistributedValues HierarchicalCopyAllReduce
+    IndexedSlices InputContext MirroredStrategy MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy ReduceOp
+    ReductionToOneDevice ReplicaContext RunOptions Strategy StrategyExtended ValueContext Variable VariableAggregation
+    VariableSynchronization cluster_resolver data experimental_set_strategy get_replica_context get_strategy
+    has_strategy in_cross_replica_context nn optimizers
+"""
+STRATEGY = """
+    cluster_resolver distribute_datasets_from_function experimental_distribute_dataset
+    experimental_distribute_values_from_function experimental_local_results extended gather num_replicas_in_sync reduce
+    run scope
+"""
+EXTENDED = """
+    batch_reduce_to colocate_vars_with parameter_devices reduce_to update value_container variable_created_in_scope
+    worker_devices
+"""
+REPLICA = "all_gather all_reduce devices merge_call num_replicas_in_sync replica_id_in_sync_group strategy"
+RESOLVERS = """
+    ClusterResolver ClusterSpec MPIClusterResolver SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver
+    UnionClusterResolver UnionResolver
+"""
+OPTIMIZERS = "Adagrad Adam AdamW Momentum RMSProp SGD"
+PLACES = [
+    (ms, PACKAGE),
+    (ms.Strategy, STRATEGY),
+    (ms.StrategyExtended, EXTENDED),
+    (ms.ReplicaContext, REPLICA),
+    (ms.cluster_resolver, RESOLVERS),
+    (ms.optimizers, OPTIMIZERS),
+]
+
+
+@pytest.mark.parametrize(("place", "names"), PLACES, ids=lambda part: getattr(part, "__name__", ""))
+def test_names(place, names):
+    assert [name for name in names.split() if not hasattr(place, name)] == []
+
+
+def test_what_is_listed_is_there():
+    for module in (ms, ms.cluster_resolver, ms.context, ms.data, ms.errors, ms.nn, ms.optimizers):
+        assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    assert len(set(ms.__all__)) == len(ms.__all__)
