@@ -137,7 +137,7 @@ class Comparison:
         self._comm, self._min = comm, MPI.MIN
         self._pair, self._least = np.empty(2, np.int64), np.empty(2, np.int64)
         self._recent: deque[Call] = deque(maxlen=every)
-        self._last: dict[str, Call] = {}  # of each operation and name
+        self._last: dict[str, int] = {}  # tag of each operation and name
         self._rolling = 0
         self._since = 0
 
@@ -146,11 +146,11 @@ class Comparison:
         self._rolling = (self._rolling * 0x100000001B3 + call.tag) & _MASK
         self._recent.append(call)
         self._since += 1
-        changed = self._last.get(call.series) is not call
+        changed = self._last.get(call.series) != call.tag
         if changed:
             if len(self._last) >= _SERIES:  # at the same moment on every rank
                 self._last.clear()
-            self._last[call.series] = call
+            self._last[call.series] = call.tag
         return changed or self._since == self._recent.maxlen
 
     def compare(self) -> None:

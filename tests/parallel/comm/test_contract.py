@@ -67,3 +67,9 @@ def test_every_fifth_collective_compares(group):
         CollectiveMismatchError, match=r"3 collectives ago: rank 0: assign 'a'; ranks? 1.*: assign 'b'$"
     ):
         use(group, mine[4])
+
+
+def test_how_long_a_rank_waits_is_its_own_affair(group):
+    for turn in range(7):
+        enter(group, "assign", "a", timeout=5.0 if group.topology.rank == 0 and turn % 2 else None)
+    group.barrier("end")
