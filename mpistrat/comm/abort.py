@@ -51,15 +51,20 @@ def install(rank: int, size: int) -> None:
     """From now on an exception that nobody catches ends the job. Not collective; later calls do nothing.
 
     The main thread's and other threads' exceptions are printed as Python or an earlier hook prints them, under a line
-    that tells the rank; then the job ends with status 1 (130 for KeyboardInterrupt). With one rank nothing is changed.
+    that tells the rank; then the job ends with status 1 (130 for KeyboardInterrupt). With one rank nothing is changed,
+    nor in a process that this one forks, whose end is its parent's affair.
     """
     global _installed
     if size == 1 or _installed is not None:
         return
     _installed = sys.excepthook
     before, threads_before = sys.excepthook, threading.excepthook
+    process = os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != process:
+            before(kind, error, trace)
+            return
         if before is sys.__excepthook__:
             text = "".join(traceback.format_exception(kind, error, trace))
         else:
@@ -70,6 +75,9 @@ def install(rank: int, size: int) -> None:
         )
 
     def thread_hook(args: Any) -> None:
+        if os.getpid() != process:
+            threads_before(args)
+            return
         if args.exc_type is SystemExit:  # as Python: it ends the thread only
             return
         name = args.thread.name if args.thread is not None else "a thread"

@@ -126,6 +126,28 @@ def test_exit_of_a_thread_is_no_failure(shared_job):
     assert result.returncode == 0, result
 
 
+def test_exceptions_of_a_forked_child_are_its_own(shared_job):
+    program = """
+import os
+child = os.fork()
+if child == 0:
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    try:
+        raise ValueError("mine")
+    except ValueError:
+        sys.excepthook(*sys.exc_info())  # what the interpreter does; its end would end MPI, too
+    os._exit(4)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+all_reduce()
+"""
+    result = shared_job(program)
+    assert result.returncode == 0, result
+    assert "ZeroDivisionError" in result.stderr and "ValueError: mine" in result.stderr, result
+    assert "the job ends" not in result.stderr, result
+
+
 def test_keyboard_interrupt_of_one_rank(shared_job):
     result = shared_job("if last: import _thread; _thread.interrupt_main(); time.sleep(20)\nall_reduce()")
     assert result.returncode not in (0, None), result
