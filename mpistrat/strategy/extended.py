@@ -18,7 +18,7 @@ from ..types import ReduceOp
 from ..variables import Placement, Variable, create_variable
 from .aliases import with_aliases
 from .layout import Layout
-from .reductions import as_scalar
+from .reductions import as_scalar, copies_of_variables
 from .replica_context import ReplicaContext
 from .replica_threads import ReplicaThreads, current_meeting
 
@@ -125,14 +125,15 @@ class StrategyExtended:
         """
         if any(known is optimizer for known in self.optimizers):
             return
-        restored = self._restored.pop(len(self.optimizers), None)
-        self.optimizers.append(optimizer)
-        if restored is not None:
-            name, state = restored
+        index = len(self.optimizers)
+        if index in self._restored:
+            name, state = self._restored[index]
             if name != optimizer.name:
-                expected = f"{name!r} as optimizer {len(self.optimizers) - 1}, as in the file that was restored"
+                expected = f"{name!r} as optimizer {index}, as in the file that was restored"
                 raise ValueError(explain("Strategy.restore", "", expected=expected, got=repr(optimizer.name)))
             optimizer.set_state(state)
+            del self._restored[index]
+        self.optimizers.append(optimizer)
 
     def restore_optimizer(self, index: int, name: str, state: Mapping[str, Any]) -> None:
         """Give an optimizer its state; one that was not applied yet gets it then. Not collective, but done by all."""
@@ -225,6 +226,7 @@ class StrategyExtended:
         op = ReduceOp.parse(reduce_op, "reduce_to")
         if self.is_default:
             return value
+        value = copies_of_variables(self, value)
         return as_scalar(self.cross_device_ops.reduce(op, value, destinations, self.merged(options)))
 
     def batch_reduce_to(
@@ -243,7 +245,8 @@ class StrategyExtended:
         op = ReduceOp.parse(reduce_op, "batch_reduce_to")
         if self.is_default:
             return [value for value, _ in value_destination_pairs]
-        totals = self.cross_device_ops.batch_reduce(op, value_destination_pairs, self.merged(options))
+        pairs = [(copies_of_variables(self, value), where) for value, where in value_destination_pairs]
+        totals = self.cross_device_ops.batch_reduce(op, pairs, self.merged(options))
         return [as_scalar(total) for total in totals]
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:

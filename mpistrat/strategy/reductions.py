@@ -13,12 +13,13 @@ from ..comm.dtypes import accumulation_dtype, check_reducible, mean_dtype
 from ..distributed_values import DistributedValues, Mirrored, PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
-from ..types import ReduceOp
+from ..types import ReduceOp, VariableSynchronization
+from ..variables import Variable
 
 if TYPE_CHECKING:
     from .extended import StrategyExtended
 
-__all__ = ["Axis", "broadcast_nest", "gather_nest", "reduce_nest"]
+__all__ = ["Axis", "broadcast_nest", "copies_of_variables", "gather_nest", "read_variables", "reduce_nest"]
 
 Axis = int | Sequence[int] | None
 
@@ -57,6 +58,25 @@ def broadcast_nest(extended: StrategyExtended, value: Any, root: int) -> Any:
         return value
     ops = extended.cross_device_ops
     return nest.map_structure(lambda leaf: as_scalar(ops.broadcast(leaf, None, root)), value)
+
+
+def copies_of_variables(extended: StrategyExtended, value: Any) -> Any:
+    """Return a nest in which each variable became what the local replicas have of it. Not collective.
+
+    With one replica in all, an ON_WRITE variable is a value like any other.
+    """
+    if isinstance(value, Variable):
+        if value.synchronization is VariableSynchronization.ON_READ and not extended.is_default:
+            return PerReplica(value.values)
+        return Mirrored(value.values) if extended.topology.num_replicas > 1 else value
+    if nest.is_nested(value):
+        return nest.map_structure(lambda leaf: copies_of_variables(extended, leaf), value)
+    return value
+
+
+def read_variables(value: Any) -> Any:
+    """Return a nest in which each variable became what this replica reads of it. Not collective."""
+    return nest.map_structure(lambda leaf: leaf.array if isinstance(leaf, Variable) else leaf, value)
 
 
 def as_scalar(value: Any) -> Any:

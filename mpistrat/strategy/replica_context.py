@@ -15,7 +15,7 @@ from ..errors import ContextError, explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp
 from .aliases import with_aliases
-from .reductions import broadcast_nest, gather_nest, reduce_nest
+from .reductions import broadcast_nest, gather_nest, read_variables, reduce_nest
 from .replica_threads import current_meeting
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class ReplicaContext:
             others = [nest.map_structure(_copy, select_replica(index, result)) for index in range(1, len(posts))]
             return [select_replica(0, result), *others]
 
-        return meeting.meet(self._index, what, together, value)
+        return meeting.meet(self._index, what, together, read_variables(value))
 
     def _require(self, function: str) -> None:
         if context.current().replica is not self:

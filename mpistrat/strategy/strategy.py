@@ -21,7 +21,7 @@ from .aliases import with_aliases
 from .assemble import Parts
 from .extended import StrategyExtended
 from .input import sum_over_ranks, to_device
-from .reductions import Axis, gather_nest, reduce_nest
+from .reductions import Axis, copies_of_variables, gather_nest, reduce_nest
 from .replica_context import ValueContext
 from .scope import Scope
 
@@ -186,7 +186,8 @@ class Strategy:
 
         Args:
             reduce_op: ReduceOp.SUM or MEAN, or its name.
-            value: what `run` returned: PerReplica or plain arrays or numbers, or a nest of them.
+            value: what `run` returned: PerReplica or plain arrays or numbers, or a nest of them. Of an ON_READ variable
+                the replicas' copies are combined.
             axis: None, an axis, or several; negative ones count from the end.
             options: bytes_per_pack, timeout_seconds, implementation of this call.
 
@@ -195,7 +196,7 @@ class Strategy:
 
         Raises:
             ValueError: another reduce_op; an axis out of range; a MEAN of no element at all; a plain value under SUM on
-                a rank with several replicas.
+                a rank with several replicas; a Mirrored or an ON_WRITE variable under SUM.
             CollectiveMismatchError: on every rank, when they pass different operations, shapes or dtypes.
             ContextError: in a step: use `get_replica_context().all_reduce`.
 
@@ -207,6 +208,7 @@ class Strategy:
         if extended.closed:
             extended.require_open("Strategy.reduce")
         context.expect_cross(self, "Strategy.reduce")
+        value = copies_of_variables(extended, value)
         return reduce_nest(extended, ReduceOp.parse(reduce_op, "reduce"), value, axis, options)
 
     def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
@@ -224,6 +226,7 @@ class Strategy:
         """
         self._extended.require_open("Strategy.gather")
         context.expect_cross(self, "Strategy.gather")
+        value = copies_of_variables(self._extended, value)
         return gather_nest(self._extended, value, axis, options)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:

@@ -298,3 +298,36 @@ def test_a_strategy_that_does_not_fit(strategy):
         pytest.skip("every strategy fits one rank")
     with pytest.raises(LayoutError, match="What fits: MirroredStrategy"):
         ms.OneDeviceStrategy("cpu:0")
+
+
+def test_variables_in_reductions(strategy):
+    """An ON_READ variable stands for the replicas' copies; an ON_WRITE one is the same on all, and has no SUM."""
+    replicas = strategy.num_replicas_in_sync
+    with strategy.scope():
+        count = ms.Variable(
+            np.zeros(2), synchronization=VariableSynchronization.ON_READ, aggregation=VariableAggregation.SUM
+        )
+        own = ms.Variable([0.0], synchronization=VariableSynchronization.ON_READ)
+        weights = ms.Variable(np.array([1.0, 3.0]))
+
+    def step():
+        count.assign(np.array([1.0, replica_id()]))
+        own.assign([replica_id()])
+        ctx = ms.get_replica_context()
+        return ctx.all_reduce("SUM", {"count": count, "weights": weights}), ctx.all_gather(own, 0)
+
+    total = [replicas, sum(range(replicas))]
+    for sums, ids in strategy.local_results(strategy.run(step)):
+        assert sums["count"].tolist() == total
+        assert sums["weights"].tolist() == [replicas, 3 * replicas]
+        assert ids.tolist() == list(range(replicas))
+    assert strategy.reduce("SUM", count, axis=None).tolist() == total
+    assert strategy.reduce("MEAN", [count], axis=0)[0] == sum(total) / (2 * replicas)
+    assert strategy.extended.reduce_to("SUM", count, "cpu:0").tolist() == total
+    assert strategy.extended.batch_reduce_to("SUM", [(count, "cpu:0")])[0].tolist() == total
+    assert strategy.gather(own, 0).tolist() == list(range(replicas))
+    assert np.asarray(strategy.local_results(strategy.reduce("MEAN", weights, axis=None))[0]).tolist() == [1.0, 3.0]
+    if replicas > 1:
+        for axis in (None, 0):
+            with pytest.raises(ValueError, match="same on every replica"):
+                strategy.reduce("SUM", weights, axis=axis)
