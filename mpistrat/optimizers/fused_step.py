@@ -72,7 +72,9 @@ class FusedStep:
         """Say again what the ranks compare, after the optimizer's numbers have changed. Not collective."""
         names = ", ".join(variable.name for variable in self._variables)
         absent = f", not {', '.join(self._left_out)}" if self._left_out else ""
-        self._detail = f"of {names}{absent} by {self._optimizer.describe()}"
+        decays = [self._optimizer.decay_of(variable) for variable in self._variables]
+        decaying = f", decays {decays}" if any(decays) else ""
+        self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}"
 
     def run(self, aggregate: bool) -> None:
         """Take the step. Collective; in cross-replica context.

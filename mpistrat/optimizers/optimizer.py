@@ -69,6 +69,7 @@ class Optimizer(ABC):
         self.slot_names = tuple(slot_names)
         self.global_clipnorm = None if global_clipnorm is None else float(global_clipnorm)
         self._iterations = 0
+        self._counted_from = 0  # steps are counted alike, but may be set otherwise on one rank
         self._slots = SlotStore(self.slot_names, float(slot_start))
         self._steps: dict[tuple[int, ...], FusedStep] = {}
         self._variables: list[Variable] = []
@@ -119,8 +120,7 @@ class Optimizer(ABC):
                 raise TypeError(explain(type(self).__name__, "learning_rate", expected=expected, got=got))
             value = float(value)
         self._rate = value
-        for step in self._steps.values():
-            step.describe()
+        self._describe_steps()
 
     @property
     def iterations(self) -> int:
@@ -129,7 +129,8 @@ class Optimizer(ABC):
 
     @iterations.setter
     def iterations(self, value: int) -> None:
-        self._iterations = int(value)
+        self._iterations = self._counted_from = int(value)
+        self._describe_steps()
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -138,12 +139,15 @@ class Optimizer(ABC):
 
     def describe(self) -> str:
         """Return the rule and its numbers in words, by which ranks are compared. Not collective."""
-        plain = (bool, int, float, str, type(None))
-        words = {k: v for k, v in vars(self).items() if not k.startswith("_") and isinstance(v, plain)}
-        rate = self._rate
-        known = not isinstance(rate, LearningRateSchedule) or is_dataclass(rate)
-        numbers = ", ".join(f"{key}={value!r}" for key, value in words.items())
-        return f"{type(self).__name__}(learning_rate={rate if known else type(rate).__name__}, {numbers})"
+        rate: Any = self._rate
+        if isinstance(rate, LearningRateSchedule) and not is_dataclass(rate):
+            rate = f"{type(rate).__name__}({_numbers(rate)})"
+        counted = f", counted from {self._counted_from}" if self._counted_from else ""
+        return f"{type(self).__name__}(learning_rate={rate}, {_numbers(self)}{counted})"
+
+    def _describe_steps(self) -> None:
+        for step in self._steps.values():
+            step.describe()
 
     def __repr__(self) -> str:
         return self.describe()
@@ -201,8 +205,8 @@ class Optimizer(ABC):
     def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> FusedStep:
         chosen, left_out = check_variables(strategy, pairs)
         if self._strategy is None:
-            self._strategy = strategy
             strategy.extended.register_optimizer(self)
+            self._strategy = strategy
         elif strategy is not self._strategy:
             expected, got = "the strategy of the earlier steps", "another one"
             remedy = "Make an optimizer for each strategy"
@@ -264,7 +268,7 @@ class Optimizer(ABC):
         Raises:
             ValueError: slots of another optimizer, or of variables of another shape.
         """
-        self._iterations = int(state["iterations"])
+        self.iterations = state["iterations"]
         self._slots.pending = {name: dict(values) for name, values in state["slots"].items()}
         self._slots.fill_pending(self._variables)
 
@@ -279,3 +283,10 @@ class Optimizer(ABC):
         if not 0 <= value < 1:
             raise ValueError(explain(type(self).__name__, argument, expected="0 ≤ value < 1", got=value))
         return float(value)
+
+
+def _numbers(thing: object) -> str:
+    """The plain attributes of an object in words, which mean the same on every rank."""
+    plain = (bool, int, float, str, type(None))
+    words = vars(thing).items() if hasattr(thing, "__dict__") else ()
+    return ", ".join(f"{key}={value!r}" for key, value in words if not key.startswith("_") and isinstance(value, plain))

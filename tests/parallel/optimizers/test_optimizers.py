@@ -246,6 +246,72 @@ def test_constraints_of_all_ranks():
 # what ranks must agree on
 
 
+class Stairs:
+    """A schedule of the user's own, made one by `_differ`."""
+
+    def __init__(self, height):
+        self.height = height
+
+    def __call__(self, step):
+        return self.height * step
+
+
+def _differ(ms, what, odd, v):
+    """An optimizer that differs on one rank in what cannot be seen from its name and rate alone."""
+    if what == "iterations":
+        optimizer = ms.optimizers.Adam(0.25)
+        optimizer.iterations = 3 if odd else 2
+    elif what == "schedule":
+        own = type("Stairs", (Stairs, ms.optimizers.schedules.LearningRateSchedule), {})
+        optimizer = ms.optimizers.SGD(own(0.5 if odd else 0.25))
+    else:
+        optimizer = ms.optimizers.AdamW(0.25)
+        if odd:
+            optimizer.exclude_from_weight_decay([v])
+    return optimizer
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("what", ["iterations", "schedule", "decay"])
+def test_numbers_that_change_with_the_steps_are_compared(what):
+    from mpi4py import MPI
+
+    import mpistrat as ms
+
+    with ms.MirroredStrategy() as strategy:
+        with strategy.scope():
+            v = ms.Variable(np.zeros(5), name="v")
+        optimizer = _differ(ms, what, MPI.COMM_WORLD.rank == 1, v)
+        text = {"iterations": "counted from 3", "schedule": "height=0.5", "decay": "apply_gradients of v by AdamW"}[
+            what
+        ]
+        with pytest.raises(ms.errors.CollectiveMismatchError, match=text):
+            strategy.run(lambda: optimizer.apply_gradients([(v.grad, v)]))
+
+
+@pytest.mark.ranks(2)
+def test_iterations_set_between_steps_on_one_rank_are_found():
+    from mpi4py import MPI
+
+    import mpistrat as ms
+
+    with ms.MirroredStrategy() as strategy:
+        with strategy.scope():
+            v = ms.Variable(np.zeros(5), name="v")
+        optimizer = ms.optimizers.Adam(0.25)
+
+        def step():
+            return optimizer.apply_gradients([(v.grad, v)])
+
+        assert [strategy.run(step) for _ in range(2)] == [1, 2]
+        optimizer.iterations = 10
+        assert strategy.run(step) == 11
+        if MPI.COMM_WORLD.rank == 1:
+            optimizer.iterations = 5
+        with pytest.raises(ms.errors.CollectiveMismatchError, match="counted from 5"):
+            strategy.run(step)
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wrong", ["no gradient on one rank", "another rate on one rank", "another rule on one rank"])
 def test_ranks_that_differ_are_told(wrong):

@@ -103,8 +103,11 @@ def test_what_does_not_fit(tmp_path):
     with without_mpi() as strategy:
         variables = model(strategy)
         strategy.restore(path)
-        with pytest.raises(ValueError, match="'sgd' as optimizer 0"):
-            train(strategy, variables, ms.optimizers.Adam(0.1), 1)
+        optimizer = ms.optimizers.Adam(0.1)
+        for _ in range(2):  # also if the program tries it again
+            with pytest.raises(ValueError, match="'sgd' as optimizer 0"):
+                train(strategy, variables, optimizer, 1)
+        train(strategy, variables, ms.optimizers.SGD(0.1), 1)
     with without_mpi() as strategy:
         variables = model(strategy)
         train(strategy, variables, ms.optimizers.Adam(0.1), 1)
