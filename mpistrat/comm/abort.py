@@ -1,7 +1,9 @@
-"""One rank's exception ends the job: its traceback is printed with its rank, then MPI ends all ranks."""
+"""One rank's exception ends the job: its traceback is printed with its rank, then all ranks are ended."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -14,6 +16,7 @@ from typing import Any
 __all__ = ["end_job", "install"]
 
 _FORWARDING = 0.2  # seconds that launchers get to pass on what was printed
+_ABORT_DELAY = 4  # seconds that a launcher gets to end the other ranks after one has exited
 _installed: Callable[..., Any] | None = None
 ending = False  # this process is about to end the job, as opposed to leaving the program
 
@@ -32,19 +35,35 @@ def end_job(text: str, code: int = 1) -> None:
         pass
     if MPI.Is_initialized() and not MPI.Is_finalized():
         time.sleep(_FORWARDING)
-        if _launched_by_open_mpi_over_hosts():
+        if _exit_ends_the_job():
             os._exit(code)
         MPI.COMM_WORLD.Abort(code)
 
 
-def _launched_by_open_mpi_over_hosts() -> bool:
-    """Tell whether Abort would end the ranks and leave mpirun behind for ever.
+def _exit_ends_the_job() -> bool:
+    """Tell whether the launcher is Open MPI 5's (PRRTE, also as prun): there a rank ends the job by exiting.
 
-    Open MPI's launcher (PRRTE 3) does so over several hosts. It ends the job as it should when a rank exits without
-    having finalised. These variables are its own, srun sets none of them.
+    MPI's Abort, by a rank on another host than mpirun's, ends all ranks but not mpirun (seen with 5.0.11), which waits
+    for ever for word of the ranks beside the aborting one. A rank that exits with an error before MPI is finalised makes
+    PRRTE end the others, and itself, wherever they are; see also `_let_exits_win`. So there is one way for one host and
+    for many. srun, which starts ranks itself, sets no such variable.
     """
-    here, everywhere = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"), os.environ.get("OMPI_COMM_WORLD_SIZE")
-    return here is not None and here != everywhere
+    return os.environ.get("PRTE_LAUNCHED") == "1"
+
+
+def _let_exits_win() -> None:
+    """Make Open MPI wait before it aborts by itself.
+
+    It does where a rank of another host closes its connection, also one that has just exited as above, and would leave
+    mpirun behind. Before the wait is over, the launcher has ended this rank. This is Open MPI's own setting
+    `opal_abort_delay`; MPI may have read it from the environment long ago, so it is written where MPI keeps it.
+    """
+    from mpi4py import MPI
+
+    if _exit_ends_the_job():
+        with contextlib.suppress(OSError, ValueError):  # another MPI, or one that keeps it elsewhere
+            delay = ctypes.c_int.in_dll(ctypes.CDLL(MPI.__file__), "opal_abort_delay")
+            delay.value = delay.value or _ABORT_DELAY
 
 
 def install(rank: int, size: int) -> None:
@@ -57,6 +76,7 @@ def install(rank: int, size: int) -> None:
     global _installed
     if size == 1 or _installed is not None:
         return
+    _let_exits_win()
     _installed = sys.excepthook
     before, threads_before = sys.excepthook, threading.excepthook
     process = os.getpid()

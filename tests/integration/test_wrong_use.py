@@ -264,3 +264,38 @@ def test_wrong_use_over_two_hosts(mpi_run, hosts, name: str) -> None:
     env = {"MPISTRAT_ABORT_AFTER": "3", **wrong.env}
     result = mpi_run(SETUP + wrong.program, 4, timeout=60, hosts=hosts, env=env)
     _check(result, dataclasses.replace(wrong, everywhere=False))
+
+
+# Who of the four ranks, of which two share a host, fails; the others wait inside MPI or sleep.
+@pytest.mark.parametrize("who", [(0,), (3,), (1, 3), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("others", ["strategy.reduce('SUM', 1.0, axis=None)", "time.sleep(60)"], ids=["wait", "sleep"])
+def test_exceptions_over_two_hosts(mpi_run, hosts, who: tuple[int, ...], others: str) -> None:
+    """The launcher ends, too, wherever the rank that fails is."""
+    program = SETUP + f"if rank in {who}: raise KeyError('lost key')\n{others}"
+    result = mpi_run(program, 4, timeout=40, hosts=hosts)
+    assert result.returncode == 1, str(result)
+    assert any(re.search(rf"rank {rank} of 4: .*\n(.*\n)*KeyError: 'lost key'", result.err[rank]) for rank in who), str(
+        result
+    )
+    assert result.seconds < 5 + 10, str(result)
+
+
+def test_exception_on_a_host_without_the_launcher(mpi_run, hosts) -> None:
+    """All ranks on one host, mpiexec on another, as on a cluster's login node."""
+    program = SETUP + "if rank: raise KeyError('lost key')\ntime.sleep(60)"
+    result = mpi_run(program, 2, timeout=40, hosts=_First(hosts))
+    assert result.returncode == 1, str(result)
+    assert "KeyError: 'lost key'" in result.err[1], str(result)
+
+
+class _First:
+    """The first of some hosts, as the only one."""
+
+    def __init__(self, hosts) -> None:
+        self.hosts = hosts
+
+    def mpiexec(self, mpi: MpiEnv, ranks: int) -> list[str]:
+        names = self.hosts.names
+        words = self.hosts.mpiexec(mpi, len(names) * ranks)
+        where = words.index(",".join(f"{name}:{ranks}" for name in names))
+        return [*words[:where], f"{names[0]}:{ranks}", *words[where + 1 : -1], str(ranks)]
