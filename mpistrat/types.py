@@ -60,10 +60,11 @@ class VariableAggregation(enum.Enum):
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which algorithm carries a reduction; AUTO lets the chooser's measured table decide."""
+    """Which algorithm carries a reduction; AUTO lets the chooser's measured table decide. RING is TensorFlow's MPI."""
 
     AUTO = "AUTO"
     MPI = "MPI"
+    RING = "MPI"  # noqa: PIE796 (another name of the same)
     HIERARCHICAL = "HIERARCHICAL"
     NCCL = "NCCL"
 

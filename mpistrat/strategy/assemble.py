@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from .. import log
+from ..cluster.devices import check_devices
 from ..cluster.threads import set_blas_threads
 from ..cluster.topology import Topology
 from ..comm import abort
 from ..comm.process_group import ProcessGroup
 from ..cross_device.cross_device_ops import CrossDeviceOps
 from ..cross_device.make import make_cross_device_ops
-from ..errors import ClusterError, LayoutError
+from ..errors import ClusterError, LayoutError, explain
 from ..options import CommunicationOptions, Environment
 from ..variables import ArenaAllocator, Placement
 from .extended import StrategyExtended
@@ -111,22 +112,27 @@ def assemble(
     group = ProcessGroup.create(topology, environment)
     problem: Exception | None = None
     try:
+        given: object = options
+        if given is not None and not isinstance(given, CommunicationOptions):
+            expected, got = "CommunicationOptions", repr(given)
+            raise TypeError(explain(layout.name, "communication_options", expected=expected, got=got))
         implementation = None if options is None else options.implementation
         ops = make_cross_device_ops(implementation if cross_device_ops is None else cross_device_ops)
         ops.bind(group)
         if check is not None:
             check(topology)
+        if parameter_device is not None:
+            (parameter_device,) = check_devices(parameter_device, layout.name)
     except Exception as error:
         problem = error
-    _agree(group, layout, options, problem)
+    _agree(group, layout, (options, parameter_device), problem)
     return Parts(layout, group, ops, options, parameter_device)
 
 
-def _agree(
-    group: ProcessGroup, layout: Layout, options: CommunicationOptions | None, problem: Exception | None
-) -> None:
-    """Raise on every rank what any of them found wrong. Collective."""
-    with group.collective(layout.name, detail=repr(options)):
+def _agree(group: ProcessGroup, layout: Layout, settings: tuple[Any, ...], problem: Exception | None) -> None:
+    """Raise on every rank what any of them found wrong, or that their settings differ. Collective."""
+    detail = ", ".join(repr(setting) for setting in settings if setting is not None)
+    with group.collective(layout.name, detail=detail):
         texts = group.all_gather_text("" if problem is None else str(problem) or repr(problem))
     odd = next((rank for rank, text in enumerate(texts) if text), None)
     if odd is None:

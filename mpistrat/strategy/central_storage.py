@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
-from ..cluster.devices import canonical
 from .assemble import assemble
 from .layout import CENTRAL_STORAGE
 from .strategy import Strategy
@@ -38,5 +37,4 @@ class CentralStorageStrategy(Strategy):
         parameter_device: str | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
-        device = canonical(parameter_device or "cpu:0")
-        super().__init__(assemble(CENTRAL_STORAGE, comm, compute_devices, parameter_device=device))
+        super().__init__(assemble(CENTRAL_STORAGE, comm, compute_devices, parameter_device=parameter_device or "cpu:0"))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 from ..cross_device.cross_device_ops import CrossDeviceOps
+from ..errors import explain
 from .assemble import assemble
 from .layout import MIRRORED
 from .strategy import Strategy
@@ -28,8 +29,10 @@ class MirroredStrategy(Strategy):
             a rank that is alone, else the CPU. Ranks may have different numbers of devices.
         cross_device_ops: how values are reduced, such as `ms.NcclAllReduce()`; default: the chooser's table.
         comm: communicator, duplicated here; default COMM_WORLD.
+        num_gpus: instead of devices: this rank's first so many GPUs, 0 for the CPU.
 
     Raises:
+        ValueError: both devices and num_gpus.
         LayoutError: on every rank, when they are on several nodes.
         DeviceError: on every rank, for a device that is not there.
     """
@@ -39,5 +42,12 @@ class MirroredStrategy(Strategy):
         devices: Sequence[str] | str | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         comm: MPI.Intracomm | None = None,
+        *,
+        num_gpus: int | None = None,
     ) -> None:
+        if num_gpus is not None:
+            if devices is not None:
+                got = f"devices={devices!r} and num_gpus={num_gpus!r}"
+                raise ValueError(explain("MirroredStrategy", "num_gpus", expected="devices or num_gpus", got=got))
+            devices = [f"gpu:{index}" for index in range(num_gpus)] or "cpu:0"
         super().__init__(assemble(MIRRORED, comm, devices, cross_device_ops))

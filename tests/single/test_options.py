@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import mpistrat as ms
 from mpistrat.options import CommunicationOptions, Environment
 from mpistrat.types import CommunicationImplementation, ReduceOp, VariableAggregation
 
@@ -47,3 +48,10 @@ def test_reduce_op_parses_names_and_refuses_an_aggregation() -> None:
     assert ReduceOp.parse("mean") is ReduceOp.MEAN
     with pytest.raises(ValueError, match="expected ReduceOp"):
         ReduceOp.parse(VariableAggregation.SUM)
+
+
+def test_tensorflow_s_names_of_implementations():
+    for name in ("AUTO", "RING", "NCCL"):
+        chosen = CommunicationOptions(implementation=name).implementation
+        assert chosen is CommunicationImplementation[name] is ms.CollectiveCommunication[name]
+    assert CommunicationImplementation.RING is CommunicationImplementation.MPI

@@ -76,6 +76,29 @@ def test_a_device_that_one_rank_lacks():
         ms.MultiWorkerMirroredStrategy(devices=[] if world().rank == 0 else None)
 
 
+@pytest.mark.ranks(1, 2)
+def test_devices_that_are_not_there():
+    for make in (
+        lambda: ms.CentralStorageStrategy(parameter_device="gpu:77"),
+        lambda: ms.CentralStorageStrategy(["gpu:77"]),
+        lambda: ms.MirroredStrategy(num_gpus=78),
+    ):
+        with pytest.raises(DeviceError, match="gpu:77|no GPU"):
+            make()
+    with ms.MirroredStrategy(num_gpus=0) as strategy:
+        assert strategy.extended.worker_devices == ("cpu:0",)
+    with pytest.raises(ValueError, match="devices or num_gpus"):
+        ms.MirroredStrategy(["cpu:0"], num_gpus=1)
+
+
+@pytest.mark.ranks(2)
+def test_settings_must_agree():
+    with pytest.raises(CollectiveMismatchError, match=r"cpu:0.*cpu:1"):
+        ms.CentralStorageStrategy(parameter_device=f"cpu:{world().rank}")
+    with pytest.raises(TypeError, match="expected CommunicationOptions"):
+        ms.MultiWorkerMirroredStrategy(communication_options="ring")
+
+
 @pytest.mark.ranks(2)
 def test_a_problem_of_one_rank_is_raised_by_all():
     with pytest.raises(ValueError, match="CrossDeviceOps object"):
