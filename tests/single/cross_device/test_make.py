@@ -28,8 +28,8 @@ def test_names():
     own = ReductionToOneDevice()
     assert make_cross_device_ops(own) is own
     assert HierarchicalCopyAllReduce(num_packs=2).num_packs == 2
-    with pytest.raises(ValueError, match=r"implementation: expected .*got 'ring'"):
-        make_cross_device_ops("ring")
+    with pytest.raises(ValueError, match=r"implementation: expected .*got 'gossip'"):
+        make_cross_device_ops("gossip")
 
 
 @pytest.mark.parametrize("kind", [HierarchicalAllReduce, NcclAllReduce])
