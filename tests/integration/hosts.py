@@ -31,6 +31,8 @@ AGENT = """#!/bin/sh
 # What mpiexec calls in place of ssh: agent [-options] HOST COMMAND...
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=$1; shift
+# A /tmp of each host's own: Open MPI's daemons name their folders by process number, which two hosts may both have.
+export TMPDIR="${{TMPDIR:-/tmp}}/$host"; mkdir -p "$TMPDIR"
 exec nsenter --target "$(cat {folder}/$host.pid)" --net --uts --ipc --mount --pid -- sh -c "$*"
 """
 
