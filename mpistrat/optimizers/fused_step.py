@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..comm.arrays import array_module, on_device_of
 from ..comm.dtypes import accumulation_dtype
 from ..cross_device.cross_device_ops import BLOCK, blocks
 from ..cross_device.in_place import merge
@@ -132,12 +131,8 @@ class _Part:
         self.ranges = merge(list(padded.items()))
         self._decays = _decays((v.offset, padded[v.offset], optimizer.decay_of(v)) for v in variables)
         self._slots = slots.of(arena)
-        self._accumulate = accumulation_dtype(arena.dtype)
-        self._narrow = self._accumulate != arena.dtype
-        with on_device_of(arena.values):
-            new = array_module(arena.values).empty
-            *self._scratch, self._wide, self._block = (new(min(BLOCK, arena.size), self._accumulate) for _ in range(4))
-        self._kept: Any = None
+        self._narrow = accumulation_dtype(arena.dtype) != arena.dtype
+        *self._scratch, self._wide, self._block = self._slots.scratch
 
     @property
     def gradients(self) -> Any:
@@ -192,11 +187,7 @@ class _Part:
         """Return where sums are kept, and which element of the arena comes first there."""
         if not self._narrow:
             return self.gradients.local[0], 0
-        if self._kept is None:
-            with on_device_of(self._block):
-                size = self._slots.high - self._slots.low
-                self._kept = array_module(self._block).empty(size, self._accumulate)
-        return self._kept, self._slots.low
+        return self._slots.kept(), self._slots.low
 
     def _decay(self, low: int, high: int, weights: Any) -> None:
         first = max(0, bisect_right(self._decays, (low, math.inf, 0.0)) - 1)

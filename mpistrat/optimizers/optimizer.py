@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Optimizer"]
 
+_KEPT_STEPS = 1024  # one for each set of variables that had gradients together
+
 
 @final
 class _Pairs:
@@ -197,6 +199,8 @@ class Optimizer(ABC):
         key = tuple([id(variable) if gradient is not None else -id(variable) for gradient, variable in replicas[0]])
         step = self._steps.get(key)
         if step is None or step.strategy is not strategy:
+            if len(self._steps) >= _KEPT_STEPS:
+                self._steps.clear()
             step = self._steps[key] = self._new_step(strategy, replicas[0])
         place_gradients(replicas, key)
         step.run(aggregate)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..comm.arrays import array_module, as_array, on_device_of, to_host
 from ..comm.dtypes import accumulation_dtype
+from ..cross_device.cross_device_ops import BLOCK
 from ..errors import explain
 from ..variables.memory import move_like
 
@@ -29,19 +30,30 @@ def owners(arena: Arena) -> list[int]:
 
 @final
 class ArenaSlots:
-    """The slots of this rank's slice of an arena.
+    """The slots of this rank's slice of an arena, and room to compute in, which all steps on the arena share.
 
     Attributes:
         low, high: the slice.
         arrays: for each slot a flat array of it, in the dtype in which the arena's gradients are summed.
+        scratch: four flat arrays of a block each, of the same dtype.
     """
 
     def __init__(self, arena: Arena, names: Iterable[str], start: float) -> None:
         self.low, self.high = (arena.owned([(0, arena.size)]) or [(0, 0)])[0]
         dtype = accumulation_dtype(arena.dtype)
         xp, size = array_module(arena.values), self.high - self.low
+        self._kept: Any = None
         with on_device_of(arena.values):
+            self.scratch = [xp.empty(min(BLOCK, arena.size), dtype) for _ in range(4)]
             self.arrays = {name: xp.full(size, start, dtype) if start else xp.zeros(size, dtype) for name in names}
+
+    def kept(self) -> Any:
+        """Return a flat array of the slice, to keep sums in between two passes over it. Not collective."""
+        if self._kept is None:
+            block = self.scratch[0]
+            with on_device_of(block):
+                self._kept = array_module(block).empty(self.high - self.low, block.dtype)
+        return self._kept
 
     def part(self, low: int, high: int) -> dict[str, Any]:
         """Return the slots of elements [low, high) of the arena, which this rank must own. Not collective."""

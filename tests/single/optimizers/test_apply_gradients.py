@@ -1,5 +1,7 @@
 """apply_gradients under the default strategy, on one process without MPI: what it takes, and what it refuses."""
 
+import tracemalloc
+
 import numpy as np
 import optimizer_reference as reference
 import pytest
@@ -221,3 +223,25 @@ def test_wrong_arguments_are_refused():
         ms.optimizers.Adam(beta_2=1)
     with pytest.raises(ValueError, match="global_clipnorm: expected > 0, got 0"):
         ms.optimizers.Adam(global_clipnorm=0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_many_sets_of_variables_take_little_memory(dtype, monkeypatch):
+    monkeypatch.setattr("mpistrat.optimizers.optimizer._KEPT_STEPS", 50)
+    variables = [ms.Variable(np.zeros(1 << 13, dtype)) for _ in range(8)]
+    optimizer = ms.optimizers.SGD(1.0, global_clipnorm=1e9)
+    for variable in variables:
+        variable.grad[:] = 1.0
+
+    def step(chosen):
+        optimizer.apply_gradients([(v.grad if chosen >> i & 1 else None, v) for i, v in enumerate(variables)])
+
+    step(255)
+    tracemalloc.start()
+    for chosen in range(1, 101):
+        step(chosen)
+    grown = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert grown < 2 << 20  # every set with blocks of its own would take 1 MiB
+    taken = [1 + sum(chosen >> i & 1 for chosen in range(1, 101)) for i in range(8)]
+    assert [float(v.numpy()[-1]) for v in variables] == [-n for n in taken]
