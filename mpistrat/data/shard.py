@@ -5,6 +5,7 @@ Contiguous, unfiltered data is read through a memory map of the file; everything
 
 from __future__ import annotations
 
+import errno
 import mmap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -115,7 +116,7 @@ class Shard:
             file = h5py.File(path, "r")
         except OSError as error:
             got = f"a file of {path.stat().st_size} bytes that HDF5 refuses: {error}"
-            remedy = "The file is damaged, truncated or not HDF5: copy it again, or write the shards again."
+            remedy = _remedy(error, "The file is damaged, truncated or not HDF5: copy it again")
             raise ShardError(
                 explain("HDF5Dataset", str(path), expected="an HDF5 file", got=got, remedy=remedy)
             ) from error
@@ -127,7 +128,7 @@ class Shard:
             file.close()
             if isinstance(error, ShardError):
                 raise
-            remedy = "The file is damaged: copy it again, or write the shards again."
+            remedy = _remedy(error, "The file is damaged: copy it again")
             raise ShardError(
                 explain("HDF5Dataset", str(path), expected="readable metadata", got=str(error), remedy=remedy)
             ) from error
@@ -179,6 +180,12 @@ class Shard:
             got = f"{found} instead of {self._identity}" if found else "no such file"
             remedy = "Shards must not change while they are read: make a new dataset."
             raise ShardError(explain("HDF5Dataset", str(self.path), expected=expected, got=got, remedy=remedy))
+
+
+def _remedy(error: Exception, damaged: str) -> str:
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        return "Each shard stays open: raise the number of open files (ulimit -n), or write fewer, larger shards."
+    return f"{damaged}, or write the shards again."
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,15 @@ def test_mutated_files_give_rows_or_a_shard_error(tmp_path: Path, compression: s
         else:
             assert not verify or all(np.array_equal(rows[name], data[name]) for name in data)
     assert refused >= 50  # at least all truncated ones
+
+
+def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"x": np.arange(60)}, num_shards=60)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        with pytest.raises(ShardError, match=r"of-00060\.h5.*ulimit -n") as caught:
+            open_all(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "damaged" not in str(caught.value)
