@@ -176,27 +176,59 @@ def _check(result, wrong: Wrong) -> None:
             assert re.search(words, result.stderr), f"nobody says {words!r}\n{result}"
 
 
-@pytest.mark.parametrize("name", [*DISAGREE, *LEFT, *SAME])
-def test_wrong_use(mpi_run, name: str) -> None:
+ATTEMPTS = """
+import traceback
+for case, (program, env) in cases.items():
+    strategy = ms.MultiWorkerMirroredStrategy()
+    os.environ.update(env)
+    try:
+        exec(program, globals())
+        print(f"==== {case}: no error", file=sys.stderr, flush=True)
+    except Exception:
+        print(f"==== {case}:\\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    for key in env:
+        del os.environ[key]
+"""
+
+
+@pytest.fixture(scope="module")
+def attempts() -> dict[str, list[str]]:
+    """For each MPI what every rank wrote, filled by the first test that asks."""
+    return {}
+
+
+@pytest.mark.parametrize("name", [*DISAGREE, *SAME])
+def test_every_rank_gets_the_error(mpi: MpiEnv, mpi_run, attempts: dict[str, list[str]], name: str) -> None:
+    """All cases in one program: an error that every rank gets leaves the ranks in step."""
+    if mpi.name not in attempts:
+        cases = {key: (wrong.program, wrong.env) for key, wrong in {**DISAGREE, **SAME}.items()}
+        result = mpi_run(SETUP + f"cases = {cases!r}\n" + ATTEMPTS, 2, timeout=60)
+        attempts[mpi.name] = result.err
+        assert result.returncode == 0, str(result)
+    for rank, text in enumerate(attempts[mpi.name]):
+        (found,) = [part for part in text.split("==== ") if part.startswith(f"{name}:")]
+        for words in {**DISAGREE, **SAME}[name].says:
+            assert re.search(words, found), f"rank {rank} does not say {words!r}: {found}"
+
+
+@pytest.mark.parametrize(
+    "name", ["variable of another shape", "large reduce of another shape", "unknown device", *LEFT]
+)
+def test_the_job_ends(mpi_run, name: str) -> None:
     wrong = {**DISAGREE, **LEFT, **SAME}[name]
-    started = "import time\nstarted = time.time()\n"
-    result = mpi_run(started + SETUP + wrong.program, 2, timeout=40, env=wrong.env)
+    result = mpi_run(SETUP + wrong.program, 2, timeout=40, env=wrong.env)
     _check(result, wrong)
     assert result.seconds < wrong.seconds + 10, str(result)  # starting Python and MPI on a busy machine included
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in DISAGREE if "gradient" not in name] + ["sys.exit", "collective skipped"]
+    "name",
+    ["variable of another name", "reduce of another dtype", "another collective", "sys.exit", "collective skipped"],
 )
-def test_wrong_use_without_shared_memory(mpi_run, name: str) -> None:
+def test_the_job_ends_without_shared_memory(mpi_run, name: str) -> None:
     wrong = {**DISAGREE, **LEFT}[name]
-    result = mpi_run(
-        SETUP + wrong.program,
-        2,
-        timeout=40,
-        env={**wrong.env, "MPISTRAT_SHARED_MEMORY": "0"}
-        | ({} if "MPISTRAT_ABORT_AFTER" in wrong.env else {"MPISTRAT_ABORT_AFTER": "3"}),
-    )
+    env = {"MPISTRAT_ABORT_AFTER": "3", **wrong.env, "MPISTRAT_SHARED_MEMORY": "0"}
+    result = mpi_run(SETUP + wrong.program, 2, timeout=40, env=env)
     _check(result, dataclasses.replace(wrong, everywhere=False))
 
 
