@@ -1,8 +1,12 @@
-"""Block-split arithmetic: n things over p owners in contiguous blocks whose sizes differ by at most one."""
+"""Arithmetic of ranges: n things over p owners in contiguous blocks of nearly equal size; ranges cut and merged."""
 
 from __future__ import annotations
 
-__all__ = ["aligned_bounds", "block", "bounds"]
+from collections.abc import Sequence
+
+__all__ = ["ALIGNMENT", "aligned_bounds", "block", "blocks", "bounds", "merge"]
+
+ALIGNMENT = 16  # elements, of the borders between what two ranks write: no cache line is written by both
 
 
 def block(length: int, parts: int, index: int) -> tuple[int, int]:
@@ -29,7 +33,7 @@ def bounds(length: int, parts: int) -> list[tuple[int, int]]:
     return [block(length, parts, index) for index in range(parts)]
 
 
-def aligned_bounds(length: int, parts: int, alignment: int) -> list[tuple[int, int]]:
+def aligned_bounds(length: int, parts: int, alignment: int = ALIGNMENT) -> list[tuple[int, int]]:
     """Return ranges of all owners whose inner borders are multiples of `alignment`. Not collective.
 
     Example:
@@ -38,3 +42,29 @@ def aligned_bounds(length: int, parts: int, alignment: int) -> list[tuple[int, i
     """
     units = -(-length // alignment)
     return [(min(low * alignment, length), min(high * alignment, length)) for low, high in bounds(units, parts)]
+
+
+def blocks(ranges: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Return the ranges cut into blocks of at most `size`. Not collective.
+
+    Example:
+        >>> blocks([(0, 5), (8, 9)], 3)
+        [(0, 3), (3, 5), (8, 9)]
+    """
+    return [(begin, min(begin + size, high)) for low, high in ranges for begin in range(low, high, size)]
+
+
+def merge(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges in order, those that touch made one. Not collective.
+
+    Example:
+        >>> merge([(8, 9), (0, 3), (3, 5)])
+        [(0, 5), (8, 9)]
+    """
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(high, merged[-1][1])
+        else:
+            merged.append((low, high))
+    return merged

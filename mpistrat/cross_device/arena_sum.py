@@ -9,8 +9,9 @@ import numpy as np
 
 from ..comm.buffers import all_reduce
 from ..comm.process_group import ProcessGroup
+from ..partition import blocks
 from .arithmetic import add_all
-from .cross_device_ops import BLOCK, blocks
+from .cross_device_ops import BLOCK
 
 __all__ = ["ArenaSum"]
 

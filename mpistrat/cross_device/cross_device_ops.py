@@ -13,8 +13,9 @@ from ..comm.process_group import ProcessGroup
 from ..distributed_values import Mirrored, PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
+from ..partition import blocks
 from ..types import CommunicationImplementation, IndexedSlices, ReduceOp
-from .arithmetic import arithmetic
+from .arithmetic import Arithmetic, arithmetic
 from .broadcast import broadcast_value
 from .gather import gather
 from .gradient_arena import GradientArena
@@ -308,6 +309,16 @@ class CrossDeviceOps(ABC):
         """
         return True, ""
 
+    # What algorithms use
+
+    def arithmetic(self, reduce_op: ReduceOp, dtype: np.dtype) -> Arithmetic:
+        """Return in which dtype values are summed over these replicas, the divisor, and the result's dtype. Not collective.
+
+        Raises:
+            TypeError: values of the dtype cannot be summed.
+        """
+        return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
+
     # Internals
 
     def _chosen(self, options: CommunicationOptions) -> CrossDeviceOps:
@@ -334,13 +345,3 @@ class CrossDeviceOps(ABC):
         detail = (op.value, form(slices[0]))
         with group.collective("reduce", detail=detail, timeout=options.timeout_seconds):
             return reduce_slices(group, op, slices, "reduce")
-
-
-def blocks(ranges: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """Return the ranges cut into blocks of at most `size`. Not collective.
-
-    Example:
-        >>> blocks([(0, 5), (8, 9)], 3)
-        [(0, 3), (3, 5), (8, 9)]
-    """
-    return [(begin, min(begin + size, high)) for low, high in ranges for begin in range(low, high, size)]

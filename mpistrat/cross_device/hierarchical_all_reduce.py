@@ -15,7 +15,7 @@ from ..errors import explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp
 from .arena_sum import ArenaSum
-from .arithmetic import Arithmetic, arithmetic
+from .arithmetic import Arithmetic
 from .cross_device_ops import CrossDeviceOps
 from .exchange_sum import SMALL_BYTES, ExchangeSum
 from .flat import reduce_one, reduce_packs
@@ -87,7 +87,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if place is not None:
             reduce_in_place(self.group, self._arena_sum(), [place], reduce_op, self.call)
             return place.view(values[0].shape)
-        return reduce_one(self._sum, values, self._how(reduce_op, values[0].dtype))
+        return reduce_one(self._sum, values, self.arithmetic(reduce_op, values[0].dtype))
 
     def batch_reduce_implementation(
         self,
@@ -116,12 +116,12 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if is_gpu(arena.local[0]):
             super().reduce_arena(arena, ranges, consume)
             return
-        how = self._how(ReduceOp.SUM, arena.dtype)
+        how = self.arithmetic(ReduceOp.SUM, arena.dtype)
         self._arena_sum().sum(domain_parts(arena), arena.owned(ranges), how.accumulate, consume)
 
     def _place(self, values: Sequence[Any], destinations: Any, reduce_op: ReduceOp) -> Place | None:
         """Where in a gradient arena the values lie that shall be reduced in place; None for all others."""
-        if self._how(reduce_op, values[0].dtype).result != values[0].dtype:
+        if self.arithmetic(reduce_op, values[0].dtype).result != values[0].dtype:
             return None
         return self._find(values, destinations)
 
@@ -138,10 +138,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if limit is None:
             limit = 1 if self.num_packs == 0 else 0
             sum_flat = self._sum_in_packs if self.num_packs > 1 else self._sum
-        return reduce_packs(sum_flat, leaves, lambda dtype: self._how(reduce_op, dtype), limit)
-
-    def _how(self, reduce_op: ReduceOp, dtype: np.dtype) -> Arithmetic:
-        return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
+        return reduce_packs(sum_flat, leaves, lambda dtype: self.arithmetic(reduce_op, dtype), limit)
 
     def _sum_in_packs(self, parts: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
         pieces, low = [], 0

@@ -9,15 +9,13 @@ from typing import Any, final
 import numpy as np
 
 from ..comm.process_group import ProcessGroup
-from ..partition import aligned_bounds
+from ..partition import aligned_bounds, merge
 from ..types import ReduceOp
 from .arena_sum import ArenaSum
 from .arithmetic import arithmetic
 from .gradient_arena import GradientArena
 
-__all__ = ["Place", "domain_parts", "find_place", "merge", "reduce_in_place"]
-
-ALIGNMENT = 16  # elements
+__all__ = ["Place", "domain_parts", "find_place", "reduce_in_place"]
 
 
 @final
@@ -65,22 +63,6 @@ def domain_parts(arena: GradientArena) -> Sequence[np.ndarray]:
     return arena.local if arena.node is None else arena.node
 
 
-def merge(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges in order, those that touch made one. Not collective.
-
-    Example:
-        >>> merge([(8, 9), (0, 3), (3, 5)])
-        [(0, 5), (8, 9)]
-    """
-    merged: list[tuple[int, int]] = []
-    for low, high in sorted(ranges):
-        if merged and low <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(high, merged[-1][1])
-        else:
-            merged.append((low, high))
-    return merged
-
-
 def reduce_in_place(
     group: ProcessGroup, arena_sum: ArenaSum, places: Sequence[Place], reduce_op: ReduceOp, call: Any
 ) -> None:
@@ -115,7 +97,7 @@ def _reduce_ranges(
     target = parts[0]
     mine = []
     for low, high in ranges:
-        begin, end = aligned_bounds(high - low, group.slices, ALIGNMENT)[index]
+        begin, end = aligned_bounds(high - low, group.slices)[index]
         mine.append((low + begin, low + end))
 
     if how.divisor == 1 and how.accumulate == arena.dtype:

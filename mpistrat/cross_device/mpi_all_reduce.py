@@ -12,7 +12,7 @@ from ..comm.buffers import all_reduce, all_reduce_gpu, cuda_aware
 from ..distributed_values import PerReplica
 from ..options import CommunicationOptions
 from ..types import ReduceOp
-from .arithmetic import Arithmetic, add_all, arithmetic, finish
+from .arithmetic import Arithmetic, add_all, finish
 from .cross_device_ops import CrossDeviceOps
 from .flat import device_sum, on_devices, reduce_one, reduce_packs
 from .result_pool import ResultPool
@@ -42,7 +42,7 @@ class MpiAllReduce(CrossDeviceOps):
         options: CommunicationOptions | None = None,
     ) -> Any:
         values = per_replica_value.values
-        how = self._how(reduce_op, values[0].dtype)
+        how = self.arithmetic(reduce_op, values[0].dtype)
         if is_gpu(values[0]) and self.group.topology.size > 1 and cuda_aware():
             total = device_sum(values, how)
             all_reduce_gpu(self.group.topology.comm, total)
@@ -57,10 +57,7 @@ class MpiAllReduce(CrossDeviceOps):
     ) -> list[Any]:
         limit = (options.bytes_per_pack if options else None) or 0
         leaves = [value.values for value, _ in value_destination_pairs]
-        return reduce_packs(self._sum, leaves, lambda dtype: self._how(reduce_op, dtype), limit)
-
-    def _how(self, reduce_op: ReduceOp, dtype: np.dtype) -> Arithmetic:
-        return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
+        return reduce_packs(self._sum, leaves, lambda dtype: self.arithmetic(reduce_op, dtype), limit)
 
     def _sum(self, parts: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
         comm = self.group.topology.comm if self.group.topology.size > 1 else None

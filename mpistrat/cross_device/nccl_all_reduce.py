@@ -6,8 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any, final
 
-import numpy as np
-
 from ..comm.arrays import array_module, is_gpu, on_device_of
 from ..comm.nccl import NcclCommunicator, nccl_datatype_name, require_nccl
 from ..comm.packing import pack_sizes, plan_packs
@@ -17,7 +15,7 @@ from ..errors import explain
 from ..log import once
 from ..options import CommunicationOptions
 from ..types import ReduceOp
-from .arithmetic import Arithmetic, arithmetic, finish
+from .arithmetic import Arithmetic, finish
 from .cross_device_ops import CrossDeviceOps
 from .hierarchical_all_reduce import HierarchicalAllReduce
 from .mpi_all_reduce import MpiAllReduce
@@ -74,7 +72,7 @@ class NcclAllReduce(CrossDeviceOps):
         other = self._other(values)
         if other is not None:
             return other.reduce_implementation(reduce_op, per_replica_value, destinations, options)
-        how = self._how(reduce_op, values[0].dtype)
+        how = self.arithmetic(reduce_op, values[0].dtype)
         return _wrap(self._sum([_wide(value, how) for value in values], how), values)
 
     def batch_reduce_implementation(
@@ -93,7 +91,7 @@ class NcclAllReduce(CrossDeviceOps):
         limit = options.bytes_per_pack if options else None
         cut = self.num_packs if limit is None else 1
         for pack in plan_packs([leaves[index][0] for index in mine], 1 if cut == 0 else limit):
-            how = self._how(reduce_op, pack.dtype)
+            how = self.arithmetic(reduce_op, pack.dtype)
             flats = []
             for replica in range(len(leaves[mine[0]])):
                 with on_device_of(leaves[mine[0]][replica]):
@@ -102,9 +100,6 @@ class NcclAllReduce(CrossDeviceOps):
             for position, members in zip(pack.indices, zip(*totals, strict=True), strict=True):
                 results[mine[position]] = _wrap(members, leaves[mine[position]])
         return results
-
-    def _how(self, reduce_op: ReduceOp, dtype: np.dtype) -> Arithmetic:
-        return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
 
     def _other(self, values: Sequence[Any]) -> CrossDeviceOps | None:
         """Who takes values that NCCL cannot."""

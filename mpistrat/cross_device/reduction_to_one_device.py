@@ -12,7 +12,7 @@ from ..comm.dtypes import mpi_datatype
 from ..distributed_values import PerReplica
 from ..options import CommunicationOptions
 from ..types import ReduceOp
-from .arithmetic import Arithmetic, arithmetic, finish
+from .arithmetic import Arithmetic, finish
 from .cross_device_ops import CrossDeviceOps
 from .flat import reduce_one, reduce_packs
 
@@ -54,7 +54,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         options: CommunicationOptions | None = None,
     ) -> Any:
         values = per_replica_value.values
-        return reduce_one(self._sum, values, self._how(reduce_op, values[0].dtype))
+        return reduce_one(self._sum, values, self.arithmetic(reduce_op, values[0].dtype))
 
     def batch_reduce_implementation(
         self,
@@ -64,12 +64,9 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> list[Any]:
         leaves = [value.values for value, _ in value_destination_pairs]
         if self.accumulation_fn is not None:  # sees one value at a time
-            return [reduce_one(self._sum, leaf, self._how(reduce_op, leaf[0].dtype)) for leaf in leaves]
+            return [reduce_one(self._sum, leaf, self.arithmetic(reduce_op, leaf[0].dtype)) for leaf in leaves]
         limit = (options.bytes_per_pack if options else None) or 0
-        return reduce_packs(self._sum, leaves, lambda dtype: self._how(reduce_op, dtype), limit)
-
-    def _how(self, reduce_op: ReduceOp, dtype: np.dtype) -> Arithmetic:
-        return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
+        return reduce_packs(self._sum, leaves, lambda dtype: self.arithmetic(reduce_op, dtype), limit)
 
     def _sum(self, parts: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
         group = self.group

@@ -20,7 +20,6 @@ NODE_CHUNK = 1 << 21  # on one node: few barriers, which cost most where other p
 SLICE_CHUNK = 1 << 20  # for each slice between nodes: what crosses the network at a time
 MEMORY = 1 << 25  # of the ranks of a node together, half of what is allocated
 SMALLEST_CHUNK = 1 << 18
-ALIGNMENT = 16  # elements, so that two ranks do not write one cache line
 
 
 @final
@@ -102,4 +101,4 @@ class StagedSum:
             np.copyto(out[start + low : start + high], sums, casting="unsafe")
 
     def _bounds(self, chunk: tuple[int, int]) -> list[tuple[int, int]]:
-        return aligned_bounds(chunk[1] - chunk[0], self._group.slices, ALIGNMENT)
+        return aligned_bounds(chunk[1] - chunk[0], self._group.slices)

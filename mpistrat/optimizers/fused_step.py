@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ..comm.dtypes import accumulation_dtype
-from ..cross_device.cross_device_ops import BLOCK, blocks
-from ..cross_device.in_place import merge
+from ..cross_device.cross_device_ops import BLOCK
+from ..partition import blocks, merge
 from ..variables.arena import ALIGNMENT_BYTES, Arena
 from ..variables.memory import move_like
 from .slots import SlotStore, owners

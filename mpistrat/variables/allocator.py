@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
+from ..cluster.devices import parse
 from ..comm.arrays import import_cupy
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space
 from ..errors import DeviceError, SharedMemoryError, explain
 from .arena import Arena, Gradients
-from .memory import is_gpu_device, zeros
+from .memory import zeros
 
 if TYPE_CHECKING:
     from ..comm.node import SharedBlock
@@ -43,7 +44,7 @@ class ArenaAllocator:
         self.group = group
         self.central = central
         self.devices = tuple(group.topology.devices if devices is None else devices)
-        on_gpu = [is_gpu_device(device) for device in self.devices]
+        on_gpu = [parse(device)[0] == "gpu" for device in self.devices]
         if any(on_gpu) and not all(on_gpu):
             text = explain("ArenaAllocator", "devices", expected="all CPUs or all GPUs", got=", ".join(self.devices))
             raise DeviceError(text)
@@ -126,7 +127,7 @@ class ArenaAllocator:
     def _free_bytes(self) -> int:
         if self.on_gpu:
             cupy = import_cupy("Variable")
-            return min(int(cupy.cuda.Device(int(d.partition(":")[2])).mem_info[0]) for d in self.devices)
+            return min(int(cupy.cuda.Device(parse(d)[1]).mem_info[0]) for d in self.devices)
         free = free_space() if self.group.node.shared else None
         return UNLIMITED if free is None else free
 

@@ -13,7 +13,6 @@ from ..comm.process_group import ProcessGroup
 __all__ = ["Arena", "Gradients"]
 
 ALIGNMENT_BYTES = 64  # of each variable: a cache line, and what vector instructions like
-SLICE_ALIGNMENT = 16  # elements, of the borders between the slices of two ranks
 
 
 @final
@@ -112,7 +111,7 @@ class Arena:
         The variables that exist then are divided evenly. Later ones go to another arena.
         """
         if self._bounds is None:
-            self._bounds = partition.aligned_bounds(self.used, self._slice[1], SLICE_ALIGNMENT)
+            self._bounds = partition.aligned_bounds(self.used, self._slice[1])
         return self._bounds
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -131,7 +130,7 @@ class Arena:
         parts = ((max(low, start), min(high, stop)) for start, stop in ranges)
         return [(start, stop) for start, stop in parts if start < stop]
 
-    def writes(self, length: int, alignment: int = SLICE_ALIGNMENT) -> tuple[int, int]:
+    def writes(self, length: int, alignment: int = partition.ALIGNMENT) -> tuple[int, int]:
         """Return which part of `length` things this rank writes when all ranks write them together. Not collective."""
         rank, size = self._writer
         if rank is None:

@@ -6,22 +6,19 @@ from typing import Any
 
 import numpy as np
 
+from ..cluster.devices import parse
 from ..comm.arrays import array_module, import_cupy, is_gpu, on_device_of
 
-__all__ = ["is_gpu_device", "move_like", "read_only", "zeros"]
-
-
-def is_gpu_device(device: str) -> bool:
-    """Return whether a device string, "cpu:0" or "gpu:1", names a GPU. Not collective."""
-    return device.startswith("gpu")
+__all__ = ["move_like", "read_only", "zeros"]
 
 
 def zeros(shape: int | tuple[int, ...], dtype: np.dtype, device: str) -> Any:
     """Return a new zeroed array on a device. Not collective."""
-    if not is_gpu_device(device):
+    kind, index = parse(device)
+    if kind == "cpu":
         return np.zeros(shape, dtype)
     cupy = import_cupy("Variable")
-    with cupy.cuda.Device(int(device.partition(":")[2])):
+    with cupy.cuda.Device(index):
         return cupy.zeros(shape, dtype)
 
 
