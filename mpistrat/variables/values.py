@@ -67,6 +67,7 @@ def convert(value: Any, array: Any, dtype: np.dtype, function: str, casting: str
 
     Raises:
         TypeError: a float for an integer variable, and the like.
+        OverflowError: an integer of Python's that the dtype cannot hold.
     """
     if array.dtype == dtype:
         return array
@@ -78,9 +79,18 @@ def convert(value: Any, array: Any, dtype: np.dtype, function: str, casting: str
         remedy = "Convert it explicitly with astype"
         expected = f"a value that {dtype} can hold"
         raise TypeError(explain(function, "value", expected=expected, got=str(array.dtype), remedy=remedy))
-    if type(value) in _PLAIN:
-        return np.asarray(value, dtype)  # raises OverflowError where an integer does not fit
+    if type(value) in _PLAIN and dtype.kind in "iu":
+        _check_range(array, dtype, function)
     return array.astype(dtype)
+
+
+def _check_range(array: Any, dtype: np.dtype, function: str) -> None:
+    """Raise OverflowError where an integer does not fit: NumPy 1 would wrap it, and so does astype."""
+    info = np.iinfo(dtype)
+    for extreme in (int(array.min()), int(array.max())) if array.size else ():
+        if not info.min <= extreme <= info.max:
+            expected = f"integers from {info.min} to {info.max}"
+            raise OverflowError(explain(function, "value", expected=expected, got=extreme))
 
 
 def as_flat(value: Any, shape: tuple[int, ...], dtype: np.dtype, function: str) -> Any:
