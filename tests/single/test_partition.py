@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.partition import aligned_bounds, block, bounds
+from mpistrat.partition import aligned_bounds, block, blocks, bounds, merge
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,22 @@ def test_aligned_bounds_cover_in_order(length: int, parts: int, alignment: int) 
     assert len(ranges) == parts
     assert [i for low, high in ranges for i in range(low, high)] == list(range(length))
     assert all(low % alignment == 0 or low == length for low, _ in ranges)
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda pair: (pair[0], sum(pair))), max_size=6)
+
+
+@given(RANGES, st.integers(1, 7))
+def test_ranges_are_cut_into_blocks(ranges: list[tuple[int, int]], size: int) -> None:
+    cut = blocks(ranges, size)
+    assert [i for low, high in cut for i in range(low, high)] == [i for low, high in ranges for i in range(low, high)]
+    assert all(0 < high - low <= size for low, high in cut)
+
+
+@given(RANGES)
+def test_merged_ranges_cover_the_same_and_do_not_touch(ranges: list[tuple[int, int]]) -> None:
+    merged = merge(ranges)
+    assert {i for low, high in merged for i in range(low, high)} == {
+        i for low, high in ranges for i in range(low, high)
+    }
+    assert all(high < low for (_, high), (low, _) in itertools.pairwise(merged))
