@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Prefetcher"]
+
+_PATIENCE = 10.0  # seconds that the end of the program waits for what is being read
 
 
 class _Buffer:
@@ -46,6 +49,25 @@ class _Buffer:
             self.changed.notify_all()
 
 
+_running: dict[threading.Thread, _Buffer] = {}
+
+
+def _end_all() -> None:
+    """End the threads before the interpreter ends: one inside HDF5 would crash it then, or never let it go."""
+    running = list(_running.items())
+    for _, buffer in running:
+        buffer.close()
+    for thread, _ in running:
+        thread.join(_PATIENCE)
+
+
+def _run(buffer: _Buffer, produce: Callable[[], Any]) -> None:
+    try:
+        _fill(buffer, produce)
+    finally:
+        _running.pop(threading.current_thread(), None)
+
+
 def _fill(buffer: _Buffer, produce: Callable[[], Any]) -> None:
     """Produce until StopIteration, an error, or the reader's end."""
     while buffer.wait_for_room():
@@ -71,9 +93,12 @@ class Prefetcher:
     def __init__(self, produce: Callable[[], Any], depth: int) -> None:
         self._buffer = _Buffer(depth)
         self._thread = threading.Thread(
-            target=_fill, args=(self._buffer, produce), name="mpistrat-prefetch", daemon=True
+            target=_run, args=(self._buffer, produce), name="mpistrat-prefetch", daemon=True
         )
         self._finalizer = weakref.finalize(self, self._buffer.close)
+        atexit.unregister(_end_all)  # the last to be registered is called first: before h5py's own end
+        atexit.register(_end_all)
+        _running[self._thread] = self._buffer
         self._thread.start()
 
     def get(self) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -283,3 +285,32 @@ def test_print_says_who_reads_what() -> None:
     assert str(parts(from_arrays(np.arange(4)).batch(2), 2)[1]).splitlines()[-1] == (
         "distributed over 2 replicas, 1 to 1 here, prefetch 2"
     )
+
+
+def test_no_thread_reads_when_the_interpreter_ends() -> None:
+    """A thread inside HDF5 would crash it. What is registered first, as here, is called last."""
+    program = """
+import atexit, threading, time
+atexit.register(lambda: print([t.name for t in threading.enumerate()], late))
+late = []
+import numpy as np
+import mpistrat as ms
+
+def slow(rows):
+    time.sleep(0.3)
+    late.append(len(rows))
+    return rows
+
+strategy = ms.get_strategy()
+dataset = strategy.distribute_dataset(ms.data.from_arrays(np.arange(20)).batch(2).map(slow))
+kept = iter(dataset)  # alive at the end
+next(kept)
+late.clear()
+for _ in dataset:  # dropped while its thread reads
+    break
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    names, _, finished = done.stdout.partition("] ")
+    assert names == "['MainThread'", done.stdout
+    assert finished.strip() != "[]", done.stdout  # what was being read was waited for
