@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -41,8 +40,7 @@ class Topology:
         devices: this rank's devices, one replica each.
         num_local_replicas, num_replicas: replicas of this rank, and of all ranks.
         replica_offset: number of the first replica of this rank.
-        replicas_per_rank, replicas_per_node: their number on each rank, and on each node.
-        first_local_replica_of_node: for each node the number of its first replica.
+        replicas_per_rank: their number on each rank.
         hostname: MPI's name of this node.
         node_cores: the cores on which the ranks of this node may run, together.
         thread_level: the thread level that MPI granted (`MPI.THREAD_…`); 0 after `single`.
@@ -78,12 +76,7 @@ class Topology:
         self.num_local_replicas = len(self.devices)
         self.replicas_per_rank = tuple(replicas_per_rank)
         self.num_replicas = sum(self.replicas_per_rank)
-        offsets = list(accumulate(self.replicas_per_rank, initial=0))
-        self.replica_offset = offsets[rank]
-        self.replicas_per_node = tuple(
-            sum(self.replicas_per_rank[r] for r in self.ranks_of_node(node)) for node in range(self.num_nodes)
-        )
-        self.first_local_replica_of_node = tuple(offsets[self.node_of.index(node)] for node in range(self.num_nodes))
+        self.replica_offset = sum(self.replicas_per_rank[:rank])
 
     @classmethod
     def create(

@@ -50,7 +50,6 @@ def test_replicas_of_uneven_devices():
         assert t.replicas_per_rank == tuple(range(1, size + 1))
         assert t.replica_offset == rank * (rank + 1) // 2
         assert t.num_replicas == size * (size + 1) // 2
-        assert t.replicas_per_node == (t.num_replicas,)
 
 
 @pytest.mark.ranks(2, 3, 4)

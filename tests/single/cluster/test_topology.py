@@ -22,8 +22,6 @@ def test_uneven_scattered_nodes():
         assert (t.size, t.num_nodes, t.slices, t.num_replicas) == (6, 3, 1, 10)
         assert t.ranks_per_node == (3, 2, 1)
         assert t.replicas_per_rank == replicas
-        assert t.replicas_per_node == (4, 3, 3)
-        assert t.first_local_replica_of_node == (0, 1, 4)
         assert [t.ranks_of_node(node) for node in range(3)] == [(0, 2, 5), (1, 4), (3,)]
 
 
