@@ -15,7 +15,8 @@ from .result_pool import ResultPool
 __all__ = ["SMALL_BYTES", "ExchangeSum"]
 
 # Constants, never tuned at run time.
-SMALL_BYTES = 1 << 15  # above, it pays that each rank sums a slice only, if there are more than two
+SMALL_BYTES = 1 << 17  # up to here even gradients in shared memory are summed in this way rather than in place
+TOTAL_BYTES = 1 << 20  # of all ranks together: above, it pays that each rank sums a slice only, if there are more than two
 CHUNK_BYTES = 1 << 20  # of every rank that are summed at a time, so that they stay in cache
 _CACHED_VIEWS = 256
 
@@ -37,7 +38,7 @@ class ExchangeSum:
         self._node, self._results = group.node, results
         self._views: dict[tuple[int, np.dtype, int], tuple[Any, list[np.ndarray]]] = {}
         self._chunk = min(CHUNK_BYTES, self._node.staging()[0].nbytes)
-        self.limit = SMALL_BYTES if self._node.size > 2 else sys.maxsize
+        self.limit = TOTAL_BYTES // self._node.size if self._node.size > 2 else sys.maxsize
 
     def sum(self, parts: Sequence[np.ndarray], how: Arithmetic, call: Any) -> np.ndarray:
         """Return the reduction, a new array. Collective on the node.
