@@ -43,7 +43,8 @@ help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
 
 demo: $(ENV)/.demo-$(KEY)  ## train on the handwritten digits on 2 ranks; the curves are in demo_output/training.png
-	$(START_$(MPI)) $(ENV)/bin/python -m mpistrat.examples.digits --output $(OUTPUT)
+	@[ -t 2 ] && show=bar || show=lines; set -x; \
+	  $(START_$(MPI)) $(ENV)/bin/python -m mpistrat.examples.digits --output $(OUTPUT) --progress $$show
 
 test: $(foreach mpi,$(TEST_MPIS),$(ENV_$(mpi))/.test-$(KEY))  ## the whole test suite, in one pytest run
 	$(ENV_$(firstword $(TEST_MPIS)))/bin/python -m pytest \
