@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import __version__
+
 Operation = Callable[[], object]
 
 
@@ -93,7 +95,7 @@ def version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return None
+        return __version__ if package == "mpistrat" else None  # run from the checkout
 
 
 def describe(seconds: float) -> str:
