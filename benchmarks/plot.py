@@ -26,6 +26,20 @@ COLOURS = {
 }
 
 
+COLUMNS = 3
+
+
+def panels(count: int, *, sharey: bool) -> tuple[Any, list[Any]]:
+    """Return a figure and as many panels, in rows of three."""
+    columns = min(count, COLUMNS)
+    rows = -(-count // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(4.2 * columns, 3.8 * rows), sharey=sharey, squeeze=False)
+    axes = list(grid.flat)
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    return figure, axes[:count]
+
+
 def load(folder: Path, name: str) -> list[dict[str, Any]]:
     """Return the results of one benchmark, ordered by MPI, nodes and ranks."""
     results = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))]
@@ -58,8 +72,8 @@ def draw_all_reduce(folder: Path) -> None:
     results = load(folder, "all_reduce")
     if not results:
         return
-    figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 4.2), sharey=True, squeeze=False)
-    for axis, result in zip(axes[0], results, strict=True):
+    figure, axes = panels(len(results), sharey=True)
+    for axis, result in zip(axes, results, strict=True):
         labels = list(result["seconds"])
         for name in result["seconds"][labels[0]]:
             rates = [size(label) / result["seconds"][label][name] / 1e9 for label in labels]
@@ -68,8 +82,9 @@ def draw_all_reduce(folder: Path) -> None:
         axis.set_yscale("log")
         axis.set_title(title(result["machine"]), fontsize=10)
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("GB/s (buffer size / time of the slowest rank)")
-    axes[0][0].legend(fontsize=8)
+    for axis in axes[::COLUMNS]:
+        axis.set_ylabel("GB/s (buffer size / time)")
+    axes[0].legend(fontsize=8)
     finish(figure, "All-reduce of float32", caption(results), folder / "all_reduce.png")
 
 
@@ -89,15 +104,17 @@ def draw_training_step(folder: Path) -> None:
     results = load(folder, "training_step")
     if not results:
         return
-    figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 4.2), squeeze=False)
-    for axis, result in zip(axes[0], results, strict=True):
+    figure, axes = panels(len(results), sharey=False)
+    for axis, result in zip(axes, results, strict=True):
         times = {name: 1e3 * t for name, t in result["seconds_without_compute"].items()}
         bars = axis.bar(range(len(times)), list(times.values()), color=[colour(name) for name in times])
         axis.bar_label(bars, fmt="%.0f", fontsize=9)
+        axis.margins(y=0.12)
         names = [name.replace(", ", ",\n").replace(" + ", " +\n") for name in times]
         axis.set_xticks(range(len(times)), names, rotation=45, ha="right", fontsize=8)
         axis.set_title(title(result["machine"]), fontsize=10)
-    axes[0][0].set_ylabel("ms a step (slowest rank)")
+    for axis in axes[::COLUMNS]:
+        axis.set_ylabel("ms a step")
     parameters = results[0]["parameters"] / 1e6
     finish(figure, f"Reduce and Adam, {parameters:.1f} M parameters", caption(results), folder / "training_step.png")
 
