@@ -16,7 +16,8 @@ __all__ = ["SMALL_BYTES", "ExchangeSum"]
 
 # Constants, never tuned at run time.
 SMALL_BYTES = 1 << 17  # up to here even gradients in shared memory are summed in this way rather than in place
-TOTAL_BYTES = 1 << 20  # of all ranks together: above, it pays that each rank sums a slice only, if there are more than two
+# Of all ranks together: above, it pays that each rank sums a slice only, if there are more than two.
+TOTAL_BYTES = 1 << 20
 CHUNK_BYTES = 1 << 20  # of every rank that are summed at a time, so that they stay in cache
 _CACHED_VIEWS = 256
 
