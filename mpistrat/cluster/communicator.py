@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import LayoutError, explain
+from ..errors import ClusterError, LayoutError, explain
 from .launcher import check_size
 
 __all__ = ["check_comm", "running_mpi"]
@@ -15,8 +15,16 @@ def running_mpi(function: str) -> Any:
 
     Raises:
         LayoutError: MPI is not running and will not be started, or has ended.
+        ClusterError: mpi4py finds no MPI library.
     """
-    from mpi4py import MPI
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        remedy = (
+            "Load your site's MPI module, or add the folder of its libmpi to LD_LIBRARY_PATH, "
+            "or install a wheel: pip install mpich"
+        )
+        raise ClusterError(explain(function, "", expected="an MPI library", got=str(error), remedy=remedy)) from error
 
     if MPI.Is_finalized():
         raise LayoutError(explain(function, "comm", expected="a running MPI", got="one that was finalised"))

@@ -139,6 +139,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     strategy = make_strategy(options.strategy, devices, options.all_reduce)
     summary = train(strategy, options)
     if strategy.rank == 0:
+        print(f"curves, metrics and weights are in {options.output}", file=sys.stderr, flush=True)
         print(json.dumps(summary), flush=True)
     strategy.close()
     return summary

@@ -73,6 +73,8 @@ def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
             try:
                 arrays, optimizers = _read(Path(path))
                 found = {"optimizers": optimizers, "forms": {key: _form(array) for key, array in arrays.items()}}
+            except FileNotFoundError:
+                found = {"problem": f"no such file; the working directory is {os.getcwd()}"}
             except Exception as error:
                 found = {"problem": f"{type(error).__name__}: {error}"}
         found = json.loads(group.all_gather_text(json.dumps(found) if group.topology.rank == 0 else "")[0])

@@ -49,7 +49,7 @@ class Strategy:
     cluster_resolver: ClusterResolver | None = None
 
     def __init__(self, parts: Parts | None = None) -> None:
-        """Hold the parts of a strategy. Not collective; subclasses call it.
+        """Hold the parts that a subclass made. Not collective by itself; making a strategy is (see its class).
 
         Raises:
             TypeError: for Strategy itself.
