@@ -198,7 +198,7 @@ def test_every_rank_hears_of_a_file_that_cannot_be_written():
             ms.Variable(1.0)
         with pytest.raises(OSError, match="no_such_folder"):
             strategy.save("/no_such_folder/x.h5")
-        with pytest.raises(OSError, match="FileNotFoundError"):
+        with pytest.raises(OSError, match="no such file"):
             strategy.restore("/no_such_folder/x.h5")
         with pytest.raises(CollectiveMismatchError, match="other"):
             strategy.save(f"/no_such_folder/{'other' if strategy.rank else 'one'}.h5")
