@@ -14,9 +14,23 @@ import mpistrat as ms
 
 SIZES = {"4 KB": 1 << 10, "64 KB": 1 << 14, "1 MB": 1 << 18, "16.8 MB": 1 << 22, "67 MB": 1 << 24, "134 MB": 1 << 25}
 RAW, GLOO, OWN, ARENA = "raw MPI_Allreduce", "torch gloo", "mpistrat, own arrays", "mpistrat, arenas"
+TENSORFLOW = "TensorFlow MultiWorkerMirroredStrategy"
 
 
-def contenders(strategy: Any, dist: Any, count: int) -> dict[str, harness.Operation]:
+def tensorflow_all_reduce(workers: Any, mine: np.ndarray) -> harness.Operation:
+    """Return an all-reduce of TensorFlow's strategy, traced once."""
+    import tensorflow as tf
+
+    value = tf.constant(mine)
+
+    @tf.function
+    def all_reduce() -> Any:
+        return workers.run(lambda: tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value))
+
+    return lambda: all_reduce().numpy()
+
+
+def contenders(strategy: Any, dist: Any, workers: Any, count: int) -> dict[str, harness.Operation]:
     """Return what is measured for `count` elements, by name."""
     comm, ops = strategy.comm, strategy.extended.cross_device_ops
     mine = np.full(count, comm.rank + 1, np.float32)
@@ -39,20 +53,23 @@ def contenders(strategy: Any, dist: Any, count: int) -> dict[str, harness.Operat
 
         tensor = torch.from_numpy(mine.copy())
         operations[GLOO] = lambda: dist.all_reduce(tensor)
+    if workers is not None:
+        operations[TENSORFLOW] = tensorflow_all_reduce(workers, mine)
     return operations
 
 
 def main() -> None:
     """Run the benchmark. Collective."""
-    options = harness.arguments(__doc__, repetitions=200, seconds=2.0, allocations=3)
+    options = harness.arguments(__doc__, repetitions=200, seconds=2.0, allocations=3, tensorflow=False)
     strategy = ms.MultiWorkerMirroredStrategy()
     comm = strategy.comm
+    workers = harness.tensorflow_strategy(comm) if options.tensorflow else None
     dist = harness.gloo(comm)
     result: dict[str, Any] = {"benchmark": "all_reduce", "machine": harness.machine(comm), "seconds": {}}
     for label, count in SIZES.items():
         runs = []
         for _ in range(options.allocations):  # where the pages of a buffer lie makes up to a factor of 2
-            operations = contenders(strategy, dist, count)
+            operations = contenders(strategy, dist, workers, count)
             runs.append(harness.pair(comm, operations, repetitions=options.repetitions, seconds=options.seconds))
         result["seconds"][label] = harness.medians(runs)
     if comm.rank == 0:

@@ -140,6 +140,25 @@ def gloo(comm: Any) -> Any:
     return dist
 
 
+def tensorflow_strategy(comm: Any) -> Any:
+    """Return TensorFlow's MultiWorkerMirroredStrategy over the ranks, each a worker on its host. Collective."""
+    import socket
+
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    host = socket.gethostbyname(socket.gethostname()) if comm_nodes(comm) > 1 else "127.0.0.1"
+    workers = comm.allgather(f"{host}:{port}")
+    os.environ["TF_CONFIG"] = json.dumps(
+        {"cluster": {"worker": workers}, "task": {"type": "worker", "index": comm.rank}}
+    )
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    return tf.distribute.MultiWorkerMirroredStrategy()
+
+
 def comm_nodes(comm: Any) -> int:
     """Return the number of nodes that the ranks lie on. Collective."""
     return int(machine(comm)["nodes"])
