@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -120,43 +121,29 @@ def gloo(comm: Any) -> Any:
         import torch.distributed as dist
     except ImportError:
         return None
-    import socket
-
-    address = np.zeros(64, np.uint8)
-    port = np.zeros(1, np.int32)
-    if comm.rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port[0] = probe.getsockname()[1]
-        name = (socket.gethostbyname(socket.gethostname()) if comm_nodes(comm) > 1 else "127.0.0.1").encode()
-        address[: len(name)] = np.frombuffer(name, np.uint8)
-    else:
-        comm_nodes(comm)
-    comm.Bcast(address, root=0)
-    comm.Bcast(port, root=0)
-    os.environ["MASTER_ADDR"] = bytes(address).rstrip(b"\0").decode()
-    os.environ["MASTER_PORT"] = str(port[0])
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = addresses(comm)[0].split(":")
     dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
     return dist
 
 
 def tensorflow_strategy(comm: Any) -> Any:
     """Return TensorFlow's MultiWorkerMirroredStrategy over the ranks, each a worker on its host. Collective."""
-    import socket
-
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    host = socket.gethostbyname(socket.gethostname()) if comm_nodes(comm) > 1 else "127.0.0.1"
-    workers = comm.allgather(f"{host}:{port}")
-    os.environ["TF_CONFIG"] = json.dumps(
-        {"cluster": {"worker": workers}, "task": {"type": "worker", "index": comm.rank}}
-    )
+    task = {"type": "worker", "index": comm.rank}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses(comm)}, "task": task})
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def addresses(comm: Any) -> list[str]:
+    """Return "host:port" of a free port of each rank, by rank. Collective."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    host = socket.gethostbyname(socket.gethostname()) if comm_nodes(comm) > 1 else "127.0.0.1"
+    return list(comm.allgather(f"{host}:{port}"))
 
 
 def comm_nodes(comm: Any) -> int:

@@ -9,13 +9,14 @@ import numpy as np
 
 import mpistrat as ms
 
+COMMON = ("--epochs", "2", "--global-batch-size", "100", "--dtype", "float64", "--progress", "none")
+
 
 def run(output: Path, *words: str) -> dict[str, Any]:
     """Train for two epochs with an uneven last batch. Collective."""
     from mpistrat.examples import digits
 
-    common = ["--epochs", "2", "--global-batch-size", "100", "--dtype", "float64", "--progress", "none"]
-    return digits.main([*common, "--output", str(output), *words])
+    return digits.main([*COMMON, "--output", str(output), *words])
 
 
 def run_alone(output: Path, *words: str) -> dict[str, Any]:
@@ -24,8 +25,7 @@ def run_alone(output: Path, *words: str) -> dict[str, Any]:
 
     from mpistrat.examples import digits
 
-    common = ["--epochs", "2", "--global-batch-size", "100", "--dtype", "float64", "--progress", "none"]
-    options = digits.parse([*common, "--strategy", "one_device", "--output", str(output), *words])
+    options = digits.parse([*COMMON, "--strategy", "one_device", "--output", str(output), *words])
     strategy = ms.OneDeviceStrategy("cpu:0", comm=MPI.COMM_SELF)
     try:
         return digits.train(strategy, options)
