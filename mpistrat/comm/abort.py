@@ -1,4 +1,4 @@
-"""One rank's exception ends the job: its traceback is printed with its rank, then all ranks are ended."""
+"""One rank's exception ends the job: its traceback is printed with its rank, the others print what it was, all end."""
 
 from __future__ import annotations
 
@@ -13,31 +13,45 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-__all__ = ["end_job", "install"]
+__all__ = ["end_job", "install", "print_text"]
 
 _FORWARDING = 0.2  # seconds that launchers get to pass on what was printed
 _ABORT_DELAY = 4  # seconds that a launcher gets to end the other ranks after one has exited
 _installed: Callable[..., Any] | None = None
 ending = False  # this process is about to end the job, as opposed to leaving the program
+tell_others: Callable[[str], None] | None = None  # makes the other ranks print a text; the watchdog's
 
 
-def end_job(text: str, code: int = 1) -> None:
-    """Print a text on stderr and end every rank of the job. Not collective; does not return while MPI runs."""
+def end_job(text: str, code: int = 1, reason: str = "") -> None:
+    """Print a text on stderr and end every rank of the job. Not collective; does not return while MPI runs.
+
+    Args:
+        text: printed by this rank.
+        code: exit status of the job.
+        reason: printed by the other ranks that the watchdog can reach; default the whole text.
+    """
     global ending
     from mpi4py import MPI
 
     ending = True
+    print_text(text)
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        if tell_others is not None:
+            tell_others(reason or text)
+        time.sleep(_FORWARDING)
+        if _exit_ends_the_job():
+            os._exit(code)
+        MPI.COMM_WORLD.Abort(code)
+
+
+def print_text(text: str) -> None:
+    """Print a text on stderr at once. Not collective."""
     try:
         sys.stderr.write(text if text.endswith("\n") else text + "\n")
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except (OSError, ValueError, AttributeError):  # closed or missing streams keep nobody alive
         pass
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        time.sleep(_FORWARDING)
-        if _exit_ends_the_job():
-            os._exit(code)
-        MPI.COMM_WORLD.Abort(code)
 
 
 def _exit_ends_the_job() -> bool:
@@ -70,8 +84,9 @@ def install(rank: int, size: int) -> None:
     """From now on an exception that nobody catches ends the job. Not collective; later calls do nothing.
 
     The main thread's and other threads' exceptions are printed as Python or an earlier hook prints them, under a line
-    that tells the rank; then the job ends with status 1 (130 for KeyboardInterrupt). With one rank nothing is changed,
-    nor in a process that this one forks, whose end is its parent's affair.
+    that tells the rank; the other ranks print the exception without its traceback; then the job ends with status 1 (130
+    for KeyboardInterrupt). With one rank nothing is changed, nor in a process that this one forks, whose end is its
+    parent's affair.
     """
     global _installed
     if size == 1 or _installed is not None:
@@ -91,7 +106,9 @@ def install(rank: int, size: int) -> None:
             text = f"{kind.__name__}: {error}"
             before(kind, error, trace)
         end_job(
-            f"rank {rank} of {size}: the job ends on this exception\n{text}", 130 if kind is KeyboardInterrupt else 1
+            f"rank {rank} of {size}: the job ends on this exception\n{text}",
+            130 if kind is KeyboardInterrupt else 1,
+            "".join(traceback.format_exception_only(kind, error)),
         )
 
     def thread_hook(args: Any) -> None:
@@ -106,7 +123,10 @@ def install(rank: int, size: int) -> None:
         else:
             text = f"{args.exc_type.__name__}: {args.exc_value}"
             threads_before(args)
-        end_job(f"rank {rank} of {size}: the job ends on this exception in {name}\n{text}")
+        end_job(
+            f"rank {rank} of {size}: the job ends on this exception in {name}\n{text}",
+            reason="".join(traceback.format_exception_only(args.exc_type, args.exc_value)),
+        )
 
     sys.excepthook = hook
     threading.excepthook = thread_hook

@@ -1,8 +1,9 @@
 """Who is where: each rank's place in the collectives, and the thread that watches over waits inside MPI.
 
 A wait inside MPI cannot be left. So a thread of each process answers the other ranks' question where it is, and when a
-collective takes too long it prints every rank's place and ends the job. It talks over a communicator of the group's own,
-needs MPI.THREAD_MULTIPLE, and costs a collective no more than the storing of its place.
+collective takes too long it prints every rank's place and ends the job. Whatever ends the job on one rank, it makes the
+others print why. It talks over a communicator of the group's own, needs MPI.THREAD_MULTIPLE, and costs a collective no
+more than the storing of its place.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _POLL = 0.1  # seconds between two looks
 _NEIGHBOUR = 2.0  # seconds of waiting after which, and between which, the next rank is compared
 _ANSWER = 1.0  # seconds that the others have to answer
 _GRACE = 5.0  # seconds after the timeout in which someone better placed may tell the story
-_ASK, _PLACE, _LEFT = 1, 2, 3
+_RELAY = 0.5  # seconds that rank 0 has to pass on why the job ends
+_SPREAD = 0.3  # seconds that the others have to print it
+_ASK, _PLACE, _LEFT, _END = 1, 2, 3, 4
 _HEAD = struct.Struct("<qqd?")
 _LONGEST = 4096
 
@@ -141,6 +144,7 @@ class _Patrol:
     def __init__(self, watch: Watch, comm: Any) -> None:
         self.watch, self.comm = watch, comm
         self.sending: list[tuple[Any, bytes]] = []
+        self.told_end = False  # whether this rank knows, or has told, why the job ends
         self.judged: tuple[float, Call, int] | None = None
         self.start_place(None)
 
@@ -175,6 +179,39 @@ class _Patrol:
                 watch.answers[source] = Answer(monotonic(), number, tag, seconds, in_mpi, text)
             elif kind == _LEFT:
                 watch.left[source] = _HEAD.unpack_from(data)[0]
+            elif kind == _END:
+                self._hear_end(bytes(data))
+
+    def tell_end(self, data: bytes) -> None:
+        """Tell all others why the job ends, through rank 0: ranks that all fail alike then send few messages."""
+        watch = self.watch
+        if watch.rank != 0:
+            self.send(_END, data, 0)
+            self._receive_for(_RELAY)
+        if watch.rank == 0 or not self.told_end:  # rank 0 cannot listen
+            self._spread_end(data)
+        self._receive_for(_SPREAD, until_told=False)
+
+    def _spread_end(self, data: bytes) -> None:
+        self.told_end = True
+        for rank in range(self.watch.size):
+            if rank != self.watch.rank:
+                self.send(_END, data, rank)
+
+    def _hear_end(self, data: bytes) -> None:
+        if self.told_end:
+            return
+        self.told_end = True
+        if self.watch.rank == 0:
+            self._spread_end(data)
+        if not abort.ending:
+            abort.print_text(f"rank {self.watch.rank} of {self.watch.size}: {data.decode(errors='replace')}")
+
+    def _receive_for(self, seconds: float, until_told: bool = True) -> None:
+        until = monotonic() + seconds
+        while monotonic() < until and not (until_told and self.told_end):
+            self.receive()
+            sleep(_POLL / 10)
 
     def look(self) -> None:
         """One round: messages, questions of this rank's own thread, and a judgement on how long it has been waiting."""
@@ -273,6 +310,7 @@ class Watchdog:
             return
         if cls.instance is None:
             cls.instance = cls()
+            abort.tell_others = cls.tell_end
         watch.watched = True
         with cls.instance.lock:
             cls.instance._patrols.append(_Patrol(watch, comm))
@@ -295,6 +333,19 @@ class Watchdog:
             if patrol.watch is watch:
                 for rank in ranks:
                     patrol.send(_LEFT, _HEAD.pack(watch.number, 0, 0.0, False), rank)
+
+    @classmethod
+    def tell_end(cls, reason: str) -> None:
+        """Make the other ranks print why this one ends the job. Not collective; takes a second at most for each group."""
+        instance = cls.instance
+        if instance is None or not instance.lock.acquire(timeout=_POLL):
+            return
+        try:
+            for patrol in instance._patrols:
+                text = f"the job ends because of rank {patrol.watch.rank}: {reason}"
+                patrol.tell_end(text.encode()[:_LONGEST])
+        finally:
+            instance.lock.release()
 
     @classmethod
     def stop(cls) -> None:
