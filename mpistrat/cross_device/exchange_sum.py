@@ -8,9 +8,9 @@ from typing import Any, final
 
 import numpy as np
 
+from ..buffer_pool import BufferPool
 from ..comm.process_group import ProcessGroup
 from .arithmetic import Arithmetic, add_all, finish
-from .result_pool import ResultPool
 
 __all__ = ["SMALL_BYTES", "ExchangeSum"]
 
@@ -34,7 +34,7 @@ class ExchangeSum:
         limit: bytes of the largest array that should be summed in this way.
     """
 
-    def __init__(self, group: ProcessGroup, results: ResultPool) -> None:
+    def __init__(self, group: ProcessGroup, results: BufferPool) -> None:
         """Not collective."""
         self._node, self._results = group.node, results
         self._views: dict[tuple[int, np.dtype, int], tuple[Any, list[np.ndarray]]] = {}

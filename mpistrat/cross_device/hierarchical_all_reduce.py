@@ -7,6 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ..buffer_pool import BufferPool
 from ..comm.arrays import is_gpu
 from ..comm.packing import pack_sizes
 from ..comm.process_group import ProcessGroup
@@ -22,7 +23,6 @@ from .flat import reduce_one, reduce_packs
 from .gradient_arena import GradientArena
 from .in_place import Place, domain_parts, find_place, reduce_in_place
 from .mpi_all_reduce import mpi_sum
-from .result_pool import ResultPool
 from .staged_sum import StagedSum
 
 __all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
@@ -50,7 +50,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if num_packs < 0:
             raise ValueError(explain("HierarchicalAllReduce", "num_packs", expected="≥ 0", got=num_packs))
         self.num_packs = num_packs
-        self.results = ResultPool()
+        self.results = BufferPool()
         self._exchange: ExchangeSum | None = None
         self._staged: StagedSum | None = None
         self._arenas: ArenaSum | None = None

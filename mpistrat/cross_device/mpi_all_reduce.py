@@ -7,6 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ..buffer_pool import BufferPool
 from ..comm.arrays import is_gpu
 from ..comm.buffers import all_reduce, all_reduce_gpu, cuda_aware
 from ..distributed_values import PerReplica
@@ -15,7 +16,6 @@ from ..types import ReduceOp
 from .arithmetic import Arithmetic, add_all, finish
 from .cross_device_ops import CrossDeviceOps
 from .flat import device_sum, on_devices, reduce_one, reduce_packs
-from .result_pool import ResultPool
 
 __all__ = ["MpiAllReduce", "mpi_sum"]
 
@@ -32,7 +32,7 @@ class MpiAllReduce(CrossDeviceOps):
     """
 
     def __init__(self) -> None:
-        self.results = ResultPool()
+        self.results = BufferPool()
 
     def reduce_implementation(
         self,
@@ -64,7 +64,7 @@ class MpiAllReduce(CrossDeviceOps):
         return mpi_sum(comm, parts, how, self.results)
 
 
-def mpi_sum(comm: Any, parts: Sequence[np.ndarray], how: Arithmetic, results: ResultPool) -> np.ndarray:
+def mpi_sum(comm: Any, parts: Sequence[np.ndarray], how: Arithmetic, results: BufferPool) -> np.ndarray:
     """Return the reduction of flat arrays over a communicator, a new array. Collective over `comm` (None: no MPI)."""
     total = results.empty(parts[0].size, how.accumulate)
     if comm is not None and len(parts) == 1 and parts[0].dtype == how.accumulate:

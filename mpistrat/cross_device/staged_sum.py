@@ -7,11 +7,11 @@ from typing import Any, final
 
 import numpy as np
 
+from ..buffer_pool import BufferPool
 from ..comm.buffers import all_reduce
 from ..comm.process_group import ProcessGroup
 from ..partition import aligned_bounds
 from .arithmetic import Arithmetic, add_all
-from .result_pool import ResultPool
 
 __all__ = ["StagedSum"]
 
@@ -31,7 +31,7 @@ class StagedSum:
     written before one barrier is read before the next and lies in one of two halves, which alternate.
     """
 
-    def __init__(self, group: ProcessGroup, results: ResultPool) -> None:
+    def __init__(self, group: ProcessGroup, results: BufferPool) -> None:
         """Collective over all ranks: allocates."""
         self._group, self._results = group, results
         node = group.node

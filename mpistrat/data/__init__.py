@@ -2,13 +2,13 @@
 
 from .arrays import from_arrays
 from .dataset import INFINITE, Dataset
-from .distribute import DistributedDataset, DistributedIterator, InputStats
+from .distribution.distribute import DistributedDataset, DistributedIterator, InputStats
+from .distribution.per_worker import InputContext, PerReplicaDataset
 from .hdf5 import HDF5Dataset
 from .iterator import DatasetIterator
 from .order import permute
-from .per_worker import InputContext, PerReplicaDataset
+from .shards.write import write_shards
 from .spec import ArraySpec
-from .write import write_shards
 
 __all__ = [
     "INFINITE",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,9 @@ class _Arrays(Dataset):
             return out
 
         return nest.map_structure(pick, self._arrays)
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return self
 
     def describe(self) -> str:
         leaves = zip(nest.paths(self._arrays), nest.flatten(self.row_spec), strict=True)

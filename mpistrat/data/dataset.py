@@ -1,15 +1,18 @@
 """Dataset: a lazily composed chain from a source of rows, through stages, to elements.
 
-Every chain is random access. A row is addressed by (epoch, position); a stage translates addresses into those of the
+Most chains are random access. A row is addressed by (epoch, position); a stage translates addresses into those of the
 stage below, and the source gathers rows. So no stage holds data, any part of any batch of any epoch can be read by
 itself, and each rank of a job reads its own rows only.
+
+What cannot know its elements before it has made those in front (a generator, a filter) reads in order: from there on
+each rank makes every element and keeps its own rows, and going to a position means making all that precede it.
 """
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +24,12 @@ from .iterator import DatasetIterator
 from .spec import batch_spec
 
 if TYPE_CHECKING:
-    from .stages import Batching
+    from .stages.batched import Batching
 
-__all__ = ["INFINITE", "Addresses", "Dataset"]
+__all__ = ["INFINITE", "UNKNOWN", "Addresses", "Dataset"]
 
 INFINITE = -1  # tf.data.INFINITE_CARDINALITY
+UNKNOWN = -2  # tf.data.UNKNOWN_CARDINALITY
 
 Addresses = tuple[NDArray[np.int64], NDArray[np.int64]]  # epochs and positions, one of each a row
 
@@ -68,19 +72,56 @@ class Dataset(ABC):
 
     @abstractmethod
     def cardinality(self) -> int:
-        """Return the number of elements of one epoch; `INFINITE` for an endless repetition. Not collective."""
-
-    @abstractmethod
-    def locate(self, epoch: int, position: int) -> Addresses:
-        """Return the addresses of the rows that make up one element. Not collective."""
-
-    @abstractmethod
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        """Return the rows at addresses that `locate` gave, stacked along a first axis. Not collective."""
+        """Return the number of elements of one epoch; `INFINITE` without an end, or `UNKNOWN`. Not collective."""
 
     @abstractmethod
     def describe(self) -> str:
         """Return one line about this stage. Not collective."""
+
+    @abstractmethod
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        """Return this stage over other parents, which have the same specs; a source returns itself. Not collective."""
+
+    # What random access asks of it.
+
+    @property
+    def random_access(self) -> bool:
+        """Whether any element can be read without those in front of it: then `locate` and `gather` work."""
+        return all(parent.random_access for parent in self.parents)
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        """Return the addresses of the rows that make up one element. Not collective."""
+        raise NotImplementedError(f"{self.describe()} reads in order")
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        """Return the rows at addresses that `locate` gave, stacked along a first axis. Not collective."""
+        raise NotImplementedError(f"{self.describe()} reads in order")
+
+    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:  # noqa: B027
+        """Take note that the rows at these addresses will be gathered soon: a source may read ahead. Not collective."""
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        """Return where the pieces that are read as a whole begin, as row numbers, or None. Not collective.
+
+        Behind them stands the number of rows. None means that single rows are cheap to read.
+        """
+        return None
+
+    def keep(self, rows: int) -> None:  # noqa: B027
+        """Take note that rows are read in windows of so many: a source keeps them decoded. Not collective."""
+
+    # What reading in order asks of it.
+
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Return an iterator over an epoch's elements from a position on. Not collective.
+
+        A dataset that reads in order overrides it, and makes the elements before `start` for nothing.
+        """
+        cardinality = self.cardinality()
+        position = start
+        while cardinality == INFINITE or position < cardinality:
+            yield self.element(epoch, position)
+            position += 1
 
     def check(self) -> None:
         """Raise if a source has changed since it was opened; called as an epoch begins. Not collective."""
@@ -137,14 +178,15 @@ class Dataset(ABC):
 
     def __iter__(self) -> DatasetIterator:
         self.check()
-        iterator = DatasetIterator(self.element, self.cardinality(), self._epoch)
+        iterator = DatasetIterator(self.elements, self.cardinality(), self._epoch)
         self._epoch += 1
         return iterator
 
     def __len__(self) -> int:
         length = self.cardinality()
-        if length == INFINITE:
-            raise TypeError("Dataset: len: the dataset is repeated without end and has no length")
+        if length < 0:
+            why = "is repeated without end" if length == INFINITE else "reads in order"
+            raise TypeError(f"Dataset: len: the dataset {why} and has no length")
         return length
 
     def __bool__(self) -> bool:
@@ -176,7 +218,7 @@ class Dataset(ABC):
         Raises:
             ValueError: for a dataset that is repeated without end.
         """
-        from .stages import Reindexed, Shuffle
+        from .stages.reindexed import Reindexed, Shuffle
 
         if self.cardinality() == INFINITE:
             raise ValueError(
@@ -201,7 +243,7 @@ class Dataset(ABC):
         Raises:
             ValueError: for a size below 1, and for a dataset that is batched already.
         """
-        from .stages import Batched, Batching
+        from .stages.batched import Batched, Batching
 
         if self.batching is not None:
             raise ValueError("Dataset.batch: expected a dataset of rows, got one that is batched already")
@@ -219,7 +261,7 @@ class Dataset(ABC):
             function: returns the new element, a nest of arrays or numbers. It is also called once on the first row, to
                 learn the element's spec, and never on zero rows unless the dataset is empty.
         """
-        from .stages import Mapped
+        from .stages.mapped import Mapped
 
         if not callable(function):
             raise TypeError(explain("Dataset.map", "function", expected="a callable", got=repr(function)))
@@ -233,7 +275,7 @@ class Dataset(ABC):
         Raises:
             ValueError: for a dataset that is batched already.
         """
-        from .stages import Enumerated
+        from .stages.enumerated import Enumerated
 
         if self.batching is not None:
             raise ValueError("Dataset.enumerate: expected a dataset of rows, got batches: enumerate before batch")
@@ -241,18 +283,18 @@ class Dataset(ABC):
 
     def take(self, count: int) -> Dataset:
         """Keep the first `count` elements. Not collective."""
-        from .stages import Reindexed, Take
+        from .stages.reindexed import Reindexed, Take
 
         return Reindexed(self, Take(_count("Dataset.take", "count", count, 0)))
 
     def skip(self, count: int) -> Dataset:
         """Leave out the first `count` elements. Not collective."""
-        from .stages import Reindexed, Skip
+        from .stages.reindexed import Reindexed, Skip
 
         return Reindexed(self, Skip(_count("Dataset.skip", "count", count, 0)))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Give the elements `count` times, each pass an epoch of what is below; None for ever. Not collective."""
-        from .stages import Reindexed, Repeat
+        from .stages.reindexed import Reindexed, Repeat
 
         return Reindexed(self, Repeat(None if count is None else _count("Dataset.repeat", "count", count, 0)))

@@ -14,9 +14,9 @@ from .. import nest
 from ..errors import ShardError, explain
 from .arrays import take_rows
 from .dataset import Addresses, Dataset
-from .files import PathLike, resolve
-from .manifest import Field
-from .shard import Shard
+from .shards.files import PathLike, resolve
+from .shards.manifest import Field
+from .shards.shard import Shard
 from .spec import ArraySpec
 
 __all__ = ["HDF5Dataset"]
@@ -139,6 +139,9 @@ class HDF5Dataset(Dataset):
 
         arrays = {name: read(name) for name in dict.fromkeys(nest.flatten(self._structure))}
         return nest.map_structure(lambda name: arrays[name], self._structure)
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return self
 
     def describe(self) -> str:
         count = len(self._files.paths)

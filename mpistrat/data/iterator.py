@@ -1,4 +1,4 @@
-"""One pass over a random-access dataset, with a position that can be saved and restored."""
+"""One pass over a dataset, with a position that can be saved and restored."""
 
 from __future__ import annotations
 
@@ -8,53 +8,46 @@ from typing import Any
 from ..errors import explain
 from .prefetch import Prefetcher
 
-__all__ = ["DatasetIterator", "PositionReader"]
+__all__ = ["DatasetIterator", "Elements", "PositionReader"]
+
+Elements = Callable[[int, int], Iterator[Any]]  # (epoch, position) -> the elements from there on
 
 
 class PositionReader:
     """Reads elements one after the other, ahead of need if told to. Position and state are those of what was consumed.
 
     Args:
-        read: returns the element at (epoch, position).
-        cardinality: elements in an epoch; negative for no end.
+        elements: returns an iterator over an epoch's elements from a position on.
+        cardinality: elements in an epoch; negative for no end, or an unknown one.
         epoch: which epoch.
         prefetch: how many elements a thread may read ahead; 0 for no thread.
     """
 
-    def __init__(self, read: Callable[[int, int], Any], cardinality: int, epoch: int, prefetch: int) -> None:
-        self._read = read
+    def __init__(self, elements: Elements, cardinality: int, epoch: int, prefetch: int) -> None:
+        self._elements = elements
         self._cardinality = cardinality
         self._depth = prefetch
         self._epoch = epoch
         self._next = 0
+        self._produce: Callable[[], Any] | None = None
         self._prefetcher: Prefetcher | None = None
-
-    def _producer(self) -> Callable[[], Any]:
-        """A function without a reference to this object: the thread holds it."""
-        read, epoch, cardinality = self._read, self._epoch, self._cardinality
-        position = self._next
-
-        def produce() -> Any:
-            nonlocal position
-            if 0 <= cardinality <= position:
-                raise StopIteration
-            element = _read_element(read, epoch, position)
-            position += 1
-            return element
-
-        return produce
 
     def next(self) -> Any:
         """Return the next element, or raise StopIteration."""
         if 0 <= self._cardinality <= self._next:
             self.close()
             raise StopIteration
-        if self._depth == 0:
-            element = _read_element(self._read, self._epoch, self._next)
-        else:
-            if self._prefetcher is None:
-                self._prefetcher = Prefetcher(self._producer(), self._depth)
-            element = self._prefetcher.get()
+        if self._produce is None:
+            # The prefetch thread holds the function, not this object.
+            self._produce = _producer(self._elements, self._epoch, self._next)
+            if self._depth:
+                self._prefetcher = Prefetcher(self._produce, self._depth)
+                self._produce = self._prefetcher.get
+        try:
+            element = self._produce()
+        except BaseException:
+            self.close()  # a generator that has raised is over: who asks again begins at this element anew
+            raise
         self._next += 1
         return element
 
@@ -79,20 +72,28 @@ class PositionReader:
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
+        self._produce = None
 
 
-def _read_element(read: Callable[[int, int], Any], epoch: int, position: int) -> Any:
-    try:
-        return read(epoch, position)
-    except StopIteration as error:  # from a mapped function: it must not look like the end (PEP 479)
-        raise RuntimeError(f"dataset: reading element {position} raised StopIteration") from error
+def _producer(elements: Elements, epoch: int, start: int) -> Callable[[], Any]:
+    iterator = elements(epoch, start)
+
+    def produce() -> Any:
+        try:
+            return next(iterator)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, StopIteration):  # from a mapped function: it must not look like the end
+                raise RuntimeError("dataset: reading an element raised StopIteration") from error.__cause__
+            raise
+
+    return produce
 
 
 class DatasetIterator(Iterator[Any]):
     """One epoch of an undistributed dataset. Not collective."""
 
-    def __init__(self, read: Callable[[int, int], Any], cardinality: int, epoch: int) -> None:
-        self._reader = PositionReader(read, cardinality, epoch, prefetch=0)
+    def __init__(self, elements: Elements, cardinality: int, epoch: int) -> None:
+        self._reader = PositionReader(elements, cardinality, epoch, prefetch=0)
 
     def __next__(self) -> Any:
         return self._reader.next()

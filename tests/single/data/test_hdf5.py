@@ -161,7 +161,7 @@ def test_nothing_is_left_aside_and_an_older_set_is_replaced(tmp_path: Path) -> N
 
 
 def test_a_failed_write_leaves_the_old_set_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.data import write
+    from mpistrat.data.shards import write
 
     write_shards(tmp_path, {"x": np.arange(10)}, num_shards=2)
     calls = []

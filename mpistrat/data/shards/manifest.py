@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ShardError, explain
+from ...errors import ShardError, explain
 
 __all__ = ["Field", "Manifest", "ShardEntry", "digest_of", "fsync_directory", "read_manifest", "write_manifest"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Union
 
-from ..errors import ShardError, explain
+from ...errors import ShardError, explain
 from .manifest import Field, Manifest, ShardEntry, digest_of, read_manifest
 
 __all__ = ["FileSet", "PathLike", "manifest_path", "natural_key", "resolve"]

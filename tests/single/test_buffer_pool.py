@@ -1,13 +1,13 @@
 import numpy as np
 
-from mpistrat.cross_device.result_pool import ResultPool
+from mpistrat.buffer_pool import BufferPool
 
 FLOAT = np.dtype(np.float32)
 SIZE = 1 << 18
 
 
 def test_memory_is_used_again_only_when_nobody_has_it():
-    pool = ResultPool()
+    pool = BufferPool()
     first = pool.empty(SIZE, FLOAT)
     address = first.ctypes.data
     second = pool.empty(SIZE, FLOAT)
@@ -23,7 +23,7 @@ def test_memory_is_used_again_only_when_nobody_has_it():
 
 
 def test_results_can_be_of_any_dtype():
-    pool = ResultPool()
+    pool = BufferPool()
     first = pool.empty(SIZE, FLOAT)
     address = first.ctypes.data
     del first
@@ -33,7 +33,7 @@ def test_results_can_be_of_any_dtype():
 
 
 def test_little_is_kept():
-    pool = ResultPool()
+    pool = BufferPool()
     held = [pool.empty(SIZE + i, FLOAT) for i in range(20)]
     assert len(pool._buffers) <= 4
     assert len({array.ctypes.data for array in held}) == 20
@@ -41,6 +41,6 @@ def test_little_is_kept():
 
 def test_it_does_not_depend_on_how_the_interpreter_counts_references(monkeypatch):
     monkeypatch.setattr("sys.getrefcount", lambda array: 0)  # Python 3.14 does not count every one
-    pool = ResultPool()
+    pool = BufferPool()
     held = pool.empty(SIZE, FLOAT)
     assert pool.empty(SIZE, FLOAT).ctypes.data != held.ctypes.data

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .. import partition
-from ..errors import explain
+from ... import partition
+from ...errors import explain
 from .files import PathLike, manifest_path
 from .manifest import Field, Manifest, ShardEntry, digest_of, fsync_directory, read_manifest, write_manifest
 

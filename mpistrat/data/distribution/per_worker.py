@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import nest
-from ..context import set_global_batch_size
-from ..errors import explain
-from .dataset import Dataset
+from ... import nest
+from ...context import set_global_batch_size
+from ...errors import explain
+from ..dataset import Dataset
+from ..prefetch import Prefetcher
+from ..spec import ArraySpec, empty_rows, nest_bytes, row_count, spec_of_rows
 from .distribute import PREFETCH, InputStats, ToDevice, deliver
-from .prefetch import Prefetcher
-from .spec import ArraySpec, empty_rows, nest_bytes, row_count, spec_of_rows
 
 __all__ = ["InputContext", "PerReplicaDataset"]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import nest, partition
-from ..context import set_global_batch_size
-from ..distributed_values import regroup
-from ..errors import explain
-from .dataset import Dataset
-from .iterator import PositionReader
-from .spec import batch_spec, nest_bytes, row_count
+from ... import nest, partition
+from ...context import set_global_batch_size
+from ...distributed_values import regroup
+from ...errors import explain
+from ..dataset import INFINITE, Dataset
+from ..iterator import PositionReader
+from ..spec import batch_spec, nest_bytes, row_count
 
 __all__ = ["DistributedDataset", "DistributedIterator", "InputStats", "ToDevice"]
 
@@ -52,6 +52,14 @@ class _Share:
     num_replicas: int
     replica_offset: int
     num_local_replicas: int
+
+    def elements(self, epoch: int, start: int) -> Iterator[tuple[int, list[Any]]]:
+        """The steps of an epoch, from one on."""
+        cardinality = self.dataset.cardinality()
+        step = start
+        while cardinality == INFINITE or step < cardinality:
+            yield self.read(epoch, step)
+            step += 1
 
     def read(self, epoch: int, step: int) -> tuple[int, list[Any]]:
         """The true global number of rows in a step, and each local replica's rows of it: one gather, then views."""
@@ -163,7 +171,7 @@ class DistributedDataset:
 
     def __iter__(self) -> DistributedIterator:
         self._share.dataset.check()
-        reader = PositionReader(self._share.read, self._cardinality, self._epoch, self._prefetch)
+        reader = PositionReader(self._share.elements, self._cardinality, self._epoch, self._prefetch)
         self._epoch += 1
         return DistributedIterator(reader, self._to_device, self._stats)
 

@@ -1,0 +1,1 @@
+"""A dataset divided over the replicas of a strategy."""
