@@ -1,6 +1,7 @@
 """One synchronous step, reduce and Adam: ours against torch DDP on gloo and MPI_Allreduce with a NumPy Adam.
 
     mpiexec -n 2 python benchmarks/training_step.py --output benchmarks/results/today
+    mpiexec -n 2 python benchmarks/training_step.py --tensorflow
 
 DDP's figure is a step less the same forward and backward pass without communication, since ours has no such pass.
 Also measured: the step with nothing in it, and the memory that the ranks of a node share.
@@ -18,6 +19,7 @@ import numpy as np
 import mpistrat as ms
 
 OURS, RAW = "mpistrat, arenas", "raw MPI_Allreduce + NumPy Adam"
+TENSORFLOW = "TensorFlow MultiWorkerMirroredStrategy, Keras Adam"
 LAYERS = 16
 
 
@@ -87,6 +89,23 @@ def ddp(count: int, fused: bool) -> tuple[harness.Operation, harness.Operation]:
     return step, compute
 
 
+def tensorflow_step(workers: Any, count: int) -> harness.Operation:
+    """Return a step of TensorFlow's strategy, traced once: gradients are constants, Keras's Adam sums and applies them."""
+    import tensorflow as tf
+
+    with workers.scope():
+        variables = [tf.Variable(tf.zeros(count // LAYERS)) for _ in range(LAYERS)]
+        adam = tf.keras.optimizers.Adam(1e-3)
+        adam.build(variables)
+    gradients = [tf.fill(count // LAYERS, 1e-3) for _ in range(LAYERS)]
+
+    @tf.function
+    def step() -> None:
+        workers.run(lambda: adam.apply_gradients(zip(gradients, variables, strict=True)))
+
+    return step
+
+
 def communication(times: dict[str, float]) -> dict[str, float]:
     """Return the times of whole steps, those of DDP less its forward and backward pass. Not collective."""
     alone = ", compute alone"
@@ -128,9 +147,10 @@ def memory(strategy: Any, count: int) -> dict[str, float]:
 
 def main() -> None:
     """Run the benchmark. Collective."""
-    options = harness.arguments(__doc__, parameters=1 << 24, repetitions=30, seconds=25.0)
+    options = harness.arguments(__doc__, parameters=1 << 24, repetitions=30, seconds=25.0, tensorflow=False)
     strategy = ms.MultiWorkerMirroredStrategy()
     comm = strategy.comm
+    workers = harness.tensorflow_strategy(comm) if options.tensorflow else None
     result: dict[str, Any] = {"benchmark": "training_step", "machine": harness.machine(comm)}
     result["parameters"] = options.parameters
     result["memory_bytes"] = memory(strategy, options.parameters)
@@ -140,6 +160,8 @@ def main() -> None:
     if dist is not None:
         for label, fused in (("torch DDP, fused Adam", True), ("torch DDP, plain Adam", False)):
             operations[label], operations[label + ", compute alone"] = ddp(options.parameters, fused)
+    if workers is not None:
+        operations[TENSORFLOW] = tensorflow_step(workers, options.parameters)
     times = harness.pair(comm, operations, repetitions=options.repetitions, seconds=options.seconds)
     result["seconds"] = times
     result["seconds_without_compute"] = communication(times)
