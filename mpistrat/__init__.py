@@ -24,7 +24,7 @@ from .cross_device.hierarchical_all_reduce import HierarchicalAllReduce, Hierarc
 from .cross_device.mpi_all_reduce import MpiAllReduce
 from .cross_device.nccl_all_reduce import NcclAllReduce
 from .cross_device.reduction_to_one_device import ReductionToOneDevice
-from .data import InputContext
+from .data import InputContext, InputOptions, InputReplicationMode
 from .distributed_values import DistributedValues, Mirrored, PerReplica
 from .options import CommunicationOptions, RunOptions
 from .random import rng
@@ -91,6 +91,8 @@ __all__ = [
     # the rest
     "ClusterSpec",
     "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "RunOptions",
     "__version__",
     "cluster_resolver",

@@ -6,20 +6,26 @@ from .distribution.distribute import DistributedDataset, DistributedIterator, In
 from .distribution.per_worker import InputContext, PerReplicaDataset
 from .hdf5 import HDF5Dataset
 from .iterator import DatasetIterator
+from .options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
 from .order import permute
 from .shards.write import write_shards
 from .spec import ArraySpec
 
 __all__ = [
     "INFINITE",
+    "SHARD_HINT",
     "ArraySpec",
+    "AutoShardPolicy",
     "Dataset",
     "DatasetIterator",
     "DistributedDataset",
     "DistributedIterator",
     "HDF5Dataset",
     "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "InputStats",
+    "Options",
     "PerReplicaDataset",
     "from_arrays",
     "permute",

@@ -8,7 +8,8 @@ import mpistrat as ms
 PACKAGE = """
     CentralStorageStrategy ClusterSpec CollectiveAllReduceStrategy CollectiveCommunication CollectiveHints
     CommunicationImplementation CommunicationOptions CrossDeviceOps DistributedValues HierarchicalCopyAllReduce
-    IndexedSlices InputContext MirroredStrategy MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy ReduceOp
+    IndexedSlices InputContext InputOptions InputReplicationMode MirroredStrategy MultiWorkerMirroredStrategy
+    NcclAllReduce OneDeviceStrategy ReduceOp
     ReductionToOneDevice ReplicaContext RunOptions Strategy StrategyExtended ValueContext Variable VariableAggregation
     VariableSynchronization cluster_resolver data experimental_set_strategy get_replica_context get_strategy
     has_strategy in_cross_replica_context nn optimizers

@@ -1,0 +1,144 @@
+"""Settings of the input: how a dataset is divided over workers and replicas, and what is read ahead."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from ..errors import explain
+
+__all__ = ["SHARD_HINT", "AutoShardPolicy", "InputOptions", "InputReplicationMode", "Options"]
+
+SHARD_HINT = -1  # tf.data.experimental.SHARD_HINT: in Dataset.shard, "the number of workers" and "this worker"
+
+E = TypeVar("E", bound=enum.Enum)
+C = TypeVar("C", bound=type[Any])
+
+
+class AutoShardPolicy(enum.IntEnum):
+    """How `distribute_dataset` divides a dataset over the workers (TF: tf.data.experimental.AutoShardPolicy).
+
+    AUTO: DATA.
+    FILE: each worker reads files of its own.
+    DATA: each step's global batch is cut into blocks, one a replica; the order is the same for any number of ranks.
+    OFF: each worker reads the whole dataset.
+    HINT: each worker reads what `shard(SHARD_HINT, SHARD_HINT)` in the dataset leaves it.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+class InputReplicationMode(enum.Enum):
+    """Whether a dataset function is called once a worker or once a replica (TF: tf.distribute.InputReplicationMode)."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+def _member(kind: type[E], function: str, argument: str, value: Any) -> E:
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    expected = f"{kind.__name__}.{', '.join(kind.__members__)}, or its name"
+    raise ValueError(explain(function, argument, expected=expected, got=repr(value)))
+
+
+def _also_experimental(cls: C) -> C:
+    """Let a class's arguments carry TensorFlow's prefix `experimental_` too."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{name.removeprefix("experimental_"): value for name, value in kwargs.items()})
+
+    cls.__init__ = wrapper
+    return cls
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of a whole dataset, for `Dataset.with_options` (TF: tf.data.Options). None means: not said here.
+
+    Args:
+        auto_shard_policy: how `distribute_dataset` divides the dataset; a member of AutoShardPolicy or its name.
+        deterministic: whether parallel stages that were not told keep the order of their elements; they do by default.
+
+    Raises:
+        ValueError: for another policy.
+
+    Example:
+        >>> Options(auto_shard_policy="file").auto_shard_policy.name
+        'FILE'
+    """
+
+    auto_shard_policy: AutoShardPolicy | str | None = None
+    deterministic: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.auto_shard_policy is not None:
+            policy = _member(AutoShardPolicy, "Options", "auto_shard_policy", self.auto_shard_policy)
+            object.__setattr__(self, "auto_shard_policy", policy)
+
+    def merge(self, override: Options) -> Options:
+        """Return these options with every field that the other one sets. Not collective.
+
+        Example:
+            >>> Options("off").merge(Options(deterministic=False)).auto_shard_policy.name
+            'OFF'
+        """
+        said = {f.name: getattr(override, f.name) for f in fields(override)}
+        return Options(**{n: getattr(self, n) if value is None else value for n, value in said.items()})
+
+    def __str__(self) -> str:
+        said = {f.name: getattr(self, f.name) for f in fields(self)}
+        return ", ".join(
+            f"{n}={value.name if isinstance(value, enum.Enum) else value}"
+            for n, value in said.items()
+            if value is not None
+        )
+
+
+@_also_experimental
+@dataclass(frozen=True)
+class InputOptions:
+    """How a distributed dataset is fed (TF: tf.distribute.InputOptions). TF's names with `experimental_` work, too.
+
+    Args:
+        fetch_to_device: move batches to the replicas' devices; False leaves them in the host's memory.
+        replication_mode: PER_REPLICA calls the function of `distribute_datasets_from_function` once for each local
+            replica; `distribute_dataset` takes PER_WORKER only.
+        place_dataset_on_device: False; datasets are made in the host's memory.
+        per_replica_buffer_size: steps that wait ready for each replica; one more may be on its way. 0 reads nothing
+            ahead and needs no thread.
+
+    Raises:
+        ValueError: for a negative buffer size, and for place_dataset_on_device=True.
+
+    Example:
+        >>> InputOptions(experimental_per_replica_buffer_size=2).per_replica_buffer_size
+        2
+    """
+
+    fetch_to_device: bool = True
+    replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER
+    place_dataset_on_device: bool = False
+    per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        mode = _member(InputReplicationMode, "InputOptions", "replication_mode", self.replication_mode)
+        object.__setattr__(self, "replication_mode", mode)
+        if self.place_dataset_on_device:
+            remedy = "Datasets are made in the host's memory; fetch_to_device moves their batches."
+            raise ValueError(
+                explain("InputOptions", "place_dataset_on_device", expected="False", got="True", remedy=remedy)
+            )
+        if not isinstance(self.per_replica_buffer_size, int) or self.per_replica_buffer_size < 0:
+            got = repr(self.per_replica_buffer_size)
+            raise ValueError(explain("InputOptions", "per_replica_buffer_size", expected="at least 0", got=got))
