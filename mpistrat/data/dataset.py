@@ -25,6 +25,7 @@ from .spec import batch_spec
 
 if TYPE_CHECKING:
     from .stages.batched import Batching
+    from .stats import StageStats
 
 __all__ = ["INFINITE", "UNKNOWN", "Addresses", "Dataset"]
 
@@ -52,6 +53,7 @@ class Dataset(ABC):
     """
 
     _epoch = 0
+    counters: StageStats | None = None  # of this stage alone, where it keeps any
 
     # What a source or a stage says about itself.
 

@@ -1,0 +1,117 @@
+"""What the input has done so far: counters of each stage of a chain, and of a rank's steps."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+
+__all__ = ["InputStats", "StageStats"]
+
+
+@dataclass
+class StageStats:
+    """Counters of one stage on this rank, over all epochs; zero where a stage has no use for one.
+
+    Attributes:
+        rows: rows or elements made.
+        calls: calls of the user's function.
+        seconds: time spent in them or in reading, over all threads.
+        bytes_read: bytes read from files, as they lie there; pages of a memory map count as read each time.
+        chunk_reads: pieces read as a whole.
+        files: files opened.
+    """
+
+    rows: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    bytes_read: int = 0
+    chunk_reads: int = 0
+    files: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+
+    def add(self, **amounts: float) -> None:
+        """Add to some of the counters, from any thread. Not collective.
+
+        Example:
+            >>> stats = StageStats()
+            >>> stats.add(calls=1, seconds=0.25)
+            >>> print(stats)
+            1 call, 0.25 s
+        """
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+    def __str__(self) -> str:
+        shown = [
+            self.rows and _count(self.rows, "row"),
+            self.calls and _count(self.calls, "call"),
+            self.seconds and f"{self.seconds:.3g} s",
+            self.bytes_read and f"{_size(self.bytes_read)} read",
+            self.chunk_reads and _count(self.chunk_reads, "chunk read"),
+            self.files and _count(self.files, "file"),
+        ]
+        return ", ".join(text for text in shown if text)
+
+
+@dataclass
+class InputStats:
+    """What one rank's input has done so far, over all epochs.
+
+    Attributes:
+        steps: steps handed out.
+        samples: rows that this rank has handed to its replicas.
+        bytes: their size in bytes.
+        wait_seconds: how long the training loop waited for them.
+        seconds: how long the loops over the dataset took, from an epoch's first step to its end.
+        stages: each stage's description, and its counters where it keeps any, from the source on.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    bytes: int = 0
+    wait_seconds: float = 0.0
+    seconds: float = 0.0
+    stages: tuple[tuple[str, StageStats | None], ...] = ()
+
+    @property
+    def samples_per_second(self) -> float:
+        """Rows of this rank for each second of the loops; 0 before the first."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def input_bound(self) -> float:
+        """The part of the loops' time that was spent waiting for input, from 0 to 1."""
+        return self.wait_seconds / self.seconds if self.seconds else 0.0
+
+    def snapshot(self, stages: tuple[tuple[str, StageStats | None], ...]) -> InputStats:
+        """Return a copy that does not change any more, with these stages. Not collective."""
+        held = tuple((text, None if counters is None else replace(counters)) for text, counters in stages)
+        return replace(self, stages=held)
+
+    def __str__(self) -> str:
+        head = (
+            f"{_count(self.steps, 'step')}, {_count(self.samples, 'sample')}, {_size(self.bytes)} in"
+            f" {self.seconds:.3g} s: {self.samples_per_second:,.0f} samples/s, input-bound {self.input_bound:.0%}"
+        )
+        width = max((len(text) for text, _ in self.stages), default=0)
+        lines = (f"  {text:{width}}  {counters or ''}".rstrip() for text, counters in self.stages)
+        return "\n".join([head, *lines])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _size(count: float) -> str:
+    """Bytes in words.
+
+    Example:
+        >>> _size(999), _size(1_234_567)
+        ('999 B', '1.23 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
