@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import nest
+from ..buffer_pool import BufferPool
 from ..errors import ShardError, explain
-from .arrays import take_rows
 from .dataset import Addresses, Dataset
+from .readers.choice import choose_reader
+from .readers.open_files import open_hdf5_files
+from .readers.reader import FieldReader
 from .shards.files import PathLike, resolve
 from .shards.manifest import Field
 from .shards.shard import Shard
@@ -21,20 +24,23 @@ from .spec import ArraySpec
 
 __all__ = ["HDF5Dataset"]
 
+_BATCHES = 6  # whose memory is kept for a field: what is read ahead, and what the program holds
+
 Fields = str | Sequence[str] | Mapping[str, str] | None
 
 
 class _Opened:
-    """All shards, compared with each other and with the manifest, and where each one's rows begin."""
+    """All shards, compared with each other and with the manifest, and a reader for each field."""
 
-    def __init__(self, shards: list[Shard], fields: dict[str, Field]) -> None:
+    def __init__(self, shards: list[Shard], fields: dict[str, Field], reader: str) -> None:
         self.shards = shards
         self.fields = fields
-        self.starts = np.concatenate(([0], np.cumsum([shard.rows for shard in shards]))).astype(np.int64)
-
-    @property
-    def rows(self) -> int:
-        return int(self.starts[-1])
+        self.rows = sum(shard.rows for shard in shards)
+        files = open_hdf5_files()
+        self.readers = {
+            name: choose_reader([shard.storages[name] for shard in shards], reader, files) for name in fields
+        }
+        self.pools = {name: BufferPool(_BATCHES) for name in fields}
 
 
 class HDF5Dataset(Dataset):
@@ -58,10 +64,13 @@ class HDF5Dataset(Dataset):
         data = ms.data.HDF5Dataset("digits/train-*.h5", fields=("image", "label")).shuffle(seed=1).batch(256)
     """
 
-    def __init__(self, files: PathLike | Sequence[PathLike], fields: Fields = None, *, verify: bool = False) -> None:
+    def __init__(
+        self, files: PathLike | Sequence[PathLike], fields: Fields = None, *, verify: bool = False, reader: str = "auto"
+    ) -> None:
         self._files = resolve(files)
         self._files.check(verify=verify)
         self._structure = _structure(fields)
+        self._reader = reader
         self._opened: _Opened | None = None
         self._lock = threading.Lock()
 
@@ -89,7 +98,7 @@ class HDF5Dataset(Dataset):
                 expected = f"{entry.rows} rows (manifest)"
                 raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=got, remedy=remedy))
             shards.append(shard)
-        return _Opened(shards, shards[0].fields)
+        return _Opened(shards, shards[0].fields, self._reader)
 
     @property
     def parents(self) -> tuple[Dataset, ...]:
@@ -120,25 +129,34 @@ class HDF5Dataset(Dataset):
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         opened = self._open()
-        if len(opened.shards) == 1:
-            pieces, order = [(0, positions)], None
-        else:
-            pieces, order = _by_shard(opened.starts, positions)
+        if positions.size and not 0 <= positions.min() <= positions.max() < opened.rows:  # readers do not look
+            got = f"{positions.min()} to {positions.max()}"
+            raise IndexError(explain("HDF5Dataset", "rows", expected=f"rows in [0, {opened.rows})", got=got))
 
         def read(name: str) -> NDArray[Any]:
             field = opened.fields[name]
-            out = np.empty((positions.size, *field.shape), field.dtype)
-            filled = 0
-            for index, rows in pieces:
-                opened.shards[index].readers[name].read(rows, out[filled : filled + rows.size])
-                filled += rows.size
-            if order is not None:
-                grouped, out = out, np.empty_like(out)
-                take_rows(grouped, order, out)
+            shape = (positions.size, *field.shape)
+            out = opened.pools[name].empty(math.prod(shape), field.dtype).reshape(shape)
+            opened.readers[name].read(positions, out)
             return out.astype(field.dtype.newbyteorder("="), copy=False)
 
         arrays = {name: read(name) for name in dict.fromkeys(nest.flatten(self._structure))}
         return nest.map_structure(lambda name: arrays[name], self._structure)
+
+    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        for reader in self._open().readers.values():
+            reader.expect(positions)
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        """Return those of the field with the largest rows, of all fields that are read in pieces. Not collective."""
+        opened = self._open()
+        found = {name: reader.chunk_starts() for name, reader in opened.readers.items()}
+        costly = [name for name, starts in found.items() if starts is not None]
+        return found[max(costly, key=lambda name: opened.shards[0].storages[name].row_bytes)] if costly else None
+
+    def keep(self, rows: int) -> None:
+        for reader in self._open().readers.values():
+            reader.keep(rows)
 
     def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
         return self
@@ -148,9 +166,12 @@ class HDF5Dataset(Dataset):
         where = self._files.paths[0].parent
         if self._opened is None:
             return f"HDF5Dataset: {count} file{'s' * (count != 1)} in {where} (not opened yet)"
-        kinds = {name: self._opened.shards[0].readers[name].kind for name in self._opened.fields}
+
+        def how(reader: FieldReader) -> str:
+            return f"{reader.kind}: {reader.reason}" if reader.reason else reader.kind
+
         fields = ", ".join(
-            f"{name} {ArraySpec(field.shape, field.dtype)} ({kinds[name]})"
+            f"{name} {ArraySpec(field.shape, field.dtype)} ({how(self._opened.readers[name])})"
             for name, field in self._opened.fields.items()
         )
         return f"HDF5Dataset: {count} file{'s' * (count != 1)} in {where}, {self._opened.rows} rows of {fields}"
@@ -166,23 +187,6 @@ def _structure(fields: Fields) -> Any:
         expected = "None, a name, a list or tuple of names, or a dict of names"
         raise ValueError(explain("HDF5Dataset", "fields", expected=expected, got=repr(fields)))
     return nest.map_structure(lambda name: name.strip("/"), structure) if structure is not None else None
-
-
-def _by_shard(
-    starts: NDArray[np.int64], positions: NDArray[np.int64]
-) -> tuple[list[tuple[int, NDArray[np.int64]]], NDArray[np.int64] | None]:
-    """Positions grouped by shard, as (shard, its rows), and the order that undoes the grouping, if any is needed."""
-    shard_of = np.searchsorted(starts, positions, side="right") - 1
-    order = None
-    if positions.size and not (np.diff(shard_of) >= 0).all():
-        grouping = np.argsort(shard_of, kind="stable")
-        positions, shard_of = positions[grouping], shard_of[grouping]
-        order = np.empty_like(grouping)
-        order[grouping] = np.arange(grouping.size)
-    rows = positions - starts[shard_of]
-    cuts = [0, *(np.flatnonzero(np.diff(shard_of)) + 1).tolist(), rows.size]
-    pieces = [(int(shard_of[low]), rows[low:high]) for low, high in itertools.pairwise(cuts) if low < high]
-    return pieces, order
 
 
 def _compare(shard: Shard, fields: dict[str, Field], reference: str, *, check_extra: bool) -> None:

@@ -1,19 +1,91 @@
-"""What every reader of rows does."""
+"""What a file stores of a field, and what every reader of a field does."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FieldReader"]
+from ..shards.manifest import Field
+from .open_files import ShardFile
+
+__all__ = ["Contiguous", "FieldReader", "Layout", "OnlyHDF5", "RowIndex", "Storage"]
+
+
+@dataclass(frozen=True)
+class Contiguous:
+    """The bytes in the file are the array's bytes, in one piece that begins at this offset and lies in the file."""
+
+    offset: int
+
+
+@dataclass(frozen=True)
+class OnlyHDF5:
+    """Stored in a way that only HDF5 itself reads, for this reason."""
+
+    reason: str
+
+
+Layout = Contiguous | OnlyHDF5
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One dataset of one file: all that a reader needs to know, so that the file need not stay open."""
+
+    file: ShardFile
+    name: str
+    field: Field
+    rows: int
+    piece_rows: int  # rows that HDF5 had better read together
+    layout: Layout
+
+    @property
+    def row_bytes(self) -> int:
+        return self.field.dtype.itemsize * int(np.prod([length or 0 for length in self.field.shape], dtype=np.int64))
+
+    @property
+    def where(self) -> str:
+        return f"{self.file.path}: {self.name}"
+
+
+class RowIndex:
+    """Which file each row of a set lies in.
+
+    Args:
+        rows: the number of rows of each file.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.starts = np.concatenate(([0], np.cumsum(rows, dtype=np.int64)))
+        self._equal = rows[0] if all(count == rows[0] for count in rows[:-1]) and rows[-1] <= rows[0] else 0
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def shard_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self._equal:
+            return rows // self._equal
+        return np.searchsorted(self.starts, rows, side="right") - 1
 
 
 class FieldReader(Protocol):
-    """Reads rows of one dataset of one file."""
+    """Reads rows of one field of a whole set of files. Rows are numbered through the files, in the set's order."""
 
-    kind: str
+    kind: str  # how it reads, in a few words
+    reason: str  # why not in a quicker way; empty where there is none
 
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
-        """Copy rows, in range and in any order, into a C-contiguous buffer of the file's dtype."""
+        """Copy rows, in range and in any order, into a C-contiguous buffer of the field's dtype."""
+
+    def expect(self, rows: NDArray[np.int64]) -> None:
+        """Take note that these rows will be read soon."""
+
+    def keep(self, rows: int) -> None:
+        """Take note that rows are read in windows of so many: what is read as a whole is kept for as long."""
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        """Return where the pieces that are read as a whole begin, then the number of rows; None if rows are cheap."""

@@ -1,20 +1,16 @@
-"""One HDF5 file as a shard: what is in it, and a reader for each of its datasets.
-
-Contiguous, unfiltered data is read through a memory map of the file; everything else through h5py, chunk by chunk.
-"""
+"""One open shard: its datasets are looked at, then the file is closed again."""
 
 from __future__ import annotations
 
-import errno
-import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...errors import ShardError, explain
-from ..readers.library import LibraryReader
-from ..readers.mapped import MappedReader
-from ..readers.reader import FieldReader
+from ..readers.open_files import ShardFile, open_hdf5
+from ..readers.reader import Contiguous, Layout, OnlyHDF5, Storage
 from .manifest import Field
 
 if TYPE_CHECKING:
@@ -22,9 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Shard"]
 
+_PIECE = 1 << 18  # bytes read at a time from data that is not chunked
+
 
 class Shard:
-    """An open shard. Not collective.
+    """What a file of a set holds. Not collective.
 
     Args:
         path: the file.
@@ -35,92 +33,64 @@ class Shard:
     """
 
     def __init__(self, path: Path, names: Sequence[str] | None) -> None:
-        import h5py
-
         self.path = path
-        self._identity = _identity(path)
-        try:
-            file = h5py.File(path, "r")
-        except OSError as error:
-            got = f"a file of {path.stat().st_size} bytes that HDF5 refuses: {error}"
-            remedy = _remedy(error, "The file is damaged, truncated or not HDF5: copy it again")
-            raise ShardError(
-                explain("HDF5Dataset", str(path), expected="an HDF5 file", got=got, remedy=remedy)
-            ) from error
-        self.fields: dict[str, Field] = {}
-        self.readers: dict[str, FieldReader] = {}
-        try:
-            self._open(file, names)
-        except (OSError, RuntimeError, KeyError) as error:
-            file.close()
-            if isinstance(error, ShardError):
-                raise
-            remedy = _remedy(error, "The file is damaged: copy it again")
-            raise ShardError(
-                explain("HDF5Dataset", str(path), expected="readable metadata", got=str(error), remedy=remedy)
-            ) from error
-        if all(isinstance(reader, MappedReader) for reader in self.readers.values()):
-            file.close()
+        self._file = ShardFile.of(path)
+        self.storages: dict[str, Storage] = {}
+        with open_hdf5(path) as file:
+            try:
+                self._look(file, names)
+            except (OSError, RuntimeError, KeyError) as error:
+                if isinstance(error, ShardError):
+                    raise
+                remedy = "The file is damaged: copy it again, or write the shards again."
+                raise ShardError(
+                    explain("HDF5Dataset", str(path), expected="readable metadata", got=str(error), remedy=remedy)
+                ) from error
+        self.check()
 
-    def _open(self, file: h5py.File, names: Sequence[str] | None) -> None:
+    def _look(self, file: h5py.File, names: Sequence[str] | None) -> None:
         available = _datasets(file, self.path)
         wanted = available if names is None else names
         if not wanted:
             raise self._error("at least one dataset with rows", "none")
-        mapped: mmap.mmap | None = None
-        rows = None
         for name in wanted:
             if name not in available:
                 raise self._error(f"a dataset {name!r}", f"datasets {available}")
             dataset = file[name]
             _refuse_unsupported(dataset, self.path)
-            if rows is not None and dataset.shape[0] != rows:
-                raise self._error(f"{rows} rows in {name!r}, as in {wanted[0]!r}", f"{dataset.shape[0]} rows")
             rows = int(dataset.shape[0])
-            self.fields[name] = Field(dataset.dtype, dataset.shape[1:])
-            if not _mappable(dataset):
-                self.readers[name] = LibraryReader(dataset, self.path)
-                continue
-            if mapped is None:
-                mapped = self._map()
-            self.readers[name] = self._mapped_reader(mapped, dataset)
-        self.rows = int(rows or 0)
+            field = Field(dataset.dtype, dataset.shape[1:])
+            row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64))
+            piece_rows = int(dataset.chunks[0]) if dataset.chunks else max(1, _PIECE // max(1, row_bytes))
+            self.storages[name] = Storage(self._file, name, field, rows, piece_rows, self._layout(dataset))
+            if rows != self.rows:
+                raise self._error(f"{self.rows} rows in {name!r}, as in {wanted[0]!r}", f"{rows} rows")
 
-    def _map(self) -> mmap.mmap:
-        with self.path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    @property
+    def rows(self) -> int:
+        return next(iter(self.storages.values())).rows
 
-    def _mapped_reader(self, mapped: mmap.mmap, dataset: h5py.Dataset) -> MappedReader:
-        offset, row_bytes = dataset.id.get_offset(), dataset.nbytes // dataset.shape[0]
-        if offset + dataset.nbytes > len(mapped):  # touching a page past the end would kill the process
-            raise self._error(f"{offset + dataset.nbytes} bytes for {dataset.name}", f"{len(mapped)} bytes: truncated")
-        return MappedReader(mapped, offset, dataset.shape[0], row_bytes)
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {name: storage.field for name, storage in self.storages.items()}
+
+    def _layout(self, dataset: h5py.Dataset) -> Layout:
+        """How a dataset's rows are stored, as the readers tell them apart."""
+        if dataset.chunks is not None:
+            return OnlyHDF5("stored in chunks")
+        if not _plain(dataset):
+            return OnlyHDF5("not stored as the array's bytes in one piece")
+        end = dataset.id.get_offset() + dataset.nbytes
+        if end > self._file.bytes:  # touching a page past the end would kill the process
+            raise self._error(f"{end} bytes for {dataset.name}", f"{self._file.bytes} bytes: truncated")
+        return Contiguous(dataset.id.get_offset())
 
     def _error(self, expected: str, got: str) -> ShardError:
         return ShardError(explain("HDF5Dataset", str(self.path), expected=expected, got=got))
 
     def check(self) -> None:
-        """Raise if the file is no longer the one that was opened: a truncated file under a map kills the process."""
-        found = _identity(self.path)
-        if found != self._identity:
-            expected = "the file as it was opened (inode, bytes, time of change)"
-            got = f"{found} instead of {self._identity}" if found else "no such file"
-            remedy = "Shards must not change while they are read: make a new dataset."
-            raise ShardError(explain("HDF5Dataset", str(self.path), expected=expected, got=got, remedy=remedy))
-
-
-def _remedy(error: Exception, damaged: str) -> str:
-    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-        return "Each shard stays open: raise the number of open files (ulimit -n), or write fewer, larger shards."
-    return f"{damaged}, or write the shards again."
-
-
-def _identity(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+        """Raise if the file is no longer the one that was opened."""
+        self._file.check()
 
 
 def _datasets(file: h5py.File, path: Path) -> list[str]:
@@ -166,7 +136,7 @@ def _refuse_unsupported(dataset: h5py.Dataset, path: Path) -> None:
             raise refuse(f"filter {code} ({name.decode(errors='replace')}), which this HDF5 does not have")
 
 
-def _mappable(dataset: h5py.Dataset) -> bool:
+def _plain(dataset: h5py.Dataset) -> bool:
     """Whether the bytes in the file are the array's bytes, in one piece."""
     import h5py
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -248,13 +250,28 @@ def test_mutated_files_give_rows_or_a_shard_error(tmp_path: Path, compression: s
     assert refused >= 50  # at least all truncated ones
 
 
-def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
-    write_shards(tmp_path, {"x": np.arange(60)}, num_shards=60)
+@contextlib.contextmanager
+def open_files(limit: int) -> Iterator[None]:
+    """Let the process have file numbers below a limit only."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
-        with pytest.raises(ShardError, match=r"of-00060\.h5.*ulimit -n") as caught:
-            open_all(tmp_path)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("compression", ["gzip"])
+def test_a_set_may_have_more_files_than_a_process_may_open(tmp_path: Path, compression: str | None) -> None:
+    write_shards(tmp_path, {"x": np.arange(120)}, num_shards=60, compression=compression)
+    rows = np.random.default_rng(0).permutation(120)
+    with open_files(len(os.listdir("/proc/self/fd")) + 40):
+        assert np.array_equal(HDF5Dataset(tmp_path, "x").rows(rows), rows)
+
+
+def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"x": np.arange(6)}, num_shards=3)
+    dataset = HDF5Dataset(tmp_path)
+    with open_files(3), pytest.raises(ShardError, match=r"of-00003\.h5.*ulimit -n") as caught:
+        len(dataset)
     assert "damaged" not in str(caught.value)
