@@ -22,18 +22,25 @@ _BLOCK = 16384  # indices at a time: every temporary stays in the cache
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
+_Key = tuple[int, ...]  # seed, epoch and n, then the window if there is one
+
+
+def _digest(key: _Key, words: int) -> NDArray[np.uint64]:
+    """Words that depend on a key only. hashlib, because NumPy does not promise that its streams stay the same."""
+    text = ":".join(["mpistrat.order/1", *map(str, key)])
+    return np.frombuffer(hashlib.shake_128(text.encode()).digest(8 * words), "<u8").astype(np.uint64)
+
+
 @functools.lru_cache(maxsize=64)
-def _keys(seed: int, epoch: int, n: int) -> tuple[np.uint64, ...]:
-    """One 64-bit key a round. hashlib, because NumPy does not promise that its streams stay the same."""
-    digest = hashlib.shake_128(f"mpistrat.order/1:{seed}:{epoch}:{n}".encode()).digest(8 * _ROUNDS)
-    return tuple(np.frombuffer(digest, "<u8").astype(np.uint64))
+def _keys(key: _Key) -> tuple[np.uint64, ...]:
+    """One 64-bit key a round."""
+    return tuple(_digest(key, _ROUNDS))
 
 
 @functools.lru_cache(maxsize=16)
-def _small_order(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
+def _small_order(key: _Key, n: int) -> NDArray[np.int64]:
     """Sorting by independent hashes: every permutation is equally likely."""
-    digest = hashlib.shake_128(f"mpistrat.order/1:{seed}:{epoch}:{n}".encode()).digest(8 * n)
-    return np.argsort(np.frombuffer(digest, "<u8"), kind="stable").astype(np.int64)
+    return np.argsort(_digest(key, n), kind="stable").astype(np.int64)
 
 
 def _mix(half: NDArray[np.uint64], key: np.uint64, bits: int) -> NDArray[np.uint64]:
@@ -77,18 +84,21 @@ def _permute_block(positions: NDArray[np.int64], n: int, keys: tuple[np.uint64, 
 
 
 @functools.lru_cache(maxsize=8)
-def _aligned_block(seed: int, epoch: int, n: int, block: int) -> NDArray[np.int64]:
+def _aligned_block(key: _Key, n: int, block: int) -> NDArray[np.int64]:
     positions = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, n))
-    return _permute_block(positions, n, _keys(seed, epoch, n))
+    return _permute_block(positions, n, _keys(key))
 
 
-def permute(positions: NDArray[np.int64], n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+def permute(
+    positions: NDArray[np.int64], n: int, *, seed: int, epoch: int, window: int | None = None
+) -> NDArray[np.int64]:
     """Return which of n samples stands at each position of an epoch's order. Not collective.
 
     Args:
         positions: int64 indices in [0, n), any number of them in any order.
         n: the number of samples.
         seed, epoch: any integers; each pair gives another order.
+        window: any integer, where an epoch has several orders; each has its own.
 
     Returns:
         int64 sample indices of the same shape; over all positions each sample appears once.
@@ -106,14 +116,15 @@ def permute(positions: NDArray[np.int64], n: int, *, seed: int, epoch: int) -> N
     low, high = int(flat.min()), int(flat.max())
     if low < 0 or high >= n:
         raise IndexError(f"permute: positions: expected integers in [0, {n}), got {low} to {high}")
+    key = (seed, epoch, n) if window is None else (seed, epoch, n, window)
     if n <= _SMALL:
-        return _small_order(seed, epoch, n)[flat].reshape(np.shape(positions))
+        return _small_order(key, n)[flat].reshape(np.shape(positions))
     first, last = low // _BLOCK, high // _BLOCK
     if last - first <= 1:  # successive batches: their indices are made many at a time
-        blocks = [_aligned_block(seed, epoch, n, block) for block in range(first, last + 1)]
+        blocks = [_aligned_block(key, n, block) for block in range(first, last + 1)]
         table = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return table[flat - first * _BLOCK].reshape(np.shape(positions))
-    keys = _keys(seed, epoch, n)
+    keys = _keys(key)
     result = np.empty(flat.size, np.int64)
     for start in range(0, flat.size, _BLOCK):
         result[start : start + _BLOCK] = _permute_block(flat[start : start + _BLOCK], n, keys)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .chunked import ChunkedReader
+from .chunks import Chunks
 from .library import LibraryReader
 from .mapped import MappedReader
 from .mixed import MixedReader
@@ -40,10 +42,14 @@ def _way(storage: Storage, reader: str) -> str:
     """How one file's rows are read; all files that are read alike share a reader."""
     if isinstance(storage.layout, Contiguous) and reader != "h5py":
         return "mmap"
+    if isinstance(storage.layout, Chunks) and reader != "h5py":
+        return "chunks"
     return "h5py"
 
 
 def _make(way: str, storages: Sequence[Storage], hdf5: OpenFiles[h5py.File]) -> FieldReader:
     if way == "mmap":
         return MappedReader(storages)
+    if way == "chunks":
+        return ChunkedReader(storages)
     return LibraryReader(storages, hdf5)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import ShardError, explain
+from ..readers.chunks import Chunks
 from ..readers.open_files import ShardFile, open_hdf5
 from ..readers.reader import Contiguous, Layout, OnlyHDF5, Storage
 from .manifest import Field
@@ -77,7 +78,8 @@ class Shard:
     def _layout(self, dataset: h5py.Dataset) -> Layout:
         """How a dataset's rows are stored, as the readers tell them apart."""
         if dataset.chunks is not None:
-            return OnlyHDF5("stored in chunks")
+            chunks = Chunks.of(dataset)
+            return chunks if isinstance(chunks, Chunks) else OnlyHDF5(chunks)
         if not _plain(dataset):
             return OnlyHDF5("not stored as the array's bytes in one piece")
         end = dataset.id.get_offset() + dataset.nbytes

@@ -98,7 +98,7 @@ def test_the_form_of_fields_is_the_form_of_elements(written: Path, fields: Any, 
 
 
 def test_uncompressed_data_is_mapped_and_compressed_data_is_not(tmp_path: Path) -> None:
-    for compression, kind in ((None, "memory map"), ("gzip", "h5py")):
+    for compression, kind in ((None, "memory map"), ("gzip", "raw chunks")):
         write_shards(tmp_path, {"x": np.zeros((10, 2))}, compression=compression)
         dataset = HDF5Dataset(tmp_path)
         assert "not opened yet" in str(dataset)
@@ -239,7 +239,7 @@ def test_chunks_are_read_about_once_in_order(tmp_path: Path, monkeypatch: pytest
         return block
 
     monkeypatch.setattr(h5py.Dataset, "__getitem__", count)
-    batches = list(HDF5Dataset(tmp_path / "c.h5", "x").batch(48))
+    batches = list(HDF5Dataset(tmp_path / "c.h5", "x", reader="h5py").batch(48))
     assert np.array_equal(np.concatenate(batches), np.arange(1000))
     assert sum(rows_read) == 1000
 

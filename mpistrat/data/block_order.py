@@ -1,0 +1,103 @@
+"""The order of a block shuffle: chunks in a random order, and the rows of a window of chunks in a random order.
+
+A row's place depends on (seed, epoch, position) and the lengths of the chunks, so no rank need ask another. Per epoch one
+integer a chunk is held, none a row. Mixing reaches as far as a window: rows of one chunk never end up more than a window
+and a chunk apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .order import permute
+
+__all__ = ["BlockOrder"]
+
+_EPOCHS_HELD = 4  # an epoch and the next, of two iterators
+
+
+class _Epoch(NamedTuple):
+    """One epoch's order of chunks."""
+
+    chunks: NDArray[np.int64]  # which chunk stands where
+    starts: NDArray[np.int64]  # the position of each one's first row, and the number of rows
+    windows: NDArray[np.int64]  # at which chunk each window begins, and the number of chunks
+    window_starts: NDArray[np.int64]  # the position of each window's first row, and the number of rows
+
+
+class BlockOrder:
+    """Which row stands at each position of an epoch's block shuffle. Not collective.
+
+    Args:
+        chunk_starts: the row at which each chunk begins, then the number of rows.
+        window_rows: how many rows are mixed. A window is made of whole chunks: a chunk belongs to the window that its
+            first row falls into, so windows differ by up to a chunk; one is at least a chunk.
+        seed: any integer.
+
+    Example:
+        >>> order = BlockOrder(np.array([0, 4, 8, 10]), window_rows=5, seed=1)
+        >>> sorted(order.rows(0, np.arange(10)).tolist())
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    def __init__(self, chunk_starts: NDArray[np.int64], window_rows: int, seed: int) -> None:
+        starts = np.asarray(chunk_starts, np.int64)
+        keep = np.append(np.diff(starts) > 0, True)  # a chunk without rows has no place
+        self._chunk_starts = starts[keep]
+        self._window_rows = window_rows
+        self._seed = seed
+        self._epoch = functools.lru_cache(maxsize=_EPOCHS_HELD)(self._make_epoch)
+
+    def __len__(self) -> int:
+        return int(self._chunk_starts[-1])
+
+    def _make_epoch(self, epoch: int) -> _Epoch:
+        count = len(self._chunk_starts) - 1
+        chunks = permute(np.arange(count), count, seed=self._seed, epoch=epoch)
+        starts = np.concatenate(([0], np.cumsum(np.diff(self._chunk_starts)[chunks])))
+        window_of = starts[:-1] // self._window_rows
+        windows = np.concatenate(([0], np.flatnonzero(np.diff(window_of)) + 1, [count])) if count else np.zeros(1, int)
+        return _Epoch(chunks, starts, windows.astype(np.int64), starts[windows])
+
+    def rows(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows at some positions in [0, len), in any order. Not collective.
+
+        Raises:
+            IndexError: for a position outside.
+        """
+        if not positions.size:
+            return np.empty(0, np.int64)
+        if positions.min() < 0 or positions.max() >= len(self):
+            raise IndexError(f"BlockOrder.rows: positions: expected integers in [0, {len(self)})")
+        order = self._epoch(epoch)
+        windows = np.searchsorted(order.window_starts, positions, side="right") - 1
+        rows = np.empty_like(positions)
+        for window in np.unique(windows).tolist():
+            own = np.flatnonzero(windows == window)
+            start, stop = (int(bound) for bound in order.window_starts[window : window + 2])
+            places = start + permute(positions[own] - start, stop - start, seed=self._seed, epoch=epoch, window=window)
+            first, last = (int(bound) for bound in order.windows[window : window + 2])
+            at = first + np.searchsorted(order.starts[first:last], places, side="right") - 1
+            rows[own] = self._chunk_starts[order.chunks[at]] + (places - order.starts[at])
+        return rows
+
+    def ahead(self, epoch: int, position: int) -> tuple[int, NDArray[np.int64]]:
+        """Return what to read while the window of a position is read: the next window's chunks, a part of them. Not collective.
+
+        The part grows with the position, so that reading ahead is spread over the window.
+
+        Returns:
+            The window, and the first rows of those chunks; no rows in the last window.
+        """
+        order = self._epoch(epoch)
+        window = int(np.searchsorted(order.window_starts, position, side="right")) - 1
+        if window + 2 >= len(order.windows):
+            return window, np.empty(0, np.int64)
+        start, stop = (int(bound) for bound in order.window_starts[window : window + 2])
+        first, last = (int(bound) for bound in order.windows[window + 1 : window + 3])
+        count = -(-(position + 1 - start) * (last - first) // (stop - start))
+        return window, self._chunk_starts[order.chunks[first : first + count]]
