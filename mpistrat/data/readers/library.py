@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -49,11 +48,8 @@ class LibraryReader:
         increasing = bool((np.diff(rows) > 0).all())
         wanted, inverse = (rows, None) if increasing else np.unique(rows, return_inverse=True)
         ordered = out if inverse is None else np.empty((wanted.size, *out.shape[1:]), out.dtype)
-        shards = self._index.shard_of(wanted)
-        cuts = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), wanted.size]
-        for start, stop in itertools.pairwise(cuts):
-            shard = int(shards[start])
-            self._read_shard(shard, wanted[start:stop] - self._index.starts[shard], ordered[start:stop])
+        for shard, own in self._index.by_shard(wanted):
+            self._read_shard(shard, wanted[own] - self._index.starts[shard], ordered[own])
         if inverse is not None:
             take_rows(ordered, inverse.reshape(-1), out)
 

@@ -1,41 +1,64 @@
-"""Contiguous, unfiltered data through a memory map of the files."""
+"""Contiguous, unfiltered data through memory maps of the files."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import take_rows
-from .open_files import Descriptor
+from .joined_map import Piece, join
 from .reader import Contiguous, RowIndex, Storage
 
 __all__ = ["MappedReader"]
 
 
 class MappedReader:
-    """Rows of contiguous data, copied as bytes: alignment and byte order do not matter."""
+    """Rows of contiguous data, copied as bytes: alignment and byte order do not matter.
 
-    kind = "memory map"
+    Raises:
+        OSError: when the system does not map the files.
+        ShardError: for a file that has changed.
+    """
+
     reason = ""
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         self._index = RowIndex([storage.rows for storage in storages])
-        self._arrays = [_map(storage) for storage in storages]
+        self._row_bytes = storages[0].row_bytes
+        self._array_of = np.zeros(len(storages), np.int64)  # which array has a file's rows
+        self._shift = np.zeros(len(storages), np.int64)  # what takes a row's number to its place in that array
+        self._arrays: list[NDArray[np.uint8]] = []
+        waiting = [shard for shard, storage in enumerate(storages) if storage.rows]
+        while waiting:
+            joined = join([_piece(storages[shard]) for shard in waiting], self._row_bytes)
+            firsts = dict(zip(waiting, joined.first, strict=True))
+            for shard, first in firsts.items():
+                if first is not None:
+                    self._array_of[shard] = len(self._arrays)
+                    self._shift[shard] = first - self._index.starts[shard]
+            self._arrays.append(joined.rows)
+            waiting = [shard for shard, first in firsts.items() if first is None]
+        self.kind = "memory map" if len(self._arrays) <= 1 else f"{len(self._arrays)} memory maps"
 
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
-        flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self._arrays[0].shape[1])
-        if len(self._arrays) == 1:
-            take_rows(self._arrays[0], rows, flat)
+        if out.nbytes == 0:
             return
+        flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self._row_bytes)
         shards = self._index.shard_of(rows)
-        for shard in np.unique(shards):
-            own = np.flatnonzero(shards == shard)
-            flat[own] = self._arrays[shard].take(rows[own] - self._index.starts[shard], axis=0, mode="clip")
+        places = rows + self._shift[shards]
+        if len(self._arrays) == 1:
+            take_rows(self._arrays[0], places, flat)
+            return
+        array_of = self._array_of[shards]
+        for number in np.unique(array_of):
+            own = np.flatnonzero(array_of == number)
+            if own[-1] - own[0] == own.size - 1:
+                take_rows(self._arrays[number], places[own], flat[own[0] : own[-1] + 1])
+            else:
+                flat[own] = self._arrays[number].take(places[own], axis=0, mode="clip")
 
     def expect(self, rows: NDArray[np.int64]) -> None:
         pass
@@ -47,11 +70,6 @@ class MappedReader:
         return None
 
 
-def _map(storage: Storage) -> NDArray[np.uint8]:
+def _piece(storage: Storage) -> Piece:
     assert isinstance(storage.layout, Contiguous)
-    if not storage.rows:
-        return np.empty((0, storage.row_bytes), np.uint8)
-    with closing(Descriptor(storage.file)) as descriptor:
-        mapped = mmap.mmap(descriptor.fileno(), 0, access=mmap.ACCESS_READ)
-    flat = np.frombuffer(mapped, np.uint8, count=storage.rows * storage.row_bytes, offset=storage.layout.offset)
-    return flat.reshape(storage.rows, storage.row_bytes)
+    return Piece(storage.file, storage.layout.offset, storage.rows)

@@ -20,7 +20,7 @@ class MixedReader:
 
     Args:
         rows: the number of rows of each file.
-        parts: for each reader the numbers of its files, in order; files without rows belong to none.
+        parts: for each reader the numbers of its files, in order.
         readers: the readers; each numbers the rows of its own files.
     """
 

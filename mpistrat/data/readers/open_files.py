@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Descriptor", "OpenFiles", "ShardFile", "open_bytes", "open_hdf5", "open_hdf5_files"]
 
-_KEPT_OPEN = 32  # files kept open: sets of shards may have more files than a process may open
+_KEPT_OPEN = 128  # files kept open: sets of shards may have more files than a process may open
 
 
 @dataclass(frozen=True)

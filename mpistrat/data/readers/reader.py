@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..shards.manifest import Field
-from .chunks import Chunks
 from .open_files import ShardFile
 
 __all__ = ["Contiguous", "FieldReader", "Layout", "OnlyHDF5", "RowIndex", "Storage"]
@@ -30,7 +30,7 @@ class OnlyHDF5:
     reason: str
 
 
-Layout = Contiguous | Chunks | OnlyHDF5
+Layout = Contiguous | OnlyHDF5
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,18 @@ class RowIndex:
         return int(self.starts[-1])
 
     def shard_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the file that each row lies in."""
         if self._equal:
             return rows // self._equal
         return np.searchsorted(self.starts, rows, side="right") - 1
+
+    def by_shard(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, slice]]:
+        """Return the files that increasing rows lie in, each with the part of the rows that lies in it."""
+        shards = self.shard_of(rows)
+        cuts = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), rows.size]
+        for start, stop in itertools.pairwise(cuts):
+            if start < stop:
+                yield int(shards[start]), slice(start, stop)
 
 
 class FieldReader(Protocol):

@@ -261,7 +261,7 @@ def open_files(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("compression", ["gzip"])
+@pytest.mark.parametrize("compression", [None, "gzip"])
 def test_a_set_may_have_more_files_than_a_process_may_open(tmp_path: Path, compression: str | None) -> None:
     write_shards(tmp_path, {"x": np.arange(120)}, num_shards=60, compression=compression)
     rows = np.random.default_rng(0).permutation(120)
