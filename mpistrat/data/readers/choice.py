@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...errors import ShardError, explain
+from .chunked import ChunkedReader
+from .chunks import Chunks
 from .library import LibraryReader
 from .mapped import MappedReader
 from .mixed import MixedReader
@@ -44,6 +46,8 @@ def _way(storage: Storage, reader: str) -> str:
     """How one file's rows are read; all files that are read alike share a reader."""
     if isinstance(storage.layout, Contiguous) and reader != "h5py":
         return "pread" if reader == "pread" else "mmap"
+    if isinstance(storage.layout, Chunks) and reader != "h5py":
+        return "chunks"
     return "h5py"
 
 
@@ -63,4 +67,6 @@ def _make(way: str, storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5
             return PositionalReader(storages, reason=f"not mapped: {error}")
     if way == "pread":
         return PositionalReader(storages, reason='reader="pread"')
+    if way == "chunks":
+        return ChunkedReader(storages)
     return LibraryReader(storages, hdf5)

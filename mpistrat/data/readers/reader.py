@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..shards.manifest import Field
+from .chunks import Chunks
 from .open_files import ShardFile
 
 __all__ = ["Contiguous", "FieldReader", "Layout", "OnlyHDF5", "RowIndex", "Storage"]
@@ -30,7 +31,7 @@ class OnlyHDF5:
     reason: str
 
 
-Layout = Contiguous | OnlyHDF5
+Layout = Contiguous | Chunks | OnlyHDF5
 
 
 @dataclass(frozen=True)
