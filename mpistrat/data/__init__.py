@@ -1,9 +1,11 @@
 """Input: rows out of HDF5 shards or arrays, in a reproducible order, in batches, divided over the replicas."""
 
 from .arrays import from_arrays
-from .dataset import INFINITE, Dataset
+from .combine import sample_from_datasets, zip
+from .dataset import INFINITE, UNKNOWN, Dataset
 from .distribution.distribute import DistributedDataset, DistributedIterator, InputStats
 from .distribution.per_worker import InputContext, PerReplicaDataset
+from .generator import from_generator
 from .hdf5 import HDF5Dataset
 from .iterator import DatasetIterator
 from .options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
@@ -14,6 +16,7 @@ from .spec import ArraySpec
 __all__ = [
     "INFINITE",
     "SHARD_HINT",
+    "UNKNOWN",
     "ArraySpec",
     "AutoShardPolicy",
     "Dataset",
@@ -28,6 +31,9 @@ __all__ = [
     "Options",
     "PerReplicaDataset",
     "from_arrays",
+    "from_generator",
     "permute",
+    "sample_from_datasets",
     "write_shards",
+    "zip",
 ]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .. import nest
 from ..errors import explain
+from .buffers import RowBuffers
 from .dataset import Addresses, Dataset
 from .spec import spec_of_rows
 
@@ -35,6 +36,8 @@ class _Arrays(Dataset):
     def __init__(self, arrays: Any, length: int) -> None:
         self._arrays = arrays
         self._length = length
+        self._row_spec = spec_of_rows(arrays)
+        self._buffers = RowBuffers()
 
     @property
     def parents(self) -> tuple[Dataset, ...]:
@@ -46,7 +49,7 @@ class _Arrays(Dataset):
 
     @property
     def row_spec(self) -> Any:
-        return spec_of_rows(self._arrays)
+        return self._row_spec
 
     def cardinality(self) -> int:
         return self._length
@@ -55,12 +58,11 @@ class _Arrays(Dataset):
         return np.array([epoch], np.int64), np.array([position], np.int64)
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        def pick(array: NDArray[Any]) -> NDArray[Any]:
-            out = np.empty((positions.size, *array.shape[1:]), array.dtype)
-            take_rows(array, positions, out)
-            return out
-
-        return nest.map_structure(pick, self._arrays)
+        picked = []
+        for field, array in enumerate(nest.flatten(self._arrays)):
+            picked.append(self._buffers.empty(field, (positions.size, *array.shape[1:]), array.dtype))
+            take_rows(array, positions, picked[-1])
+        return nest.pack_like(self._arrays, picked)
 
     def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
         return self
@@ -77,10 +79,11 @@ def from_arrays(arrays: Any) -> Dataset:
     The arrays are not copied: leave them as they are while the dataset is in use. Batches are copies.
 
     Args:
-        arrays: a nest of arrays with the same length along their first axis; elements have its structure.
+        arrays: a nest of arrays with the same length along their first axis; elements have its structure. Rows of
+            different shapes are a 1-D object array of arrays, strings one of `str`.
 
     Raises:
-        ValueError: for a scalar, for different lengths, and for an empty nest, naming the array.
+        ValueError: for a scalar, for different lengths, for rows of different dtypes and for an empty nest.
 
     Example:
         >>> dataset = from_arrays({"x": np.arange(6.0).reshape(3, 2), "y": np.array([7, 8, 9])}).batch(2)

@@ -1,39 +1,20 @@
-"""Dataset: a lazily composed chain from a source of rows, through stages, to elements.
-
-Most chains are random access. A row is addressed by (epoch, position); a stage translates addresses into those of the
-stage below, and the source gathers rows. So no stage holds data, any part of any batch of any epoch can be read by
-itself, and each rank of a job reads its own rows only.
-
-What cannot know its elements before it has made those in front (a generator, a filter) reads in order: from there on
-each rank makes every element and keeps its own rows, and going to a position means making all that precede it.
-"""
+"""Dataset: a lazily composed chain from a source of rows, through stages, to elements. How chains work: chain.py."""
 
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from .. import nest
 from ..errors import explain
+from .chain import INFINITE, UNKNOWN, Addresses, Chain
 from .iterator import DatasetIterator
-from .spec import batch_spec
-
-if TYPE_CHECKING:
-    from ..comm.process_group import ProcessGroup
-    from .stages.batched import Batching
-    from .stats import StageStats
+from .options import SHARD_HINT, Options
 
 __all__ = ["INFINITE", "UNKNOWN", "Addresses", "Dataset"]
-
-INFINITE = -1  # tf.data.INFINITE_CARDINALITY
-UNKNOWN = -2  # tf.data.UNKNOWN_CARDINALITY
-
-Addresses = tuple[NDArray[np.int64], NDArray[np.int64]]  # epochs and positions, one of each a row
 
 
 def _count(function: str, argument: str, value: Any, least: int) -> int:
@@ -46,7 +27,19 @@ def _count(function: str, argument: str, value: Any, least: int) -> int:
     return number
 
 
-class Dataset(ABC):
+def _callable(function: str, argument: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(explain(function, argument, expected="a callable", got=repr(value)))
+
+
+def _datasets(function: str, values: Sequence[Any]) -> list[Dataset]:
+    for value in values:
+        if not isinstance(value, Dataset):
+            raise TypeError(explain(function, "datasets", expected="Datasets", got=type(value).__name__))
+    return list(values)
+
+
+class Dataset(Chain):
     """A sequence of elements: rows of a source or, after `batch`, batches of rows (TF: tf.data.Dataset).
 
     Datasets are immutable: each stage returns a new one. Iterating is cheap to begin; each `iter()` is the next epoch.
@@ -54,106 +47,6 @@ class Dataset(ABC):
     """
 
     _epoch = 0
-    counters: StageStats | None = None  # of this stage alone, where it keeps any
-
-    # What a source or a stage says about itself.
-
-    @property
-    @abstractmethod
-    def parents(self) -> tuple[Dataset, ...]:
-        """The datasets that this one reads from; none for a source."""
-
-    @property
-    @abstractmethod
-    def batching(self) -> Batching | None:
-        """How rows were put into batches; None while elements are rows."""
-
-    @property
-    @abstractmethod
-    def row_spec(self) -> Any:
-        """The specs of one row of an element's arrays, without the axis of the batch."""
-
-    @abstractmethod
-    def cardinality(self) -> int:
-        """Return the number of elements of one epoch; `INFINITE` without an end, or `UNKNOWN`. Not collective."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Return one line about this stage. Not collective."""
-
-    @abstractmethod
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        """Return this stage over other parents, which have the same specs; a source returns itself. Not collective."""
-
-    def bind(self, group: ProcessGroup) -> Dataset:
-        """Return this chain as the ranks of a group use it; `distribute_dataset` calls it.
-
-        It is this very dataset unless something in it shares memory with other ranks: `cache("node")` and
-        `cache("job")` make that memory here. Collective where there is such a stage, else not collective.
-        """
-        parents = [parent.bind(group) for parent in self.parents]
-        same = all(bound is parent for bound, parent in zip(parents, self.parents, strict=True))
-        return self if same else self.rebuild(parents)
-
-    # What random access asks of it.
-
-    @property
-    def random_access(self) -> bool:
-        """Whether any element can be read without those in front of it: then `locate` and `gather` work."""
-        return all(parent.random_access for parent in self.parents)
-
-    def locate(self, epoch: int, position: int) -> Addresses:
-        """Return the addresses of the rows that make up one element. Not collective."""
-        raise NotImplementedError(f"{self.describe()} reads in order")
-
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        """Return the rows at addresses that `locate` gave, stacked along a first axis. Not collective."""
-        raise NotImplementedError(f"{self.describe()} reads in order")
-
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:  # noqa: B027
-        """Take note that the rows at these addresses will be gathered soon: a source may read ahead. Not collective."""
-
-    def chunk_starts(self) -> NDArray[np.int64] | None:
-        """Return where the pieces that are read as a whole begin, as row numbers, or None. Not collective.
-
-        Behind them stands the number of rows. None means that single rows are cheap to read.
-        """
-        return None
-
-    def keep(self, rows: int) -> None:  # noqa: B027
-        """Take note that rows are read in windows of so many: a source keeps them decoded. Not collective."""
-
-    # What reading in order asks of it.
-
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Return an iterator over an epoch's elements from a position on. Not collective.
-
-        A dataset that reads in order overrides it, and makes the elements before `start` for nothing.
-        """
-        cardinality = self.cardinality()
-        position = start
-        while cardinality == INFINITE or position < cardinality:
-            yield self.element(epoch, position)
-            position += 1
-
-    def check(self) -> None:
-        """Raise if a source has changed since it was opened; called as an epoch begins. Not collective."""
-        for parent in self.parents:
-            parent.check()
-
-    # What a user does with it.
-
-    @property
-    def element_spec(self) -> Any:
-        """The elements' structure with an `ArraySpec` for every array."""
-        if self.batching is None:
-            return self.row_spec
-        return batch_spec(self.row_spec, self.batching.size if self.batching.drop_remainder else None)
-
-    def element(self, epoch: int, position: int) -> Any:
-        """Return one element of an epoch, wherever iteration stands. Not collective."""
-        rows = self.gather(*self.locate(epoch, position))
-        return rows if self.batching is not None else nest.map_structure(lambda leaf: leaf[0], rows)
 
     def rows(self, indices: ArrayLike, *, epoch: int = 0) -> Any:
         """Return the rows at some positions of an epoch's order, stacked along a first axis. Not collective.
@@ -163,7 +56,7 @@ class Dataset(ABC):
             epoch: matters after `shuffle` only.
 
         Raises:
-            ValueError: after `batch`, where elements are no rows.
+            ValueError: after `batch`, where elements are no rows, and for a dataset that reads in order.
             IndexError: for an index out of range.
         """
         if self.batching is not None:
@@ -172,6 +65,9 @@ class Dataset(ABC):
                     "Dataset.rows", "", expected="a dataset of rows", got="batches", remedy="Call rows before batch."
                 )
             )
+        if not self.random_access:
+            got = f"one that reads in order, for {self.describe()}"
+            raise ValueError(explain("Dataset.rows", "", expected="a dataset with random access", got=got))
         positions = np.atleast_1d(np.asarray(indices))
         if positions.size == 0:
             positions = positions.astype(np.int64)
@@ -191,30 +87,19 @@ class Dataset(ABC):
 
     def __iter__(self) -> DatasetIterator:
         self.check()
-        iterator = DatasetIterator(self.elements, self.cardinality(), self._epoch)
+        iterator = DatasetIterator(self.elements, self.cardinality(), self._epoch, self.prefetch_depth or 0)
         self._epoch += 1
         return iterator
 
     def __len__(self) -> int:
         length = self.cardinality()
         if length < 0:
-            why = "is repeated without end" if length == INFINITE else "reads in order"
-            raise TypeError(f"Dataset: len: the dataset {why} and has no length")
+            why = "is repeated without end" if length == INFINITE else "reads in order, to an end that is not known"
+            raise TypeError(f"Dataset: len: the dataset {why}, and has no length: ask cardinality()")
         return length
 
     def __bool__(self) -> bool:
         return True  # else an endless dataset has no truth value
-
-    def __str__(self) -> str:
-        if not self.parents:
-            return self.describe()
-        above = "\n".join(str(parent) for parent in self.parents)
-        depth = above.splitlines()[-1]
-        indent = len(depth) - len(depth.lstrip(" └─"))
-        return f"{above}\n{' ' * indent}└─ {self.describe()}"
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.describe()}>"
 
     # The stages.
 
@@ -258,27 +143,129 @@ class Dataset(ABC):
         """
         from .stages.batched import Batched, Batching
 
-        if self.batching is not None:
-            raise ValueError("Dataset.batch: expected a dataset of rows, got one that is batched already")
+        self._refuse_batches("batch")
         size = _count("Dataset.batch", "global_batch_size", global_batch_size, 1)
         return Batched(self, Batching(size, bool(drop_remainder)))
 
-    def map(self, function: Callable[..., Any]) -> Dataset:
+    def padded_batch(
+        self, global_batch_size: int, padded_shapes: Any = None, padding_values: Any = None, *,
+        drop_remainder: bool = False,
+    ) -> Dataset:  # fmt: skip
+        """Put successive rows that differ in shape into batches, padded to one shape. Not collective.
+
+        Where the longest row of the batch decides on a shape, every rank reads the whole batch to make its part of it:
+        under several ranks whole `padded_shapes` are quicker.
+
+        Args:
+            global_batch_size: rows in a batch; the last batch may have fewer.
+            padded_shapes: a nest of shapes, one an array; None (or -1) for the longest of the batch.
+            padding_values: a nest of values, or one for all arrays; None for 0 and "".
+            drop_remainder: leave a smaller last batch out.
+
+        Raises:
+            ValueError: for shapes and values that do not fit the rows, then and when a row turns out to be longer.
+
+        Example:
+            >>> spec = ms.data.ArraySpec((None,), np.int64)
+            >>> words = ms.data.from_generator(lambda: iter([np.array([1, 2]), np.array([3])]), spec)
+            >>> next(iter(words.padded_batch(2))).tolist()
+            [[1, 2], [3, 0]]
+        """
+        from .stages.batched import Batching
+        from .stages.padded import Padded, Padding
+
+        self._refuse_batches("padded_batch")
+        size = _count("Dataset.padded_batch", "global_batch_size", global_batch_size, 1)
+        return Padded(self, Batching(size, bool(drop_remainder)), Padding(padded_shapes, padding_values))
+
+    def unbatch(self) -> Dataset:
+        """Take batches apart into rows; arrays that are no batches along their first axis. Not collective.
+
+        Right after `batch` it keeps random access; else the rows are read in order, and an iterator that is restored
+        makes those before its position again.
+        """
+        from .stages.unbatched import Unbatched
+
+        return Unbatched(self)
+
+    def map(
+        self, function: Callable[..., Any], *, num_parallel_calls: int | None = None, deterministic: bool = True,
+        processes: bool = False, element_spec: Any = None,
+    ) -> Dataset:  # fmt: skip
         """Apply a function to every element; a tuple is passed as several arguments. Not collective.
 
         Before `batch` it is called once a row, with arrays as the row has them; after `batch` once a batch, which is
         much quicker. Under a distributed dataset a "batch" is what this rank has of it, so there the function must
         treat each row by itself and keep their number.
 
+        An error that the function raises arrives with its traceback and a note of the element's position.
+
         Args:
-            function: returns the new element, a nest of arrays or numbers. It is also called once on the first row, to
-                learn the element's spec, and never on zero rows unless the dataset is empty.
+            function: returns the new element, a nest of arrays, numbers or strings. It is also called once on the first
+                row, to learn the element's spec, and never on zero rows unless the dataset is empty.
+            num_parallel_calls: None calls it in the thread that reads. A number gives it a pool of that many threads,
+                which rows of a batch, or batches that are read in order, are spread over.
+            deterministic: False lets elements that are read in order come as they are ready; an iterator's state is
+                then not exact, and ranks would not agree on the order, so such a dataset cannot be distributed.
+            processes: make the calls in that many processes (None: one) instead of threads. They start once a dataset,
+                end with it, and are kept away from MPI. The function must be one that can be pickled, and the main
+                program needs `if __name__ == "__main__":`.
+            element_spec: the spec of one row of the result, a nest of `ArraySpec`, if the first row does not tell it:
+                None in a shape for a length that varies (see `padded_batch`).
+
+        Raises:
+            TypeError: for what cannot be called, or cannot be sent to a process.
+            RuntimeError: while reading, when a process has died; its number, pid and exit code are named.
         """
         from .stages.mapped import Mapped
+        from .stages.parallel_calls import Calls
 
-        if not callable(function):
-            raise TypeError(explain("Dataset.map", "function", expected="a callable", got=repr(function)))
-        return Mapped(self, function)
+        _callable("Dataset.map", "function", function)
+        if num_parallel_calls is not None:
+            num_parallel_calls = _count("Dataset.map", "num_parallel_calls", num_parallel_calls, 1)
+        return Mapped(self, Calls(function, num_parallel_calls, bool(deterministic), bool(processes)), element_spec)
+
+    def filter(self, predicate: Callable[..., Any]) -> Dataset:
+        """Keep the elements for which a function returns True; a tuple is passed as several arguments. Not collective.
+
+        From here on elements are read in order: every rank reads all of them, and an iterator that is restored makes
+        those before its position again.
+        """
+        from .stages.filtered import Filtered
+
+        _callable("Dataset.filter", "predicate", predicate)
+        return Filtered(self, predicate)
+
+    def interleave(self, map_func: Callable[..., Dataset], cycle_length: int = 2, block_length: int = 1) -> Dataset:
+        """Make a dataset of every element, and take blocks of elements from several of them in turn. Not collective.
+
+        It reads in order, like `filter`.
+
+        Args:
+            map_func: returns a dataset; a tuple is passed as several arguments.
+            cycle_length: how many datasets are open at a time.
+            block_length: how many elements are taken from one before it is the next one's turn.
+
+        Example:
+            >>> rows = ms.data.from_arrays(np.arange(3)).interleave(lambda n: ms.data.from_arrays(np.full(2, n)))
+            >>> [int(row) for row in rows]
+            [0, 1, 0, 1, 2, 2]
+        """
+        from .stages.interleaved import Interleaved
+
+        _callable("Dataset.interleave", "map_func", map_func)
+        cycle = _count("Dataset.interleave", "cycle_length", cycle_length, 1)
+        return Interleaved(self, map_func, cycle, _count("Dataset.interleave", "block_length", block_length, 1))
+
+    def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
+        """Make a dataset of every element, and put them one behind the other; reads in order. Not collective."""
+        return self.interleave(map_func, cycle_length=1)
+
+    def concatenate(self, *datasets: Dataset) -> Dataset:
+        """Put other datasets behind this one. Their elements must look alike. Not collective."""
+        from .stages.joined import Concatenate, Joined
+
+        return Joined(_datasets("Dataset.concatenate", [self, *datasets]), Concatenate())
 
     def enumerate(self) -> Dataset:
         """Put each row's position in front: elements are (int64 index, element). Not collective.
@@ -311,3 +298,97 @@ class Dataset(ABC):
         from .stages.reindexed import Reindexed, Repeat
 
         return Reindexed(self, Repeat(None if count is None else _count("Dataset.repeat", "count", count, 0)))
+
+    def shard(self, num_shards: int, index: int) -> Dataset:
+        """Keep every num_shards-th element, from the one at `index` on. Not collective.
+
+        `ms.data.SHARD_HINT` for both numbers leaves them to `strategy.distribute_dataset` with AutoShardPolicy.HINT.
+
+        Raises:
+            ValueError: for an index out of range.
+        """
+        from .stages.reindexed import Reindexed, Shard
+
+        if num_shards != SHARD_HINT or index != SHARD_HINT:
+            num_shards = _count("Dataset.shard", "num_shards", num_shards, 1)
+            index = _count("Dataset.shard", "index", index, 0)
+            if index >= num_shards:
+                raise ValueError(explain("Dataset.shard", "index", expected=f"0 <= index < {num_shards}", got=index))
+        return Reindexed(self, Shard(num_shards, index))
+
+    def prefetch(self, buffer_size: int) -> Dataset:
+        """Read elements ahead in a thread, at most so many; 0 for none. Not collective.
+
+        The thread reads what stands here and what comes later in the chain, and ends with its iterator. Without it an
+        undistributed dataset is read by who iterates, and a distributed one is read 2 steps ahead.
+        """
+        from .stages.prefetched import Prefetched
+
+        return Prefetched(self, _count("Dataset.prefetch", "buffer_size", buffer_size, 0))
+
+    def with_options(self, options: Options) -> Dataset:
+        """Set what holds for the whole dataset, over what was said before. Not collective.
+
+        Example:
+            >>> ms.data.from_arrays(np.arange(4)).with_options(ms.data.Options("off")).options().auto_shard_policy.name
+            'OFF'
+        """
+        from .stages.configured import Configured
+
+        if not isinstance(options, Options):
+            got = type(options).__name__
+            raise TypeError(explain("Dataset.with_options", "options", expected="ms.data.Options", got=got))
+        return Configured(self, options)
+
+    def peek(self) -> Any:
+        """Return the first element of the epoch that the next `iter()` begins, without beginning it. Not collective.
+
+        Raises:
+            ValueError: for an empty dataset.
+        """
+        self.check()
+        for element in self.elements(self._epoch):
+            return element
+        raise ValueError(explain("Dataset.peek", "", expected="a dataset with an element", got="an empty one"))
+
+    def _refuse_batches(self, method: str) -> None:
+        if self.batching is not None:
+            expected, got = "a dataset of rows", "one that is batched already"
+            raise ValueError(explain(f"Dataset.{method}", "", expected=expected, got=got))
+
+    # TensorFlow's names for functions of this package.
+
+    @staticmethod
+    def from_tensor_slices(tensors: Any) -> Dataset:
+        """The same as `ms.data.from_arrays`. Not collective."""
+        from .arrays import from_arrays
+
+        return from_arrays(tensors)
+
+    @staticmethod
+    def from_generator(function: Callable[..., Any], element_spec: Any = None) -> Dataset:
+        """The same as `ms.data.from_generator`. Not collective."""
+        from .generator import from_generator
+
+        return from_generator(function, element_spec)
+
+    @staticmethod
+    def range(*args: int) -> Dataset:
+        """A dataset of the integers of Python's `range`, as int64. Not collective."""
+        from .arrays import from_arrays
+
+        return from_arrays(np.arange(*args, dtype=np.int64))
+
+    @staticmethod
+    def zip(*datasets: Any) -> Dataset:
+        """The same as `ms.data.zip`. Not collective."""
+        from .combine import zip as zip_datasets
+
+        return zip_datasets(*datasets)
+
+    @staticmethod
+    def sample_from_datasets(datasets: Sequence[Dataset], *args: Any, **kwargs: Any) -> Dataset:
+        """The same as `ms.data.sample_from_datasets`. Not collective."""
+        from .combine import sample_from_datasets
+
+        return sample_from_datasets(datasets, *args, **kwargs)

@@ -10,6 +10,8 @@ from .prefetch import Prefetcher
 
 __all__ = ["DatasetIterator", "Elements", "PositionReader"]
 
+_NOTHING = object()  # no element was peeked at
+
 Elements = Callable[[int, int], Iterator[Any]]  # (epoch, position) -> the elements from there on
 
 
@@ -31,10 +33,24 @@ class PositionReader:
         self._next = 0
         self._produce: Callable[[], Any] | None = None
         self._prefetcher: Prefetcher | None = None
+        self._peeked: Any = _NOTHING
+        self._ended = False
 
     def next(self) -> Any:
         """Return the next element, or raise StopIteration."""
-        if 0 <= self._cardinality <= self._next:
+        element = self.peek()
+        self._peeked = _NOTHING
+        self._next += 1
+        return element
+
+    def peek(self) -> Any:
+        """Return the next element without moving on, or raise StopIteration."""
+        if self._peeked is _NOTHING:
+            self._peeked = self._read()
+        return self._peeked
+
+    def _read(self) -> Any:
+        if self._ended or 0 <= self._cardinality <= self._next:
             self.close()
             raise StopIteration
         if self._produce is None:
@@ -44,12 +60,11 @@ class PositionReader:
                 self._prefetcher = Prefetcher(self._produce, self._depth)
                 self._produce = self._prefetcher.get
         try:
-            element = self._produce()
-        except BaseException:
+            return self._produce()
+        except BaseException as error:
             self.close()  # a generator that has raised is over: who asks again begins at this element anew
+            self._ended = isinstance(error, StopIteration)
             raise
-        self._next += 1
-        return element
 
     def state(self) -> dict[str, int]:
         return {"epoch": self._epoch, "next": self._next}
@@ -66,13 +81,14 @@ class PositionReader:
             remedy = "The state belongs to another dataset."
             raise ValueError(explain("restore", "state", expected=expected, got=repr(state), remedy=remedy))
         self.close()
-        self._epoch, self._next = epoch, following
+        self._epoch, self._next, self._ended = epoch, following, False
 
     def close(self) -> None:
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
         self._produce = None
+        self._peeked = _NOTHING
 
 
 def _producer(elements: Elements, epoch: int, start: int) -> Callable[[], Any]:
@@ -92,11 +108,24 @@ def _producer(elements: Elements, epoch: int, start: int) -> Callable[[], Any]:
 class DatasetIterator(Iterator[Any]):
     """One epoch of an undistributed dataset. Not collective."""
 
-    def __init__(self, elements: Elements, cardinality: int, epoch: int) -> None:
-        self._reader = PositionReader(elements, cardinality, epoch, prefetch=0)
+    def __init__(self, elements: Elements, cardinality: int, epoch: int, prefetch: int = 0) -> None:
+        self._reader = PositionReader(elements, cardinality, epoch, prefetch)
 
     def __next__(self) -> Any:
         return self._reader.next()
+
+    def peek(self) -> Any:
+        """Return the next element without moving on. Not collective.
+
+        Raises:
+            StopIteration: at the end.
+
+        Example:
+            >>> iterator = iter(ms.data.from_arrays(np.arange(3)))
+            >>> int(iterator.peek()), int(next(iterator)), int(next(iterator))
+            (0, 0, 1)
+        """
+        return self._reader.peek()
 
     def state(self) -> dict[str, int]:
         """Return where this iterator stands: the epoch and the next element's position. Not collective."""

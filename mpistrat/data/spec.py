@@ -1,15 +1,30 @@
-"""What the arrays of an element look like: shape and dtype without data."""
+"""What the arrays of an element look like, and rows put together and taken apart accordingly."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from .. import nest
+from ..errors import explain
+from .buffers import RowBuffers
 
-__all__ = ["ArraySpec", "batch_spec", "empty_rows", "nest_bytes", "row_count", "spec_of_rows"]
+__all__ = [
+    "ArraySpec",
+    "batch_spec",
+    "conform",
+    "empty_rows",
+    "is_ragged",
+    "nest_bytes",
+    "row_count",
+    "spec_of_element",
+    "spec_of_rows",
+    "stack_rows",
+    "unstack_rows",
+]
 
 
 class ArraySpec:
@@ -17,7 +32,7 @@ class ArraySpec:
 
     Args:
         shape: a tuple of lengths; None for a length that varies.
-        dtype: what NumPy takes for a dtype.
+        dtype: what NumPy takes for a dtype; `object` with the shape () for strings.
     """
 
     __slots__ = ("dtype", "shape")
@@ -39,9 +54,112 @@ class ArraySpec:
         return f"{self.dtype}{list(self.shape)}".replace("None", "?")
 
 
+def is_ragged(spec: ArraySpec) -> bool:
+    """Whether rows of this spec differ in shape: stacked they are a 1-D object array of arrays."""
+    return None in spec.shape
+
+
 def spec_of_rows(rows: Any) -> Any:
     """The specs of one row, from arrays whose first axis counts rows."""
-    return nest.map_structure(lambda leaf: ArraySpec(leaf.shape[1:], leaf.dtype), rows)
+
+    def spec(leaf: NDArray[Any]) -> ArraySpec:
+        ragged = leaf.dtype == object and leaf.ndim == 1 and len(leaf) and isinstance(leaf[0], np.ndarray)
+        return _ragged_spec(leaf) if ragged else ArraySpec(leaf.shape[1:], leaf.dtype)
+
+    return nest.map_structure(spec, rows)
+
+
+def _ragged_spec(arrays: NDArray[Any]) -> ArraySpec:
+    first = arrays[0]
+    for array in arrays:
+        if (
+            not isinstance(array, np.ndarray)
+            or (array.dtype, array.ndim) != (first.dtype, first.ndim)
+            or not first.ndim
+        ):
+            got = f"{_said(first)} and {_said(array)}"
+            expected = "rows that are arrays of one dtype with equally many axes, at least one"
+            raise ValueError(explain("rows", "", expected=expected, got=got))
+    lengths = [set(column) for column in zip(*(array.shape for array in arrays), strict=True)]
+    shape = [next(iter(seen)) if len(seen) == 1 else None for seen in lengths]
+    return ArraySpec(tuple(shape) if None in shape else (None, *shape[1:]), first.dtype)
+
+
+def spec_of_element(element: Any) -> Any:
+    """The specs of one element: of a row, where elements are rows."""
+
+    def spec(leaf: Any) -> ArraySpec:
+        if isinstance(leaf, (str, bytes)):
+            return ArraySpec((), object)
+        array = np.asarray(leaf)
+        if array.dtype.hasobject:
+            raise ValueError(explain("element", "", expected="arrays, numbers or strings", got=_said(leaf)))
+        return ArraySpec(array.shape, array.dtype)
+
+    return nest.map_structure(spec, element)
+
+
+_KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}  # numbers of Python's become an array of a kind that holds them
+
+
+def _fit(spec: ArraySpec, value: Any) -> Any:
+    """The value as an array of this spec; ValueError if it is none."""
+    if spec.dtype == object and not spec.shape:
+        if isinstance(value, (str, bytes)):
+            return value
+        raise _misfit(spec, value)
+    array = value
+    if not isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        if _KINDS.get(array.dtype.kind, 9) <= _KINDS.get(spec.dtype.kind, -1):
+            array = np.asarray(value, spec.dtype)
+    same = array.dtype == spec.dtype
+    if not same and spec.dtype.kind in "US":  # a row of an array of strings has a dtype just wide enough for it
+        same = array.dtype.kind == spec.dtype.kind and array.dtype.itemsize <= spec.dtype.itemsize
+    if not same or (array.shape != spec.shape and not _shape_fits(array.shape, spec.shape)):
+        raise _misfit(spec, value)
+    return array if array.ndim else array[()]
+
+
+def _shape_fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(expected) and all(e in (None, n) for n, e in zip(shape, expected, strict=True))
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, (str, bytes)):
+        return f"a string {value!r:.40}"
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return f"a {type(value).__name__} that makes no array"
+    return str(ArraySpec(array.shape, array.dtype)) if not array.dtype.hasobject else f"a {type(value).__name__}"
+
+
+def _misfit(spec: ArraySpec, value: Any) -> ValueError:
+    return ValueError(f"expected {spec if spec.dtype != object else 'a string'}, got {_said(value)}")
+
+
+def conform(element: Any, spec: Any) -> Any:
+    """The element with arrays as the spec says, in the spec's structure; ValueError saying what does not fit."""
+    if isinstance(spec, ArraySpec):
+        return _fit(spec, element)
+    try:
+        return nest.map_structure(_fit, spec, element)
+    except ValueError as error:
+        if str(error).startswith("map_structure"):
+            text = f"expected the structure {_form(spec)}, got {_form(element)}"
+            raise ValueError(text) from None
+        for name, one, leaf in zip(nest.paths(spec), nest.flatten(spec), nest.flatten(element), strict=True):
+            try:
+                _fit(one, leaf)
+            except ValueError as reason:
+                raise ValueError(f"at {name}: {reason}") from None
+        raise
+
+
+def _form(structure: Any) -> str:
+    names = ", ".join(nest.paths(structure))
+    return f"{type(structure).__name__}({names})" if nest.is_nested(structure) else "of one array"
 
 
 def batch_spec(row_spec: Any, batch_size: int | None) -> Any:
@@ -49,9 +167,49 @@ def batch_spec(row_spec: Any, batch_size: int | None) -> Any:
     return nest.map_structure(lambda leaf: ArraySpec((batch_size, *leaf.shape), leaf.dtype), row_spec)
 
 
-def empty_rows(row_spec: Any) -> Any:
-    """Arrays of zero rows."""
-    return nest.map_structure(lambda leaf: np.empty((0, *leaf.shape), leaf.dtype), row_spec)
+def empty_rows(row_spec: Any, *, ragged: bool = False) -> Any:
+    """Arrays of zero rows. Where a length varies it is 0; rows before `batch` are `ragged` there instead."""
+
+    def empty(leaf: ArraySpec) -> NDArray[Any]:
+        if ragged and is_ragged(leaf):
+            return np.empty(0, object)
+        return np.empty((0, *(length or 0 for length in leaf.shape)), leaf.dtype)
+
+    return nest.map_structure(empty, row_spec)
+
+
+def stack_rows(rows: Sequence[Any], row_spec: Any, buffers: RowBuffers | None = None) -> Any:
+    """Rows that have this spec, stacked along a first axis; ragged ones as a 1-D object array of arrays."""
+    specs = nest.flatten(row_spec)
+    if not rows:
+        return empty_rows(row_spec, ragged=True)
+    columns = [rows] if isinstance(row_spec, ArraySpec) else zip(*map(nest.flatten, rows), strict=True)
+    buffers = buffers or RowBuffers()
+    stacked = [_stack(column, spec, buffers, i) for i, (column, spec) in enumerate(zip(columns, specs, strict=True))]
+    return nest.pack_like(row_spec, stacked)
+
+
+def _stack(values: Sequence[Any], spec: ArraySpec, buffers: RowBuffers, field: int) -> NDArray[Any]:
+    shape = tuple(length for length in spec.shape if length is not None)
+    if is_ragged(spec) or spec.dtype == object:
+        out: NDArray[Any] = np.empty((len(values), *(() if is_ragged(spec) else shape)), object)
+        for i, value in enumerate(values):
+            out[i] = value
+        return out
+    if not spec.shape:
+        return np.array(values, spec.dtype)
+    out = buffers.empty(field, (len(values), *shape), spec.dtype)
+    return np.stack(values, out=out)
+
+
+def unstack_rows(rows: Any) -> list[Any]:
+    """The single rows of arrays whose first axis counts them: views."""
+    if isinstance(rows, np.ndarray):
+        return list(rows)
+    columns = [list(leaf) for leaf in nest.flatten(rows)]
+    if type(rows) is tuple and all(isinstance(leaf, np.ndarray) for leaf in rows):
+        return list(zip(*columns, strict=True))
+    return [nest.pack_like(rows, list(row)) for row in zip(*columns, strict=True)]
 
 
 def row_count(rows: Any) -> int:

@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dataset import Addresses, Dataset
+from ..dataset import Dataset
 from ..spec import ArraySpec
+from .stage import Stage
 
 __all__ = ["Enumerated"]
 
 
-class Enumerated(Dataset):
+class Enumerated(Stage):
     """Rows with their positions in front."""
-
-    def __init__(self, parent: Dataset) -> None:
-        self._parent = parent
-
-    @property
-    def parents(self) -> tuple[Dataset, ...]:
-        return (self._parent,)
-
-    @property
-    def batching(self) -> None:
-        return None
 
     @property
     def row_spec(self) -> Any:
         return ArraySpec((), np.int64), self._parent.row_spec
 
-    def cardinality(self) -> int:
-        return self._parent.cardinality()
-
-    def locate(self, epoch: int, position: int) -> Addresses:
-        return self._parent.locate(epoch, position)
-
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         return positions.copy(), self._parent.gather(epochs, positions)
 
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        self._parent.expect(epochs, positions)
-
-    def chunk_starts(self) -> NDArray[np.int64] | None:
-        return self._parent.chunk_starts()
-
-    def keep(self, rows: int) -> None:
-        self._parent.keep(rows)
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        return ((np.int64(start + i), row) for i, row in enumerate(self._parent.elements(epoch, start)))
 
     def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
         return Enumerated(parents[0])

@@ -2,97 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ... import nest
 from ...errors import explain
-from ..dataset import Addresses, Dataset
-from ..spec import empty_rows, spec_of_rows
-
-if TYPE_CHECKING:
-    from .batched import Batching
+from ..buffers import RowBuffers
+from ..dataset import Dataset
+from ..spec import conform, empty_rows, spec_of_element, spec_of_rows, stack_rows, unstack_rows
+from .call import CallError, name_of
+from .parallel_calls import Calls
+from .stage import Stage
 
 __all__ = ["Mapped"]
 
 
-class Mapped(Dataset):
+class Mapped(Stage):
     """A function of every element."""
 
-    def __init__(self, parent: Dataset, function: Callable[..., Any]) -> None:
-        self._parent = parent
-        self._function = function
-        self._row_spec: Any = None
+    def __init__(self, parent: Dataset, calls: Calls, row_spec: Any = None) -> None:
+        super().__init__(parent)
+        self._calls = calls
+        self._given = row_spec
+        self._row_spec = row_spec
+        self._buffers = RowBuffers()
 
     @property
-    def parents(self) -> tuple[Dataset, ...]:
-        return (self._parent,)
-
-    @property
-    def batching(self) -> Batching | None:
-        return self._parent.batching
+    def deterministic(self) -> bool:
+        free = self._calls.parallel is not None and not self._calls.deterministic
+        return super().deterministic and (self.random_access or not free)
 
     @property
     def row_spec(self) -> Any:
         if self._row_spec is None:
-            first = np.zeros(1 if self._parent.cardinality() else 0, np.int64)
-            if first.size and self._parent.batching is not None:
-                epochs, positions = self._parent.locate(0, 0)
-                rows = self._apply(self._parent.gather(epochs[:1], positions[:1]), 1)
-            elif first.size:
-                rows = self._apply(self._parent.gather(first, first), 1)
-            else:
-                rows = self._batch_call(empty_rows(self._parent.row_spec), 0)
-            self._row_spec = spec_of_rows(rows)
+            self._row_spec = self._learn()
         return self._row_spec
 
-    def _call(self, element: Any) -> Any:
-        plain_tuple = isinstance(element, tuple) and not hasattr(element, "_fields")
-        return self._function(*element) if plain_tuple else self._function(element)
+    def _learn(self) -> Any:
+        """The spec of what the function makes of the first row, or of the first batch where that is all there is."""
+        parent = self._parent
+        if parent.random_access and parent.cardinality():
+            epochs, positions = (own[:1] for own in parent.locate(0, 0))
+            rows = parent.gather(epochs, positions)
+            if parent.batching is None:
+                return spec_of_element(self._each(unstack_rows(rows), epochs, positions)[0])
+            return spec_of_rows(self._batch(rows, 1, epochs, positions))
+        element = None if parent.random_access else next(parent.elements(0), None)
+        if element is not None:
+            made = next(self._stream(iter([element]), 0, 0))
+            return spec_of_element(made) if parent.batching is None else spec_of_rows(made)
+        nothing = np.zeros(0, np.int64)
+        return spec_of_rows(self._batch(empty_rows(parent.row_spec), 0, nothing, nothing))
 
-    def _batch_call(self, rows: Any, count: int) -> Any:
-        mapped = nest.map_structure(np.asarray, self._call(rows))
-        for name, leaf in zip(nest.paths(mapped), nest.flatten(mapped), strict=True):
+    def _each(self, elements: list[Any], epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Any]:
+        try:
+            return self._calls.each(elements)
+        except CallError as failed:
+            self._raise(failed.error, int(epochs[failed.index]), int(positions[failed.index]))
+
+    def _raise(self, error: BaseException, epoch: int, position: int) -> NoReturn:
+        """Raise what the function raised, with a note of where."""
+        where = f"{self.describe()}: raised at element {position} of epoch {epoch}"
+        if isinstance(error, StopIteration):  # it would look like the end
+            raise RuntimeError(f"{where}: StopIteration") from error
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(where)
+        else:
+            error.__notes__ = [*getattr(error, "__notes__", []), where]  # type: ignore[attr-defined]
+        raise error
+
+    def _batch(self, rows: Any, count: int, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        """The function of a batch, which must give as many rows."""
+        try:
+            made = self._calls.each([rows])[0]
+        except CallError as failed:
+            at = (int(epochs[0]), int(positions[0])) if positions.size else (0, 0)
+            self._raise(failed.error, *at)
+        return self._checked(made, count)
+
+    def _checked(self, made: Any, count: int) -> Any:
+        made = nest.map_structure(np.asarray, made)
+        for name, leaf in zip(nest.paths(made), nest.flatten(made), strict=True):
             if leaf.ndim == 0 or leaf.shape[0] != count:
                 expected = f"{count} rows{name and ' in ' + name}, as many as the batch has"
                 remedy = "A function after batch must keep the first axis; before batch it gets single rows."
                 raise ValueError(
                     explain(self.describe(), "", expected=expected, got=f"shape {leaf.shape}", remedy=remedy)
                 )
-        return mapped
+        return made
 
-    def _row_calls(self, rows: Any, count: int) -> Any:
-        elements = [self._call(nest.map_structure(lambda leaf, i=i: leaf[i], rows)) for i in range(count)]
-        return nest.map_structure(lambda *leaves: np.stack(leaves), *elements)
-
-    def _apply(self, rows: Any, count: int) -> Any:
-        return self._row_calls(rows, count) if self._parent.batching is None else self._batch_call(rows, count)
-
-    def cardinality(self) -> int:
-        return self._parent.cardinality()
-
-    def locate(self, epoch: int, position: int) -> Addresses:
-        return self._parent.locate(epoch, position)
+    def _conform(self, element: Any, position: int) -> Any:
+        if self._row_spec is None:
+            self._row_spec = spec_of_element(element)
+        try:
+            return conform(element, self._row_spec)
+        except ValueError as error:
+            text = f"{self.describe()}: element {position}: {error}, unlike the first element"
+            if self._given is not None:
+                raise ValueError(f"{text[: text.rindex(',')]}, unlike element_spec") from None
+            remedy = "Where lengths vary, say so with element_spec (None for such an axis), and use padded_batch."
+            raise ValueError(f"{text}. {remedy}") from None
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        rows_only = self._parent.batching is None
         if positions.size == 0:
-            return empty_rows(self.row_spec)
-        return self._apply(self._parent.gather(epochs, positions), positions.size)
+            return empty_rows(self.row_spec, ragged=rows_only)
+        rows = self._parent.gather(epochs, positions)
+        if not rows_only:
+            return self._batch(rows, positions.size, epochs, positions)
+        spec = self.row_spec
+        made = self._each(unstack_rows(rows), epochs, positions)
+        conformed = [self._conform(element, int(at)) for element, at in zip(made, positions, strict=True)]
+        return stack_rows(conformed, spec, self._buffers)
 
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        self._parent.expect(epochs, positions)
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        rows_only = self._parent.batching is None
+        if self.random_access and (rows_only or self._calls.parallel is None):
+            return super().elements(epoch, start)
+        return self._stream(self._parent.elements(epoch, start), epoch, start)
 
-    def chunk_starts(self) -> NDArray[np.int64] | None:
-        return self._parent.chunk_starts()
+    def _stream(self, elements: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
+        """The function of one element after the other, several ahead where calls are parallel."""
+        rows_only = self._parent.batching is None
+        counts: dict[int, int] = {}
 
-    def keep(self, rows: int) -> None:
-        self._parent.keep(rows)
+        def counted() -> Iterator[Any]:
+            for position, element in enumerate(elements, start):
+                counts[position] = len(nest.flatten(element)[0])
+                yield element
+
+        made = self._calls.stream(elements if rows_only else counted(), start)
+        while True:
+            try:
+                position, result = next(made)
+            except StopIteration:
+                return
+            except CallError as failed:
+                self._raise(failed.error, epoch, failed.index)
+            yield self._conform(result, position) if rows_only else self._checked(result, counts.pop(position))
 
     def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        return Mapped(parents[0], self._function)
+        return Mapped(parents[0], self._calls, self._given)
 
     def describe(self) -> str:
-        return f"map({getattr(self._function, '__name__', repr(self._function))})"
+        calls = self._calls
+        more = "" if calls.parallel is None else f", {calls.parallel} {'processes' if calls.processes else 'threads'}"
+        return f"map({name_of(calls.function)}{more})"

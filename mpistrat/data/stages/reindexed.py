@@ -1,29 +1,38 @@
-"""The same elements in another order: shuffle, take, skip, repeat."""
+"""The same elements in another order: shuffle, take, skip, repeat, shard."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dataset import INFINITE, Addresses, Dataset
+from ...errors import explain
+from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset
+from ..options import SHARD_HINT
 from ..order import permute
+from .stage import Stage, cut_chunks
 
-if TYPE_CHECKING:
-    from .batched import Batching
-
-__all__ = ["Order", "Reindexed", "Repeat", "Shuffle", "Skip", "Take"]
+__all__ = ["Order", "Reindexed", "Repeat", "Shard", "Shuffle", "Skip", "Take"]
 
 
 class Order(Protocol):
     """Which element of the dataset below stands where."""
 
-    def cardinality(self, below: int) -> int: ...
+    def cardinality(self, below: int) -> int:
+        """How many elements, from how many there are below."""
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses: ...
+    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
+        """The addresses below, for random access."""
+
+    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+        """The elements from a position on, of a parent that reads in order."""
+
+    def chunks(self, starts: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+        """Where the chunks begin in this order, if it leaves chunks together."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,12 @@ class Shuffle:
             shuffled[own] = permute(positions[own], below, seed=self.seed, epoch=int(key))
         return epochs, shuffled
 
+    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+        raise NotImplementedError("a full shuffle needs random access")
+
+    def chunks(self, starts: NDArray[np.int64] | None) -> None:
+        return None
+
     def __str__(self) -> str:
         return f"shuffle(seed={self.seed}, reshuffle_each_epoch={self.reshuffle_each_epoch})"
 
@@ -57,10 +72,18 @@ class Take:
     count: int
 
     def cardinality(self, below: int) -> int:
-        return self.count if below == INFINITE else min(self.count, below)
+        if below == UNKNOWN and self.count:
+            return UNKNOWN
+        return self.count if below < 0 else min(self.count, below)
 
     def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
         return epochs, positions
+
+    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+        return itertools.islice(parent.elements(epoch, start), max(0, self.count - start))
+
+    def chunks(self, starts: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+        return cut_chunks(starts, 0, self.count)
 
     def __str__(self) -> str:
         return f"take({self.count})"
@@ -73,10 +96,16 @@ class Skip:
     count: int
 
     def cardinality(self, below: int) -> int:
-        return below if below == INFINITE else max(0, below - self.count)
+        return below if below < 0 else max(0, below - self.count)
 
     def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
         return epochs, positions + self.count
+
+    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+        return parent.elements(epoch, start + self.count)
+
+    def chunks(self, starts: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+        return None if starts is None else cut_chunks(starts, self.count, int(starts[-1]))
 
     def __str__(self) -> str:
         return f"skip({self.count})"
@@ -91,6 +120,8 @@ class Repeat:
     def cardinality(self, below: int) -> int:
         if below == 0 or self.count == 0:
             return 0
+        if below == UNKNOWN:
+            return UNKNOWN  # without end too: it ends at once where nothing is below
         return INFINITE if self.count is None or below == INFINITE else below * self.count
 
     def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
@@ -99,34 +130,84 @@ class Repeat:
         passes, inside = np.divmod(positions, below)
         return epochs * (1 if self.count is None else self.count) + passes, inside
 
+    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+        first = epoch * (1 if self.count is None else self.count)
+        below = parent.cardinality()
+        if below == INFINITE:
+            yield from parent.elements(epoch, start)
+            return
+        done, start = divmod(start, below) if below > 0 else (0, start)
+        for number in itertools.count(done) if self.count is None else range(done, self.count):
+            any_element = False
+            for element in parent.elements(first + number, start if below > 0 else 0):
+                any_element = True
+                if start and below <= 0:
+                    start -= 1
+                else:
+                    yield element
+            if not any_element:
+                return  # else a repetition of nothing without end would search for ever
+            start = 0 if below > 0 else start
+
+    def chunks(self, starts: NDArray[np.int64] | None) -> None:
+        return None
+
     def __str__(self) -> str:
         return f"repeat({'' if self.count is None else self.count})"
 
 
-class Reindexed(Dataset):
+@dataclass(frozen=True)
+class Shard:
+    """Every num_shards-th element, from the one at `index` on."""
+
+    num_shards: int
+    index: int
+
+    @property
+    def hinted(self) -> bool:
+        return SHARD_HINT in (self.num_shards, self.index)
+
+    def cardinality(self, below: int) -> int:
+        if below < 0 or self.hinted:
+            return UNKNOWN if self.hinted else below
+        return max(0, -(-(below - self.index) // self.num_shards))
+
+    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
+        return epochs, positions * self.num_shards + self.index
+
+    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+        return itertools.islice(parent.elements(epoch, start * self.num_shards + self.index), 0, None, self.num_shards)
+
+    def chunks(self, starts: NDArray[np.int64] | None) -> None:
+        return None
+
+    def __str__(self) -> str:
+        names = ["SHARD_HINT" if value == SHARD_HINT else str(value) for value in (self.num_shards, self.index)]
+        return f"shard({names[0]}, {names[1]})"
+
+
+class Reindexed(Stage):
     """A dataset in another order."""
 
     def __init__(self, parent: Dataset, order: Order) -> None:
-        self._parent = parent
+        super().__init__(parent)
         self._order = order
-
-    @property
-    def parents(self) -> tuple[Dataset, ...]:
-        return (self._parent,)
-
-    @property
-    def batching(self) -> Batching | None:
-        return self._parent.batching
-
-    @property
-    def row_spec(self) -> Any:
-        return self._parent.row_spec
 
     def cardinality(self) -> int:
         return self._order.cardinality(self._parent.cardinality())
 
     def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
         return Reindexed(parents[0], self._order)
+
+    @property
+    def shard_hinted(self) -> bool:
+        return (isinstance(self._order, Shard) and self._order.hinted) or super().shard_hinted
+
+    def with_shard(self, num_shards: int, index: int) -> Dataset:
+        order = self._order
+        if isinstance(order, Shard) and order.hinted:
+            order = Shard(num_shards, index)
+        return Reindexed(self._parent.with_shard(num_shards, index), order)
 
     def _source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
         return self._order.source(epochs, positions, self._parent.cardinality())
@@ -147,6 +228,22 @@ class Reindexed(Dataset):
         if self.batching is None:
             epochs, positions = self._source(epochs, positions)
         self._parent.expect(epochs, positions)
+
+    def check(self) -> None:
+        if isinstance(self._order, Shard) and self._order.hinted:
+            remedy = "Distribute the dataset with AutoShardPolicy.HINT, which says which shard is whose."
+            raise ValueError(
+                explain("Dataset.shard", "", expected="numbers, to iterate", got="SHARD_HINT", remedy=remedy)
+            )
+        super().check()
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        return self._order.chunks(self._parent.chunk_starts())
+
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        if self.random_access:
+            return super().elements(epoch, start)
+        return self._order.elements(self._parent, epoch, start)
 
     def describe(self) -> str:
         return str(self._order)

@@ -1,0 +1,187 @@
+"""Batches of rows that differ in shape, padded to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import nest
+from ...errors import explain
+from ..buffers import RowBuffers
+from ..dataset import Addresses, Dataset
+from ..spec import ArraySpec, empty_rows, is_ragged, stack_rows
+from .batched import Batching, batches_of
+from .stage import Stage
+
+__all__ = ["Padded", "Padding"]
+
+FUNCTION = "Dataset.padded_batch"
+
+
+@final
+class Padding:
+    """The shapes to pad to and the values to pad with, as the user gave them.
+
+    Args:
+        shapes: None, or a nest of shapes (tuples, where None or -1 stands for the longest of the batch).
+        values: None for 0 and "", one value for all arrays, or a nest of values.
+    """
+
+    def __init__(self, shapes: Any, values: Any) -> None:
+        self._shapes = shapes
+        self._values = values
+
+    def spec(self, row_spec: Any) -> Any:
+        """The spec of a padded row: None where the longest of a batch decides."""
+        return nest.pack_like(row_spec, [spec for spec, _ in self.leaves(row_spec)])
+
+    def leaves(self, row_spec: Any) -> list[tuple[ArraySpec, Any]]:
+        """The padded spec and the value of each array."""
+        specs, names = nest.flatten(row_spec), nest.paths(row_spec)
+        shapes = [None] * len(specs) if self._shapes is None else _leaves_like(self._shapes, row_spec, "padded_shapes")
+        single = self._values is None or not nest.is_nested(self._values)
+        values = [self._values] * len(specs) if single else _leaves_like(self._values, row_spec, "padding_values")
+        return [_leaf(*each) for each in zip(specs, names, shapes, values, strict=True)]
+
+
+def _leaves_like(given: Any, row_spec: Any, argument: str) -> list[Any]:
+    """The parts of a nest in the places of the spec's leaves; a shape is a tuple or list, so it is no nest there."""
+    found: list[Any] = []
+
+    def visit(spec: Any, part: Any) -> None:
+        if not nest.is_nested(spec):
+            found.append(part)
+            return
+        keys = list(spec) if isinstance(spec, dict) else None
+        if keys is not None and isinstance(part, dict) and set(part) == set(keys):
+            for key in sorted(keys):
+                visit(spec[key], part[key])
+        elif isinstance(spec, (tuple, list)) and isinstance(part, (tuple, list)) and len(part) == len(spec):
+            for below, here in zip(spec, part, strict=True):
+                visit(below, here)
+        else:
+            expected = f"the structure of an element, {nest.paths(row_spec)}"
+            raise ValueError(explain(FUNCTION, argument, expected=expected, got=repr(given)))
+
+    visit(row_spec, given)
+    return found
+
+
+def _leaf(spec: ArraySpec, name: str, shape: Any, value: Any) -> tuple[ArraySpec, Any]:
+    """One array's padded spec and value."""
+    place = f"padded_shapes{name}"
+    if shape is None:
+        shape = spec.shape
+    elif not isinstance(shape, (tuple, list)) or len(shape) != len(spec.shape):
+        raise ValueError(explain(FUNCTION, place, expected=f"a shape of {len(spec.shape)} axes", got=repr(shape)))
+    shape = tuple(None if length == -1 else length for length in shape)
+    for here, wanted in zip(spec.shape, shape, strict=True):
+        if here is not None and wanted is not None and wanted < here:
+            raise ValueError(explain(FUNCTION, place, expected=f"at least the rows' {spec}", got=shape))
+    # Rows that all have the same length need no word about the longest.
+    shape = tuple(here if wanted is None else wanted for here, wanted in zip(spec.shape, shape, strict=True))
+    if spec.dtype == object:
+        value = "" if value is None else value
+    elif value is None:
+        value = np.zeros((), spec.dtype)[()]
+    elif not np.can_cast(np.min_scalar_type(value), spec.dtype, "same_kind"):
+        raise ValueError(explain(FUNCTION, f"padding_values{name}", expected=f"a {spec.dtype}", got=repr(value)))
+    return ArraySpec(shape, spec.dtype), value
+
+
+class Padded(Stage):
+    """Batches of successive rows, every array padded to a given shape or to the longest of the batch.
+
+    Row p of what is below is address p here, too. Where the longest of a batch decides, a part of a batch is made of the
+    whole one.
+    """
+
+    def __init__(self, parent: Dataset, batching: Batching, padding: Padding) -> None:
+        super().__init__(parent)
+        self._batching = batching
+        self._padding = padding
+        self._buffers = RowBuffers()
+
+    @property
+    def batching(self) -> Batching:
+        return self._batching
+
+    @property
+    def row_spec(self) -> Any:
+        return self._padding.spec(self._parent.row_spec)
+
+    @property
+    def prefetch_depth(self) -> int | None:
+        return self._batching.depth(self._parent.prefetch_depth)
+
+    def cardinality(self) -> int:
+        return self._batching.count(self._parent.cardinality())
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        return self._batching.locate(self._parent.cardinality(), epoch, position)
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        spec = self._parent.row_spec
+        if positions.size == 0:
+            return empty_rows(self.row_spec)
+        if not any(is_ragged(leaf) for leaf in nest.flatten(self.row_spec)):
+            return self._pad(self._parent.gather(epochs, positions), spec)
+        batches = np.unique(np.stack([epochs, positions // self._batching.size]), axis=1).T.tolist()
+        if len(batches) > 1:
+            raise ValueError(explain(FUNCTION, "", expected="rows of one batch at a time", got=f"{len(batches)}"))
+        ((epoch, number),) = batches
+        whole = self.locate(epoch, number)
+        rows = self._pad(self._parent.gather(*whole), spec)
+        wanted = positions - number * self._batching.size
+        if np.array_equal(wanted, np.arange(whole[0].size)):
+            return rows
+        return nest.map_structure(lambda leaf: leaf[wanted], rows)
+
+    def _pad(self, rows: Any, row_spec: Any) -> Any:
+        """Stacked rows, ragged or not, as dense arrays."""
+        leaves = zip(nest.flatten(rows), self._padding.leaves(row_spec), nest.paths(row_spec), strict=True)
+        padded = [self._pad_leaf(leaf, spec, value, name) for leaf, (spec, value), name in leaves]
+        return nest.pack_like(row_spec, padded)
+
+    def _pad_leaf(self, rows: NDArray[Any], spec: ArraySpec, value: Any, name: str) -> NDArray[Any]:
+        shapes = np.array([row.shape for row in rows] if spec.shape else np.empty((len(rows), 0)), np.int64)
+        longest = shapes.max(axis=0) if len(rows) else np.zeros(len(spec.shape), np.int64)
+        shape = tuple(int(n) if wanted is None else wanted for n, wanted in zip(longest, spec.shape, strict=True))
+        if (longest > np.array(shape, np.int64)).any():
+            row = int(np.flatnonzero((shapes > np.array(shape, np.int64)).any(axis=1))[0])
+            got = f"{tuple(int(n) for n in shapes[row])} in row {row} of a batch"
+            raise ValueError(explain(FUNCTION, f"padded_shapes{name}", expected=f"rows of at most {shape}", got=got))
+        if (shapes == np.array(shape, np.int64)).all() and rows.shape[1:] == shape:
+            return rows
+        out = self._buffers.empty(name, (len(rows), *shape), spec.dtype)
+        out[...] = value
+        for i, row in enumerate(rows):
+            out[i][tuple(slice(n) for n in row.shape)] = row
+        return out
+
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        if self.random_access:
+            return super().elements(epoch, start)
+        rows = self._parent.elements(epoch, start * self._batching.size)
+        return (self._pad_list(batch) for batch in batches_of(rows, self._batching))
+
+    def _pad_list(self, rows: list[Any]) -> Any:
+        spec = self._parent.row_spec
+        return self._pad(stack_rows(rows, spec), spec)
+
+    def chunk_starts(self) -> None:
+        return None
+
+    def resized(self, size: int) -> Dataset:
+        """The same stage with batches of another size."""
+        return Padded(self._parent, replace(self._batching, size=size), self._padding)
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return Padded(parents[0], self._batching, self._padding)
+
+    def describe(self) -> str:
+        return f"padded_batch({self._batching.size}, drop_remainder={self._batching.drop_remainder})"

@@ -1,0 +1,32 @@
+"""Reading ahead, as a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..dataset import Dataset
+from .stage import Stage
+
+__all__ = ["Prefetched"]
+
+
+class Prefetched(Stage):
+    """The same elements, and the word that a thread should read so many ahead. Who iterates starts that thread."""
+
+    def __init__(self, parent: Dataset, depth: int) -> None:
+        super().__init__(parent)
+        self._depth = depth
+
+    @property
+    def prefetch_depth(self) -> int:
+        return self._depth
+
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        return self._parent.elements(epoch, start)
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return Prefetched(parents[0], self._depth)
+
+    def describe(self) -> str:
+        return f"prefetch({self._depth})"
