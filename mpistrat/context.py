@@ -25,6 +25,7 @@ __all__ = [
     "Frame",
     "current",
     "expect_cross",
+    "expect_outside_steps",
     "get_replica_context",
     "get_strategy",
     "get_update_replica_id",
@@ -152,6 +153,19 @@ def expect_cross(strategy: Any, function: str) -> None:
         raise ContextError(explain(function, "", expected="cross-replica context", got=got, remedy=remedy))
     if frame.update_replica_id is not None:
         raise ContextError(explain(function, "", expected="cross-replica context", got="a call in update context"))
+
+
+def expect_outside_steps(function: str) -> None:
+    """Do nothing outside the functions that a strategy's `run` calls. Not collective.
+
+    Raises:
+        ContextError: inside one.
+    """
+    frame = _own_frame()
+    if frame is not None and frame.replica is not None:
+        remedy = "Call it outside the step, and pass what it returns in args"
+        got = "a call in replica context"
+        raise ContextError(explain(function, "", expected="cross-replica context", got=got, remedy=remedy))
 
 
 def get_strategy() -> Any:

@@ -3,8 +3,10 @@
 from .arrays import from_arrays
 from .combine import sample_from_datasets, zip
 from .dataset import INFINITE, UNKNOWN, Dataset
-from .distribution.distribute import DistributedDataset, DistributedIterator, InputStats
-from .distribution.per_worker import InputContext, PerReplicaDataset
+from .distribution.distributed_dataset import DistributedDataset
+from .distribution.distributed_iterator import DistributedIterator
+from .distribution.from_function import InputContext
+from .distribution.optional import Optional
 from .generator import from_generator
 from .hdf5 import HDF5Dataset
 from .iterator import DatasetIterator
@@ -12,6 +14,7 @@ from .options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplication
 from .order import permute
 from .shards.write import write_shards
 from .spec import ArraySpec
+from .stats import InputStats, StageStats
 
 __all__ = [
     "INFINITE",
@@ -28,8 +31,9 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "InputStats",
+    "Optional",
     "Options",
-    "PerReplicaDataset",
+    "StageStats",
     "from_arrays",
     "from_generator",
     "permute",

@@ -120,6 +120,10 @@ class HDF5Dataset(Dataset):
     def cardinality(self) -> int:
         return self._open().rows
 
+    def file_starts(self) -> NDArray[np.int64]:
+        """Return the numbers of the rows with which the files begin; behind them, that of all rows. Not collective."""
+        return np.cumsum([0, *(shard.rows for shard in self._open().shards)])
+
     def check(self) -> None:
         for shard in self._open().shards:
             shard.check()

@@ -2,27 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import errors
 from ..cluster.devices import parse
+from ..comm.contract import by_rank
+from ..comm.device_copy import DeviceCopy
 from ..comm.process_group import ProcessGroup
-from ..cross_device.values import place
+from ..data import Dataset, DistributedDataset, InputContext, InputOptions, InputReplicationMode
+from ..data.distribution.distributed_dataset import distribute
+from ..data.distribution.from_function import call_dataset_fn
+from ..data.distribution.workers import Workers
+from ..errors import CollectiveMismatchError, MpistratError, explain
 
-__all__ = ["sum_over_ranks", "to_device"]
-
-
-def to_device(devices: Sequence[str]) -> Callable[[np.ndarray, int], Any] | None:
-    """Return what moves a host array to a local replica's device; None where all are CPUs. Not collective."""
-    if all(parse(device)[0] == "cpu" for device in devices):
-        return None
-    return lambda array, replica: place(array, devices[replica])
+__all__ = ["distribute_dataset", "distribute_datasets_from_function"]
 
 
-def sum_over_ranks(group: ProcessGroup) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+def distribute_dataset(group: ProcessGroup, dataset: Dataset, options: InputOptions | None) -> DistributedDataset:
+    """See `Strategy.distribute_dataset`. Collective."""
+    function = "distribute_dataset"
+
+    def make() -> DistributedDataset:
+        settings = _checked(options, function)
+        if settings.replication_mode is InputReplicationMode.PER_REPLICA:
+            remedy = "PER_REPLICA is for distribute_datasets_from_function."
+            got = settings.replication_mode
+            raise ValueError(explain(function, "options", expected="PER_WORKER", got=got, remedy=remedy))
+        return distribute(dataset, _workers(group), **_settings(group, settings))
+
+    def described(_: DistributedDataset) -> str:
+        return "\n".join([*_chain(dataset), f"elements {dataset.element_spec}, {dataset.cardinality()} in an epoch"])
+
+    return _agreed(group, function, make, described)
+
+
+def distribute_datasets_from_function(
+    group: ProcessGroup, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
+) -> DistributedDataset:
+    """See `Strategy.distribute_datasets_from_function`. Collective."""
+    function = "distribute_datasets_from_function"
+
+    def make() -> DistributedDataset:
+        settings = _checked(options, function)
+        steps = call_dataset_fn(dataset_fn, _workers(group), InputReplicationMode(settings.replication_mode))
+        return DistributedDataset(steps, **_settings(group, settings))
+
+    # What each worker makes may differ; only its success is told.
+    return _agreed(group, function, make, lambda made: "")
+
+
+def _checked(options: Any, function: str) -> InputOptions:
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        got = type(options).__name__
+        raise TypeError(explain(function, "options", expected="ms.InputOptions", got=got))
+    return options
+
+
+def _workers(group: ProcessGroup) -> Workers:
+    return Workers(group.topology.replicas_per_rank, group.topology.rank)
+
+
+def _settings(group: ProcessGroup, options: InputOptions) -> dict[str, Any]:
+    devices = _devices(group.topology.devices) if options.fetch_to_device else None
+    return {
+        "devices": devices,
+        "buffer_size": options.per_replica_buffer_size,
+        "sum_over_ranks": _sum_over_ranks(group),
+    }
+
+
+def _devices(names: Sequence[str]) -> list[DeviceCopy | None]:
+    """What copies to each local replica's device; None for a CPU."""
+    kinds = [parse(name) for name in names]
+    return [DeviceCopy(index) if kind == "gpu" else None for kind, index in kinds]
+
+
+def _sum_over_ranks(group: ProcessGroup) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
     """Return what sums a small array of integers over all ranks. Not collective; what it returns is."""
 
     def total(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -30,3 +92,47 @@ def sum_over_ranks(group: ProcessGroup) -> Callable[[NDArray[np.int64]], NDArray
             return group.all_gather_int(counts.tolist()).sum(axis=0)
 
     return total
+
+
+def _chain(dataset: Dataset) -> Iterator[str]:
+    """What the ranks must have alike: each stage's description, of a source that has one its fingerprint."""
+    for parent in dataset.parents:
+        yield from _chain(parent)
+    fingerprint = getattr(dataset, "fingerprint", None)
+    text = dataset.describe() if fingerprint is None else f"{type(dataset).__name__} {fingerprint()}"
+    yield re.sub(r" at 0x[0-9a-fA-F]+", "", text)  # a function without a name
+
+
+def _agreed(
+    group: ProcessGroup,
+    function: str,
+    make: Callable[[], DistributedDataset],
+    described: Callable[[DistributedDataset], str],
+) -> DistributedDataset:
+    """Return what `make` makes, once it has on every rank and they describe it alike. Collective.
+
+    Raises:
+        What it raised here; else an error like that of the first rank where it raised.
+        CollectiveMismatchError: on every rank, when the descriptions differ.
+    """
+    try:
+        made = make()
+        text = f"+{described(made)}"
+    except Exception as error:  # the other ranks wait to be told
+        _told(group, function, f"-{type(error).__name__}\n{error}")
+        raise
+    texts = _told(group, function, text)
+    for rank, told in enumerate(texts):
+        if told.startswith("-"):
+            name, _, message = told[1:].partition("\n")
+            kinds = {"TypeError": TypeError, "ValueError": ValueError, **vars(errors)}
+            raise kinds.get(name, MpistratError)(f"rank {rank}: {message}")
+    if len(set(texts)) > 1:
+        differing = by_rank({rank: f"\n{told[1:]}\n" for rank, told in enumerate(texts)})
+        raise CollectiveMismatchError(f"{function}: the ranks have different datasets: {differing}")
+    return made
+
+
+def _told(group: ProcessGroup, function: str, text: str) -> list[str]:
+    with group.collective(function):
+        return group.all_gather_text(text)

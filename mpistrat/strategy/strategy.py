@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from .. import context, nest
 from ..cluster.cluster_resolver import ClusterResolver
 from ..context import Frame
-from ..data import Dataset, DistributedDataset, InputContext, PerReplicaDataset
+from ..data import Dataset, DistributedDataset, InputContext, InputOptions
 from ..distributed_values import DistributedValues, regroup, select_replica
 from ..errors import explain
 from ..options import CommunicationOptions, RunOptions
 from ..types import ReduceOp
 from ..variables import Variable
 from . import checkpoint
+from . import input as strategy_input
 from .aliases import with_aliases
 from .assemble import Parts
 from .extended import StrategyExtended
-from .input import sum_over_ranks, to_device
 from .reductions import Axis, copies_of_variables, gather_nest, reduce_nest
 from .replica_context import ValueContext
 from .scope import Scope
@@ -249,46 +249,51 @@ class Strategy:
 
     # input
 
-    def distribute_dataset(self, dataset: Dataset, options: Any = None) -> DistributedDataset:
-        """Return a batched dataset whose batches are split over all replicas. Not collective.
+    def distribute_dataset(self, dataset: Dataset, options: InputOptions | None = None) -> DistributedDataset:
+        """Return a batched dataset divided over all replicas, by the policy of its options. Collective.
+
+        AUTO and DATA cut each batch into contiguous blocks, one a replica in the order of their ids, whose sizes differ
+        by at most one; so is a smaller last batch. The order of the samples is the same for any number of replicas.
+        The other policies: see "Input" in the guide.
 
         Args:
-            dataset: its batches are global: those of all replicas together.
-            options: accepted for TF's programs, without effect.
+            dataset: the same on every rank; its batches are global: those of all replicas together.
+            options: where batches go and how many are read ahead; PER_WORKER only.
 
         Raises:
-            ValueError: the dataset is not batched.
-            ShardError: a shard cannot be opened or does not match.
+            ValueError: the dataset is not batched, or has not what its policy needs.
+            ShardError: on every rank, when a shard cannot be opened or does not match on any.
+            CollectiveMismatchError: on every rank, when their datasets differ.
+
+        Example:
+            >>> data = ms.get_strategy().distribute_dataset(ms.data.from_arrays(np.arange(5)).batch(4))
+            >>> [batch.tolist() for batch in data]
+            [[0, 1, 2, 3], [4]]
         """
         self._extended.require_open("Strategy.distribute_dataset")
         context.expect_cross(self, "Strategy.distribute_dataset")
-        topology = self._extended.topology
-        return DistributedDataset(
-            dataset,
-            num_replicas=topology.num_replicas,
-            replica_offset=topology.replica_offset,
-            num_local_replicas=topology.num_local_replicas,
-            to_device=to_device(topology.devices),
-        )
+        return strategy_input.distribute_dataset(self._extended.process_group, dataset, options)
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: Any = None
-    ) -> PerReplicaDataset:
-        """Return the dataset that each rank makes for itself, stepping together with the others'. Not collective.
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Return the dataset that each rank makes for itself, stepping together with the others'. Collective.
+
+        Each step takes one element for every local replica. A rank without one left takes part with zero rows until
+        no rank has any. How many elements the others have is not known, so iterating is collective: each step begins
+        with one small sum over the ranks.
 
         Args:
-            dataset_fn: gets an InputContext; returns an iterable of batches, each for one replica.
-            options: accepted for TF's programs, without effect.
+            dataset_fn: gets an InputContext; returns an iterable of batches, each for one replica. It is called once,
+                or once for each local replica under InputReplicationMode.PER_REPLICA.
+            options: where batches go, how many are read ahead, and the replication mode.
+
+        Raises:
+            TypeError, ValueError: on every rank, when the function returns no iterable of batches on any.
         """
         self._extended.require_open("Strategy.distribute_datasets_from_function")
         context.expect_cross(self, "Strategy.distribute_datasets_from_function")
-        topology = self._extended.topology
-        return PerReplicaDataset(
-            dataset_fn(InputContext(topology.size, topology.rank, topology.num_replicas)),
-            num_local_replicas=topology.num_local_replicas,
-            sum_over_ranks=sum_over_ranks(self._extended.process_group),
-            to_device=to_device(topology.devices),
-        )
+        return strategy_input.distribute_datasets_from_function(self._extended.process_group, dataset_fn, options)
 
     # files
 

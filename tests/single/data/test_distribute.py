@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 
 from mpistrat import context
 from mpistrat.data import ArraySpec, Dataset, DistributedDataset, HDF5Dataset, from_arrays, write_shards
+from mpistrat.data.distribution.distributed_dataset import distribute
+from mpistrat.data.distribution.workers import Workers
 from mpistrat.distributed_values import PerReplica
 from mpistrat.errors import ShardError
 
 
 def parts(dataset: Dataset, replicas: int, **options: Any) -> list[DistributedDataset]:
     """One distributed dataset for each replica, each on a rank of its own."""
-    return [
-        DistributedDataset(dataset, num_replicas=replicas, replica_offset=r, num_local_replicas=1, **options)
-        for r in range(replicas)
-    ]
+    return [distribute(dataset, Workers([1] * replicas, index), **options) for index in range(replicas)]
 
 
 def prefetch_threads() -> list[threading.Thread]:
@@ -70,7 +69,7 @@ def test_every_sample_once_and_in_the_same_order(n: int, size: int, replicas: in
     dataset = from_arrays(np.arange(n)).shuffle(seed=2).batch(size, drop_remainder=drop)
     dataset.set_epoch(epoch)
     alone = [batch.tolist() for batch in dataset]
-    distributed = parts(dataset, replicas, prefetch=0)
+    distributed = parts(dataset, replicas, buffer_size=0)
     for part in distributed:
         part.set_epoch(epoch)
     steps = list(zip(*distributed, strict=True))  # strict: all make the same number of steps
@@ -86,13 +85,8 @@ def test_every_sample_once_and_in_the_same_order(n: int, size: int, replicas: in
 @given(local=st.lists(st.integers(1, 4), min_size=1, max_size=4), n=st.integers(1, 40))
 def test_uneven_local_replicas(local: list[int], n: int) -> None:
     dataset = from_arrays(np.arange(n)).batch(7)
-    offsets = np.concatenate(([0], np.cumsum(local)))
-    total = int(offsets[-1])
-    ranks = [
-        list(DistributedDataset(dataset, num_replicas=total, replica_offset=int(o), num_local_replicas=k, prefetch=0))
-        for o, k in zip(offsets, local, strict=False)
-    ]
-    single = [list(part) for part in parts(dataset, total, prefetch=0)]
+    ranks = [list(distribute(dataset, Workers(local, index), buffer_size=0)) for index in range(len(local))]
+    single = [list(part) for part in parts(dataset, sum(local), buffer_size=0)]
     for step in range(len(dataset)):
         blocks: list[Any] = []
         for rank, k in zip(ranks, local, strict=True):
@@ -105,11 +99,11 @@ def test_uneven_local_replicas(local: list[int], n: int) -> None:
 @given(before=st.integers(1, 9), after=st.integers(1, 9), stop=st.integers(0, 8))
 def test_the_number_of_ranks_may_change_in_the_middle(before: int, after: int, stop: int) -> None:
     dataset = from_arrays(np.arange(50)).shuffle(seed=3).batch(7)
-    first = [iter(part) for part in parts(dataset, before, prefetch=1)]
+    first = [iter(part) for part in parts(dataset, before, buffer_size=1)]
     seen = [row for _ in range(stop) for iterator in first for row in next(iterator).tolist()]
     states = [iterator.state() for iterator in first]
     assert all(state == states[0] for state in states)
-    second = [iter(part) for part in parts(dataset, after, prefetch=1)]
+    second = [iter(part) for part in parts(dataset, after, buffer_size=1)]
     for iterator in second:
         iterator.restore(states[0])
     for step in zip(*second, strict=True):
@@ -120,7 +114,7 @@ def test_the_number_of_ranks_may_change_in_the_middle(before: int, after: int, s
 
 
 def test_the_state_is_what_was_consumed_not_what_was_read_ahead() -> None:
-    iterator = iter(parts(from_arrays(np.arange(100)).batch(10), 1, prefetch=4)[0])
+    iterator = iter(parts(from_arrays(np.arange(100)).batch(10), 1, buffer_size=3)[0])
     next(iterator)
     deadline = time.monotonic() + 5
     while len(iterator._reader._prefetcher._buffer.items) < 4 and time.monotonic() < deadline:
@@ -142,8 +136,8 @@ def test_the_true_global_number_of_rows_is_known_at_every_step() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 def test_prefetching_changes_nothing(prefetch: int) -> None:
-    part = parts(from_arrays(np.arange(23)).shuffle(seed=1).batch(4), 2, prefetch=prefetch)[1]
-    plain = parts(from_arrays(np.arange(23)).shuffle(seed=1).batch(4), 2, prefetch=0)[1]
+    part = parts(from_arrays(np.arange(23)).shuffle(seed=1).batch(4), 2, buffer_size=prefetch)[1]
+    plain = parts(from_arrays(np.arange(23)).shuffle(seed=1).batch(4), 2, buffer_size=0)[1]
     for _ in range(3):
         assert [batch.tolist() for batch in part] == [batch.tolist() for batch in plain]
 
@@ -160,17 +154,6 @@ def test_statistics() -> None:
     assert stats.samples == 5
 
 
-def test_to_device_is_called_for_every_local_replica() -> None:
-    part = DistributedDataset(
-        from_arrays(np.arange(6)).batch(6),
-        num_replicas=3,
-        replica_offset=1,
-        num_local_replicas=2,
-        to_device=lambda array, replica: array + 100 * replica,
-    )
-    assert [value.tolist() for value in next(iter(part)).values] == [[2, 3], [104, 105]]
-
-
 def test_a_thread_reads_no_further_ahead_than_told() -> None:
     read: list[int] = []
 
@@ -181,7 +164,7 @@ def test_a_thread_reads_no_further_ahead_than_told() -> None:
     dataset = from_arrays(np.arange(100)).batch(1).map(note)
     assert dataset.element_spec == ArraySpec((None,), np.int64)  # calls the function once
     read.clear()
-    iterator = iter(parts(dataset, 1, prefetch=3)[0])
+    iterator = iter(parts(dataset, 1, buffer_size=2)[0])
     next(iterator)
     deadline = time.monotonic() + 5
     while len(read) < 4 and time.monotonic() < deadline:
@@ -234,7 +217,7 @@ def test_stop_iteration_in_a_mapped_function_is_not_the_end(prefetch: int) -> No
         return x
 
     with pytest.raises(RuntimeError, match="StopIteration"):
-        list(parts(from_arrays(np.arange(10)).batch(2).map(stop), 1, prefetch=prefetch)[0])
+        list(parts(from_arrays(np.arange(10)).batch(2).map(stop), 1, buffer_size=prefetch)[0])
 
 
 def test_damage_found_while_reading_ahead_names_the_file(tmp_path: Any) -> None:
@@ -268,22 +251,21 @@ def test_element_spec_has_a_free_first_axis() -> None:
 
 def test_wrong_use_is_explained() -> None:
     rows = from_arrays(np.arange(4))
-    one = {"num_replicas": 1, "replica_offset": 0, "num_local_replicas": 1}
     with pytest.raises(ValueError, match=r"Add \.batch"):
-        DistributedDataset(rows, **one)
+        distribute(rows, Workers())
     with pytest.raises(TypeError, match="from_arrays"):
-        DistributedDataset([1, 2], **one)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="replicas 1 to 1 of 1"):
-        DistributedDataset(rows.batch(2), num_replicas=1, replica_offset=1, num_local_replicas=1)
-    with pytest.raises(ValueError, match="prefetch"):
-        DistributedDataset(rows.batch(2), **one, prefetch=-1)
+        distribute([1, 2], Workers())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="0 <= index < 1"):
+        Workers([1], 1)
+    with pytest.raises(ValueError, match="at least one replica"):
+        Workers([1, 0], 0)
     with pytest.raises(ValueError, match="epoch"):
-        DistributedDataset(rows.batch(2), **one).set_epoch(-1)
+        distribute(rows.batch(2), Workers()).set_epoch(-1)
 
 
 def test_print_says_who_reads_what() -> None:
     assert str(parts(from_arrays(np.arange(4)).batch(2), 2)[1]).splitlines()[-1] == (
-        "distributed over 2 replicas, 1 to 1 here, prefetch 2"
+        "distributed over 2 replicas of 2 workers, replica 1 here: each batch cut into blocks (DATA); 2 steps ahead"
     )
 
 

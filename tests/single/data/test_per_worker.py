@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 from mpistrat import context
-from mpistrat.data import ArraySpec, InputContext, PerReplicaDataset, from_arrays
+from mpistrat.data import UNKNOWN, ArraySpec, DistributedDataset, InputContext, InputReplicationMode, from_arrays
+from mpistrat.data.distribution.from_function import call_dataset_fn
+from mpistrat.data.distribution.workers import Workers
 from mpistrat.distributed_values import PerReplica
+
+
+def made(
+    data: Any, replicas: tuple[int, ...] = (1,), index: int = 0, mode: str = "PER_WORKER", **settings: Any
+) -> DistributedDataset:
+    """What a worker has of a dataset function that returns these data, or calls them with the context."""
+    function = data if callable(data) else lambda context: data
+    steps = call_dataset_fn(function, Workers(replicas, index), InputReplicationMode[mode])
+    return DistributedDataset(steps, **settings)
 
 
 class Ranks:
@@ -64,7 +75,7 @@ def test_uneven_workers_step_together_to_the_longest() -> None:
 
     def worker(rank: int, sum_over_ranks: Any) -> list[tuple[int, int | None]]:
         data = [np.full((2, 4), rank)] * (3, 5)[rank]
-        dataset = PerReplicaDataset(data, sum_over_ranks=sum_over_ranks)
+        dataset = made(data, sum_over_ranks=sum_over_ranks)
         seen = []
         for batch in dataset:
             assert batch.shape[1:] == (4,)
@@ -78,26 +89,26 @@ def test_uneven_workers_step_together_to_the_longest() -> None:
 
 def test_one_sum_a_step() -> None:
     ranks = Ranks(2)
-    ranks.run(lambda rank, total: list(PerReplicaDataset([np.zeros(1)] * (rank + 1), sum_over_ranks=total)))
+    ranks.run(lambda rank, total: list(made([np.zeros(1)] * (rank + 1), sum_over_ranks=total)))
     assert ranks.calls == 3  # two steps and the end
 
 
 def test_a_worker_with_no_data_at_all_knows_the_spec_of_a_dataset() -> None:
     def worker(rank: int, sum_over_ranks: Any) -> list[tuple[int, ...]]:
         data = from_arrays({"x": np.zeros((4 * rank, 3), np.float32)}).batch(2)
-        return [batch["x"].shape for batch in PerReplicaDataset(data, sum_over_ranks=sum_over_ranks)]
+        return [batch["x"].shape for batch in made(data, sum_over_ranks=sum_over_ranks)]
 
     assert Ranks(2).run(worker) == [[(0, 3)] * 2, [(2, 3)] * 2]
 
 
 def test_a_worker_with_no_data_and_no_spec_is_told() -> None:
-    dataset = PerReplicaDataset([], sum_over_ranks=lambda counts: counts + 1)
+    dataset = made([], sum_over_ranks=lambda counts: counts + 1)
     with pytest.raises(ValueError, match="at least one batch on every worker"):
         next(iter(dataset))
 
 
 def test_several_local_replicas_take_one_element_each() -> None:
-    steps = list(PerReplicaDataset([{"x": np.full(i + 1, i)} for i in range(5)], num_local_replicas=2))
+    steps = list(made([{"x": np.full(i + 1, i)} for i in range(5)], (2,)))
     assert all(isinstance(step["x"], PerReplica) for step in steps)
     assert [[values.tolist() for values in step["x"].values] for step in steps] == [
         [[0], [1, 1]],
@@ -107,7 +118,7 @@ def test_several_local_replicas_take_one_element_each() -> None:
 
 
 def test_every_iter_is_an_epoch_of_the_iterable() -> None:
-    dataset = PerReplicaDataset(from_arrays(np.arange(40)).shuffle(seed=1).batch(40))
+    dataset = made(from_arrays(np.arange(40)).shuffle(seed=1).batch(40))
     first, second = (next(iter(dataset)).tolist() for _ in range(2))
     assert sorted(first) == sorted(second)
     assert first != second
@@ -115,7 +126,7 @@ def test_every_iter_is_an_epoch_of_the_iterable() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_statistics_spec_and_prefetch(prefetch: int) -> None:
-    dataset = PerReplicaDataset([np.zeros((2, 3))] * 4, prefetch=prefetch)
+    dataset = made([np.zeros((2, 3))] * 4, buffer_size=prefetch)
     assert dataset.element_spec is None
     assert len(list(dataset)) == 4
     assert dataset.element_spec == ArraySpec((None, 3), np.float64)
@@ -125,8 +136,106 @@ def test_statistics_spec_and_prefetch(prefetch: int) -> None:
 
 def test_wrong_use_is_explained() -> None:
     with pytest.raises(TypeError, match="iterable of batches"):
-        PerReplicaDataset(3)  # type: ignore[arg-type]
+        made(3)
     with pytest.raises(ValueError, match="get_per_replica_batch_size"):
-        PerReplicaDataset(from_arrays(np.arange(3)))
-    with pytest.raises(ValueError, match="local replica"):
-        PerReplicaDataset([], num_local_replicas=0)
+        made(from_arrays(np.arange(3)))
+
+
+def test_contexts_count_workers_or_replicas() -> None:
+    """Two workers with 2 and 1 replicas: one context a worker, or one a replica (TF: input_pipeline_id)."""
+    for mode, expected in {
+        "PER_WORKER": [[InputContext(2, 0, 3)], [InputContext(2, 1, 3)]],
+        "PER_REPLICA": [[InputContext(3, 0, 3), InputContext(3, 1, 3)], [InputContext(3, 2, 3)]],
+    }.items():
+        for index in (0, 1):
+            seen: list[InputContext] = []
+            made(lambda context, seen=seen: seen.append(context) or [], (2, 1), index, mode)
+            assert seen == expected[index]
+
+
+def test_per_replica_each_replica_reads_its_own() -> None:
+    dataset = made(
+        lambda c: [np.full(2, 10 * c.input_pipeline_id + i) for i in range(3)][c.input_pipeline_id :],
+        (2,),
+        mode="PER_REPLICA",
+    )
+    steps = [[block.tolist() for block in step.values] for step in dataset]
+    assert steps == [[[0, 0], [11, 11]], [[1, 1], [12, 12]], [[2, 2], []]]
+
+
+def test_state_of_datasets_of_ours() -> None:
+    """Two ranks with 3 and 5 batches stop after any step, and two others go on from there."""
+    data = [from_arrays(np.arange(100 * rank, 100 * rank + (6, 10)[rank])).shuffle(seed=1).batch(2) for rank in (0, 1)]
+
+    def read(steps: int, state: Any) -> Any:
+        def worker(rank: int, sum_over_ranks: Any) -> Any:
+            iterator = iter(made(data[rank], sum_over_ranks=sum_over_ranks))
+            if state is not None:
+                iterator.restore(state)
+            seen = [batch.tolist() for _, batch in zip(range(steps), iterator, strict=False)]
+            found = iterator.state()
+            iterator.close()
+            return seen, found
+
+        return Ranks(2).run(worker)
+
+    whole = [seen for seen, _ in read(9, None)]
+    assert [len(steps) for steps in whole] == [5, 5]
+    for stop in range(6):
+        first = read(stop, None)
+        assert [state for _, state in first] == [{"epoch": 0, "next": stop}] * 2
+        second = read(9, first[0][1])
+        assert [one[0] + two[0] for one, two in zip(first, second, strict=True)] == whole
+
+
+def test_what_is_no_dataset_of_ours_cannot_be_resumed() -> None:
+    iterator = iter(made([np.zeros(1)] * 3))
+    iterator.restore({"epoch": 0, "next": 1})
+    with pytest.raises(ValueError, match="expected a Dataset from the dataset function"):
+        next(iterator)
+
+
+def test_the_end_holds_until_restored() -> None:
+    ranks = Ranks(2)
+
+    def worker(rank: int, sum_over_ranks: Any) -> Any:
+        iterator = iter(made(from_arrays(np.arange(2 * rank + 1)).batch(1), sum_over_ranks=sum_over_ranks))
+        first = [len(batch) for batch in iterator]
+        assert next(iterator, None) is None  # asks nobody
+        iterator.restore({"epoch": 0, "next": 2})
+        return first, [len(batch) for batch in iterator]
+
+    assert ranks.run(worker) == [([1, 0, 0], [0]), ([1, 1, 1], [1])]
+    assert ranks.calls == 4 + 2
+
+
+def test_the_length_is_not_known() -> None:
+    dataset = made(from_arrays(np.arange(4)).batch(2))
+    assert dataset.cardinality() == UNKNOWN
+    with pytest.raises(TypeError, match="finds its end while it is read"):
+        len(dataset)
+
+
+def test_an_optional_is_full_while_any_replica_has_rows() -> None:
+    def worker(rank: int, sum_over_ranks: Any) -> list[Any]:
+        iterator = iter(made([np.full(1, i) for i in range(2 * rank + 1)], sum_over_ranks=sum_over_ranks))
+        found = [iterator.get_next_as_optional() for _ in range(4)]
+        with pytest.raises(ValueError, match="has_value"):
+            found[3].get_value()
+        return [each.get_value().tolist() if each.has_value() else None for each in found]
+
+    assert Ranks(2).run(worker) == [[[0], [], [], None], [[0], [1], [2], None]]
+
+
+def test_peeking_asks_once() -> None:
+    ranks = Ranks(2)
+
+    def worker(rank: int, sum_over_ranks: Any) -> Any:
+        iterator = iter(made([np.full(1, i) for i in range(2)], sum_over_ranks=sum_over_ranks))
+        assert iterator.peek().tolist() == [0]
+        assert iterator.state() == {"epoch": 0, "next": 0}
+        assert context.global_batch_size() is None
+        return [iterator.peek().tolist(), next(iterator).tolist(), iterator.get_next().tolist()]
+
+    assert ranks.run(worker) == [[[0], [0], [1]]] * 2
+    assert ranks.calls == 2

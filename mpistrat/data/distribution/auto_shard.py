@@ -1,0 +1,110 @@
+"""The policies by which `distribute_dataset` divides a dataset: the chain of stages that each worker reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from ...errors import explain
+from ..dataset import Dataset
+from ..hdf5 import HDF5Dataset
+from ..options import AutoShardPolicy
+from ..stages.batched import Batched
+from ..stages.padded import Padded
+from .file_shard import FileShard
+from .steps import GlobalSteps, Steps, WorkerSteps
+from .workers import Workers
+
+__all__ = ["auto_shard"]
+
+
+def auto_shard(dataset: Dataset, workers: Workers) -> Steps:
+    """Return the steps of a dataset under the policy that its options name. Not collective.
+
+    Raises:
+        ValueError: where the dataset is not batched, or has not what the policy needs.
+    """
+    if dataset.batching is None:
+        remedy = "Add .batch(global_batch_size), the rows of all replicas together."
+        raise _refusal("batches", "rows that are not batched", remedy)
+    policy = cast(AutoShardPolicy, dataset.options().auto_shard_policy or AutoShardPolicy.AUTO)
+    if dataset.shard_hinted != (policy is AutoShardPolicy.HINT):
+        expected = "shard(SHARD_HINT, SHARD_HINT) in the dataset under AutoShardPolicy.HINT, and only there"
+        raise _refusal(expected, f"{'it' if dataset.shard_hinted else 'none'} under {policy.name}")
+    if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
+        if workers.count > 1 and not (dataset.random_access or dataset.deterministic):
+            remedy = "Map with deterministic=True, or let each worker read its own: FILE, OFF or HINT."
+            raise _refusal(
+                "the same elements in the same order on every worker", "a map that is free to choose", remedy
+            )
+        return GlobalSteps(dataset, workers)
+    if policy is AutoShardPolicy.OFF:
+        shards = [dataset] * workers.count
+    elif policy is AutoShardPolicy.HINT:
+        shards = [dataset.with_shard(workers.count, worker) for worker in range(workers.count)]
+    else:
+        shards = [_own_files(dataset, workers.count, worker) for worker in range(workers.count)]
+    return WorkerSteps(_rebatched(shards, workers, policy.name), workers, policy.name)
+
+
+def _refusal(expected: str, got: str, remedy: str = "") -> ValueError:
+    return ValueError(explain("distribute_dataset", "dataset", expected=expected, got=got, remedy=remedy))
+
+
+def _replaced(dataset: Dataset, replacements: Mapping[Dataset, Dataset]) -> Dataset:
+    """The chain with others in the places of some stages and all that is below them."""
+    if dataset in replacements:
+        return replacements[dataset]
+    return dataset.rebuild([_replaced(parent, replacements) for parent in dataset.parents])
+
+
+def _own_files(dataset: Dataset, workers: int, worker: int) -> Dataset:
+    """FILE: the chain over files worker, worker + workers, … of its source."""
+    sources = list(_sources(dataset))
+    source = sources[0]
+    if len(sources) > 1 or not isinstance(source, HDF5Dataset):
+        got = ", ".join(each.describe() for each in sources)
+        remedy = "Use DATA, or HINT with shard() where each worker's part begins."
+        raise _refusal("one HDF5Dataset as the source under FILE", got, remedy)
+    files = source.file_starts().size - 1
+    if files < workers:
+        remedy = "Write more files, start fewer ranks, or use AutoShardPolicy.DATA."
+        raise _refusal(f"at least one file for each of the {workers} workers under FILE", f"{files} files", remedy)
+    return _replaced(dataset, {source: FileShard(source, workers, worker)})
+
+
+def _sources(dataset: Dataset) -> Sequence[Dataset]:
+    return [source for parent in dataset.parents for source in _sources(parent)] or [dataset]
+
+
+def _rebatched(shards: Sequence[Dataset], workers: Workers, policy: str) -> list[Dataset]:
+    """Each worker's dataset in batches of its share; equal ones are one object."""
+    made: dict[tuple[Any, ...], Dataset] = {}
+    result = []
+    for worker, dataset in enumerate(shards):
+        stages = _batch_stages(dataset)
+        sizes = [_share(stage, workers, worker, policy) for stage in stages]
+        key = (id(dataset), *sizes)
+        if key not in made:
+            resized = {stage: stage.resized(size) for stage, size in zip(stages, sizes, strict=True)}
+            made[key] = _replaced(dataset, resized)
+        result.append(made[key])
+    return result
+
+
+def _batch_stages(dataset: Dataset) -> list[Any]:
+    """The stages in which rows become the batches that come out: several where datasets were joined afterwards."""
+    if all(parent.batching is None for parent in dataset.parents):
+        return [dataset]
+    return [stage for parent in dataset.parents for stage in _batch_stages(parent)]
+
+
+def _share(stage: Dataset, workers: Workers, worker: int, policy: str) -> int:
+    """The rows that a worker takes of each batch."""
+    if stage.batching is None or not isinstance(stage, (Batched, Padded)):
+        raise _refusal(f"batch() under {policy}", stage.describe(), "Use AutoShardPolicy.DATA.")
+    shares = workers.shares(stage.batching.size)
+    if 0 in shares:
+        expected = f"at least a row for each of the {workers.count} workers in a batch under {policy}"
+        raise _refusal(expected, stage.describe(), "A worker without a part in the batches would never read its rows.")
+    return shares[worker]

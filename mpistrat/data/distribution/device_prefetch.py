@@ -1,0 +1,104 @@
+"""Batches on their way to the replicas' devices: copied while the step before computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from ... import nest
+from ...distributed_values import regroup
+from ...errors import explain
+from ..spec import empty_rows, nest_bytes, row_count
+from .steps import Step, Steps
+
+__all__ = ["Device", "DevicePrefetch", "Loaded"]
+
+
+class Device(Protocol):
+    """One replica's device, to which arrays are copied on a stream of its own."""
+
+    def start(self, array: NDArray[Any]) -> Any:
+        """Begin to copy a host array, in any thread; return what `finish` wants."""
+
+    def finish(self, started: Any) -> Any:
+        """Make what this thread computes next wait for the copy, and return the array on the device."""
+
+    def reclaim(self) -> None:
+        """Take back the memory of arrays that the program has dropped; called by the thread that computes."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A step whose copies have begun. `rows` and `nbytes` are this worker's; without `parts` it has none left."""
+
+    total: int | None
+    rows: int
+    nbytes: int
+    parts: list[Any] | None
+
+
+class DevicePrefetch:
+    """Starts the copies of each step as it is read, and finishes them as it is handed out.
+
+    Reading and starting happen in the thread that reads ahead, so as many steps are on the devices as it may read
+    ahead. Without devices the arrays stay where they are.
+
+    Args:
+        devices: one for each local replica, None for one that takes host arrays; None where all do.
+    """
+
+    def __init__(self, devices: Sequence[Device | None] | None) -> None:
+        self._devices = devices if devices is not None and any(device is not None for device in devices) else None
+
+    def load(self, steps: Iterator[Step]) -> Iterator[Loaded]:
+        """Yield the steps with their copies begun."""
+        for step in steps:
+            blocks = step.blocks
+            if blocks is None:
+                yield Loaded(step.rows, 0, 0, None)
+                continue
+            rows, nbytes = sum(map(row_count, blocks)), sum(map(nest_bytes, blocks))
+            yield Loaded(step.rows, rows, nbytes, self._start(blocks))
+
+    def _start(self, blocks: list[Any]) -> list[Any]:
+        if self._devices is None:
+            return blocks
+        return [
+            block
+            if device is None
+            else nest.map_structure(lambda leaf, device=device: _Started(device.start(leaf)), block)
+            for device, block in zip(self._devices, blocks, strict=True)
+        ]
+
+    def hand_out(self, loaded: Loaded, steps: Steps) -> Any:
+        """Return the element of a step: every replica's arrays on its device, zero rows where the worker has none."""
+        parts = loaded.parts
+        if parts is None:
+            if steps.row_spec is None:
+                expected = "at least one batch on every worker, or a Dataset, to know what zero rows look like"
+                raise ValueError(
+                    explain("distribute_datasets_from_function", "dataset_fn", expected=expected, got="none")
+                )
+            parts = self._start([empty_rows(steps.row_spec) for _ in range(steps.workers.num_local_replicas)])
+        if self._devices is not None:
+            parts = [
+                part
+                if device is None
+                else nest.map_structure(lambda leaf, device=device: device.finish(leaf.copy), part)
+                for device, part in zip(self._devices, parts, strict=True)
+            ]
+        return regroup(parts)
+
+    def reclaim(self) -> None:
+        """Take back what the program has dropped; called as it asks for the next step."""
+        for device in self._devices or ():
+            if device is not None:
+                device.reclaim()
+
+
+@dataclass(frozen=True, eq=False)
+class _Started:
+    copy: Any

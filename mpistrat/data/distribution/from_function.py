@@ -1,0 +1,154 @@
+"""What each worker, or each replica, makes for itself: the input of `distribute_datasets_from_function`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ... import nest
+from ...errors import explain
+from ..dataset import UNKNOWN, Dataset
+from ..options import InputReplicationMode
+from ..spec import empty_rows, spec_of_rows
+from .steps import Step, Steps
+from .workers import Workers
+
+__all__ = ["FunctionSteps", "InputContext", "call_dataset_fn"]
+
+FUNCTION = "distribute_datasets_from_function"
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What a dataset function is told of its place (TF: tf.distribute.InputContext).
+
+    Args:
+        num_input_pipelines: how many datasets are made, one a worker or, under PER_REPLICA, one a replica.
+        input_pipeline_id: which one this is.
+        num_replicas_in_sync: replicas in all.
+
+    Raises:
+        ValueError: for impossible numbers.
+
+    Example:
+        >>> InputContext(2, 0, 8).get_per_replica_batch_size(32)
+        4
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_input_pipelines < 1 or self.num_replicas_in_sync < 1:
+            raise ValueError(
+                explain("InputContext", "", expected="at least one pipeline and one replica", got=repr(self))
+            )
+        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
+            expected = f"0 <= input_pipeline_id < {self.num_input_pipelines}"
+            raise ValueError(explain("InputContext", "", expected=expected, got=self.input_pipeline_id))
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the rows that one replica gets of a global batch. Not collective.
+
+        Raises:
+            ValueError: when the batch cannot be divided evenly.
+        """
+        if global_batch_size % self.num_replicas_in_sync:
+            expected = f"a multiple of the {self.num_replicas_in_sync} replicas"
+            raise ValueError(
+                explain("get_per_replica_batch_size", "global_batch_size", expected=expected, got=global_batch_size)
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+
+def call_dataset_fn(
+    dataset_fn: Callable[[InputContext], Any], workers: Workers, mode: InputReplicationMode
+) -> FunctionSteps:
+    """Call a dataset function once for this worker, or once for each of its replicas. Not collective.
+
+    Raises:
+        TypeError: it returns no iterable.
+        ValueError: it returns a dataset of rows.
+    """
+    if mode is InputReplicationMode.PER_WORKER:
+        contexts = [InputContext(workers.count, workers.index, workers.num_replicas)]
+    else:
+        first, total = workers.replica_offset, workers.num_replicas
+        contexts = [InputContext(total, first + i, total) for i in range(workers.num_local_replicas)]
+    return FunctionSteps([dataset_fn(context) for context in contexts], workers)
+
+
+class FunctionSteps(Steps):
+    """One element for each local replica at every step. How long the others' iterables are nobody knows.
+
+    Args:
+        iterables: one, which the local replicas take their elements from in turn; or one for each local replica.
+            Elements are nests of arrays whose first axes count rows; each `iter()` is an epoch.
+        workers: who reads.
+    """
+
+    def __init__(self, iterables: Sequence[Iterable[Any]], workers: Workers) -> None:
+        super().__init__(workers)
+        self._iterables = [_checked(iterable) for iterable in iterables]
+        self._row_spec: Any = None
+        first = self._iterables[0]
+        if isinstance(first, Dataset):
+            self._row_spec = first.row_spec
+
+    @property
+    def datasets(self) -> tuple[Dataset, ...]:
+        return tuple(iterable for iterable in self._iterables if isinstance(iterable, Dataset))
+
+    @property
+    def row_spec(self) -> Any:
+        return self._row_spec
+
+    def cardinality(self) -> int:
+        return UNKNOWN
+
+    def elements(self, epoch: int, start: int) -> Iterator[Step]:
+        local = self.workers.num_local_replicas
+        if len(self._iterables) == 1:
+            elements = self._begin(self._iterables[0], epoch, start * local)
+            sources = [elements] * local
+        else:
+            sources = [self._begin(iterable, epoch, start) for iterable in self._iterables]
+        while True:
+            blocks = [next(source, None) for source in sources]
+            if all(block is None for block in blocks):
+                break
+            yield Step(None, [empty_rows(self._row_spec) if block is None else block for block in blocks])
+        while True:
+            yield Step(None, None)
+
+    def _begin(self, iterable: Iterable[Any], epoch: int, start: int) -> Iterator[Any]:
+        if isinstance(iterable, Dataset):
+            yield from iterable.elements(epoch, start)
+            return
+        if start:
+            expected = "a Dataset from the dataset function, to begin anywhere but at the start"
+            remedy = "Return one made with ms.data.from_generator, for example."
+            raise ValueError(explain("restore", "", expected=expected, got=type(iterable).__name__, remedy=remedy))
+        for element in iterable:
+            block = nest.map_structure(np.asarray, element)
+            if self._row_spec is None:
+                self._row_spec = spec_of_rows(block)
+            yield block
+
+    def describe(self) -> str:
+        made = "one for each replica" if len(self._iterables) > 1 else "one for each worker"
+        return f"made by a function, {made}"
+
+
+def _checked(iterable: Any) -> Iterable[Any]:
+    if not isinstance(iterable, Iterable):
+        expected = "an iterable of batches from the dataset function"
+        raise TypeError(explain(FUNCTION, "dataset_fn", expected=expected, got=type(iterable).__name__))
+    if isinstance(iterable, Dataset) and iterable.batching is None:
+        remedy = "Add .batch(context.get_per_replica_batch_size(global_batch_size))."
+        raise ValueError(explain(FUNCTION, "dataset_fn", expected="batches", got="rows", remedy=remedy))
+    return iterable

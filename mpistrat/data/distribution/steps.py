@@ -1,0 +1,202 @@
+"""The steps of a distributed dataset as one worker reads them: the policies differ in nothing else.
+
+This and the files that it imports are handed integers; of MPI and strategies they know nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..dataset import INFINITE, UNKNOWN, Dataset
+from ..spec import row_count
+from .workers import Workers, cut
+
+__all__ = ["GlobalSteps", "Step", "Steps", "WorkerSteps"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one worker knows of a step.
+
+    Attributes:
+        rows: the rows of all replicas together; None where the workers must ask each other.
+        blocks: each local replica's rows; None where this worker has none left.
+    """
+
+    rows: int | None
+    blocks: list[Any] | None
+
+
+class Steps(ABC):
+    """The steps of every epoch. Threads that read ahead hold it, and not the dataset that the user holds.
+
+    Attributes:
+        workers: who reads.
+        quorum: how many workers must have rows for a step to take place; asked where a step's rows are not known.
+    """
+
+    def __init__(self, workers: Workers, quorum: int = 1) -> None:
+        self.workers = workers
+        self.quorum = quorum
+
+    @property
+    @abstractmethod
+    def datasets(self) -> tuple[Dataset, ...]:
+        """What this worker reads, as far as it is made of datasets of ours."""
+
+    @property
+    @abstractmethod
+    def row_spec(self) -> Any:
+        """The specs of one row; None where not known yet."""
+
+    @abstractmethod
+    def cardinality(self) -> int:
+        """Return the number of steps of an epoch, the same on every worker; `INFINITE`, or `UNKNOWN`."""
+
+    @abstractmethod
+    def elements(self, epoch: int, start: int) -> Iterator[Step]:
+        """Return an iterator over an epoch's steps from one on; without an end where the workers must find it."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return how the dataset is divided, in a few words."""
+
+    @property
+    def prefetch_depth(self) -> int | None:
+        """How many steps the user's `prefetch` says to read ahead; None where it says nothing."""
+        return None
+
+
+class GlobalSteps(Steps):
+    """DATA: every step's global batch cut into contiguous blocks, one a replica. No worker talks to another.
+
+    With random access a worker reads its own rows only; in order, it makes all batches and takes its part of each.
+    """
+
+    def __init__(self, dataset: Dataset, workers: Workers) -> None:
+        super().__init__(workers)
+        self._dataset = dataset
+
+    @property
+    def datasets(self) -> tuple[Dataset, ...]:
+        return (self._dataset,)
+
+    @property
+    def row_spec(self) -> Any:
+        return self._dataset.row_spec
+
+    def cardinality(self) -> int:
+        return self._dataset.cardinality()
+
+    @property
+    def prefetch_depth(self) -> int | None:
+        return self._dataset.prefetch_depth
+
+    def elements(self, epoch: int, start: int) -> Iterator[Step]:
+        if not self._dataset.random_access:
+            for batch in self._dataset.elements(epoch, start):
+                count = row_count(batch)
+                yield Step(count, cut(batch, self.workers.blocks(count)))
+            return
+        cardinality = self._dataset.cardinality()
+        step = start
+        while cardinality == INFINITE or step < cardinality:
+            yield self._read(epoch, step)
+            step += 1
+
+    def _read(self, epoch: int, step: int) -> Step:
+        """One gather of this worker's rows, then views."""
+        epochs, positions = self._dataset.locate(epoch, step)
+        count = int(positions.size)
+        blocks = self.workers.blocks(count)
+        start, stop = blocks[0][0], blocks[-1][1]
+        rows = self._dataset.gather(epochs[start:stop], positions[start:stop])
+        return Step(count, cut(rows, [(low - start, high - start) for low, high in blocks]))
+
+    def describe(self) -> str:
+        return "each batch cut into blocks (DATA)"
+
+
+class WorkerSteps(Steps):
+    """FILE, OFF and HINT: each worker reads a dataset of its own, in batches of its share of the global batch.
+
+    A worker that has come to its end gets zero rows until none has any; with drop_remainder the steps end with the
+    first. With random access every worker computes all workers' numbers of rows; in order, they ask each other.
+
+    Args:
+        of_workers: every worker's dataset; the same object where they are equal.
+        workers: who reads.
+        policy: its name.
+    """
+
+    def __init__(self, of_workers: Sequence[Dataset], workers: Workers, policy: str) -> None:
+        self._own = of_workers[workers.index]
+        batching = self._own.batching
+        whole = batching is not None and batching.drop_remainder
+        super().__init__(workers, quorum=workers.count if whole else 1)
+        self._policy = policy
+        # Each different dataset, and how many workers read it.
+        self._different = {id(dataset): dataset for dataset in of_workers}
+        self._readers = {key: sum(id(dataset) == key for dataset in of_workers) for key in self._different}
+        self._whole = whole
+        self._known = all(dataset.random_access for dataset in of_workers)
+
+    @property
+    def datasets(self) -> tuple[Dataset, ...]:
+        return (self._own,)
+
+    @property
+    def row_spec(self) -> Any:
+        return self._own.row_spec
+
+    @property
+    def prefetch_depth(self) -> int | None:
+        return self._own.prefetch_depth
+
+    def cardinality(self) -> int:
+        if not self._known:
+            return UNKNOWN
+        lengths = [dataset.cardinality() for dataset in self._different.values()]
+        ending = [length for length in lengths if length != INFINITE]
+        if not ending or (len(ending) < len(lengths) and not self._whole):
+            return INFINITE
+        return min(ending) if self._whole else max(ending)
+
+    def elements(self, epoch: int, start: int) -> Iterator[Step]:
+        if not self._known:
+            yield from self._in_order(epoch, start)
+        cardinality = self.cardinality()
+        step = start
+        while cardinality == INFINITE or step < cardinality:
+            yield self._read(epoch, step)
+            step += 1
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Step]:
+        for batch in self._own.elements(epoch, start):
+            yield Step(None, self.workers.split(batch, row_count(batch)))
+        while True:
+            yield Step(None, None)
+
+    def _read(self, epoch: int, step: int) -> Step:
+        count = sum(n * _rows_in(self._different[key], epoch, step) for key, n in self._readers.items())
+        if not _has(self._own, step):
+            return Step(count, None)
+        epochs, positions = self._own.locate(epoch, step)
+        return Step(count, self.workers.split(self._own.gather(epochs, positions), int(positions.size)))
+
+    def describe(self) -> str:
+        return f"each worker its own batches ({self._policy})"
+
+
+def _has(dataset: Dataset, step: int) -> bool:
+    length = dataset.cardinality()
+    return length == INFINITE or step < length
+
+
+def _rows_in(dataset: Dataset, epoch: int, step: int) -> int:
+    return int(np.size(dataset.locate(epoch, step)[0])) if _has(dataset, step) else 0
