@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +16,15 @@ from numpy.typing import NDArray
 
 from .. import nest
 from ..buffer_pool import BufferPool
-from ..errors import ShardError, explain
+from ..cluster.communicator import running_mpi
+from ..errors import MissingDependencyError, explain
 from .dataset import Addresses, Dataset
-from .readers.choice import choose_reader
+from .readers.choice import READERS, choose_reader
 from .readers.open_files import open_hdf5_files
-from .readers.reader import FieldReader
 from .shards.files import PathLike, resolve
-from .shards.manifest import Field
-from .shards.shard import Shard
+from .shards.shard_set import ShardSet, open_shards
 from .spec import ArraySpec
+from .stats import StageStats
 
 __all__ = ["HDF5Dataset"]
 
@@ -32,73 +36,104 @@ Fields = str | Sequence[str] | Mapping[str, str] | None
 class _Opened:
     """All shards, compared with each other and with the manifest, and a reader for each field."""
 
-    def __init__(self, shards: list[Shard], fields: dict[str, Field], reader: str) -> None:
-        self.shards = shards
-        self.fields = fields
-        self.rows = sum(shard.rows for shard in shards)
-        files = open_hdf5_files()
+    def __init__(self, opened: ShardSet, reader: str, driver: str | None) -> None:
+        self.shards, self.fields, self.skipped = opened.shards, opened.fields, opened.skipped
+        self.rows = sum(shard.rows for shard in opened.shards)
+        files = open_hdf5_files(driver)
         self.readers = {
-            name: choose_reader([shard.storages[name] for shard in shards], reader, files) for name in fields
+            name: choose_reader([shard.storages[name] for shard in opened.shards], reader, files)
+            for name in opened.fields
         }
-        self.pools = {name: BufferPool(_BATCHES) for name in fields}
+        self.pools = {name: BufferPool(_BATCHES) for name in opened.fields}
 
 
 class HDF5Dataset(Dataset):
-    """The rows of HDF5 shards, one file after the other. Not collective: every rank opens the files by itself.
+    """The rows of HDF5 files, one file after the other. Not collective: every rank opens the files by itself.
 
-    Files are opened when something is first asked of them. Contiguous uncompressed data is read through a memory map,
-    everything else through h5py, whole chunks at a time. Files must not change while they are read.
+    The files may be shards that `write_shards` wrote, or others: any datasets with a common first axis, in any groups.
+    Structures (compound types) come as structured arrays, strings as `str` in object arrays, numbers of varying length
+    as arrays in an object array. Files are looked at when something is first asked of them, and must not change while
+    they are read. `print(dataset)` names how each field is read, and why not in a quicker way.
 
     Args:
         files: a file; a directory; a pattern like "data/train-*.h5"; or a list of files, read in the list's order.
             Others are read in the manifest's order, else in natural order (2 before 10).
         fields: None for a dict of all datasets; a list of names for a dict of these; a tuple of names for a tuple; a
-            dict from new names to names in the file; one name for that array alone.
+            dict from new names to names in the file; one name for that array alone. A name is like "x" or "group/x".
         verify: compare every file's bytes with the digest in the manifest before HDF5 opens it.
+        reader: how contiguous uncompressed data is read: "auto" or "mmap" through a memory map, "pread" by reads, for
+            file systems where a file may be cut while it is read (under a map, that kills the process). What is stored
+            otherwise is read in the same way under all of these. "h5py": everything through h5py.
+        on_error: "raise", or "skip" to leave out files that cannot be opened or do not match the others; `skipped`
+            names them. Every rank must see the same files: `fingerprint` tells whether two ranks do.
+        driver: "mpio" to read everything through MPI-IO, where h5py was built with MPI; MPI must be running.
 
     Raises:
-        ShardError: for a missing, truncated or damaged file and for one that does not match its siblings or the
-            manifest, naming the file, what was expected and what came; at once where no file need be opened for it.
+        ShardError: for a missing, truncated or damaged file, for one that does not match the others or the manifest,
+            and for data that lies in other files; naming the file, what was expected and what came; at once where no
+            file need be opened for it, else when something is first asked of the dataset.
+        MissingDependencyError: for driver="mpio" where h5py was built without MPI.
 
     Example:
         data = ms.data.HDF5Dataset("digits/train-*.h5", fields=("image", "label")).shuffle(seed=1).batch(256)
     """
 
     def __init__(
-        self, files: PathLike | Sequence[PathLike], fields: Fields = None, *, verify: bool = False, reader: str = "auto"
+        self,
+        files: PathLike | Sequence[PathLike],
+        fields: Fields = None,
+        *,
+        verify: bool = False,
+        reader: str = "auto",
+        on_error: str = "raise",
+        driver: str | None = None,
     ) -> None:
-        self._files = resolve(files)
-        self._files.check(verify=verify)
         self._structure = _structure(fields)
-        self._reader = reader
+        _one_of("reader", reader, READERS)
+        _one_of("on_error", on_error, ("raise", "skip"))
+        _check_driver(driver, reader)
+        self._reader = "h5py" if driver else reader
+        self._on_error = on_error
+        self._driver = driver
+        self._files = resolve(files).check(verify=verify, on_error=on_error)
         self._opened: _Opened | None = None
         self._lock = threading.Lock()
+        self._counters = StageStats()
 
     def _open(self) -> _Opened:
         with self._lock:
             if self._opened is None:
                 names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
-                self._opened = self._open_all(names)
+                opened = open_shards(self._files, names, driver=self._driver, on_error=self._on_error)
+                self._opened = _Opened(opened, self._reader, self._driver)
+                self._counters.add(files=len(opened.shards))
                 if self._structure is None:
-                    self._structure = {name: name for name in self._opened.fields}
+                    self._structure = {name: name for name in opened.fields}
             return self._opened
 
-    def _open_all(self, names: list[str] | None) -> _Opened:
-        shards: list[Shard] = []
-        fields, reference = self._files.fields, "the manifest"
-        if fields is not None and names is None:
-            names = list(fields)
-        for path, entry in zip(self._files.paths, self._files.entries, strict=True):
-            shard = Shard(path, names)
-            if fields is None:
-                fields, reference = shard.fields, str(path)
-            _compare(shard, fields, reference, check_extra=names is None)
-            if entry is not None and shard.rows != entry.rows:
-                got, remedy = f"{shard.rows} rows", "The file is not the one that was written with the manifest."
-                expected = f"{entry.rows} rows (manifest)"
-                raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=got, remedy=remedy))
-            shards.append(shard)
-        return _Opened(shards, shards[0].fields, self._reader)
+    @property
+    def skipped(self) -> tuple[tuple[Path, str], ...]:
+        """The files that on_error="skip" left out, each with the reason."""
+        return self._open().skipped
+
+    def fingerprint(self) -> int:
+        """Return a number below 2**63 that is the same wherever the same rows are read. Not collective.
+
+        It is made of the files' names, their rows and fields, and the names of the files that were skipped.
+        """
+        opened = self._open()
+        fields = sorted((name, str(field)) for name, field in opened.fields.items())
+        files = [(shard.path.name, shard.rows) for shard in opened.shards]
+        text = repr((files, fields, [path.name for path, _ in opened.skipped]))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    @property
+    def counters(self) -> StageStats:  # type: ignore[override]
+        """What was read so far, by all readers."""
+        total = replace(self._counters)
+        for reader in self._opened.readers.values() if self._opened else ():
+            total.add(bytes_read=reader.counters.bytes_read, chunk_reads=reader.counters.chunk_reads)
+        return total
 
     @property
     def parents(self) -> tuple[Dataset, ...]:
@@ -133,19 +168,30 @@ class HDF5Dataset(Dataset):
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         opened = self._open()
-        if positions.size and not 0 <= positions.min() <= positions.max() < opened.rows:  # readers do not look
+        if (
+            positions.size and positions.view(np.uint64).max() >= opened.rows
+        ):  # negative ones are huge; readers trust us
             got = f"{positions.min()} to {positions.max()}"
             raise IndexError(explain("HDF5Dataset", "rows", expected=f"rows in [0, {opened.rows})", got=got))
-
-        def read(name: str) -> NDArray[Any]:
-            field = opened.fields[name]
-            shape = (positions.size, *field.shape)
-            out = opened.pools[name].empty(math.prod(shape), field.dtype).reshape(shape)
-            opened.readers[name].read(positions, out)
-            return out.astype(field.dtype.newbyteorder("="), copy=False)
-
-        arrays = {name: read(name) for name in dict.fromkeys(nest.flatten(self._structure))}
+        began = time.perf_counter()
+        arrays = {name: self._read(opened, name, positions) for name in dict.fromkeys(nest.flatten(self._structure))}
+        self._counters.add(rows=positions.size, seconds=time.perf_counter() - began)
         return nest.map_structure(lambda name: arrays[name], self._structure)
+
+    @staticmethod
+    def _read(opened: _Opened, name: str, positions: NDArray[np.int64]) -> NDArray[Any]:
+        field = opened.fields[name]
+        row = tuple(length for length in field.shape if length is not None)
+        if row == field.shape:
+            out = opened.pools[name].empty(positions.size * math.prod(row), field.dtype).reshape(positions.size, *row)
+        else:
+            out = np.empty(positions.size, object)
+        opened.readers[name].read(positions, out)
+        if out.dtype.isnative:
+            return out
+        if out.dtype.fields is None:
+            return out.byteswap(inplace=True).view(out.dtype.newbyteorder("="))
+        return out.astype(out.dtype.newbyteorder("="))
 
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         for reader in self._open().readers.values():
@@ -166,19 +212,49 @@ class HDF5Dataset(Dataset):
         return self
 
     def describe(self) -> str:
-        count = len(self._files.paths)
-        where = self._files.paths[0].parent
-        if self._opened is None:
-            return f"HDF5Dataset: {count} file{'s' * (count != 1)} in {where} (not opened yet)"
+        opened = self._opened
+        count = len(self._files.paths) + len(self._files.skipped)
+        skipped = len(opened.skipped if opened else self._files.skipped)
+        directory = (self._files.paths or [path for path, _ in self._files.skipped])[0].parent
+        where = f"HDF5Dataset: {count} file{'s' * (count != 1)} in {directory}"
+        if skipped:
+            where = f"{where} ({skipped} of {count} files skipped)"
+        if opened is None:
+            return f"{where} (not opened yet)"
+        fields = ", ".join(f"{name} {_described(opened, name)}" for name in opened.fields)
+        return f"{where}, {opened.rows} rows of {fields}"
 
-        def how(reader: FieldReader) -> str:
-            return f"{reader.kind}: {reader.reason}" if reader.reason else reader.kind
 
-        fields = ", ".join(
-            f"{name} {ArraySpec(field.shape, field.dtype)} ({how(self._opened.readers[name])})"
-            for name, field in self._opened.fields.items()
+def _described(opened: _Opened, name: str) -> str:
+    """A field's spec, its reader, and why it has no quicker one."""
+    field, reader = opened.fields[name], opened.readers[name]
+    how = f"{reader.kind}: {reader.reason}" if reader.reason else reader.kind
+    return f"{ArraySpec(field.shape, field.dtype)} ({how})"
+
+
+def _one_of(argument: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        expected = " or ".join(map(repr, allowed))
+        raise ValueError(explain("HDF5Dataset", argument, expected=expected, got=repr(value)))
+
+
+def _check_driver(driver: str | None, reader: str) -> None:
+    if driver is None:
+        return
+    import h5py
+
+    _one_of("driver", driver, ("mpio",))
+    if reader in ("mmap", "pread"):
+        expected = f'reader="auto" or "h5py" with driver={driver!r}, which reads everything through h5py'
+        raise ValueError(explain("HDF5Dataset", "reader", expected=expected, got=repr(reader)))
+    if not h5py.get_config().mpi:
+        got, expected = f"h5py {h5py.__version__} without MPI", "an h5py that was built with MPI"
+        remedy = (
+            "Build one against a parallel HDF5 (HDF5_MPI=ON CC=mpicc pip install --no-binary=h5py h5py), or leave"
+            " driver out: the ranks then read the files independently of each other."
         )
-        return f"HDF5Dataset: {count} file{'s' * (count != 1)} in {where}, {self._opened.rows} rows of {fields}"
+        raise MissingDependencyError(explain("HDF5Dataset", "driver", expected=expected, got=got, remedy=remedy))
+    running_mpi("HDF5Dataset")
 
 
 def _structure(fields: Fields) -> Any:
@@ -191,19 +267,3 @@ def _structure(fields: Fields) -> Any:
         expected = "None, a name, a list or tuple of names, or a dict of names"
         raise ValueError(explain("HDF5Dataset", "fields", expected=expected, got=repr(fields)))
     return nest.map_structure(lambda name: name.strip("/"), structure) if structure is not None else None
-
-
-def _compare(shard: Shard, fields: dict[str, Field], reference: str, *, check_extra: bool) -> None:
-    """Raise unless a shard holds the same fields as the reference."""
-    missing = [] if not check_extra else sorted(set(fields) ^ set(shard.fields))
-    if missing:
-        expected, got = f"datasets {sorted(fields)}, as {reference} has", f"{sorted(shard.fields)}"
-        raise ShardError(explain("HDF5Dataset", str(shard.path), expected=expected, got=got))
-    for name, field in shard.fields.items():
-        if name not in fields:
-            expected = f"datasets {sorted(fields)}, as {reference} says"
-            raise ShardError(explain("HDF5Dataset", str(shard.path), expected=expected, got=f"{name!r}"))
-        if field != fields[name]:
-            expected = f"{name!r} as {fields[name]}, like {reference}"
-            remedy = "All shards of a set need the same dtype and row shape: write this one again."
-            raise ShardError(explain("HDF5Dataset", str(shard.path), expected=expected, got=str(field), remedy=remedy))

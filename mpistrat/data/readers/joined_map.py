@@ -112,9 +112,7 @@ def _alone(pieces: Sequence[Piece], row_bytes: int) -> JoinedMap:
     inside = piece.offset % _PAGE
     nbytes = piece.rows * row_bytes
     with closing(Descriptor(piece.file)) as descriptor:
-        mapped = mmap.mmap(
-            descriptor.fileno(), inside + nbytes, access=mmap.ACCESS_READ, offset=piece.offset - inside
-        )
+        mapped = mmap.mmap(descriptor.fileno(), inside + nbytes, access=mmap.ACCESS_READ, offset=piece.offset - inside)
     flat = np.frombuffer(mapped, np.uint8, count=nbytes, offset=inside)
     return JoinedMap(flat.reshape(piece.rows, row_bytes), (0, *[None] * (len(pieces) - 1)))
 

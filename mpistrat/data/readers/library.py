@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...errors import ShardError, explain
 from ..arrays import take_rows
+from ..stats import StageStats
 from .open_files import OpenFiles
 from .reader import OnlyHDF5, RowIndex, Storage
 
@@ -35,10 +36,11 @@ class LibraryReader:
         self._storages = storages
         self._files = files
         self._index = RowIndex([storage.rows for storage in storages])
-        self._row_bytes = max(storage.row_bytes for storage in storages)
+        self.counters = StageStats()
         self._lock = threading.Lock()
         self._pieces: OrderedDict[tuple[int, int], NDArray[Any]] = OrderedDict()  # the one used last at the end
-        self._keep = max(1, _KEPT // max(1, self._row_bytes * max(storage.piece_rows for storage in storages)))
+        self._kept_bytes = 0
+        self._most_bytes = _KEPT
         reasons = (storage.layout.reason for storage in storages if isinstance(storage.layout, OnlyHDF5))
         self.reason = "; ".join(dict.fromkeys(reasons))
 
@@ -65,8 +67,7 @@ class LibraryReader:
         piece_rows = self._storages[shard].piece_rows
         run: list[int] = []
         for piece in [*pieces, None]:
-            with self._lock:
-                kept = None if piece is None else self._pieces.get((shard, piece))
+            kept = None if piece is None else self._recall(shard, piece)
             if run and (piece is None or kept is not None or piece != run[-1] + 1):
                 yield run[0] * piece_rows, self._load(shard, run[0], run[-1] + 1)
                 run = []
@@ -75,39 +76,75 @@ class LibraryReader:
             elif piece is not None:
                 run.append(piece)
 
+    def _recall(self, shard: int, piece: int) -> NDArray[Any] | None:
+        with self._lock:
+            if (shard, piece) not in self._pieces:
+                return None
+            self._pieces.move_to_end((shard, piece))
+            return self._pieces[(shard, piece)]
+
     def _load(self, shard: int, first: int, end: int) -> NDArray[Any]:
         storage = self._storages[shard]
         piece_rows = storage.piece_rows
         start, stop = first * piece_rows, min(end * piece_rows, storage.rows)
         try:
             with self._files.lend(storage.file) as file:
-                block = file[storage.name][start:stop]
-        except (OSError, RuntimeError, KeyError) as error:
-            if isinstance(error, ShardError):
-                raise
+                block = _rows(file[storage.name], storage, start, stop)
+        except ShardError:
+            raise
+        except Exception as error:  # h5py raises many kinds for damaged data
             expected = f"rows {start} to {stop - 1}"
             remedy = "The file is damaged: copy it again, or write the shards again."
             raise ShardError(
-                explain("HDF5Dataset", storage.where, expected=expected, got=str(error), remedy=remedy)
+                explain(
+                    "HDF5Dataset",
+                    storage.where,
+                    expected=expected,
+                    got=f"{type(error).__name__}: {error}",
+                    remedy=remedy,
+                )
             ) from error
-        with self._lock:
-            for piece in range(max(first, end - self._keep), end):
-                rows = block[piece * piece_rows - start : (piece + 1) * piece_rows - start]
-                whole = end - first <= self._keep  # else the block must not live on for the sake of a part
-                self._pieces[(shard, piece)] = rows if whole else rows.copy()
-            while len(self._pieces) > self._keep:
-                self._pieces.popitem(last=False)
+        self.counters.add(bytes_read=len(block) * storage.row_bytes, chunk_reads=end - first)
+        self._remember(shard, first, block)
         return block
+
+    def _remember(self, shard: int, first: int, block: NDArray[Any]) -> None:
+        """Keep the pieces that a block consists of, or as many as there is room for."""
+        storage = self._storages[shard]
+        whole = len(block) * storage.row_bytes <= self._most_bytes  # else no part may keep the block alive
+        with self._lock:
+            for piece, start in enumerate(range(0, len(block), storage.piece_rows), first):
+                rows = block[start : start + storage.piece_rows]
+                last = start + storage.piece_rows >= len(block)
+                if (whole or last) and (shard, piece) not in self._pieces:
+                    self._kept_bytes += len(rows) * storage.row_bytes
+                    self._pieces[(shard, piece)] = rows if whole else rows.copy()
+            while self._kept_bytes > self._most_bytes and len(self._pieces) > 1:
+                (old, _), rows = self._pieces.popitem(last=False)
+                self._kept_bytes -= len(rows) * self._storages[old].row_bytes
 
     def expect(self, rows: NDArray[np.int64]) -> None:
         pass
 
     def keep(self, rows: int) -> None:
-        self._keep = max(self._keep, rows // min(storage.piece_rows for storage in self._storages) + 2)
+        rows += 2 * max(storage.piece_rows for storage in self._storages)  # pieces of which the window has a part
+        self._most_bytes = max(self._most_bytes, rows * max(storage.row_bytes for storage in self._storages))
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
-        if len(self._index) * self._row_bytes <= _KEPT:
+        if sum(storage.rows * storage.row_bytes for storage in self._storages) <= _KEPT:
             return None  # all pieces stay
         pairs = zip(self._index.starts, self._storages, strict=False)
         pieces = [np.arange(start, start + storage.rows, storage.piece_rows) for start, storage in pairs]
         return np.concatenate([*pieces, self._index.starts[-1:]])
+
+
+def _rows(dataset: h5py.Dataset, storage: Storage, start: int, stop: int) -> NDArray[Any]:
+    """Some rows, with strings as `str`."""
+    if None in storage.field.shape:
+        rows = np.empty(stop - start, object)
+        for i, row in enumerate(dataset[start:stop]):
+            rows[i] = np.asarray(row, storage.field.dtype)
+        return rows
+    if storage.field.dtype == object:
+        return dataset.asstr("utf-8")[start:stop]
+    return dataset[start:stop]

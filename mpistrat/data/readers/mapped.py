@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import take_rows
+from ..stats import StageStats
 from .joined_map import Piece, join
 from .reader import Contiguous, RowIndex, Storage
 
@@ -28,6 +29,7 @@ class MappedReader:
     def __init__(self, storages: Sequence[Storage]) -> None:
         self._index = RowIndex([storage.rows for storage in storages])
         self._row_bytes = storages[0].row_bytes
+        self.counters = StageStats()
         self._array_of = np.zeros(len(storages), np.int64)  # which array has a file's rows
         self._shift = np.zeros(len(storages), np.int64)  # what takes a row's number to its place in that array
         self._arrays: list[NDArray[np.uint8]] = []
@@ -47,6 +49,7 @@ class MappedReader:
         if out.nbytes == 0:
             return
         flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self._row_bytes)
+        self.counters.add(bytes_read=flat.nbytes)
         shards = self._index.shard_of(rows)
         places = rows + self._shift[shards]
         if len(self._arrays) == 1:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..stats import StageStats
 from .reader import FieldReader, RowIndex
 
 __all__ = ["MixedReader"]
@@ -37,6 +38,13 @@ class MixedReader:
         counts = ", ".join(f"{r.kind} for {len(p)} files" for r, p in zip(readers, parts, strict=True))
         self.kind = f"mixed: {counts}"
         self.reason = "; ".join(dict.fromkeys(reader.reason for reader in readers if reader.reason))
+
+    @property
+    def counters(self) -> StageStats:
+        total = StageStats()
+        for reader in self._readers:
+            total.add(bytes_read=reader.counters.bytes_read, chunk_reads=reader.counters.chunk_reads)
+        return total
 
     def _shares(self, rows: NDArray[np.int64]) -> list[tuple[FieldReader, NDArray[np.int64], NDArray[np.int64]]]:
         """Each reader that has some of the rows, where they stand among the rows, and its own numbers of them."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Descriptor", "OpenFiles", "ShardFile", "open_bytes", "open_hdf5", "open_hdf5_files"]
 
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _KEPT_OPEN = 128  # files kept open: sets of shards may have more files than a process may open
 
 
@@ -53,14 +54,18 @@ class ShardFile:
 
 
 def open_hdf5(path: Path, driver: str | None = None) -> h5py.File:
-    """Open an HDF5 file for reading.
+    """Open an HDF5 file for reading, with a driver of h5py's: None for its default, or "mpio".
 
     Raises:
         ShardError: when HDF5 refuses it, naming it.
     """
     import h5py
 
-    options = {} if driver is None else {"driver": driver}
+    options = {}
+    if driver == "mpio":
+        from mpi4py import MPI
+
+        options = {"driver": driver, "comm": MPI.COMM_SELF}  # no rank waits for another
     try:
         return h5py.File(path, "r", **options)
     except OSError as error:
@@ -69,7 +74,7 @@ def open_hdf5(path: Path, driver: str | None = None) -> h5py.File:
 
 def _refused(path: Path, error: OSError, got: str) -> ShardError:
     remedy = "The file is damaged, truncated or not HDF5: copy it again, or write the shards again."
-    if error.errno in (errno.EMFILE, errno.ENFILE):
+    if error.errno in _TOO_MANY:
         remedy = "Raise the number of files that a process may open (ulimit -n)."
     elif path.exists():
         got = f"a file of {path.stat().st_size} bytes: {got}"
@@ -103,7 +108,7 @@ class OpenFiles(Generic[Handle]):
             found = next((i for i, (path, _) in enumerate(self._idle) if path == file.path), None)
             handle = None if found is None else self._idle.pop(found)[1]
         if handle is None:
-            handle = self._opener(file)
+            handle = self._open(file)
         try:
             yield handle
         finally:
@@ -111,6 +116,17 @@ class OpenFiles(Generic[Handle]):
                 self._idle.append((file.path, handle))
                 oldest = [self._idle.pop(0)] if len(self._idle) > _KEPT_OPEN else []
             _close(oldest)
+
+    def _open(self, file: ShardFile) -> Handle:
+        try:
+            return self._opener(file)
+        except ShardError as error:
+            if getattr(error.__cause__, "errno", None) not in _TOO_MANY:
+                raise
+            with self._lock:
+                idle, self._idle[:] = list(self._idle), []
+            _close(idle)
+            return self._opener(file)
 
 
 def _close(files: list[tuple[Path, Handle]]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShardError, explain
+from ..stats import StageStats
 from .open_files import open_bytes
 from .reader import Contiguous, RowIndex, Storage
 
@@ -33,6 +34,7 @@ class PositionalReader:
         self._storages = storages
         self._index = RowIndex([storage.rows for storage in storages])
         self._row_bytes = storages[0].row_bytes
+        self.counters = StageStats()
         self._files = open_bytes()
         self.reason = reason
 
@@ -40,6 +42,7 @@ class PositionalReader:
         if out.nbytes == 0:
             return
         flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self._row_bytes)
+        self.counters.add(bytes_read=flat.nbytes)
         order = np.argsort(rows, kind="stable")
         ordered = rows[order]
         again = np.flatnonzero(np.diff(ordered) == 0) + 1  # rows that were asked for more than once
@@ -59,7 +62,7 @@ class PositionalReader:
                 for first, buffers in _runs(rows[own] - self._index.starts[shard], places[own], flat):
                     self._fill(storage, first * self._row_bytes, buffers, file.fileno())
 
-    def _fill(self, storage: Storage, start: int, buffers: list[NDArray[np.uint8]], descriptor: int) -> None:
+    def _fill(self, storage: Storage, start: int, buffers: list[memoryview], descriptor: int) -> None:
         """Read one piece of a dataset, from a byte on, into several buffers."""
         assert isinstance(storage.layout, Contiguous)
         position = storage.layout.offset + start
@@ -71,8 +74,8 @@ class PositionalReader:
             if not count:
                 raise self._error(storage, position, f"the end of the file at {os.fstat(descriptor).st_size}")
             position += count
-            while buffers and count >= buffers[0].size:
-                count -= buffers.pop(0).size
+            while buffers and count >= buffers[0].nbytes:
+                count -= buffers.pop(0).nbytes
             if count:
                 buffers[0] = buffers[0][count:]
 
@@ -94,16 +97,16 @@ class PositionalReader:
 
 def _runs(
     rows: NDArray[np.int64], places: NDArray[np.int64], flat: NDArray[np.uint8]
-) -> Iterator[tuple[int, list[NDArray[np.uint8]]]]:
+) -> Iterator[tuple[int, list[memoryview]]]:
     """Runs of neighbouring rows: the first row, and the buffers that the run goes to, which are pieces of `flat`."""
     new_run = np.diff(rows) != 1
     cuts = np.flatnonzero(new_run | (np.diff(places) != 1)) + 1
     begins = [True, *new_run[cuts - 1].tolist()]
-    first, buffers = int(rows[0]), list[NDArray[np.uint8]]()
+    first, buffers = int(rows[0]), list[memoryview]()
     for new, (start, stop) in zip(begins, itertools.pairwise([0, *cuts.tolist(), rows.size]), strict=True):
         if buffers and (new or len(buffers) == _BUFFERS):
             yield first, buffers
             first, buffers = int(rows[start]), []
         place = int(places[start])
-        buffers.append(flat[place : place + stop - start].reshape(-1))
+        buffers.append(flat[place : place + stop - start].reshape(-1).data)
     yield first, buffers

@@ -36,18 +36,25 @@ Layout = Contiguous | Chunks | OnlyHDF5
 
 @dataclass(frozen=True)
 class Storage:
-    """One dataset of one file: all that a reader needs to know, so that the file need not stay open."""
+    """One dataset of one file: all that a reader needs to know, so that the file need not stay open.
+
+    Attributes:
+        file: the file.
+        name: the dataset.
+        field: what its rows are.
+        rows: how many.
+        row_bytes: bytes of a row; about so many where they vary.
+        piece_rows: rows that h5py had better read together.
+        layout: how they are stored.
+    """
 
     file: ShardFile
     name: str
     field: Field
     rows: int
-    piece_rows: int  # rows that HDF5 had better read together
+    row_bytes: int
+    piece_rows: int
     layout: Layout
-
-    @property
-    def row_bytes(self) -> int:
-        return self.field.dtype.itemsize * int(np.prod([length or 0 for length in self.field.shape], dtype=np.int64))
 
     @property
     def where(self) -> str:
@@ -83,11 +90,22 @@ class RowIndex:
                 yield int(shards[start]), slice(start, stop)
 
 
+class Counters(Protocol):
+    """What a reader has read so far."""
+
+    bytes_read: int
+    chunk_reads: int
+
+
 class FieldReader(Protocol):
     """Reads rows of one field of a whole set of files. Rows are numbered through the files, in the set's order."""
 
     kind: str  # how it reads, in a few words
     reason: str  # why not in a quicker way; empty where there is none
+
+    @property
+    def counters(self) -> Counters:
+        """What it has read so far."""
 
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Copy rows, in range and in any order, into a C-contiguous buffer of the field's dtype."""

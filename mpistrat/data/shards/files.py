@@ -23,39 +23,69 @@ _SUFFIXES = (".h5", ".hdf5")
 
 @dataclass(frozen=True)
 class FileSet:
-    """Files in order, each with its manifest entry where there is one, and the fields that a manifest promises."""
+    """Files in order, each with its manifest entry where there is one, and the fields that a manifest promises.
+
+    Attributes:
+        paths: the files.
+        entries: what a manifest says of each.
+        fields: what the manifest of the set says of all.
+        skipped: files that were left out, and why.
+    """
 
     paths: tuple[Path, ...]
     entries: tuple[ShardEntry | None, ...]
     fields: dict[str, Field] | None
+    skipped: tuple[tuple[Path, str], ...] = ()
 
-    def check(self, *, verify: bool) -> None:
+    def check(self, *, verify: bool, on_error: str = "raise") -> FileSet:
         """Compare what can be seen without HDF5 with the manifest: presence, bytes and, if asked, digests.
+
+        Returns:
+            The set; with on_error="skip" without the files that are bad.
 
         Raises:
             ShardError: naming the file.
         """
-        for path, entry in zip(self.paths, self.entries, strict=True):
-            if not path.is_file():
-                got = "something else than a file" if path.exists() else "no such file"
-                remedy = "Restore the file, or write the shards again."
-                raise ShardError(explain("HDF5Dataset", str(path), expected="an HDF5 file", got=got, remedy=remedy))
-            size = path.stat().st_size
-            if entry is not None and size != entry.bytes:
-                got = f"{size} bytes: the file is {'truncated' if size < entry.bytes else 'another one'}"
-                raise ShardError(
-                    explain(
-                        "HDF5Dataset", str(path), expected=f"{entry.bytes} bytes (manifest)", got=got, remedy=_REMEDY
-                    )
-                )
-            if verify:
-                _verify(path, entry)
+        good: list[int] = []
+        skipped: list[tuple[Path, str]] = []
+        for index, (path, entry) in enumerate(zip(self.paths, self.entries, strict=True)):
+            try:
+                _check(path, entry, verify=verify)
+                good.append(index)
+            except ShardError as error:
+                if on_error != "skip":
+                    raise
+                skipped.append((path, str(error)))
+        paths, entries = tuple(self.paths[i] for i in good), tuple(self.entries[i] for i in good)
+        return FileSet(paths, entries, self.fields, tuple(skipped))
+
+
+def _check(path: Path, entry: ShardEntry | None, *, verify: bool) -> None:
+    got, size = "", 0
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        got = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+    if not got and not path.is_file():
+        got = "a directory" if path.is_dir() else "something else than a file"
+    if not got and not size:
+        got = "an empty file, of 0 bytes"
+    if got:
+        remedy = "Restore the file, or write the shards again."
+        raise ShardError(explain("HDF5Dataset", str(path), expected="an HDF5 file", got=got, remedy=remedy))
+    if entry is not None and size != entry.bytes:
+        got = f"{size} bytes: the file is {'truncated' if size < entry.bytes else 'another one'}"
+        expected = f"{entry.bytes} bytes (manifest)"
+        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=got, remedy=_REMEDY))
+    if verify:
+        _verify(path, entry)
 
 
 _REMEDY = "Copy the file again, or write the shards again."
 
 
 def _verify(path: Path, entry: ShardEntry | None) -> None:
+    """Compare the digest of a file's bytes."""
     if entry is None:
         expected = "a digest in a manifest, which verify=True compares"
         remedy = "Write the shards with ms.data.write_shards, or pass verify=False."
@@ -66,6 +96,9 @@ def _verify(path: Path, entry: ShardEntry | None) -> None:
         expected = f"a digest that can be computed here, not {entry.digest.partition(':')[0]!r}"
         remedy = "Install xxhash, or pass verify=False."
         raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=str(error), remedy=remedy)) from error
+    except OSError as error:
+        got = str(error)
+        raise ShardError(explain("HDF5Dataset", str(path), expected="a file that can be read", got=got)) from error
     if found != entry.digest:
         expected = f"digest {entry.digest} (manifest)"
         raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=found, remedy=_REMEDY))

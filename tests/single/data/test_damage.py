@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ import h5py
 import numpy as np
 import pytest
 
-from mpistrat.data import DistributedDataset, HDF5Dataset, write_shards
+from mpistrat import OneDeviceStrategy
+from mpistrat.data import HDF5Dataset, write_shards
 from mpistrat.errors import ShardError
 
 
@@ -134,6 +136,91 @@ def test_a_file_that_the_manifest_does_not_list_is_named(shards: list[Path]) -> 
         HDF5Dataset(shards[0].parent / "*.h5")
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.write_bytes(b""), "an empty file, of 0 bytes"),
+        (lambda path: path.mkdir(), "a directory"),
+        (lambda path: os.mkfifo(path), "something else than a file"),
+        (lambda path: path.symlink_to("nowhere"), "no such file"),
+        (lambda path: plain(path), "at least one dataset with rows, got none"),
+        (lambda path: plain(path, mean=np.array(3.0)), "only datasets without rows: mean"),
+    ],
+)
+def test_what_is_no_file_with_rows_is_named(tmp_path: Path, make: Any, message: str) -> None:
+    make(tmp_path / "odd.h5")
+    plain(tmp_path / "good.h5", x=np.arange(3))
+    with pytest.raises(ShardError, match=rf"odd\.h5: .*{message}"):
+        open_all([tmp_path / "good.h5", tmp_path / "odd.h5"])
+
+
+# Files left out.
+
+
+def bad_set(directory: Path) -> tuple[list[Path], dict[str, str]]:
+    """Eight files of which three are good, and what is wrong with the others."""
+    paths = [directory / f"{number}.h5" for number in range(8)]
+    for number, path in enumerate(paths):
+        plain(path, x=np.arange(number * 10, number * 10 + 5))
+    plain(paths[0], x=np.zeros(5))
+    paths[2].write_text("not HDF5")
+    os.truncate(paths[3], 2060)
+    paths[5].unlink()
+    plain(paths[7], y=np.arange(5))
+    return paths, {"0": "float64", "2": "HDF5", "3": "HDF5", "5": "no such file", "7": "'x'|'y'"}
+
+
+@pytest.mark.parametrize("fields", ["x", None])
+def test_bad_files_are_left_out_on_request(tmp_path: Path, fields: str | None, caplog: Any) -> None:
+    paths, wrong = bad_set(tmp_path)
+    dataset = HDF5Dataset(paths, fields, on_error="skip")
+    rows = dataset.rows(range(len(dataset)))
+    found = rows if fields else rows["x"]
+    assert found.tolist() == [*range(10, 15), *range(40, 45), *range(60, 65)]
+    assert {path.stem: bool(re.search(wrong[path.stem], why)) for path, why in dataset.skipped} == dict.fromkeys(
+        wrong, True
+    )
+    assert "5 of 8 files skipped" in str(dataset)
+    assert "5 of 8 files skipped" in caplog.text
+    with pytest.raises(ShardError):
+        open_all(paths, fields=fields)
+
+
+def test_wrong_digests_and_counts_of_rows_are_left_out_on_request(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, {"x": np.arange(100)}, num_shards=5)
+    damaged = bytearray(paths[1].read_bytes())
+    damaged[-1] ^= 1
+    paths[1].write_bytes(damaged)
+    document = json.loads((tmp_path / "manifest.json").read_text())
+    document["shards"][3]["rows"] = 19
+    (tmp_path / "manifest.json").write_text(json.dumps(document))
+    dataset = HDF5Dataset(tmp_path, "x", verify=True, on_error="skip")
+    assert dataset.rows(range(60)).tolist() == [*range(20), *range(40, 60), *range(80, 100)]
+    assert [path for path, _ in dataset.skipped] == [paths[1], paths[3]]
+
+
+def test_one_file_at_least_must_be_good(tmp_path: Path) -> None:
+    (tmp_path / "a.h5").write_text("not HDF5")
+    with pytest.raises(ShardError, match=r"a\.h5: expected a set with a good file, got 1 of 1 files skipped"):
+        open_all(tmp_path, on_error="skip")
+    (tmp_path / "a.h5").unlink()
+    with pytest.raises(ShardError, match=r"a\.h5: expected a set with a good file"):
+        open_all([tmp_path / "a.h5"], on_error="skip")
+
+
+def test_the_fingerprint_tells_sets_apart(tmp_path: Path) -> None:
+    write_shards(tmp_path / "one", {"x": np.arange(100)}, num_shards=4)
+    write_shards(tmp_path / "two", {"x": np.arange(100, 200)}, num_shards=4)
+    write_shards(tmp_path / "three", {"x": np.arange(99)}, num_shards=4)
+    write_shards(tmp_path / "four", {"x": np.arange(100.0)}, num_shards=4)
+    prints = [HDF5Dataset(tmp_path / name, on_error="skip").fingerprint() for name in ("one", "two", "three", "four")]
+    assert prints[0] == prints[1]  # the same names, rows and fields
+    assert len({*prints}) == 3
+    assert all(0 <= number < 2**63 for number in prints)
+    next((tmp_path / "two").glob("00001*.h5")).write_text("x")
+    assert HDF5Dataset(tmp_path / "two", on_error="skip").fingerprint() != prints[0]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "mpistrat.shards", "version": 99}'])
 def test_a_damaged_manifest_is_named(shards: list[Path], text: str) -> None:
     (shards[0].parent / "manifest.json").write_text(text)
@@ -176,8 +263,8 @@ def test_a_file_that_changes_between_epochs_is_named(shards: list[Path]) -> None
 def test_damage_is_found_when_the_dataset_is_distributed(shards: list[Path]) -> None:
     rewrite(shards, x=np.zeros((33, 3), np.float32), y=np.arange(33))
     dataset = HDF5Dataset(shards[0].parent).batch(10)
-    with pytest.raises(ShardError, match=shards[1].name):
-        DistributedDataset(dataset, num_replicas=1, replica_offset=0, num_local_replicas=1)
+    with OneDeviceStrategy("cpu:0") as strategy, pytest.raises(ShardError, match=shards[1].name):
+        strategy.distribute_dataset(dataset)
 
 
 def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
@@ -204,16 +291,12 @@ def virtual(file: h5py.File) -> None:
     file.create_virtual_dataset("x", layout)
 
 
-def strings(file: h5py.File) -> None:
-    file["x"] = ["a", "bc"]
-
-
 def references(file: h5py.File) -> None:
     file["y"] = np.arange(3)
     file.create_dataset("x", (3,), h5py.ref_dtype)
 
 
-@pytest.mark.parametrize("make", [external_link, external_storage, virtual, strings, references])
+@pytest.mark.parametrize("make", [external_link, external_storage, virtual, references])
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, make: Any) -> None:
     with h5py.File(tmp_path / "odd.h5", "w") as file:
         make(file)

@@ -128,4 +128,3 @@ except OSError as error:
     assert "pread: not mapped: [Errno 12] Cannot allocate memory" in first
     assert second.startswith("ShardError")
     assert "0.h5: x" in second
-

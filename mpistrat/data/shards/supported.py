@@ -1,0 +1,110 @@
+"""What a dataset's rows are, and what is refused: data outside the declared files, references, unknown filters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Set
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .links import Refused, find
+from .manifest import Field
+
+if TYPE_CHECKING:
+    import h5py
+
+__all__ = ["check_storage", "field_of"]
+
+_VIRTUAL = 8  # virtual datasets drawn from virtual datasets, at most
+
+
+def field_of(dataset: h5py.Dataset) -> Field:
+    """Return the dtype and the shape of a dataset's rows.
+
+    Variable-length strings are `object`; rows of numbers whose length varies have the shape (None,).
+
+    Raises:
+        Refused: for references, and for what NumPy has no array of.
+    """
+    import h5py
+
+    dtype, shape = dataset.dtype, tuple(map(int, dataset.shape[1:]))
+    string, base = h5py.check_string_dtype(dtype), h5py.check_vlen_dtype(dtype)
+    if string is not None:
+        return Field(np.dtype(object if string.length is None else dtype.str), shape)
+    if base is not None:
+        if not isinstance(base, np.dtype) or base.hasobject or base.kind == "V" or shape:
+            raise Refused(f"rows of shape {shape} of variable-length {base}: numbers along one axis can be read")
+        if not base.isnative:
+            raise Refused(f"variable-length {base}, whose bytes h5py does not put in order")
+        return Field(np.dtype(base.str), (None,))
+    if h5py.check_ref_dtype(dtype) is not None:
+        raise Refused("references to other objects")
+    if dtype.hasobject:
+        raise Refused(f"a structure with variable-length members or references, {dtype}")
+    return Field(np.dtype(dtype.str) if dtype.fields is None and dtype.subdtype is None else dtype, shape)
+
+
+def check_storage(dataset: h5py.Dataset, path: Path, declared: Set[Path]) -> None:
+    """Refuse a dataset whose data lies elsewhere than in the declared files, or cannot be decoded.
+
+    Args:
+        dataset: the dataset.
+        path: its file.
+        declared: resolved paths, of this file too.
+
+    Raises:
+        Refused: with the reason.
+    """
+    _check(dataset, path, declared, _VIRTUAL)
+
+
+def _check(dataset: h5py.Dataset, path: Path, declared: Set[Path], depth: int) -> None:
+    import h5py
+
+    if dataset.external:
+        raise Refused(f"external storage in {dataset.external[0][0]}")
+    if dataset.is_virtual:
+        for source in dataset.virtual_sources():
+            _check_source(source, path, declared, depth)
+        return
+    plist = dataset.id.get_create_plist()
+    for index in range(plist.get_nfilters()):
+        code, _, _, name = plist.get_filter(index)
+        if not h5py.h5z.filter_avail(code):
+            raise Refused(f"filter {code} ({name.decode(errors='replace')}), which this HDF5 does not have")
+
+
+def _check_source(source: Any, path: Path, declared: Set[Path], depth: int) -> None:
+    """Refuse a source of a virtual dataset for which HDF5 would look elsewhere, or fill in what is not there."""
+    import h5py
+
+    where = f"a virtual dataset that draws from {source.dset_name} in {source.file_name}"
+    if not depth:
+        raise Refused(f"{where}, through too many virtual datasets")
+    if source.file_name != "." and os.environ.get("HDF5_VDS_PREFIX"):
+        raise Refused(f"{where}, while HDF5_VDS_PREFIX says where to look for it")
+    file_path = path if source.file_name == "." else (path.resolve().parent / source.file_name).resolve()
+    if file_path.resolve() not in declared:
+        raise Refused(f"{where}, which is none of the files of this dataset")
+    with h5py.File(file_path, "r") as file:
+        found = find(file, source.dset_name)
+        if found is None:
+            raise Refused(f"{where}, which is not there")
+        _check_extent(source, found, where)
+        _check(found, file_path, declared, depth - 1)
+
+
+def _check_extent(source: Any, found: h5py.Dataset, where: str) -> None:
+    """Refuse a source that has fewer elements than the virtual dataset takes: some HDF5s would fill in the others."""
+    import h5py
+
+    if source.src_space.get_select_type() == h5py.h5s.SEL_ALL:
+        enough = source.vspace.get_select_npoints() == found.size
+    else:
+        shape = source.src_space.shape
+        enough = len(shape) == found.ndim and all(a <= b for a, b in zip(shape, found.shape, strict=True))
+    if not enough:
+        raise Refused(f"{where}, which has the shape {found.shape} only")

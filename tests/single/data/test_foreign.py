@@ -1,0 +1,312 @@
+"""HDF5 files that others wrote: groups, structures, strings, rows of varying length, virtual datasets, links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from mpistrat.data import ArraySpec, HDF5Dataset
+from mpistrat.errors import MissingDependencyError, ShardError
+
+ORDER = [7, 0, 3, 3, 11, 1]
+
+
+def two_files(directory: Path, write: Callable[[h5py.File, slice], None], rows: int = 12) -> None:
+    """Write the rows to two files of different length."""
+    for number, part in enumerate((slice(0, 5), slice(5, rows))):
+        with h5py.File(directory / f"part-{number}.h5", "w") as file:
+            write(file, part)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"chunks": (2,)}, {"chunks": (3,), "compression": "gzip"}], ids=["contiguous", "chunked", "gzip"]
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_strings_of_varying_length(tmp_path: Path, options: dict[str, Any], encoding: str) -> None:
+    texts = ["", "a", "Ärger ✓" if encoding == "utf-8" else "plain", "x" * 1000] * 3
+
+    def write(file: h5py.File, part: slice) -> None:
+        file.create_dataset("group/text", data=texts[part], dtype=h5py.string_dtype(encoding), **options)
+
+    two_files(tmp_path, write)
+    dataset = HDF5Dataset(tmp_path, "group/text")
+    assert dataset.row_spec == ArraySpec((), object)
+    rows = dataset.rows(ORDER)
+    assert rows.dtype == object
+    assert rows.tolist() == [texts[i] for i in ORDER]
+    assert all(type(text) is str for text in rows)
+    assert [text for batch in dataset.batch(5) for text in batch] == texts
+    assert "h5py: rows of varying length" in str(dataset)
+
+
+def test_strings_in_several_axes_and_of_fixed_length(tmp_path: Path) -> None:
+    pairs = np.array([[f"a{i}", f"b{i}"] for i in range(12)], object)
+    fixed = np.array([f"n{i}" for i in range(12)], "S5")
+    utf8 = [f"ü{i}" for i in range(12)]
+
+    def write(file: h5py.File, part: slice) -> None:
+        file.create_dataset("pairs", data=pairs[part], dtype=h5py.string_dtype())
+        file["fixed"] = fixed[part]
+        file.create_dataset("utf8", data=[text.encode() for text in utf8[part]], dtype=h5py.string_dtype("utf-8", 6))
+
+    two_files(tmp_path, write)
+    rows = HDF5Dataset(tmp_path).rows(ORDER)
+    assert rows["pairs"].tolist() == pairs[ORDER].tolist()
+    assert rows["fixed"].dtype == "S5"
+    assert rows["fixed"].tolist() == fixed[ORDER].tolist()
+    assert [text.decode() for text in rows["utf8"]] == [utf8[i] for i in ORDER]
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "latin.h5", "w") as file:
+        file.create_dataset("text", data=[b"good", b"M\xfcnchen"], dtype=h5py.string_dtype("ascii"))
+    with pytest.raises(ShardError, match=r"latin\.h5: text: .*rows 0 to 1.*utf-8"):
+        HDF5Dataset(tmp_path, "text").rows([0])
+
+
+def test_rows_of_varying_length(tmp_path: Path) -> None:
+    ragged = [np.arange(n % 4, dtype=np.int16) * n for n in range(12)]
+
+    def write(file: h5py.File, part: slice) -> None:
+        field = file.create_dataset("r", (len(ragged[part]),), h5py.vlen_dtype(np.int16))
+        for i, row in enumerate(ragged[part]):
+            field[i] = row
+        file["label"] = np.arange(12)[part]
+
+    two_files(tmp_path, write)
+    dataset = HDF5Dataset(tmp_path, ("r", "label"))
+    assert dataset.row_spec == (ArraySpec((None,), np.int16), ArraySpec((), np.int64))
+    rows, labels = dataset.rows(ORDER)
+    assert rows.dtype == object
+    assert rows.shape == (6,)
+    assert labels.tolist() == ORDER
+    for row, i in zip(rows, ORDER, strict=True):
+        assert row.dtype == np.int16
+        assert np.array_equal(row, ragged[i])
+    assert dataset.rows([])[0].shape == (0,)
+
+
+def test_structures_enums_and_other_numbers(tmp_path: Path) -> None:
+    inner = np.dtype([("a", "<i2"), ("b", "<f4", (2,))])
+    table = np.zeros(12, np.dtype([("t", "<f8"), ("name", "S3"), ("inner", inner)]))
+    table["t"], table["name"], table["inner"]["b"] = np.arange(12), b"xyz", np.arange(24).reshape(12, 2)
+    swapped = np.array([(i, i / 2) for i in range(12)], [("a", ">i4"), ("b", ">f8")])
+    arrays = {
+        "table": table,
+        "swapped": swapped,
+        "flag": np.arange(12) % 3 == 0,
+        "half": np.arange(12, dtype=np.float16),
+        "wave": np.arange(12) * (1 + 2j),
+        "big": np.arange(24, dtype=">u2").reshape(12, 2),
+    }
+
+    def write(file: h5py.File, part: slice) -> None:
+        for name, array in arrays.items():
+            file[f"g/{name}"] = array[part]
+        file.create_dataset(
+            "g/colour", data=np.arange(12)[part] % 2, dtype=h5py.enum_dtype({"RED": 0, "GREEN": 1}, "i1")
+        )
+
+    two_files(tmp_path, write)
+    dataset = HDF5Dataset(tmp_path)
+    rows = dataset.rows(ORDER)
+    for name, array in arrays.items():
+        found = rows[f"g/{name}"]
+        assert found.dtype == array.dtype.newbyteorder("=") == dataset.row_spec[f"g/{name}"].dtype
+        assert np.array_equal(found, array[ORDER])
+    assert rows["g/colour"].tolist() == [i % 2 for i in ORDER]
+    assert rows["g/colour"].dtype == np.int8
+    assert dataset.rows([2])["g/table"]["inner"]["b"].tolist() == [[4.0, 5.0]]
+
+
+def test_files_that_store_a_field_in_different_ways(tmp_path: Path) -> None:
+    data = np.arange(120.0).reshape(40, 3)
+    ways: list[dict[str, Any]] = [{}, {"chunks": (4, 3), "compression": "gzip"}, {}, {"chunks": (4, 2)}]
+    for number, options in enumerate(ways):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file.create_dataset("x", data=data[number * 10 : number * 10 + 10], **options)
+    dataset = HDF5Dataset(tmp_path, "x")
+    order = np.random.default_rng(0).integers(0, 40, 100)
+    assert np.array_equal(dataset.rows(order), data[order])
+    assert np.array_equal(dataset.rows(range(8, 33)), data[8:33])
+    assert "memory map for 2 files" in str(dataset)
+    assert "h5py for 1 file" in str(dataset)
+    assert "not of whole rows" in str(dataset)
+    starts = dataset.chunk_starts()
+    assert starts is None or (starts[0] == 0 and starts[-1] == 40 and (np.diff(starts) > 0).all())
+
+
+@pytest.mark.parametrize("reader", ["auto", "mmap", "pread", "h5py"])
+def test_every_reader_reads_the_same(tmp_path: Path, reader: str) -> None:
+    data = np.random.default_rng(0).random((12, 7))
+
+    def write(file: h5py.File, part: slice) -> None:
+        file["x"] = data[part]
+        file.create_dataset("z", data=data[part], compression="gzip")
+
+    two_files(tmp_path, write)
+    dataset = HDF5Dataset(tmp_path, reader=reader)
+    rows = dataset.rows(ORDER)
+    assert np.array_equal(rows["x"], data[ORDER])
+    assert np.array_equal(rows["z"], data[ORDER])
+    expected = {"auto": "(memory map)", "mmap": "(memory map)", "pread": '(pread: reader="pread")', "h5py": "(h5py"}
+    assert f"x float64[7] {expected[reader]}" in str(dataset)
+
+
+def test_wrong_settings() -> None:
+    for settings in ({"reader": "fast"}, {"on_error": "ignore"}, {"driver": "core"}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            HDF5Dataset(__file__, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reader.*h5py"):
+        HDF5Dataset(__file__, driver="mpio", reader="mmap")
+
+
+@pytest.mark.skipif(h5py.get_config().mpi, reason="this h5py was built with MPI")
+def test_mpi_io_needs_an_h5py_with_mpi() -> None:
+    with pytest.raises(MissingDependencyError, match="driver: expected an h5py.* built with MPI.*HDF5_MPI=ON"):
+        HDF5Dataset(__file__, driver="mpio")
+
+
+# Virtual datasets.
+
+
+def virtual(path: Path, source: str, name: str = "x", *, rows: int = 4) -> None:
+    layout = h5py.VirtualLayout((rows,), "i8")
+    layout[:] = h5py.VirtualSource(source, name, (rows,))
+    with h5py.File(path, "a") as file:
+        file.create_virtual_dataset("v", layout)
+
+
+def plain(path: Path, start: int = 0, rows: int = 4) -> None:
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(start, start + rows)
+
+
+def test_virtual_datasets_over_declared_files_are_read(tmp_path: Path) -> None:
+    plain(tmp_path / "a.h5")
+    plain(tmp_path / "b.h5", 4)
+    virtual(tmp_path / "a.h5", "b.h5")
+    virtual(tmp_path / "b.h5", str(tmp_path / "a.h5"))
+    dataset = HDF5Dataset(tmp_path, "v")
+    assert dataset.rows(range(8)).tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert "a virtual dataset" in str(dataset)
+
+
+def test_a_virtual_dataset_over_its_own_file_is_read(tmp_path: Path) -> None:
+    plain(tmp_path / "a.h5")
+    virtual(tmp_path / "a.h5", ".")
+    rows = HDF5Dataset(tmp_path).rows([3, 0])
+    assert {name: array.tolist() for name, array in rows.items()} == {"x": [3, 0], "v": [3, 0]}
+
+
+def test_virtual_datasets_over_other_files_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = tmp_path / "set"
+    inside.mkdir()
+    plain(inside / "a.h5")
+    plain(tmp_path / "other.h5")
+    virtual(inside / "a.h5", "../other.h5")
+    with pytest.raises(ShardError, match=r"a\.h5: v: .*\.\./other\.h5, which is none of the files"):
+        len(HDF5Dataset(inside))
+    monkeypatch.setenv("HDF5_VDS_PREFIX", str(tmp_path))
+    with pytest.raises(ShardError, match="HDF5_VDS_PREFIX"):
+        len(HDF5Dataset([inside / "a.h5", tmp_path / "other.h5"], "v"))
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "rows", "message"),
+    [("b.h5", "y", 4, "not there"), ("b.h5", "x", 9, r"shape \(4,\) only")],
+)
+def test_sources_that_hdf5_would_fill_in_are_refused(
+    tmp_path: Path, source: str, name: str, rows: int, message: str
+) -> None:
+    plain(tmp_path / "a.h5")
+    plain(tmp_path / "b.h5")
+    virtual(tmp_path / "a.h5", source, name, rows=rows)
+    with pytest.raises(ShardError, match=f"a.h5: v: .*{message}"):
+        len(HDF5Dataset([tmp_path / "a.h5", tmp_path / "b.h5"], "v"))
+
+
+def test_virtual_datasets_in_a_circle_are_refused(tmp_path: Path) -> None:
+    for one, other in (("a", "b"), ("b", "a")):
+        virtual(tmp_path / f"{one}.h5", f"{other}.h5", "v")
+    with pytest.raises(ShardError, match="too many virtual datasets"):
+        len(HDF5Dataset(tmp_path, "v"))
+
+
+# Links.
+
+
+def test_links_inside_the_file_are_followed(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["deep/x"] = np.arange(4)
+        file["deep/again"] = file["/"]  # a group inside itself
+        file["alias"] = h5py.SoftLink("deep")
+        file["deep/up"] = h5py.SoftLink("x")
+        file["dangling"] = h5py.SoftLink("/nowhere")
+    for name in ("deep/x", "/deep/x", "alias/x", "alias/up", "deep/again/alias/x"):
+        assert HDF5Dataset(tmp_path, name).rows([2, 0]).tolist() == [2, 0]
+    assert list(HDF5Dataset(tmp_path).rows([0])) == ["deep/x"]
+    for name in ("dangling", "deep", "deep/x/y", "nothing"):
+        with pytest.raises(ShardError, match=rf"a\.h5: expected a dataset '{name}', got datasets \['deep/x'\]"):
+            len(HDF5Dataset(tmp_path, name))
+
+
+def test_links_out_of_the_file_are_refused_unless_nobody_asks_for_them(tmp_path: Path) -> None:
+    plain(tmp_path / "other.h5")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.arange(4)
+        file["away"] = h5py.ExternalLink("other.h5", "/")
+        file["soft"] = h5py.SoftLink("/away/x")
+        file["loop"] = h5py.SoftLink("/loop")
+    both = [tmp_path / "a.h5", tmp_path / "other.h5"]
+    with pytest.raises(ShardError, match=r"a\.h5: .*external link at away, to other\.h5.*fields="):
+        len(HDF5Dataset(both))
+    for name in ("away/x", "soft"):
+        with pytest.raises(ShardError, match=rf"a\.h5: {name}: .*external link at /away, to other\.h5"):
+            len(HDF5Dataset(both, name))
+    with pytest.raises(ShardError, match=r"a\.h5: loop: .*soft links"):
+        len(HDF5Dataset(both, "loop"))
+    assert HDF5Dataset(both, "x").rows([4, 1]).tolist() == [0, 1]
+
+
+# What is refused.
+
+
+def test_other_contents_are_refused_with_the_reason(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("reference", (3,), h5py.ref_dtype)
+        file.create_dataset("region", (3,), h5py.regionref_dtype)
+        file.create_dataset("member", (3,), np.dtype([("a", "i4"), ("s", h5py.string_dtype())]))
+        file.create_dataset("strings", (3,), h5py.vlen_dtype(h5py.string_dtype()))
+        file.create_dataset("pairs", (3, 2), h5py.vlen_dtype(np.int32))
+        file.create_dataset("swapped", (3,), h5py.vlen_dtype(np.dtype(">i4")))
+        file.create_dataset("outside", (10,), "i1", external=[("/etc/passwd", 0, 10)])
+        file["scalar"] = 3
+        file["none"] = h5py.Empty("f4")
+    reasons = {
+        "reference": "references",
+        "region": "references",
+        "member": "variable-length members",
+        "strings": "variable-length",
+        "pairs": "along one axis",
+        "swapped": "bytes h5py does not put in order",
+        "outside": "external storage in /etc/passwd",
+        "scalar": "without rows",
+        "none": "without rows",
+    }
+    for name, reason in reasons.items():
+        with pytest.raises(ShardError, match=rf"a\.h5: {name}: .*{reason}"):
+            len(HDF5Dataset(tmp_path, name))
+
+
+def test_a_filter_that_hdf5_does_not_have_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(100), chunks=(10,), compression="lzf")
+    monkeypatch.setattr(h5py.h5z, "filter_avail", lambda code: False)
+    with pytest.raises(ShardError, match=r"a\.h5: x: .*filter 32000 \(lzf\)"):
+        len(HDF5Dataset(tmp_path))
