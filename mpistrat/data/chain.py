@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import nest
+from .look_ahead import LookAhead
 from .options import Options
 from .spec import batch_spec, unstack_rows
 
@@ -150,12 +151,15 @@ class Chain(ABC):
         """
         length = self.cardinality()
         position, together = start, 1
+        ahead = LookAhead(self)
         while length < 0 or position < length:
             if self.batching is not None:
+                ahead.batch(epoch, position)
                 yield self.element(epoch, position)
                 position += 1
                 continue
             stop = position + together if length < 0 else min(position + together, length)
+            ahead.rows(_addresses(epoch, stop, stop + _ROWS if length < 0 else min(stop + _ROWS, length)))
             try:
                 rows = unstack_rows(self.gather(*_addresses(epoch, position, stop)))
             except Exception:

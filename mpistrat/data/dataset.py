@@ -103,33 +103,36 @@ class Dataset(Chain):
 
     # The stages.
 
-    def shuffle(self, *, seed: int, reshuffle_each_epoch: bool = True) -> Dataset:
+    def shuffle(
+        self, buffer_size: int | None = None, *, seed: int, reshuffle_each_epoch: bool = True, mode: str = "auto",
+        window_bytes: int | None = None,
+    ) -> Dataset:  # fmt: skip
         """Put all elements into a random order that depends on the seed and the epoch only. Not collective.
 
-        Every element may land anywhere, and no table is held. The same seed gives the same order on any number of
-        ranks.
+        No table of elements is held, and the same seed gives the same order on any number of ranks. A full shuffle may
+        put every element anywhere. A block shuffle puts the chunks of the data (64 elements where it has none) into a
+        random order, and the elements into a random order inside windows of successive chunks: each chunk is read
+        once, and two windows are held. A dataset that reads in order is mixed as far as a buffer reaches, as TF does.
 
         Args:
+            buffer_size: elements in a window, or in the buffer; a full shuffle needs none.
             seed: any integer, the same on every rank.
             reshuffle_each_epoch: whether every epoch has an order of its own.
+            mode: "full", "block", or "auto": full where single rows are cheap to read, else (compressed data) block.
+            window_bytes: the size of a window in bytes, instead of `buffer_size`; 64 MiB where neither is given.
 
         Raises:
-            ValueError: for a dataset that is repeated without end.
-        """
-        from .stages.reindexed import Reindexed, Shuffle
+            ValueError: for a dataset that is repeated without end, for one that reads in order without a buffer_size,
+                and for a window where mode="full" has none.
 
-        if self.cardinality() == INFINITE:
-            raise ValueError(
-                "Dataset.shuffle: expected a dataset with an end, got one repeated for ever: shuffle first"
-            )
-        try:
-            seed = operator.index(seed)
-        except TypeError:
-            remedy = "All ranks must name the same seed."
-            raise TypeError(
-                explain("Dataset.shuffle", "seed", expected="an integer", got=repr(seed), remedy=remedy)
-            ) from None
-        return Reindexed(self, Shuffle(seed, bool(reshuffle_each_epoch)))
+        Example:
+            >>> rows = ms.data.from_arrays(np.arange(6)).shuffle(seed=1)
+            >>> sorted(int(row) for row in rows)
+            [0, 1, 2, 3, 4, 5]
+        """
+        from .stages.shuffled import shuffled
+
+        return shuffled(self, buffer_size, seed, bool(reshuffle_each_epoch), mode, window_bytes)
 
     def batch(self, global_batch_size: int, *, drop_remainder: bool = False) -> Dataset:
         """Put successive rows into batches, the batches of all replicas together. Not collective.

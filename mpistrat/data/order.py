@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["permute"]
+__all__ = ["permute", "random_words"]
 
 _ROUNDS = 12
 _SMALL = 4096  # up to here an order is a sorted table of hashes
+_WORDS = 512  # random words made at a time
 _BLOCK = 16384  # indices at a time: every temporary stays in the cache
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -129,3 +132,15 @@ def permute(
     for start in range(0, flat.size, _BLOCK):
         result[start : start + _BLOCK] = _permute_block(flat[start : start + _BLOCK], n, keys)
     return result.reshape(np.shape(positions))
+
+
+def random_words(key: _Key) -> Iterator[int]:
+    """Yield 64-bit words without end; they depend on the key only. Not collective.
+
+    Example:
+        >>> list(itertools.islice(random_words((1, 0)), 2)) == list(itertools.islice(random_words((1, 0)), 2))
+        True
+    """
+    for block in itertools.count():
+        text = ":".join(["mpistrat.words/1", *map(str, key), str(block)])
+        yield from np.frombuffer(hashlib.shake_128(text.encode()).digest(8 * _WORDS), "<u8").tolist()

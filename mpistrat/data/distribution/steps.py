@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..dataset import INFINITE, UNKNOWN, Dataset
+from ..look_ahead import LookAhead
 from ..spec import row_count
 from .workers import Workers, cut
 
@@ -104,17 +105,24 @@ class GlobalSteps(Steps):
                 yield Step(count, cut(batch, self.workers.blocks(count)))
             return
         cardinality = self._dataset.cardinality()
+        ahead = LookAhead(self._dataset, self._own_rows)
         step = start
         while cardinality == INFINITE or step < cardinality:
+            ahead.batch(epoch, step)
             yield self._read(epoch, step)
             step += 1
+
+    def _own_rows(self, count: int) -> tuple[int, int]:
+        """Which rows of a batch of so many are this worker's."""
+        blocks = self.workers.blocks(count)
+        return blocks[0][0], blocks[-1][1]
 
     def _read(self, epoch: int, step: int) -> Step:
         """One gather of this worker's rows, then views."""
         epochs, positions = self._dataset.locate(epoch, step)
         count = int(positions.size)
         blocks = self.workers.blocks(count)
-        start, stop = blocks[0][0], blocks[-1][1]
+        start, stop = self._own_rows(count)
         rows = self._dataset.gather(epochs[start:stop], positions[start:stop])
         return Step(count, cut(rows, [(low - start, high - start) for low, high in blocks]))
 
@@ -171,8 +179,10 @@ class WorkerSteps(Steps):
         if not self._known:
             yield from self._in_order(epoch, start)
         cardinality = self.cardinality()
+        ahead = LookAhead(self._own)
         step = start
         while cardinality == INFINITE or step < cardinality:
+            ahead.batch(epoch, step)
             yield self._read(epoch, step)
             step += 1
 

@@ -41,6 +41,7 @@ class Shuffle:
 
     seed: int
     reshuffle_each_epoch: bool
+    why: str
 
     def cardinality(self, below: int) -> int:
         return below
@@ -62,7 +63,7 @@ class Shuffle:
         return None
 
     def __str__(self) -> str:
-        return f"shuffle(seed={self.seed}, reshuffle_each_epoch={self.reshuffle_each_epoch})"
+        return f"shuffle(seed={self.seed}, reshuffle_each_epoch={self.reshuffle_each_epoch}): full: {self.why}"
 
 
 @dataclass(frozen=True)

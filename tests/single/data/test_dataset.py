@@ -99,7 +99,7 @@ def test_an_endless_repetition_has_no_length_but_can_be_taken_from() -> None:
     with pytest.raises(TypeError, match="without end"):
         len(endless)
     assert listed(endless.batch(2).skip(1).take(3)) == [[2, 0], [1, 2], [0, 1]]
-    with pytest.raises(ValueError, match="shuffle first"):
+    with pytest.raises(ValueError, match="Shuffle before repeat"):
         endless.shuffle(seed=1)
 
 
@@ -253,7 +253,7 @@ def test_print_draws_the_chain() -> None:
     dataset = from_arrays({"x": np.zeros((4, 2), np.float32)}).shuffle(seed=1).batch(2).take(1)
     assert str(dataset).splitlines() == [
         "from_arrays: 4 rows of 'x' float32[2]",
-        "└─ shuffle(seed=1, reshuffle_each_epoch=True)",
+        "└─ shuffle(seed=1, reshuffle_each_epoch=True): full: single rows are cheap to read",
         "   └─ batch(2, drop_remainder=False)",
         "      └─ take(1)",
     ]
