@@ -85,7 +85,9 @@ def machine(comm: Any) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "mpi": MPI.Get_library_version().splitlines()[0].strip("\0 "),
-        "versions": {name: version(name) for name in ("mpistrat", "numpy", "mpi4py", "torch", "tensorflow")},
+        "versions": {
+            name: version(name) for name in ("mpistrat", "numpy", "mpi4py", "h5py", "torch", "tensorflow-cpu")
+        },
         "ranks": comm.size,
         "nodes": int(leaders[0]),
     }
@@ -144,6 +146,13 @@ def addresses(comm: Any) -> list[str]:
         port = probe.getsockname()[1]
     host = socket.gethostbyname(socket.gethostname()) if comm_nodes(comm) > 1 else "127.0.0.1"
     return list(comm.allgather(f"{host}:{port}"))
+
+
+def share_text(comm: Any, text: str) -> str:
+    """Return rank 0's text on every rank. Collective."""
+    data = np.frombuffer(text.encode().ljust(4096), np.uint8).copy()
+    comm.Bcast(data)
+    return data.tobytes().decode().rstrip()
 
 
 def comm_nodes(comm: Any) -> int:

@@ -1,4 +1,4 @@
-"""Draw the plots of a folder of results: one for all-reduce, one for the training step.
+"""Draw the plots of a folder of results: all-reduce, the training step, HDF5 input.
 
 python benchmarks/plot.py benchmarks/results/2026-11-21
 """
@@ -51,7 +51,7 @@ def title(about: dict[str, Any]) -> str:
     words = about["mpi"].replace("Open MPI v", "Open MPI ").replace("MPICH Version:", "MPICH").split()
     vendor = " ".join(words[: 3 if words[0] == "Open" else 2]).rstrip(",")
     hosts = "one host" if about["nodes"] == 1 else f"{about['nodes']} hosts"
-    return f"{vendor}, {about['ranks']} ranks, {hosts}"
+    return f"{vendor}, {about['ranks']} rank{'s' * (about['ranks'] > 1)}, {hosts}"
 
 
 def caption(results: list[dict[str, Any]]) -> str:
@@ -119,11 +119,43 @@ def draw_training_step(folder: Path) -> None:
     finish(figure, f"Reduce and Adam, {parameters:.1f} M parameters", caption(results), folder / "training_step.png")
 
 
-def finish(figure: Any, heading: str, footnote: str, path: Path) -> None:
+def draw_hdf5_input(folder: Path) -> None:
+    """Draw each reader's rate as points, one line of the picture a case, one panel a number of ranks."""
+    results = load(folder, "hdf5_input")
+    if not results:
+        return
+    names = list(dict.fromkeys(name for r in results for case in r["cases"] for name in case["bytes_per_second"]))
+    figure, grid = plt.subplots(1, len(results), figsize=(6.5 * len(results), 9), sharey=True, squeeze=False)
+    for axis, result in zip(grid.flat, results, strict=True):
+        cases = result["cases"][::-1]
+        for name in names:
+            points = [(c["bytes_per_second"].get(name), y) for y, c in enumerate(cases)]
+            known = [(rate / 1e6, y) for rate, y in points if rate is not None]
+            ours = name == "mpistrat"
+            style = {"s": 60, "color": "#08519c", "zorder": 3} if ours else {"s": 28, "marker": "x"}
+            axis.scatter(*zip(*known, strict=True), label=name, **style)
+        axis.set_xscale("log")
+        axis.set_xlabel("MB/s")
+        axis.set_yticks(range(len(cases)), [case_title(case) for case in cases], fontsize=8)
+        axis.set_title(title(result["machine"]), fontsize=10)
+        axis.grid(alpha=0.3)
+    handles = grid.flat[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="upper center", ncol=2 * len(results), fontsize=7, bbox_to_anchor=(0.5, 0.965))
+    finish(figure, "Batches out of HDF5 files in the page cache", caption(results), folder / "hdf5_input.png", 0.9)
+
+
+def case_title(case: dict[str, Any]) -> str:
+    """Return a case in a few words."""
+    files = f"{case['files']} file{'s' * (case['files'] > 1)}"
+    row = f"{case['row_bytes'] / 1000:.3g} KB" if case["row_bytes"] >= 1000 else f"{case['row_bytes']} B"
+    return f"{case['layout']}, {files}, {row} rows, {case['order']}"
+
+
+def finish(figure: Any, heading: str, footnote: str, path: Path, top: float = 1.0) -> None:
     """Give a figure its heading and footnote, and write it."""
     figure.suptitle(heading)
     figure.text(0.5, 0.005, footnote, ha="center", fontsize=7, color="#555555")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.tight_layout(rect=(0, 0.03, 1, top))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -131,3 +163,4 @@ def finish(figure: Any, heading: str, footnote: str, path: Path) -> None:
 if __name__ == "__main__":
     draw_all_reduce(Path(sys.argv[1]))
     draw_training_step(Path(sys.argv[1]))
+    draw_hdf5_input(Path(sys.argv[1]))

@@ -21,7 +21,9 @@ from integration.hosts import Hosts, why_no_hosts  # noqa: E402
 
 from launcher import MpiEnv, launch, mpi_env  # noqa: E402
 
-BENCHMARKS = ("all_reduce", "training_step")
+LAYOUTS = {"all_reduce": (2, 4), "training_step": (2, 4), "hdf5_input": (1, 2)}  # ranks on one host
+BENCHMARKS = tuple(LAYOUTS)
+OVER_HOSTS = ("all_reduce", "training_step")
 
 
 def run(env: MpiEnv, benchmark: str, ranks: int, hosts: Hosts | None, output: Path, timeout: float) -> None:
@@ -34,7 +36,7 @@ def run(env: MpiEnv, benchmark: str, ranks: int, hosts: Hosts | None, output: Pa
 
 
 def main() -> None:
-    """Run every benchmark on one host (2 and 4 ranks) and on two hosts of two ranks."""
+    """Run every benchmark on one host and, where it communicates, on two hosts of two ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("output", type=Path)
     parser.add_argument("--mpi-env", action="append", default=[], metavar="NAME=PYTHON")
@@ -46,8 +48,10 @@ def main() -> None:
     for name, python in named.items():
         env = mpi_env(python, name or None)
         for benchmark in options.only or BENCHMARKS:
-            for ranks in (2, 4):
+            for ranks in LAYOUTS[benchmark]:
                 run(env, benchmark, ranks, None, output, options.timeout)
+            if benchmark not in OVER_HOSTS:
+                continue
             if reason := why_no_hosts():
                 print(f"two hosts left out: {reason}", flush=True)
                 continue

@@ -1,0 +1,365 @@
+"""Reading batches from HDF5: ours against h5py by hand, torch's DataLoader, tf.data and a bare memory map.
+
+    mpiexec -n 1 python benchmarks/hdf5_input.py --output benchmarks/results/today
+
+The files are written by h5py with rows of bytes that compress about 2 ×, and lie warm in the page cache. "Shuffled" is
+every row anywhere for contiguous data, and permuted chunks in windows of some MB for compressed data (ours, and h5py by
+hand); torch and tf.data draw single rows. Rates count the bytes of the batches of all ranks over the slowest rank's time.
+`--memory` shows how much memory a pass over a file of 4 GiB takes instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import harness
+import numpy as np
+
+import mpistrat as ms
+
+OURS, MAP, HAND = "mpistrat", "memory map, np.take", "h5py by hand"
+CHUNK_BYTES = 1 << 18
+WINDOW_CHUNKS = 16
+BATCH = {64: 256, 3072: 256, 150_000: 64}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is read: storage, number of files, order and size of the rows."""
+
+    layout: str
+    files: int
+    order: str
+    row_bytes: int
+
+    @property
+    def batch(self) -> int:
+        """The rows of one rank's batch."""
+        return BATCH[self.row_bytes]
+
+    @property
+    def chunk_rows(self) -> int:
+        """The rows of a compressed chunk."""
+        return max(1, CHUNK_BYTES // self.row_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.layout}, {self.files} file{'s' * (self.files > 1)}, {self.order}, {self.row_bytes:,} B rows"
+
+
+CASES = [
+    *(
+        Case(layout, files, order, 3072)
+        for layout in ("contiguous", "gzip", "lzf")
+        for files in (1, 8, 100)
+        for order in ("in order", "shuffled")
+    ),
+    *(
+        Case(layout, 8, order, row_bytes)
+        for row_bytes in (64, 150_000)
+        for layout in ("contiguous", "gzip")
+        for order in ("in order", "shuffled")
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A case's files and this rank's place among those who read them."""
+
+    case: Case
+    paths: tuple[Path, ...]
+    rows: int
+    rank: int
+    size: int
+
+    @functools.cached_property
+    def datasets(self) -> list[h5py.Dataset]:
+        """The open datasets, one a file."""
+        return [h5py.File(path)["x"] for path in self.paths]
+
+    @functools.cached_property
+    def maps(self) -> list[np.ndarray]:
+        """Memory maps of the contiguous datasets."""
+        return [np.memmap(d.file.filename, np.uint8, "r", d.id.get_offset(), d.shape) for d in self.datasets]
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """The first row of each file."""
+        return np.cumsum([0, *(len(d) for d in self.datasets)])
+
+    def row(self, index: int) -> np.ndarray:
+        """Return one row through h5py."""
+        file = int(np.searchsorted(self.starts, index, "right")) - 1
+        return self.datasets[file][index - self.starts[file]]
+
+    def batches(self, seed: int) -> Iterator[np.ndarray]:
+        """The row numbers of this rank's batches of one pass."""
+        order = np.random.default_rng(seed).permutation(self.rows) if self.case.order == "shuffled" else None
+        step = self.case.batch * self.size
+        for start in range(self.rank * self.case.batch, self.rows - self.case.batch + 1, step):
+            rows = np.arange(start, start + self.case.batch)
+            yield rows if order is None else order[rows]
+
+
+Reader = Callable[[Share], Iterator[Any]]
+
+
+def write(folder: Path, case: Case, megabytes: int) -> int:
+    """Write a case's files by h5py, and return the number of rows."""
+    rng = np.random.default_rng(0)
+    rows = megabytes * 1_000_000 // case.row_bytes // case.files
+    storage: dict[str, Any] = {}
+    if case.layout != "contiguous":
+        storage = {"chunks": (min(rows, case.chunk_rows), case.row_bytes), "compression": case.layout}
+    for number in range(case.files):
+        with h5py.File(folder / f"part-{number:03d}.h5", "w", libver="latest") as file:
+            data = rng.integers(0, 16, (rows, case.row_bytes), np.uint8)  # four bits of eight
+            if case.layout == "lzf":  # which finds repetitions only
+                data[:, case.row_bytes // 2 :] = 0
+            file.create_dataset("x", data=data, **storage)
+    return rows * case.files
+
+
+def ours(share: Share) -> Iterator[Any]:
+    """This package, as a user writes it."""
+    strategy = ms.MultiWorkerMirroredStrategy()
+    dataset = ms.data.HDF5Dataset(list(share.paths), fields="x")
+    if share.case.order == "shuffled":
+        dataset = dataset.shuffle(seed=1)
+    try:
+        yield from strategy.distribute_dataset(dataset.batch(share.case.batch * share.size).repeat())
+    finally:
+        strategy.close()
+
+
+def by_hand(share: Share) -> Iterator[Any]:
+    """Slices in order; shuffled: whole chunks in windows where compressed, else row by row, which beats fancy indexing."""
+    while True:
+        if share.case.layout != "contiguous":
+            yield from _chunks_by_hand(share)
+        else:
+            for rows in share.batches(1):
+                if share.case.order == "shuffled":
+                    yield np.stack([share.row(int(row)) for row in rows])
+                else:
+                    yield _slice_by_hand(share, int(rows[0]), len(rows))
+
+
+def _slice_by_hand(share: Share, start: int, count: int) -> np.ndarray:
+    file = int(np.searchsorted(share.starts, start, "right")) - 1
+    low = start - int(share.starts[file])
+    block = share.datasets[file][low : low + count]
+    if len(block) == count:
+        return block
+    return np.concatenate([block, share.datasets[file + 1][: count - len(block)]])
+
+
+def _chunks_by_hand(share: Share) -> Iterator[np.ndarray]:
+    """Windows of whole chunks of this rank, their rows permuted when shuffled."""
+    rng, step = np.random.default_rng(1), share.case.chunk_rows
+    pieces = [(d, low) for d in share.datasets for low in range(0, len(d), step)][share.rank :: share.size]
+    if share.case.order == "shuffled":
+        rng.shuffle(pieces)
+    for first in range(0, len(pieces), WINDOW_CHUNKS):
+        window = np.concatenate([d[low : low + step] for d, low in pieces[first : first + WINDOW_CHUNKS]])
+        order = rng.permutation(len(window)) if share.case.order == "shuffled" else None
+        for start in range(0, len(window) - share.case.batch + 1, share.case.batch):
+            part = slice(start, start + share.case.batch)
+            yield window[part] if order is None else window[order[part]]
+
+
+def bare_map(share: Share) -> Iterator[Any]:
+    """One memory map and `np.take` into one buffer: what the machine can do."""
+    out = np.empty((share.case.batch, share.case.row_bytes), np.uint8)
+    while True:
+        for rows in share.batches(1):
+            share.maps[0].take(rows, axis=0, out=out, mode="clip")
+            yield out
+
+
+class _Rows:
+    """A map-style dataset of torch over h5py rows, or over memory maps a batch at a time. Workers open files themselves."""
+
+    def __init__(self, share: Share, mapped: bool) -> None:
+        self.share, self.mapped = Share(share.case, share.paths, share.rows, share.rank, share.size), mapped
+        if mapped:
+            self.__getitems__ = self._gather
+
+    def __len__(self) -> int:
+        return self.share.rows
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        return torch.from_numpy(self.share.row(index))
+
+    def _gather(self, indices: list[int]) -> Any:
+        import torch
+
+        rows = np.asarray(indices)
+        file = np.searchsorted(self.share.starts, rows, "right") - 1
+        out = np.empty((len(rows), self.share.case.row_bytes), np.uint8)
+        for number in np.unique(file):
+            own = file == number
+            out[own] = self.share.maps[number][rows[own] - self.share.starts[number]]
+        return torch.from_numpy(out)
+
+
+def torch_loader(share: Share, workers: int, mapped: bool) -> Iterator[Any]:
+    """torch's DataLoader, with its own shuffling sampler and collation."""
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    rows = _Rows(share, mapped)
+    shuffle = share.case.order == "shuffled"
+    sampler = DistributedSampler(rows, share.size, share.rank, shuffle=shuffle)  # type: ignore[arg-type]
+    collate: Any = (lambda batch: batch) if mapped else None
+    loader = DataLoader(rows, share.case.batch, sampler=sampler, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type,var-annotated]
+    while True:
+        yield from loader
+
+
+def tf_data(share: Share) -> Iterator[Any]:
+    """tf.data over batches of row numbers and a function that reads them row by row through h5py."""
+    import tensorflow as tf
+
+    def read(rows: np.ndarray) -> np.ndarray:
+        return np.stack([share.row(int(row)) for row in rows])
+
+    numbers = tf.data.Dataset.range(share.rows).shard(share.size, share.rank)
+    if share.case.order == "shuffled":
+        numbers = numbers.shuffle(share.rows, seed=1)
+    batches = numbers.batch(share.case.batch, drop_remainder=True).repeat()
+    for batch in batches.map(lambda rows: tf.numpy_function(read, [rows], tf.uint8)).prefetch(2):
+        yield batch.numpy()
+
+
+def contenders(case: Case) -> dict[str, Reader]:
+    """Return who can read a case, by name; peers that are not installed are left out."""
+    readers: dict[str, Reader] = {OURS: ours, HAND: by_hand}
+    if case.layout == "contiguous" and case.files == 1:
+        readers[MAP] = bare_map
+    if harness.version("torch"):
+        for workers in (0, 1, 2):
+            name = f"torch DataLoader over h5py, {workers} workers"
+            readers[name] = functools.partial(torch_loader, workers=workers, mapped=False)
+        if case.layout == "contiguous":
+            name = "torch DataLoader, __getitems__ on memory maps"
+            readers[name] = functools.partial(torch_loader, workers=0, mapped=True)
+    if importlib.util.find_spec("tensorflow"):
+        readers["tf.data over h5py"] = tf_data
+    return readers
+
+
+def rate(comm: Any, share: Share, reader: Reader, seconds: float) -> float:
+    """Return bytes a second of all ranks' batches, start-up left out. Collective."""
+    with contextlib.closing(reader(share)) as batches:  # type: ignore[type-var]
+        next(batches)
+        comm.Barrier()
+        start, got, steps = time.perf_counter(), 0, 0
+        go_on = np.ones(1, np.int32)
+        while go_on[0]:
+            for _ in range(4):
+                batch = next(batches)
+                got += batch.nbytes
+                steps += 1
+            go_on[0] = time.perf_counter() - start < seconds
+            if comm.size > 1:
+                comm.Bcast(go_on, root=0)
+        spent = harness.slowest(comm, time.perf_counter() - start)
+    total = np.empty(1)
+    comm.Allreduce(np.array([float(got)]), total)
+    return float(total[0]) / spent
+
+
+def measure(comm: Any, case: Case, megabytes: int, seconds: float, rounds: int) -> dict[str, float]:
+    """Return each contender's median rate; they take turns. Collective."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(harness.share_text(comm, name))
+        rows = np.zeros(1, np.int64)
+        if comm.rank == 0:
+            rows[0] = write(folder, case, megabytes)
+        comm.Bcast(rows)
+        share = Share(case, tuple(sorted(folder.glob("*.h5"))), int(rows[0]), comm.rank, comm.size)
+        rates: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            for label, reader in contenders(case).items():
+                rates.setdefault(label, []).append(rate(comm, share, reader, seconds))
+        comm.Barrier()
+    return {label: statistics.median(values) for label, values in rates.items()}
+
+
+def private_bytes() -> int:
+    """Return the memory of this process less mapped files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def memory(layout: str, gibibytes: int) -> dict[str, float]:
+    """Return how many bytes a shuffled pass adds, over a sparse contiguous file or over compressed zeros."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "large.h5"
+        rows = gibibytes * (1 << 30) // 3072
+        with h5py.File(path, "w", libver="latest") as file:
+            if layout == "contiguous":
+                properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+                properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+                properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+                space = h5py.h5s.create_simple((rows, 3072))
+                h5py.h5d.create(file.id, b"x", h5py.h5t.STD_U8LE, space, properties)
+            else:
+                data = file.create_dataset("x", (rows, 3072), "u1", chunks=(85, 3072), compression=1)
+                block = np.zeros((85 * 512, 3072), np.uint8)
+                for start in range(0, rows, len(block)):
+                    data[start : start + len(block)] = block[: rows - start]
+        strategy = ms.OneDeviceStrategy("cpu:0")
+        dataset = ms.data.HDF5Dataset(path, fields="x").shuffle(seed=1).batch(256)
+        before, peak = private_bytes(), 0
+        for step, _ in enumerate(strategy.distribute_dataset(dataset)):
+            if step % 20 == 0:
+                peak = max(peak, private_bytes())
+        strategy.close()
+        return {
+            "file_bytes": float(path.stat().st_size),
+            "rows_bytes": 3072.0 * rows,
+            "added_bytes": float(peak - before),
+        }
+
+
+def main() -> None:
+    """Run the benchmark. Collective."""
+    options = harness.arguments(__doc__, megabytes=96, seconds=0.6, rounds=3, only="", memory=False)
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    result: dict[str, Any] = {"benchmark": "hdf5_input", "machine": harness.machine(comm)}
+    if options.memory:
+        result["memory"] = {layout: memory(layout, 4) for layout in ("contiguous", "gzip")}
+        print(json.dumps(result["memory"], indent=1))
+        harness.save(options.output, "hdf5_input_memory", result)
+        return
+    result["cases"] = []
+    for case in CASES:
+        if options.only not in str(case):
+            continue
+        rates = measure(comm, case, options.megabytes, options.seconds, options.rounds)
+        result["cases"].append({**asdict(case), "batch": case.batch, "bytes_per_second": rates})
+        if comm.rank == 0:
+            rows = [[name, f"{r / 1e6:,.0f}", f"{rates[OURS] / r:.1f} ×"] for name, r in rates.items()]
+            print(harness.table(f"{case}, {comm.size} rank(s)", ["reader", "MB/s", "ours is"], rows), flush=True)
+    if comm.rank == 0:
+        harness.save(options.output, "hdf5_input", result)
+
+
+if __name__ == "__main__":
+    main()
