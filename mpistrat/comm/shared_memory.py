@@ -38,12 +38,13 @@ class SharedBlock:
         segments: for each rank of the node a uint8 array, page-aligned; zeros at first.
         nbytes: their sizes.
         what: what it is for, in words.
+        window: the MPI window that holds the memory; None where it is private, and after `close()`.
     """
 
     def __init__(self, segments: list[np.ndarray], what: str, window: Any = None, comm: Any = None) -> None:
         self.segments, self.what = segments, what
         self.nbytes = [segment.nbytes for segment in segments]
-        self._window, self._comm = window, comm
+        self.window, self._comm = window, comm
 
     @property
     def closed(self) -> bool:
@@ -56,7 +57,7 @@ class SharedBlock:
         Returns False where there is none left; bytes that are there keep their value. Where the system cannot say
         (Linux before 5.14), the answer is whether the free space would do.
         """
-        if self._window is None or high <= low:
+        if self.window is None or high <= low:
             return True
         result = _populate(self.segments[index].ctypes.data + low, high - low)
         if result == errno.EINVAL:
@@ -66,7 +67,7 @@ class SharedBlock:
 
     def close(self) -> None:
         """Free the memory, or leave it to the end of the process if a view of it lives on any rank. Collective on the node."""
-        if self._window is None:
+        if self.window is None:
             self.segments = []
         if not self.segments:
             return
@@ -78,8 +79,8 @@ class SharedBlock:
         anywhere = np.empty(1, np.int32)
         self._comm.Allreduce(alive, anywhere)
         if not anywhere[0]:
-            self._window.Free()
-        self._window = self._comm = None
+            self.window.Free()
+        self.window = self._comm = None
 
 
 def allocate_private(nbytes: int, what: str) -> SharedBlock:

@@ -1,0 +1,80 @@
+"""A right that at most one rank holds at a time, and that nobody can take into the grave."""
+
+from __future__ import annotations
+
+from time import monotonic, sleep
+from typing import final
+
+from ..errors import explain
+from .window import Window
+
+__all__ = ["Lease"]
+
+_OWNER_BITS = 20
+_OWNERS = 1 << _OWNER_BITS
+_NAP = (5e-5, 2e-3)  # seconds between two looks at the word, at first and at most
+
+
+@final
+class Lease:
+    """A lease in one word of a window: taken, renewed and given back by compare-and-swap. Not collective.
+
+    The word holds its owner and a number that grows with every change of the word. Who wants a lease that another rank
+    holds watches the word: unchanged for `term` seconds, by the watcher's own clock, the lease has expired, and is taken
+    over. No clocks are compared, and no MPI lock exists that would die with its owner.
+
+    An owner that does not renew in time may lose the lease and know nothing of it until it renews. Whatever a lease
+    protects against that must compare `token`, which is larger for every later owner.
+
+    Args:
+        window: any window.
+        rank: the rank of the window in whose segment the word lies.
+        offset: of the word, in bytes; it is 0 at first, and nothing else writes there.
+        owner: this rank, a number of its own.
+        term: seconds.
+
+    Attributes:
+        token: the number of the word as this rank last wrote it; 0 while it holds nothing.
+    """
+
+    def __init__(self, window: Window, rank: int, offset: int, owner: int, term: float) -> None:
+        if not 0 <= owner < _OWNERS - 1:
+            raise ValueError(explain("Lease", "owner", expected=f"0 <= owner < {_OWNERS - 1}", got=owner))
+        if not term > 0:
+            raise ValueError(explain("Lease", "term", expected="seconds > 0", got=term))
+        self._window, self._rank, self._offset = window, rank, offset
+        self._tag, self._term = owner + 1, term
+        self.token = 0
+
+    def acquire(self, timeout: float = 0.0) -> bool:
+        """Take the lease if it is free or expires; wait `timeout` seconds for that. Not collective."""
+        until, nap = monotonic() + timeout, _NAP[0]
+        seen, since = self._window.get_word(self._rank, self._offset), monotonic()
+        while True:
+            owner = seen % _OWNERS
+            if (owner in (0, self._tag) or monotonic() - since > self._term) and self._swap(seen, self._tag):
+                return True
+            if monotonic() >= until:
+                return False
+            sleep(nap)
+            nap = min(2 * nap, _NAP[1])
+            word = self._window.get_word(self._rank, self._offset)
+            if word != seen:
+                seen, since = word, monotonic()
+
+    def renew(self) -> bool:
+        """Begin a new term; False if another rank has taken the lease, or this one never had it. Not collective."""
+        return self.token > 0 and self._swap(self.token * _OWNERS + self._tag, self._tag)
+
+    def release(self) -> bool:
+        """Give the lease back; False if this rank did not hold it any more. Not collective."""
+        held = self.token > 0 and self._swap(self.token * _OWNERS + self._tag, 0)
+        self.token = 0
+        return held
+
+    def _swap(self, seen: int, tag: int) -> bool:
+        """Replace a word by its successor."""
+        number = seen // _OWNERS + 1
+        done = self._window.compare_and_swap(self._rank, self._offset, seen, number * _OWNERS + tag) == seen
+        self.token = number if done and tag else 0
+        return done

@@ -1,0 +1,264 @@
+"""RMA windows: memory of some ranks that other ranks read and write without their help.
+
+A window is locked for all ranks, shared, from its creation to `close()`: no call takes a lock, so no rank that dies holds
+one. Each call is complete, at the target too, when it returns. A `SharedWindow` is reached by load and store, by the ranks
+of one node; a `RemoteWindow` by Get, Put and Accumulate, by all ranks of a communicator. A word is a signed 64-bit integer
+at a byte offset divisible by 8.
+
+Who may write what: memory that a rank stores into without these calls (`own`, `words`) must have no other writer, and
+`fetch_and_add` never goes to such memory: a store beside an atomic operation loses updates. Two windows over the same
+memory do not know of each other's atomic operations: use one of them for these.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from . import shared_memory
+from .shared_memory import SharedBlock
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["WORD", "RemoteWindow", "SharedWindow", "Window"]
+
+WORD = 8  # bytes
+CHUNK = 1 << 30  # bytes in one MPI call: Open MPI refuses counts of 2^31
+ROWS = 4096  # rows in one MPI datatype
+
+
+class Window(ABC):
+    """Memory of some ranks that other ranks read and write. Use one from one thread at a time.
+
+    Attributes:
+        own: this rank's segment, bytes; zeros at first. A view of it stays valid memory after `close()`.
+        words: the same memory as words.
+    """
+
+    def __init__(self, block: SharedBlock, own: int, comm: Any) -> None:
+        """Open the epoch. The subclasses call it; collective."""
+        from mpi4py import MPI
+
+        self._block, self._own_index = block, own
+        self._window = window = block.window
+        self._sum, self._replace = MPI.SUM, MPI.REPLACE
+        self.own = block.segments[own]
+        self.words = words_of(self.own)
+        self._operand, self._compare, self._result = (np.zeros(1, np.int64) for _ in range(3))
+        window.Lock_all(MPI.MODE_NOCHECK)
+        self.sync = window.Sync  # between stores of this rank and what others see, and the other way round
+        self.sync()
+        comm.Barrier()  # nobody writes into memory that another rank has yet to clear
+        self.sync()
+
+    @abstractmethod
+    def get(self, rank: int, offset: int, out: np.ndarray) -> None:
+        """Copy bytes of a rank's segment into `out`, flat and contiguous bytes. Not collective."""
+
+    @abstractmethod
+    def get_rows(self, rank: int, offset: int, rows: np.ndarray, out: np.ndarray) -> None:
+        """Copy rows of a table in a rank's segment into `out`. Not collective.
+
+        Args:
+            rank: whose segment.
+            offset: of row 0, in bytes.
+            rows: int64 numbers of rows, in any order, repeated or not.
+            out: contiguous bytes of shape (number of rows, bytes of a row).
+        """
+
+    @abstractmethod
+    def put(self, rank: int, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
+        """Copy flat, contiguous bytes to offsets of a rank's segment. Not collective."""
+
+    @abstractmethod
+    def get_word(self, rank: int, offset: int) -> int:
+        """Return a word of a rank's segment. Not collective."""
+
+    @abstractmethod
+    def put_word(self, rank: int, offset: int, value: int) -> None:
+        """Write a word of a rank's segment, whole. Not collective."""
+
+    def fetch_and_add(self, rank: int, offset: int, value: int) -> int:
+        """Add to a word of a rank's segment, atomically, and return what it was. Not collective."""
+        self._operand[0] = value
+        self._window.Fetch_and_op(self._operand, self._result, rank, offset, self._sum)
+        self._window.Flush(rank)
+        return int(self._result[0])
+
+    def compare_and_swap(self, rank: int, offset: int, expected: int, value: int) -> int:
+        """Write a word of a rank's segment if it is `expected`, atomically; return what it was. Not collective."""
+        self._operand[0], self._compare[0] = value, expected
+        self._window.Compare_and_swap(self._operand, self._compare, self._result, rank, offset)
+        self._window.Flush(rank)
+        return int(self._result[0])
+
+    def populate(self, low: int, high: int) -> bool:
+        """Make the system find memory for bytes [low, high) of this rank's segment; False where it cannot. Not collective."""
+        return self._block.populate(self._own_index, low, high)
+
+    def close(self) -> None:
+        """Free the memory, or leave it to the end of the process if a view of it lives on any rank. Collective.
+
+        Later calls do nothing. Nobody else frees a window: not a finaliser, and not the end of the program.
+        """
+        if self._block.closed:
+            return
+        window, self._window = self._window, None
+        self.words.release()
+        self.words = memoryview(b"").cast("q")
+        self.own = np.empty(0, np.uint8)
+        self.sync = _nothing
+        self._forget()
+        window.Unlock_all()
+        self._block.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called. Not collective."""
+        return self._block.closed
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop all views of the memory."""
+
+
+@final
+class SharedWindow(Window):
+    """A window over memory that the ranks of a node share: they load and store. Collective over `world`.
+
+    Args:
+        comm: the ranks of this node.
+        world: all ranks, of all nodes: every node makes a window.
+        nbytes: size of the segment of each rank of the node, the same list on each of them.
+        what: what the memory is for, in words for the error.
+
+    Raises:
+        SharedMemoryError: on every rank, where the shared memory of any node is too small.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, world: MPI.Intracomm, nbytes: Sequence[int], what: str) -> None:
+        block = shared_memory.allocate_shared(comm, world, nbytes, what)
+        self.segments = block.segments
+        if comm.size == 1:
+            block.segments[0][:] = 0  # then it is no fresh page of the system's, but whatever MPI had
+        self._words = [words_of(segment) for segment in block.segments]
+        super().__init__(block, comm.rank, comm)
+
+    def get(self, rank: int, offset: int, out: np.ndarray) -> None:
+        np.copyto(out, self.segments[rank][offset : offset + out.nbytes])
+
+    def get_rows(self, rank: int, offset: int, rows: np.ndarray, out: np.ndarray) -> None:
+        row = out.shape[1]
+        if row == 0:
+            return
+        segment = self.segments[rank]
+        table = segment[offset : offset + (segment.nbytes - offset) // row * row].reshape(-1, row)
+        np.take(table, rows, axis=0, out=out, mode="clip")  # "raise" would go through a copy
+
+    def put(self, rank: int, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
+        segment = self.segments[rank]
+        for offset, data in pieces:
+            segment[offset : offset + data.nbytes] = data
+        self.sync()
+
+    def get_word(self, rank: int, offset: int) -> int:
+        return self._words[rank][offset >> 3]
+
+    def put_word(self, rank: int, offset: int, value: int) -> None:
+        self._words[rank][offset >> 3] = value
+        self.sync()
+
+    def _forget(self) -> None:
+        for words in self._words:
+            words.release()
+        self._words, self.segments = [], []
+
+
+@final
+class RemoteWindow(Window):
+    """A window that all ranks of a communicator reach by one-sided MPI calls. Make it with `allocate` or `over`."""
+
+    def __init__(self, block: SharedBlock, comm: Any) -> None:
+        """`allocate` and `over` call it."""
+        from mpi4py import MPI
+
+        self._byte, self._int64 = MPI.BYTE, MPI.INT64_T
+        super().__init__(block, 0, comm)
+
+    @classmethod
+    def allocate(cls, comm: MPI.Intracomm, nbytes: int, what: str) -> RemoteWindow:
+        """Make a window with a new segment of `nbytes` bytes of this rank, 0 for none. Collective over `comm`.
+
+        Raises:
+            SharedMemoryError: on every rank, where there is no room: on one node MPI takes shared memory for it.
+        """
+        from mpi4py import MPI
+
+        shared_memory.check_space(comm, True, nbytes, what)
+        window = MPI.Win.Allocate(nbytes, 1, comm=comm)
+        own = np.frombuffer(window, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
+        own[:] = 0
+        return cls(SharedBlock([own], what, window, comm), comm)
+
+    @classmethod
+    def over(cls, comm: MPI.Intracomm, window: Window, what: str) -> RemoteWindow:
+        """Make a window over the segments that the ranks have in another one. Collective over `comm`.
+
+        Close it before the other.
+        """
+        from mpi4py import MPI
+
+        own = window.own
+        made = MPI.Win.Create(own if own.nbytes else None, 1, comm=comm)
+        return cls(SharedBlock([own[:]], what, made, comm), comm)
+
+    def get(self, rank: int, offset: int, out: np.ndarray) -> None:
+        for low in range(0, out.nbytes, CHUNK):
+            self._window.Get([out[low : low + CHUNK], self._byte], rank, offset + low)
+        self._window.Flush(rank)
+
+    def get_rows(self, rank: int, offset: int, rows: np.ndarray, out: np.ndarray) -> None:
+        row = out.shape[1]
+        for low in range(0, rows.size if row else 0, ROWS):
+            some = rows[low : low + ROWS]
+            datatype = self._byte.Create_hindexed_block(row, (some * row).tolist()).Commit()
+            self._window.Get([out[low : low + ROWS], self._byte], rank, [offset, 1, datatype])
+            self._window.Flush(rank)
+            datatype.Free()
+
+    def put(self, rank: int, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
+        for offset, data in pieces:
+            for low in range(0, data.nbytes, CHUNK):
+                self._window.Put([data[low : low + CHUNK], self._byte], rank, offset + low)
+        self._window.Flush(rank)
+
+    def get_word(self, rank: int, offset: int) -> int:
+        # No Fetch_and_op: a word that its owner stores into must not meet an atomic operation. Eight aligned bytes are
+        # copied whole by everything that we know.
+        self._window.Get([self._result, self._byte], rank, offset)
+        self._window.Flush(rank)
+        return int(self._result[0])
+
+    def put_word(self, rank: int, offset: int, value: int) -> None:
+        self._operand[0] = value
+        target = [offset, 1, self._int64]
+        self._window.Accumulate([self._operand, self._int64], rank, target, self._replace)
+        self._window.Flush(rank)
+
+    def _forget(self) -> None:
+        """There are no other views."""
+
+
+def words_of(segment: np.ndarray) -> memoryview:
+    """Return bytes as words, those left over at the end not counted. Not collective."""
+    return (
+        memoryview(segment[: segment.nbytes // WORD * WORD]).cast("q") if segment.nbytes else memoryview(b"").cast("q")
+    )
+
+
+def _nothing() -> None:
+    pass
