@@ -22,7 +22,7 @@ class _Generated(Dataset):
         self._function = function
         self._given = element_spec is not None
         self._spec = element_spec
-        self._takes_epoch = _takes_an_argument(function)
+        self._start = _epoch_argument(function)
 
     @property
     def parents(self) -> tuple[Dataset, ...]:
@@ -51,7 +51,7 @@ class _Generated(Dataset):
         return itertools.islice(self._all(epoch), start, None)
 
     def _all(self, epoch: int) -> Iterator[Any]:
-        made: object = self._function(epoch) if self._takes_epoch else self._function()
+        made: object = self._start(epoch)
         if not isinstance(made, Iterable):
             expected, got = "a function that returns an iterator", type(made).__name__
             raise TypeError(explain("from_generator", "function", expected=expected, got=got))
@@ -77,18 +77,19 @@ class _Generated(Dataset):
         return f"from_generator({name}): {fields}"
 
 
-def _takes_an_argument(function: Callable[..., Any]) -> bool:
-    """Whether the function must or may be called with one argument."""
+def _epoch_argument(function: Callable[..., Any]) -> Callable[[int], Any]:
+    """The function of an epoch. It is given the epoch as a parameter of that name, or as the one it cannot do without."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return False
+        return lambda epoch: function()
+    if "epoch" in signature.parameters:
+        return lambda epoch: function(epoch=epoch)
     try:
-        signature.bind(0)
+        signature.bind()
     except TypeError:
-        return False
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
-    return kinds[0] != inspect.Parameter.VAR_POSITIONAL
+        return function
+    return lambda epoch: function()
 
 
 def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = None) -> Dataset:
@@ -98,7 +99,8 @@ def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = N
     over the dataset that is restored runs it again up to its position.
 
     Args:
-        function: returns a fresh iterator at every call, for one epoch; called with the epoch if it takes an argument.
+        function: returns a fresh iterator at every call, for one epoch. Called with the epoch if it must have an
+            argument or has one of that name.
         element_spec: a nest of `ArraySpec`, with None in a shape for a length that varies. Without it the first element
             says what all look like, and the iterator is begun once more for it where that is asked before reading.
 

@@ -45,28 +45,40 @@ def _serve(connection: Connection, function_bytes: bytes) -> None:
     from multiprocessing.reduction import ForkingPickler
 
     try:
-        function = ForkingPickler.loads(function_bytes)
-    except BaseException as error:
-        connection.send(("start", 0, None, repr(error), traceback.format_exc()))
-        return
-    connection.send(("ready",))
-    while True:
         try:
-            elements = connection.recv()
-        except (EOFError, OSError, KeyboardInterrupt):
-            return
-        try:
-            answer: tuple[Any, ...] = ("results", call_each(function, elements))
-        except CallError as failed:
-            answer = ("error", failed.index, failed.error, *_described(failed.error))
-        try:
-            connection.send(answer)
-        except OSError:
-            return  # nobody is there any more
+            function = ForkingPickler.loads(function_bytes)
         except Exception as error:
-            # A result or an error that cannot be sent. Pickling comes before sending, so nothing was sent yet.
-            index, said = (answer[1], answer[3:]) if answer[0] == "error" else (0, _described(error))
-            connection.send(("error", index, None, *said))
+            connection.send(("start", *_described(error)))
+            return
+        connection.send(("ready",))
+        while True:
+            _answer(connection, function, connection.recv())
+    except (EOFError, OSError):
+        return  # nobody is there any more
+
+
+def _answer(connection: Connection, function: Callable[..., Any], elements: Sequence[Any]) -> None:
+    try:
+        answer: tuple[Any, ...] = ("results", call_each(function, elements))
+    except CallError as failed:
+        answer = ("error", failed.index, _sendable(failed.error), *_described(failed.error))
+    try:
+        connection.send(answer)
+    except OSError:
+        raise
+    except Exception as error:  # what cannot be pickled, which comes before anything is sent
+        connection.send(("error", 0, None, *_described(error)))
+
+
+def _sendable(error: BaseException) -> BaseException | None:
+    """The error, if it survives being sent; many cannot be made anew from their arguments."""
+    from multiprocessing.reduction import ForkingPickler
+
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:
+        return None
+    return error
 
 
 def _described(error: BaseException) -> tuple[str, str]:
@@ -93,8 +105,7 @@ class _Worker:
         try:
             if not self._started:
                 self._wait_for_start()
-            self.connection.send(elements)
-            answer = self.connection.recv()
+            answer = self._ask(elements)
         except (EOFError, OSError):
             raise RuntimeError(self._ended()) from None
         if answer[0] == "results":
@@ -105,13 +116,22 @@ class _Worker:
         error.__cause__ = RemoteTraceback(text)
         raise CallError(index, error)
 
+    def _ask(self, elements: Sequence[Any]) -> tuple[Any, ...]:
+        try:
+            self.connection.send(elements)
+            return self.connection.recv()
+        except (EOFError, OSError):
+            raise
+        except Exception as error:  # of pickle: what was to be sent, or what came, cannot be made anew
+            raise RuntimeError(f"{self._name}: an element could not be sent: {error}") from error
+
     def _wait_for_start(self) -> None:
         if not self.connection.poll(START_SECONDS):
             raise RuntimeError(f"{self._name} (pid {self.process.pid}) has not started within {START_SECONDS:.0f} s")
         answer = self.connection.recv()
         if answer[0] != "ready":
-            error = RuntimeError(f"{self._name}: the function could not be loaded there: {answer[3]}")
-            raise error from RemoteTraceback(answer[4])
+            error = RuntimeError(f"{self._name}: the function could not be loaded there: {answer[1]}")
+            raise error from RemoteTraceback(answer[2])
         self._started = True
 
     def _ended(self) -> str:
