@@ -68,7 +68,6 @@ class Options:
 
     Args:
         auto_shard_policy: how `distribute_dataset` divides the dataset; a member of AutoShardPolicy or its name.
-        deterministic: whether parallel stages that were not told keep the order of their elements; they do by default.
 
     Raises:
         ValueError: for another policy.
@@ -79,7 +78,6 @@ class Options:
     """
 
     auto_shard_policy: AutoShardPolicy | str | None = None
-    deterministic: bool | None = None
 
     def __post_init__(self) -> None:
         if self.auto_shard_policy is not None:
@@ -90,7 +88,7 @@ class Options:
         """Return these options with every field that the other one sets. Not collective.
 
         Example:
-            >>> Options("off").merge(Options(deterministic=False)).auto_shard_policy.name
+            >>> Options("off").merge(Options()).auto_shard_policy.name
             'OFF'
         """
         said = {f.name: getattr(override, f.name) for f in fields(override)}

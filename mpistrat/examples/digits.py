@@ -52,7 +52,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any]:
     fields = ("image", "label")
     batch = options.global_batch_size
     rows = ms.data.HDF5Dataset(str(output / "shards" / "train-*.h5"), fields=fields)
-    training = rows.shuffle(seed=options.seed).batch(batch)
+    training = rows.shuffle(seed=options.seed).batch(batch).prefetch(2)
     testing = ms.data.HDF5Dataset(str(output / "shards" / "test-*.h5"), fields=fields).batch(digits_data.TEST_ROWS)
     training_data = strategy.distribute_dataset(training)
     testing_data = strategy.distribute_dataset(testing)
@@ -76,8 +76,8 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any]:
     style = options.progress if strategy.rank == 0 else "none"
     with Progress(options.epochs * len(training_data), style) as progress:
         for epoch in range(1, options.epochs + 1):
-            clock, first = Clock(), len(losses)
-            for inputs in clock.waiting(training_data):
+            clock, first = Clock(training_data), len(losses)
+            for inputs in training_data:
                 clock.samples += ms.context.global_batch_size() or 0
                 parts = strategy.run(step, args=(inputs,))
                 with clock.measure("communication"):
@@ -88,7 +88,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any]:
             accuracy = evaluate()
             progress.epoch(epoch, mean, accuracy, clock)
             epochs.append({"epoch": epoch, "loss": mean, "test_accuracy": accuracy, "samples_per_second": rate})
-            epochs[-1] |= {f"seconds_{part}": seconds for part, seconds in clock.seconds.items()}
+            epochs[-1] |= {f"seconds_{part}": seconds for part, seconds in clock.seconds().items()}
     strategy.save(output / "weights.h5")
     summary = summarise(strategy, options, epochs)
     if strategy.rank == 0:

@@ -5,19 +5,28 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
+
+import mpistrat as ms
 
 __all__ = ["PARTS", "Clock", "Progress"]
 
 PARTS = ("input", "compute", "communication")
+WORDS = {"input": "input-bound"}
 
 
 class Clock:
-    """Adds up the seconds that go into each part of a training step, and the samples seen."""
+    """Adds up the seconds that go into each part of a training loop's steps, and the samples seen.
 
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+    Args:
+        data: the distributed dataset that the loop reads; what it says of its waiting is the part "input".
+    """
+
+    def __init__(self, data: ms.data.DistributedDataset) -> None:
+        self._data = data
+        self._before = data.stats()
+        self._seconds = dict.fromkeys(PARTS, 0.0)
         self.samples = 0
         self.started = time.perf_counter()
 
@@ -28,18 +37,11 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[part] += time.perf_counter() - before
+            self._seconds[part] += time.perf_counter() - before
 
-    def waiting(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches; the time that each takes to come counts as input. Not collective."""
-        iterator = iter(batches)
-        while True:
-            with self.measure("input"):
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
-            yield batch
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part. Not collective."""
+        return self._seconds | {"input": self._data.stats().wait_seconds - self._before.wait_seconds}
 
     def rate(self) -> float:
         """Return the samples a second since the clock was made. Not collective."""
@@ -47,8 +49,9 @@ class Clock:
 
     def shares(self) -> str:
         """Return where the time went, in words. Not collective."""
-        total = max(sum(self.seconds.values()), 1e-9)
-        return ", ".join(f"{part} {self.seconds[part] / total:.0%}" for part in PARTS)
+        seconds = self.seconds()
+        total = max(sum(seconds.values()), 1e-9)
+        return ", ".join(f"{WORDS.get(part, part)} {seconds[part] / total:.0%}" for part in PARTS)
 
 
 class Progress:

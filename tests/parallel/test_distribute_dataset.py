@@ -20,7 +20,9 @@ def test_every_rank_reads_its_part_of_the_shards():
 
     from mpi4py import MPI
 
-    from mpistrat.data import DistributedDataset, HDF5Dataset, write_shards
+    from mpistrat.data import HDF5Dataset, write_shards
+    from mpistrat.data.distribution.distributed_dataset import distribute
+    from mpistrat.data.distribution.workers import Workers
 
     comm = MPI.COMM_WORLD
     name = np.zeros(512, np.uint8)
@@ -34,7 +36,7 @@ def test_every_rank_reads_its_part_of_the_shards():
     directory = Path(name.tobytes().rstrip(b"\0").decode())
 
     whole = HDF5Dataset(directory, verify=True).shuffle(seed=5).batch(16)
-    mine = DistributedDataset(whole, num_replicas=comm.size, replica_offset=comm.rank, num_local_replicas=1)
+    mine = distribute(whole, Workers([1] * comm.size, comm.rank))
     for _ in range(2):
         for step, (expected, batch) in enumerate(zip(whole, mine, strict=True)):
             assert np.array_equal(batch["x"][:, 0], 3.0 * batch["y"])
@@ -44,21 +46,3 @@ def test_every_rank_reads_its_part_of_the_shards():
     comm.Barrier()
     if scratch is not None:
         scratch.cleanup()
-
-
-@pytest.mark.ranks(1, 2, 3, 4)
-def test_uneven_iterables_end_together():
-    from mpi4py import MPI
-
-    from mpistrat.data import PerReplicaDataset
-
-    comm = MPI.COMM_WORLD
-
-    def sum_over_ranks(counts):
-        total = np.empty_like(counts)
-        comm.Allreduce(counts, total)
-        return total
-
-    data = [np.full(2, step) for step in range(comm.rank + 1)]
-    lengths = [len(batch) for batch in PerReplicaDataset(data, sum_over_ranks=sum_over_ranks)]
-    assert lengths == [2] * (comm.rank + 1) + [0] * (comm.size - comm.rank - 1)

@@ -99,6 +99,8 @@ class DevicePrefetch:
                 device.reclaim()
 
 
-@dataclass(frozen=True, eq=False)
 class _Started:
-    copy: Any
+    """What a device returned from `start`: one leaf, whatever it is."""
+
+    def __init__(self, copy: Any) -> None:
+        self.copy = copy

@@ -233,7 +233,7 @@ def test_in_order_the_workers_ask_each_other() -> None:
     worker = distribute(
         dataset.with_options(Options("hint")),
         Workers([1, 1], 0),
-        sum_over_ranks=lambda counts: counts + [more.pop(0), 1],
+        sum_over_ranks=lambda counts: np.add(counts, [more.pop(0), 1]),
     )
     assert worker.cardinality() == UNKNOWN
     more = [1, 1, 1, 1, 0]  # the other one has four
