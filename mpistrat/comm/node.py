@@ -226,6 +226,14 @@ class Node:
 
     # memory
 
+    def sync(self) -> None:
+        """Keep this rank's loads and stores of shared memory before and after it apart. Not collective; any thread.
+
+        Who fills memory calls it before it stores the flag that says so; who has seen the flag, before it reads.
+        """
+        if self.shared and self._window is not None:
+            self._sync()
+
     def staging(self) -> list[np.ndarray]:
         """Return the staging room of every rank of the node that belongs to the next barrier. Not collective.
 

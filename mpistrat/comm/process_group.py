@@ -8,7 +8,7 @@ import os
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, final
+from typing import Any, Literal, Protocol, final
 
 import numpy as np
 
@@ -21,10 +21,20 @@ from .contract import Call, Comparison
 from .node import Node
 from .watchdog import Watch, Watchdog
 
-__all__ = ["ProcessGroup"]
+__all__ = ["Attachment", "ProcessGroup"]
 
 _CHUNK = 1 << 30  # bytes in one MPI call: Open MPI refuses counts of 2^31
 _KEPT_CALLS = 4096
+
+
+class Attachment(Protocol):
+    """What uses the memory or the communicators of a group, and ends with it."""
+
+    def close(self) -> None:
+        """Free what it has. Collective over the group; `ProcessGroup.close` calls it first."""
+
+    def leave(self) -> None:
+        """End without the others, whom nobody can reach any more, or at the end of the program. Not collective."""
 
 
 @final
@@ -54,6 +64,7 @@ class ProcessGroup:
         self._private = private
         self.watch = Watch(topology.rank, topology.size, environment.abort_after, environment.warn_after)
         self._calls: dict[Hashable, Call] = {}
+        self._attached: list[Attachment] = []
         ranks: Sequence[int] = (topology.rank,)
         if environment.shared_memory and private is not None:
             ranks = topology.ranks_of_node(topology.node_index)
@@ -198,6 +209,10 @@ class ProcessGroup:
             if self.num_nodes > 1:
                 self._comm.Barrier()
 
+    def attach(self, attachment: Attachment) -> None:
+        """Have something closed before the group is, the last one first. Not collective; do it on every rank alike."""
+        self._attached.append(attachment)
+
     def close(self) -> None:
         """Free shared memory and communicators; the topology stays. Collective the first time.
 
@@ -211,6 +226,12 @@ class ProcessGroup:
         if self._private is not None and healthy:
             with self.collective("close"):
                 pass
+        attached, self._attached = self._attached, []
+        for attachment in reversed(attached):
+            if healthy:
+                attachment.close()
+            else:
+                attachment.leave()
         Watchdog.remove(self.watch)
         self.watch.refusal = ClosedError("the strategy is closed")
         self._calls.clear()
@@ -224,6 +245,8 @@ class ProcessGroup:
         """Tell the others, at the end of the program, that this rank takes part in nothing any more. Not collective."""
         if self.closed or self._private is None:
             return
+        for attachment in reversed(self._attached):
+            attachment.leave()
         self.node.leave()
         domains: dict[int, list[int]] = {}
         shared = self.environment.shared_memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -338,10 +338,45 @@ class Dataset(Chain):
         """
         from .stages.configured import Configured
 
-        if not isinstance(options, Options):
-            got = type(options).__name__
+        given: object = options
+        if not isinstance(given, Options):
+            got = type(given).__name__
             raise TypeError(explain("Dataset.with_options", "options", expected="ms.data.Options", got=got))
         return Configured(self, options)
+
+    def cache(
+        self,
+        scope: Literal["rank", "node", "job"] = "rank",
+        *,
+        transport: Literal["auto", "messages", "get"] = "auto",
+    ) -> Dataset:
+        """Keep the elements in memory once they have been read (TF: tf.data.Dataset.cache). Not collective.
+
+        What is kept is epoch 0: a shuffle or a random map below keeps the order and values it has there. Shuffle after
+        the cache: any order is cheap then. A dataset that reads in order is kept in its first complete pass.
+
+        Args:
+            scope: who keeps them. "rank": each rank for itself, what it reads. "node": the ranks of a node together, in
+                shared memory; each piece is read by one of them. "job": the ranks of all nodes together; each reads its
+                part when the dataset is distributed, and later passes touch no disk. "node" and "job" begin with
+                `strategy.distribute_dataset`, which makes their memory and is collective then; the memory is free again
+                when the strategy is closed. They need random access and rows of one shape, and the whole dataset must
+                fit: nothing is ever thrown out.
+            transport: how "job" gets rows from other nodes: "messages", which a thread of each rank answers; "get",
+                MPI's one-sided Get; "auto" tries both when the dataset is distributed, and takes the quicker one.
+
+        Raises:
+            ValueError: for a dataset repeated for ever; for "node" and "job", one that reads in order.
+            MemoryError: where memory is too small, naming the numbers; when it is first read, or distributed.
+
+        Example:
+            >>> dataset = ms.data.from_arrays(np.arange(4)).map(lambda x: x * x).cache()
+            >>> [int(x) for x in dataset], sorted(int(x) for x in dataset.shuffle(seed=2))
+            ([0, 1, 4, 9], [0, 1, 4, 9])
+        """
+        from .stages.cached import cache
+
+        return cache(self, scope, transport)
 
     def peek(self) -> Any:
         """Return the first element of the epoch that the next `iter()` begins, without beginning it. Not collective.

@@ -19,6 +19,8 @@ class StageStats:
         bytes_read: bytes read from files, as they lie there; pages of a memory map count as read each time.
         chunk_reads: pieces read as a whole.
         files: files opened.
+        waits: pieces that another rank or thread was reading already.
+        bytes_received: bytes of rows that came from other nodes.
     """
 
     rows: int = 0
@@ -27,6 +29,8 @@ class StageStats:
     bytes_read: int = 0
     chunk_reads: int = 0
     files: int = 0
+    waits: int = 0
+    bytes_received: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def add(self, **amounts: float) -> None:
@@ -50,6 +54,8 @@ class StageStats:
             self.bytes_read and f"{_size(self.bytes_read)} read",
             self.chunk_reads and _count(self.chunk_reads, "chunk read"),
             self.files and _count(self.files, "file"),
+            self.waits and _count(self.waits, "wait"),
+            self.bytes_received and f"{_size(self.bytes_received)} received",
         ]
         return ", ".join(text for text in shown if text)
 

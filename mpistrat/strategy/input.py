@@ -27,7 +27,7 @@ def distribute_dataset(group: ProcessGroup, dataset: Dataset, options: InputOpti
     """See `Strategy.distribute_dataset`. Collective."""
     function = "distribute_dataset"
 
-    def make() -> DistributedDataset:
+    def make(dataset: Dataset = dataset) -> DistributedDataset:
         settings = _checked(options, function)
         if settings.replication_mode is InputReplicationMode.PER_REPLICA:
             remedy = "PER_REPLICA is for distribute_datasets_from_function."
@@ -38,7 +38,9 @@ def distribute_dataset(group: ProcessGroup, dataset: Dataset, options: InputOpti
     def described(_: DistributedDataset) -> str:
         return "\n".join([*_chain(dataset), f"elements {dataset.element_spec}, {dataset.cardinality()} in an epoch"])
 
-    return _agreed(group, function, make, described)
+    made = _agreed(group, function, make, described)
+    bound = dataset.bind(group)
+    return made if bound is dataset else make(bound)
 
 
 def distribute_datasets_from_function(

@@ -1,0 +1,86 @@
+"""How much memory a process may still take: what the system has left, and what its control group allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import explain
+
+__all__ = ["available_memory", "in_words", "require_memory"]
+
+_MEMINFO = Path("/proc/meminfo")
+_GROUPS = Path("/proc/self/cgroup")
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> int | None:
+    """Return the bytes that this process can still take without swapping or being killed. Not collective.
+
+    None where nobody can tell. Processes that ask at the same moment hear the same and must share it.
+    """
+    known = [found for found in (_system(), _control_groups()) if found is not None]
+    return max(0, min(known)) if known else None
+
+
+def _system() -> int | None:
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _control_groups() -> int | None:
+    """The least room of this process's control group and those around it, version 2 or 1."""
+    try:
+        lines = _GROUPS.read_text().splitlines()
+    except OSError:
+        return None
+    rooms = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = _ROOT, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = _ROOT / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = root / path.strip("/")
+        rooms += [_room(each, *names) for each in (folder, *folder.parents) if each.is_relative_to(root)]
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def _room(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    try:
+        allowed = int((folder / limit).read_text())  # "max" is no number: no limit
+        used = int((folder / usage).read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    cached = next((int(line.split()[1]) for line in lines if line.split()[0] == reclaimable), 0)
+    return allowed - used + cached
+
+
+def require_memory(function: str, needed: int, available: int | None, what: str, remedy: str) -> None:
+    """Raise MemoryError, with the numbers, unless there is as much as needed. Not collective."""
+    if available is not None and needed > available:
+        expected = f"{in_words(needed)} of free memory for {what}"
+        raise MemoryError(explain(function, "", expected=expected, got=in_words(available), remedy=remedy))
+
+
+def in_words(nbytes: float) -> str:
+    """Return a size in decimal units. Not collective.
+
+    Example:
+        >>> in_words(1_234_567_890)
+        '1.2 GB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 10 else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.1f} TB"

@@ -1,0 +1,265 @@
+"""Elements kept in memory after their first reading: by each rank for itself, or by the ranks of a node or job together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import log, nest
+from ...errors import explain
+from ..dataset import INFINITE, Addresses, Dataset
+from ..memory_limit import available_memory, in_words, require_memory
+from ..spec import is_ragged
+from ..stats import StageStats
+from .cached_rows import Pieces, RowMemory, SourceRows
+from .claims import Claims
+from .filled_memory import FilledMemory
+from .stage import Stage
+
+if TYPE_CHECKING:
+    from ...comm.process_group import ProcessGroup
+
+__all__ = ["Cached", "CachedInOrder", "Scope", "Transport", "cache"]
+
+Scope = Literal["rank", "node", "job"]
+Transport = Literal["auto", "messages", "get"]
+
+FUNCTION = "Dataset.cache"
+
+
+def cache(dataset: Dataset, scope: Scope, transport: Transport) -> Dataset:
+    """The cache that suits a dataset; see `Dataset.cache`."""
+    for argument, value, legal in (
+        ("scope", scope, ("rank", "node", "job")),
+        ("transport", transport, ("auto", "messages", "get")),
+    ):
+        if value not in legal:
+            expected = ", ".join(map(repr, legal))
+            raise ValueError(explain(FUNCTION, argument, expected=f"one of {expected}", got=repr(value)))
+    if dataset.cardinality() == INFINITE:
+        remedy = "Call repeat after cache."
+        raise ValueError(
+            explain(FUNCTION, "", expected="a dataset with an end", got="one repeated for ever", remedy=remedy)
+        )
+    by_rows = dataset.random_access
+    if by_rows and dataset.batching is not None:  # padded to the longest of the batch: no rows of one shape
+        by_rows = not any(is_ragged(leaf) for leaf in nest.flatten(dataset.row_spec))
+    if by_rows:
+        return Cached(dataset, scope, transport)
+    if scope != "rank":
+        got = f"{dataset.describe()}, which reads in order"
+        remedy = "Use cache(), which every rank keeps for itself, or put cache in front of it."
+        expected = f"a dataset with random access for cache({scope!r})"
+        raise ValueError(explain(FUNCTION, "", expected=expected, got=got, remedy=remedy))
+    return CachedInOrder(dataset)
+
+
+class Memory(Protocol):
+    """Where rows are kept."""
+
+    def take(self, numbers: NDArray[np.int64]) -> Any:
+        """Return copies of rows, stacked; read what is not there yet."""
+
+    def describe(self) -> str:
+        """Say how much lies where."""
+
+
+@final
+class Cached(Stage):
+    """Rows by random access, kept as they are in epoch 0.
+
+    Args:
+        parent: whose rows.
+        scope: who keeps them.
+        transport: how the nodes of a job get them from each other.
+        memory: what `bind` made for a group; None makes memory of this process alone at first use.
+    """
+
+    def __init__(self, parent: Dataset, scope: Scope, transport: Transport, memory: Memory | None = None) -> None:
+        super().__init__(parent)
+        self._scope, self._transport = scope, transport
+        self._memory = memory
+        self._shared = memory is not None
+        self._source: SourceRows | None = None
+        self._lock = threading.Lock()
+        self._bound: tuple[ProcessGroup, Cached] | None = None
+        self.counters = self._counters = StageStats()
+
+    def _rows(self) -> SourceRows:
+        if self._source is None:
+            self._source = SourceRows(self._parent)
+        return self._source
+
+    def _open(self) -> Memory:
+        memory = self._memory
+        if memory is None:
+            with self._lock:
+                if self._memory is None:
+                    self._memory = self._of_rank()
+                memory = self._memory
+        return memory
+
+    def _of_rank(self, sharers: int = 1) -> FilledMemory:
+        """Memory of this process; so many on its node need as much."""
+        source = self._rows()
+        nbytes = RowMemory.nbytes(source.row_spec, source.count)
+        what = f"{source.count} rows" + (f" in each of the node's {sharers} ranks" if sharers > 1 else "")
+        remedy = 'Use cache("node") or cache("job") to share it, or leave cache out.'
+        require_memory(FUNCTION, nbytes * sharers, available_memory(), what, remedy)
+        pieces = Pieces.of(source, 0)
+        claims = Claims(np.zeros(pieces.count, np.int16))
+        memory = RowMemory(source.row_spec, source.count)
+        return FilledMemory(source, memory, pieces, claims, self._counters, f"{in_words(nbytes)} in memory")
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        numbers = self._rows().numbers(position)
+        return np.full(numbers.size, epoch, np.int64), numbers
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        return self._open().take(positions)
+
+    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        """Nothing: what is missing is read by one rank, and who that is shows when it is gathered."""
+
+    def chunk_starts(self) -> None:
+        return None
+
+    def keep(self, rows: int) -> None:
+        """Nothing: pieces are read once, whole."""
+
+    def bind(self, group: ProcessGroup) -> Dataset:
+        """Make the memory that the ranks share. Collective, except for scope "rank"."""
+        if self._shared:
+            return self
+        if self._bound is not None and self._bound[0] is group:
+            return self._bound[1]
+        parent = self._parent.bind(group)
+        if self._scope == "rank":
+            bound = self if parent is self._parent else Cached(parent, "rank", self._transport)
+            if bound._memory is None:
+                node = group.topology.node_index
+                bound._memory = bound._of_rank(len(group.topology.ranks_of_node(node)))
+        else:
+            bound = Cached(parent, self._scope, self._transport)
+            bound._memory = bound._of_group(group)
+            bound._shared = True
+        self._bound = group, bound
+        return bound
+
+    def _of_group(self, group: ProcessGroup) -> Memory:
+        source = self._rows()
+        for name, leaf in zip(nest.paths(source.row_spec), nest.flatten(source.row_spec), strict=True):
+            if is_ragged(leaf) or leaf.dtype.hasobject:
+                got = f"{leaf}{name and ' at ' + name}"
+                remedy = "Use cache(), which every rank keeps for itself."
+                expected = f"rows of one shape, of numbers, for cache({self._scope!r})"
+                raise ValueError(explain(FUNCTION, "", expected=expected, got=got, remedy=remedy))
+        if self._scope == "node":
+            from .node_cache import node_memory
+
+            return node_memory(source, group, self._counters)
+        from .job_cache import job_memory
+
+        return job_memory(source, group, self._transport, self._counters)
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        if parents[0] is self._parent:
+            return self
+        if self._shared:
+            got = "others on each, as AutoShardPolicy.FILE and HINT make them"
+            remedy = "Use AutoShardPolicy.DATA, or cache()."
+            expected = f"the same rows below cache({self._scope!r}) on every rank"
+            raise ValueError(explain("distribute_dataset", "dataset", expected=expected, got=got, remedy=remedy))
+        return Cached(parents[0], self._scope, self._transport)
+
+    def fingerprint(self) -> str:
+        """What the ranks must have alike, whatever each of them has read. Not collective."""
+        return f"{self._scope} {self._transport}"
+
+    def describe(self) -> str:
+        name = "cache()" if self._scope == "rank" else f'cache("{self._scope}")'
+        if self._memory is not None:
+            return f"{name}: {self._memory.describe()}"
+        return f"{name}: nothing read yet" if self._scope == "rank" else f"{name}: not distributed yet"
+
+
+@final
+class CachedInOrder(Stage):
+    """Elements of a dataset that reads in order, kept in the first complete pass."""
+
+    def __init__(self, parent: Dataset) -> None:
+        super().__init__(parent)
+        self._kept: list[Any] | None = None
+        self.counters = self._counters = StageStats()
+
+    @property
+    def random_access(self) -> bool:
+        return False
+
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        kept = self._kept
+        return self._first_pass(start) if kept is None else (_copy(element) for element in kept[start:])
+
+    def _first_pass(self, start: int) -> Iterator[Any]:
+        seen: list[Any] = []
+        length = self._parent.cardinality()
+        since_check, complete = 0, False
+        try:
+            for position, element in enumerate(self._parent.elements(0)):
+                kept = _copy(element)
+                seen.append(kept)
+                self._counters.add(rows=1)
+                since_check += _nbytes(kept)
+                if since_check > _CHECK_BYTES:
+                    since_check = 0
+                    _check_memory(len(seen))
+                if len(seen) == length:  # who knows the length does not ask for an end
+                    complete, self._kept = True, seen
+                if position >= start:
+                    yield element
+            complete, self._kept = True, seen
+        finally:
+            if not complete and seen and self._kept is None:
+                log.once(
+                    logging.WARNING,
+                    "cache(): a pass ended before the dataset did; what it had kept is dropped, and the next pass reads "
+                    "anew. Put take after cache only where the whole dataset has been read once",
+                )
+
+    def chunk_starts(self) -> None:
+        return None
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return self if parents[0] is self._parent else CachedInOrder(parents[0])
+
+    def fingerprint(self) -> str:
+        """What the ranks must have alike, whatever each of them has read. Not collective."""
+        return "rank"
+
+    def describe(self) -> str:
+        if self._kept is None:
+            return "cache(): no complete pass yet"
+        return f"cache(): {len(self._kept)} elements, {in_words(sum(map(_nbytes, self._kept)))} in memory"
+
+
+_CHECK_BYTES = 64 << 20
+
+
+def _check_memory(count: int) -> None:
+    available = available_memory()
+    remedy = "The cache of a dataset that reads in order grows with it; leave cache out."
+    require_memory(FUNCTION, _CHECK_BYTES, available, f"what follows the {count} elements that were kept", remedy)
+
+
+def _copy(element: Any) -> Any:
+    """A copy: what a user does to an element must not reach the one that is kept."""
+    return nest.map_structure(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, element)
+
+
+def _nbytes(element: Any) -> int:
+    return sum(leaf.nbytes if isinstance(leaf, (np.ndarray, np.generic)) else 64 for leaf in nest.flatten(element))

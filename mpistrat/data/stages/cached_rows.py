@@ -1,0 +1,215 @@
+"""What the caches of rows are made of: a dataset's rows by number, the memory they go to, the pieces they come in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import nest
+from ..arrays import take_rows
+from ..buffers import RowBuffers
+from ..dataset import Addresses, Dataset
+from ..spec import ArraySpec, is_ragged
+
+__all__ = ["Pieces", "RowMemory", "SourceRows"]
+
+_ALIGNMENT = 64  # bytes, of each array in shared memory
+READ_BYTES = 8 << 20  # about what is read at a time
+
+
+@final
+class SourceRows:
+    """The rows of a dataset's epoch 0 by number. After `batch`, batch i has the numbers from i × batch size on.
+
+    Attributes:
+        dataset: whose rows.
+        slot: numbers for each element: 1, or the batch size.
+        count: numbers in all. A batch that is smaller than the batch size leaves its last ones unused.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.row_spec = dataset.row_spec
+        self.slot = 1 if dataset.batching is None else dataset.batching.size
+        self.count = dataset.cardinality() * self.slot
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, what varies left out, at least 1."""
+        return max(1, sum(_nbytes(spec) for spec in nest.flatten(self.row_spec)))
+
+    def numbers(self, element: int) -> NDArray[np.int64]:
+        """The numbers of one element's rows."""
+        if self.dataset.batching is None:
+            return np.array([element], np.int64)
+        return element * self.slot + np.arange(self.dataset.locate(0, element)[0].size)
+
+    def between(self, low: int, high: int) -> NDArray[np.int64]:
+        """The numbers that are in use from low to high, which are borders of elements."""
+        if self.dataset.batching is None:
+            return np.arange(low, high, dtype=np.int64)
+        elements = range(low // self.slot, -(-high // self.slot))
+        return np.concatenate([np.empty(0, np.int64), *map(self.numbers, elements)])
+
+    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], Any]]:
+        """Read rows, ascending; give them in parts, each with its numbers."""
+        for own, (epochs, positions) in self._addresses(numbers):
+            yield own, self.dataset.gather(epochs, positions)
+
+    def expect(self, numbers: NDArray[np.int64]) -> None:
+        """Tell the dataset that these rows will be read next."""
+        for _, addresses in self._addresses(numbers):
+            self.dataset.expect(*addresses)
+
+    def _addresses(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], Addresses]]:
+        if self.dataset.batching is None:
+            yield numbers, (np.zeros(numbers.size, np.int64), numbers)
+            return
+        elements = numbers // self.slot
+        for element in np.unique(elements).tolist():
+            own = numbers[elements == element]
+            epochs, positions = self.dataset.locate(0, element)
+            within = own - element * self.slot
+            yield own, (epochs[within], positions[within])
+
+
+def _nbytes(spec: ArraySpec) -> int:
+    if is_ragged(spec):
+        return np.dtype(object).itemsize
+    return spec.dtype.itemsize * math.prod(length or 0 for length in spec.shape)
+
+
+@final
+class RowMemory:
+    """Room for rows, one array for each leaf: in memory of this process, or in bytes that somebody shares.
+
+    Args:
+        row_spec: the specs of a row. In shared bytes every leaf has a fixed shape and is no string.
+        rows: how many.
+        shared: bytes, `RowMemory.nbytes(row_spec, rows)` of them; None for memory of this process.
+    """
+
+    def __init__(self, row_spec: Any, rows: int, shared: NDArray[np.uint8] | None = None) -> None:
+        self.row_spec = row_spec
+        self.rows = rows
+        self.arrays: list[NDArray[Any]] = []
+        self.starts = self.starts_of(row_spec, rows)
+        for start, spec in zip(self.starts, nest.flatten(row_spec), strict=True):
+            shape = (rows,) if is_ragged(spec) else (rows, *spec.shape)
+            dtype = np.dtype(object) if is_ragged(spec) else spec.dtype
+            if shared is None:
+                self.arrays.append(np.empty(shape, dtype))  # the system gives pages as they are first written
+            else:
+                nbytes = rows * _nbytes(spec)
+                self.arrays.append(shared[start : start + nbytes].view(dtype).reshape(shape))
+
+    @staticmethod
+    def nbytes(row_spec: Any, rows: int) -> int:
+        """Bytes that so many rows take, what varies left out."""
+        return sum(_aligned(rows * _nbytes(spec)) for spec in nest.flatten(row_spec))
+
+    @staticmethod
+    def starts_of(row_spec: Any, rows: int) -> list[int]:
+        """Where the arrays begin in shared bytes for so many rows."""
+        ends = np.cumsum([_aligned(rows * _nbytes(spec)) for spec in nest.flatten(row_spec)])
+        return [0, *ends[:-1].tolist()]
+
+    def ranges(self, places: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """The bytes, from and to, in which rows at ascending places lie."""
+        low, high = int(places[0]), int(places[-1]) + 1
+        sizes = [array.itemsize * (array.size // max(1, self.rows)) for array in self.arrays]
+        return [(start + low * size, start + high * size) for start, size in zip(self.starts, sizes, strict=True)]
+
+    def put(self, places: NDArray[np.int64], rows: Any) -> None:
+        """Store stacked rows at ascending places."""
+        low, high = int(places[0]), int(places[-1]) + 1
+        where: Any = slice(low, high) if high - low == places.size else places
+        for array, leaf in zip(self.arrays, nest.flatten(rows), strict=True):
+            array[where] = leaf
+
+    def take(self, places: NDArray[np.int64], buffers: RowBuffers) -> list[NDArray[Any]]:
+        """Return copies of the rows at some places, leaf by leaf."""
+        taken = []
+        for field, array in enumerate(self.arrays):
+            out = buffers.empty(field, (places.size, *array.shape[1:]), array.dtype)
+            take_rows(array, places, out)
+            taken.append(out)
+        return taken
+
+    def take_into(self, places: NDArray[np.int64], other: RowMemory) -> None:
+        """Copy the rows at some places into another memory, which has room for just these."""
+        for array, out in zip(self.arrays, other.arrays, strict=True):
+            take_rows(array, places, out)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@final
+class Pieces:
+    """Row numbers cut into pieces that are read as a whole, of one size or beginning at given numbers.
+
+    Example:
+        >>> Pieces(10, 4).bounds(2)
+        (8, 10)
+    """
+
+    def __init__(self, count: int, size: int = 1, starts: NDArray[np.int64] | None = None) -> None:
+        self.rows = count
+        self._size = size
+        self._starts = starts
+        self.count = -(-count // size) if starts is None else len(starts) - 1
+
+    @classmethod
+    def of(cls, source: SourceRows, nbytes: int) -> Pieces:
+        """The pieces of a source, of about so many bytes at least; with 0, as small as is good for the source."""
+        starts = source.dataset.chunk_starts() if source.dataset.batching is None else None
+        least = max(1, nbytes // source.row_bytes)
+        if starts is None or len(starts) < 2 or int(starts[-1]) != source.count or int(starts[0]) != 0:
+            return cls(source.count, -(-least // source.slot) * source.slot if nbytes else 1)
+        if least > 1:
+            wanted = np.arange(0, source.count, least)
+            starts = np.unique(np.append(starts[np.searchsorted(starts, wanted)], source.count))
+        return cls(source.count, starts=starts)
+
+    def reads(self, pieces: NDArray[np.int64]) -> int:
+        """How many pieces are read as a whole: none where they are single rows."""
+        return 0 if self._starts is None and self._size == 1 else int(pieces.size)
+
+    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which piece each row lies in."""
+        if self._starts is not None:
+            return np.searchsorted(self._starts, rows, side="right") - 1
+        return rows if self._size == 1 else rows // self._size
+
+    def bounds(self, piece: int) -> tuple[int, int]:
+        """The numbers of a piece's rows, from and to."""
+        if self._starts is not None:
+            return int(self._starts[piece]), int(self._starts[piece + 1])
+        return piece * self._size, min((piece + 1) * self._size, self.rows)
+
+    def border(self, row: int) -> int:
+        """The beginning of the piece in which a row lies; the number of rows for that."""
+        return self.rows if row >= self.rows else self.bounds(int(self.numbers(np.array([row]))[0]))[0]
+
+    def runs(self, pieces: NDArray[np.int64], rows: int) -> Iterator[NDArray[np.int64]]:
+        """Ascending pieces in parts of about so many rows."""
+        if self._starts is None:
+            step = max(1, rows // self._size)
+            for first in range(0, len(pieces), step):
+                yield pieces[first : first + step]
+            return
+        lengths = self._starts[pieces + 1] - self._starts[pieces]
+        part = (np.cumsum(lengths) - 1) // rows
+        yield from np.split(pieces, np.flatnonzero(np.diff(part)) + 1)
+
+    def all_rows(self, pieces: NDArray[np.int64], source: SourceRows) -> NDArray[np.int64]:
+        """The numbers of the rows of ascending pieces."""
+        if self._starts is None and self._size == 1:
+            return pieces
+        return np.concatenate([source.between(*self.bounds(piece)) for piece in pieces.tolist()])

@@ -1,0 +1,121 @@
+"""Memory of rows that fills as they are asked for, each piece read once by whoever comes first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import nest
+from ...errors import ClosedError, CollectiveTimeoutError
+from ..buffers import RowBuffers
+from ..stats import StageStats
+from .cached_rows import READ_BYTES, Pieces, RowMemory, SourceRows
+from .claims import Claims
+
+__all__ = ["FilledMemory"]
+
+
+@final
+class FilledMemory:
+    """Rows of a source in memory; what is missing is read, by threads and processes that share the claims.
+
+    Args:
+        source: whose rows.
+        memory: where they are kept.
+        pieces: what is read as a whole.
+        claims: who reads what.
+        counters: where to count: rows, pieces (chunk_reads) and seconds of reading, and pieces waited for.
+        text: how much lies where.
+        provide: called with the bytes that are about to be written; raises where the system has no room for them.
+    """
+
+    def __init__(
+        self,
+        source: SourceRows,
+        memory: RowMemory,
+        pieces: Pieces,
+        claims: Claims,
+        counters: StageStats,
+        text: str,
+        provide: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._source = source
+        self._memory: RowMemory | None = memory
+        self._pieces = pieces
+        self._claims = claims
+        self._counters = counters
+        self._text = text
+        self._provide = provide
+        self._buffers = RowBuffers()
+        self._reading = threading.Lock()  # a dataset is read by one thread at a time
+
+    def take(self, numbers: NDArray[np.int64]) -> Any:
+        """Return copies of rows, stacked; read what is not there yet.
+
+        Raises:
+            CollectiveTimeoutError: another rank reads a piece of them, and does not come to its end.
+            ClosedError: the strategy was closed.
+        """
+        memory = self._memory  # held: it is not freed meanwhile
+        if memory is None:
+            raise ClosedError("cache: the strategy that kept the rows was closed")
+        missing = self._claims.missing(self._pieces.numbers(numbers))
+        if missing.size:
+            self._fill(memory, missing)
+        return nest.pack_like(self._source.row_spec, memory.take(numbers, self._buffers))
+
+    def _fill(self, memory: RowMemory, missing: NDArray[np.int64]) -> None:
+        """Read what nobody else reads, then wait for the others. Who waits holds no claims."""
+        self._read(memory, self._claims.claim(missing))
+        missing = self._claims.missing(missing)
+        self._counters.add(waits=missing.size)
+        while missing.size:
+            try:
+                mine = self._claims.wait(missing)
+            except TimeoutError as error:
+                raise CollectiveTimeoutError(f"cache: {error}") from None
+            self._read(memory, mine)
+            missing = self._claims.missing(missing)
+
+    def _read(self, memory: RowMemory, claimed: NDArray[np.int64]) -> None:
+        """Read the pieces that were claimed, and end the claims."""
+        at_a_time = max(1, READ_BYTES // self._source.row_bytes)
+        left = claimed
+        try:
+            with self._reading:
+                for run in self._pieces.runs(claimed, at_a_time) if claimed.size else ():
+                    started = time.perf_counter()
+                    rows = self._pieces.all_rows(run, self._source)
+                    for numbers, stacked in self._source.read(rows):
+                        self._store(memory, numbers, stacked)
+                    self._claims.release(run, ready=True)
+                    left = left[run.size :]
+                    seconds = time.perf_counter() - started
+                    self._counters.add(rows=rows.size, chunk_reads=self._pieces.reads(run), seconds=seconds)
+        finally:
+            self._claims.release(left, ready=False)
+
+    def _store(self, memory: RowMemory, numbers: NDArray[np.int64], stacked: Any) -> None:
+        if not numbers.size:
+            return
+        if self._provide is not None:
+            for low, high in memory.ranges(numbers):
+                self._provide(low, high)
+        memory.put(numbers, stacked)
+
+    def describe(self) -> str:
+        """Say how much lies where. Not collective."""
+        return self._text
+
+    def close(self) -> None:
+        """Let go of the memory; threads that are copying rows hold it until they are done. Collective with the group."""
+        self._memory = None
+        self._claims.close()
+
+    def leave(self) -> None:
+        """Nothing: the system takes the memory. Not collective."""

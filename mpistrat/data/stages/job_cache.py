@@ -1,0 +1,324 @@
+"""The whole dataset in the memory of all ranks of a job: each node holds a part, and gets rows of other parts from there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import nest
+from ...errors import ClosedError, ShardError, explain
+from ..buffers import RowBuffers
+from ..memory_limit import in_words
+from ..stats import StageStats
+from .cached_rows import READ_BYTES, Pieces, RowMemory, SourceRows
+from .node_cache import agree_memory, provider
+from .row_gets import RowGets
+from .row_messages import Reply, RowMessages, nap
+
+if TYPE_CHECKING:
+    from ...comm.process_group import ProcessGroup
+
+__all__ = ["JobMemory", "Parts", "job_memory"]
+
+_PROBE_ROWS = 256
+_PROBE_SECONDS = 0.1  # that the probed rank stays outside of MPI
+
+
+class RowTransport(Protocol):
+    """How rows come from the memory of other nodes."""
+
+    name: str
+
+    def start(self, node: int, rows: NDArray[np.int64], places: NDArray[np.int64]) -> list[Reply]:
+        """Ask for rows of a node's memory, which belong to some places of a batch."""
+
+    def finish(self, replies: list[Reply]) -> list[Reply]:
+        """Wait until they are there."""
+
+    def close(self) -> None:
+        """Free what it has. Collective."""
+
+    def leave(self) -> None:
+        """End without the others. Not collective."""
+
+
+@final
+@dataclass(frozen=True)
+class Parts:
+    """Which rows each node holds, and which of them each rank reads from disk.
+
+    Attributes:
+        ranks: the ranks of each node (each memory domain), in its order.
+        borders: by place in the nodes' ranks one after the other: where the rows that a rank reads begin; then the end.
+    """
+
+    ranks: Sequence[Sequence[int]]
+    borders: Sequence[int]
+
+    @classmethod
+    def of(cls, pieces: Pieces, ranks: Sequence[Sequence[int]]) -> Parts:
+        """Whole pieces for each rank, as equal as can be.
+
+        Example:
+            >>> Parts.of(Pieces(10, 2), [[0, 1], [2]]).borders
+            [0, 2, 6, 10]
+        """
+        size = sum(map(len, ranks))
+        return cls(ranks, [pieces.border(pieces.rows * place // size) for place in range(size)] + [pieces.rows])
+
+    def of_node(self, node: int) -> tuple[int, int]:
+        """The rows that a node holds, from and to."""
+        first = sum(map(len, self.ranks[:node]))
+        return self.borders[first], self.borders[first + len(self.ranks[node])]
+
+    def of_rank(self, rank: int) -> tuple[int, int]:
+        """The rows that a rank reads, from and to."""
+        place = [each for ranks in self.ranks for each in ranks].index(rank)
+        return self.borders[place], self.borders[place + 1]
+
+
+def job_memory(source: SourceRows, group: ProcessGroup, transport: str, counters: StageStats) -> JobMemory:
+    """Make the memory of all nodes and read everything into it. Collective.
+
+    Raises:
+        SharedMemoryError, MemoryError: on every rank, where a node has too little.
+        ShardError, RuntimeError: on every rank, where reading failed on any.
+        CollectiveMismatchError: the ranks have different rows.
+    """
+    pieces = Pieces.of(source, 1)
+    parts = Parts.of(pieces, _domains(group))
+    own_node = next(node for node, ranks in enumerate(parts.ranks) if group.topology.rank in ranks)
+    low, high = parts.of_node(own_node)
+    total = max(64, RowMemory.nbytes(source.row_spec, high - low))
+    what = f'cache("job") of {source.count} rows'
+    node = group.node
+    with group.collective("cache", "job", detail=f"{source.count} rows of {source.row_spec!r}, transport {transport}"):
+        agree_memory(group, total if node.rank == 0 else 0, what)
+        block = node.allocate([total if rank == 0 else 0 for rank in range(node.size)], what)
+        rows = RowMemory(source.row_spec, high - low, block.segments[0])
+    error = _fill(
+        source, pieces, rows, parts.of_rank(group.topology.rank), low, provider(block, group.topology.rank), counters
+    )
+    with group.collective("cache", "job: everything read"):
+        node.sync()
+        texts = group.all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
+        node.sync()
+        _raise_any(error, texts)
+        carrier = None
+        if len(parts.ranks) > 1:
+            carrier = _make_transport(group, parts, own_node, rows, block.segments[0], transport, counters)
+    memory = JobMemory(source, parts, own_node, rows, carrier, counters)
+    group.attach(memory)
+    return memory
+
+
+def _domains(group: ProcessGroup) -> list[list[int]]:
+    """The ranks of each memory domain: a node's, or one where memory is private."""
+    topology = group.topology
+    if group.num_nodes == topology.num_nodes:
+        return [list(topology.ranks_of_node(node)) for node in range(topology.num_nodes)]
+    return [[rank] for rank in range(topology.size)]
+
+
+def _fill(
+    source: SourceRows,
+    pieces: Pieces,
+    memory: RowMemory,
+    own: tuple[int, int],
+    low: int,
+    provide: Callable[[int, int], None],
+    counters: StageStats,
+) -> Exception | None:
+    """Read this rank's rows into the node's memory, which begins with row `low`. Return what went wrong."""
+    if own[0] == own[1]:
+        return None
+    first, last = pieces.numbers(np.array([own[0], own[1] - 1])).tolist()
+    try:
+        for run in pieces.runs(np.arange(first, last + 1), max(1, READ_BYTES // source.row_bytes)):
+            started = time.perf_counter()
+            wanted = pieces.all_rows(run, source)
+            for numbers, stacked in source.read(wanted):
+                if not numbers.size:
+                    continue
+                for start, stop in memory.ranges(numbers - low):
+                    provide(start, stop)
+                memory.put(numbers - low, stacked)
+            counters.add(rows=wanted.size, chunk_reads=pieces.reads(run), seconds=time.perf_counter() - started)
+    except Exception as error:  # the others must hear of it
+        return error
+    return None
+
+
+def _raise_any(error: Exception | None, texts: list[str]) -> None:
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text:
+            kind = ShardError if text.startswith("ShardError: ") else RuntimeError
+            raise kind(f'cache("job"): rank {rank} could not read its part: {text}')
+
+
+def _make_transport(
+    group: ProcessGroup,
+    parts: Parts,
+    own_node: int,
+    memory: RowMemory,
+    segment: NDArray[np.uint8],
+    wanted: str,
+    counters: StageStats,
+) -> RowTransport:
+    """What fetches rows between nodes: the one that was asked for, or the quicker one. Collective, in `collective()`."""
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        remedy = "Let mpi4py start MPI, or ask for MPI_THREAD_MULTIPLE."
+        got = "a lower one"
+        raise RuntimeError(
+            explain("Dataset.cache", 'cache("job")', expected="MPI_THREAD_MULTIPLE", got=got, remedy=remedy)
+        )
+    comm: Any = group.topology.comm
+
+    def counted(nbytes: int) -> None:
+        counters.add(bytes_received=nbytes)
+
+    messages = gets = None
+    if wanted != "get":
+        place = parts.ranks[own_node].index(group.topology.rank)
+        holders = [ranks[place % len(ranks)] for ranks in parts.ranks]
+        messages = RowMessages(comm.Dup(), memory, holders, group.environment.abort_after, counted)
+    if wanted != "messages":
+        lengths = [high - low for low, high in map(parts.of_node, range(len(parts.ranks)))]
+        starts = [RowMemory.starts_of(memory.row_spec, length) for length in lengths]
+        firsts = [ranks[0] for ranks in parts.ranks]
+        shown = segment if group.topology.rank in firsts else segment[:0]
+        gets = RowGets(comm.Dup(), shown, firsts, starts, memory.row_spec, counted)
+    if messages is None or gets is None:
+        return messages or gets  # type: ignore[return-value]
+    if _gets_win(group, parts, messages, gets):
+        messages.close()
+        return gets
+    gets.close()
+    return messages
+
+
+def _gets_win(group: ProcessGroup, parts: Parts, messages: RowMessages, gets: RowGets) -> bool:
+    """Whether the first rank gets some rows of the second node sooner than it is sent them.
+
+    The other ranks stay outside of MPI meanwhile: where the network needs their help for a Get, it comes late.
+    """
+    rank = group.topology.rank
+    low, high = parts.of_node(1)
+    seconds = [0.0, 0.0]
+    if rank == parts.ranks[0][0] and high > low:
+        rows = np.random.default_rng(0).integers(0, high - low, _PROBE_ROWS)
+        transports: list[RowTransport] = [messages, gets]
+        for i, transport in enumerate(transports):
+            for _ in range(2):  # the first time sets up connections
+                started = time.perf_counter()
+                transport.finish(transport.start(1, rows, rows))
+                seconds[i] = time.perf_counter() - started
+    else:
+        time.sleep(_PROBE_SECONDS)
+    return bool(group.agree(int(seconds[1] < seconds[0]), "max"))
+
+
+@final
+class JobMemory:
+    """Rows of which this node holds a part. `job_memory` makes it.
+
+    Args:
+        source: whose rows.
+        parts: who holds what.
+        own_node: which of them is this node's.
+        memory: this node's part.
+        transport: gets the others'; None where there are none.
+        counters: where to count.
+    """
+
+    def __init__(
+        self,
+        source: SourceRows,
+        parts: Parts,
+        own_node: int,
+        memory: RowMemory,
+        transport: RowTransport | None,
+        counters: StageStats,
+    ) -> None:
+        self._source, self._parts, self._own = source, parts, own_node
+        self._lows = np.array([parts.of_node(node)[0] for node in range(len(parts.ranks))], np.int64)
+        self._memory: RowMemory | None = memory
+        self._transport = transport
+        self._buffers = RowBuffers()
+        self._counters = counters
+        self._fetching = 0
+        self._lock = threading.Lock()
+
+    def take(self, numbers: NDArray[np.int64]) -> Any:
+        """Return copies of rows, stacked.
+
+        Raises:
+            CollectiveTimeoutError, PeerExitError: another rank does not answer.
+            ClosedError: the strategy was closed.
+        """
+        with self._lock:
+            memory, transport = self._memory, self._transport  # held: they are not freed meanwhile
+            if memory is None:
+                raise ClosedError('cache("job"): the strategy that kept the rows was closed')
+            self._fetching += 1
+        try:
+            if transport is None:
+                return nest.pack_like(self._source.row_spec, memory.take(numbers, self._buffers))
+            return self._take_parts(memory, transport, numbers)
+        finally:
+            with self._lock:
+                self._fetching -= 1
+
+    def _take_parts(self, memory: RowMemory, transport: RowTransport, numbers: NDArray[np.int64]) -> Any:
+        nodes = np.searchsorted(self._lows, numbers, side="right") - 1
+        out = [self._buffers.empty(i, (numbers.size, *a.shape[1:]), a.dtype) for i, a in enumerate(memory.arrays)]
+        replies: list[Reply] = []
+        mine: NDArray[np.int64] = np.empty(0, np.int64)
+        for node in np.unique(nodes).tolist():
+            places = np.flatnonzero(nodes == node)
+            if node == self._own:
+                mine = places
+            else:
+                replies += transport.start(node, numbers[places] - self._lows[node], places)
+        if mine.size:
+            own = numbers[mine] - self._lows[self._own]
+            for array, whole in zip(memory.arrays, out, strict=True):
+                whole[mine] = array[own]
+        for reply in transport.finish(replies):
+            for array, whole in zip(reply.rows.arrays, out, strict=True):
+                whole[reply.places] = array
+        return nest.pack_like(self._source.row_spec, out)
+
+    def describe(self) -> str:
+        """Say how much lies where. Not collective."""
+        nbytes = RowMemory.nbytes(self._source.row_spec, self._source.count)
+        where = f"{in_words(nbytes)} in the memory of {len(self._parts.borders) - 1} ranks"
+        return where if self._transport is None else f"{where}, fetched between nodes by {self._transport.name}"
+
+    def close(self) -> None:
+        """Free what fetches rows and let go of the memory. Collective with the group."""
+        with self._lock:
+            self._memory = None  # later calls raise
+        naps = 0
+        while self._fetching:
+            nap(naps)
+            naps += 1
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def leave(self) -> None:
+        """End the threads. Not collective."""
+        self._memory = None
+        if self._transport is not None:
+            self._transport.leave()

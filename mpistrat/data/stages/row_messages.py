@@ -1,0 +1,198 @@
+"""Rows fetched from other nodes by messages: a thread of each rank answers with copies.
+
+A collective for each batch would be as quick, but it must be entered by all ranks equally often, and threads that read
+ahead are not in step: after a `break` in the training loop one of them would wait for ever. Messages need nobody in step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ClosedError, CollectiveTimeoutError, PeerExitError
+from ..buffers import RowBuffers
+from .cached_rows import RowMemory
+
+__all__ = ["Reply", "RowMessages", "nap"]
+
+_ASK, _LEFT = 1, 2
+_FIRST_REPLY, _LAST_REPLY = 16, 32000  # tags; MPI promises 32767
+_MESSAGE_BYTES = 16 << 20  # of one reply, about
+
+
+@dataclass
+class Reply:
+    """Rows on their way: those at some places of a batch, and the memory that they come into."""
+
+    places: NDArray[np.int64]
+    rows: RowMemory
+    kept: tuple[Any, ...]  # requests of MPI, and what they use
+    rank: int
+
+
+@final
+class RowMessages:
+    """Asks other ranks for rows of their memory, and answers them. Made and closed collectively.
+
+    Args:
+        comm: a communicator of all ranks for this alone; freed by `close`.
+        memory: the rows of this rank's node.
+        holders: of each node the rank to ask.
+        timeout: seconds to wait for an answer.
+        counted: told the bytes that came.
+    """
+
+    name = "messages"
+
+    def __init__(
+        self,
+        comm: Any,
+        memory: RowMemory,
+        holders: Sequence[int],
+        timeout: float,
+        counted: Callable[[int], None],
+    ) -> None:
+        from mpi4py import MPI
+
+        self._holders = holders
+        self._mpi, self._comm = MPI, comm
+        self._memory: RowMemory | None = memory
+        self._row_spec = memory.row_spec
+        self._timeout, self._counted = timeout, counted
+        self._limit = max(1, _MESSAGE_BYTES // max(1, RowMemory.nbytes(memory.row_spec, 64) // 64))
+        self._tags = itertools.cycle(range(_FIRST_REPLY, _LAST_REPLY))
+        self._buffers = RowBuffers()
+        self._closed = False
+        self._left: set[int] = set()
+        self._stop = threading.Event()
+        self._sending: list[tuple[Any, Any]] = []
+        self._lost: list[Reply] = []  # never answered: MPI may still write into their memory
+        self._thread = threading.Thread(target=self._serve, name="mpistrat-rows", daemon=True)
+        self._thread.start()
+
+    # asking
+
+    def start(self, node: int, rows: NDArray[np.int64], places: NDArray[np.int64]) -> list[Reply]:
+        """Ask for rows of a node's memory, which belong to some places of a batch."""
+        rank = self._holders[node]
+        replies = []
+        for low in range(0, rows.size, self._limit):
+            replies.append(self._ask(rank, rows[low : low + self._limit], places[low : low + self._limit]))
+        return replies
+
+    def _ask(self, rank: int, rows: NDArray[np.int64], places: NDArray[np.int64]) -> Reply:
+        tag = next(self._tags)
+        nbytes = RowMemory.nbytes(self._row_spec, rows.size)
+        memory = self._buffers.empty(0, (nbytes,), np.dtype(np.uint8))
+        receive = self._comm.Irecv([memory, self._mpi.BYTE], rank, tag)
+        message = np.concatenate(([tag], rows)).astype(np.int64)
+        send = self._comm.Isend([message, self._mpi.INT64_T], rank, _ASK)
+        return Reply(places, RowMemory(self._row_spec, rows.size, memory), ([receive, send], memory, message), rank)
+
+    def finish(self, replies: list[Reply]) -> list[Reply]:
+        """Wait for the rows.
+
+        Raises:
+            CollectiveTimeoutError, PeerExitError: naming the rank that does not answer.
+            ClosedError: the strategy was closed meanwhile.
+        """
+        deadline, naps = monotonic() + self._timeout, 0
+        waiting = replies
+        while waiting:
+            waiting = [reply for reply in waiting if not self._mpi.Request.Testall(reply.kept[0])]
+            if not waiting:
+                break
+            ranks = sorted({reply.rank for reply in waiting})
+            error: Exception | None = None
+            gone = self._left.intersection(ranks)
+            if gone:
+                error = PeerExitError(f'cache("job"): rank {min(gone)} left the program; its rows are wanted')
+            elif self._stop.is_set():
+                error = ClosedError('cache("job"): the strategy was closed while rows were fetched')
+            elif monotonic() > deadline:
+                who = ", ".join(map(str, ranks))
+                error = CollectiveTimeoutError(f'cache("job"): waited {self._timeout:g} s for rows from rank {who}')
+            if error is not None:
+                self._lost += waiting
+                raise error
+            nap(naps)
+            naps += 1
+        self._counted(sum(reply.kept[1].nbytes for reply in replies))
+        return replies
+
+    # answering
+
+    def _serve(self) -> None:
+        idle = 0
+        while not self._stop.is_set():
+            idle = 0 if self._answer() else idle + 1
+            nap(idle)
+
+    def _answer(self) -> bool:
+        """Take one message, if there is any."""
+        mpi = self._mpi
+        if self._sending:
+            self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
+        status = mpi.Status()
+        for tag in (_ASK, _LEFT):
+            message = self._comm.Improbe(mpi.ANY_SOURCE, tag, status)
+            if message is None:
+                continue
+            asked = np.empty(status.Get_count(mpi.INT64_T), np.int64)
+            message.Recv([asked, mpi.INT64_T])
+            if tag == _LEFT:
+                self._left.add(status.source)
+            else:
+                self._reply(status.source, int(asked[0]), asked[1:])
+            return True
+        return bool(self._sending)
+
+    def _reply(self, rank: int, tag: int, rows: NDArray[np.int64]) -> None:
+        if self._memory is None:
+            return
+        data = self._buffers.empty(1, (RowMemory.nbytes(self._row_spec, rows.size),), np.dtype(np.uint8))
+        self._memory.take_into(rows, RowMemory(self._row_spec, rows.size, data))
+        self._sending.append((self._comm.Isend([data, self._mpi.BYTE], rank, tag), data))
+
+    # the end
+
+    def close(self) -> None:
+        """End the thread and free the communicator; nobody may be waiting for rows on any rank. Collective."""
+        if self._closed:
+            return
+        self._closed = True
+        request = self._comm.Ibarrier()  # threads answer until no rank wants anything
+        naps = 0
+        while not request.Test():
+            nap(naps)
+            naps += 1
+        self._end_thread()
+        self._comm.Free()
+
+    def leave(self) -> None:
+        """End the thread, and tell the others that nobody answers here any more. Not collective."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end_thread()
+        nothing = np.zeros(1, np.int64)
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._sending.append((self._comm.Isend([nothing, self._mpi.INT64_T], rank, _LEFT), nothing))
+
+    def _end_thread(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._memory = None
+
+
+def nap(count: int) -> None:
+    """Wait a little: at first only for other threads, then longer and longer."""
+    sleep(0 if count < 20 else 5e-5 if count < 2000 else 1e-3)
