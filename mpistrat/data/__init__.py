@@ -13,6 +13,7 @@ from .iterator import DatasetIterator
 from .options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
 from .order import permute
 from .shards.write import write_shards
+from .shards.writer import ShardWriter
 from .spec import ArraySpec
 from .stats import InputStats, StageStats
 
@@ -33,6 +34,7 @@ __all__ = [
     "InputStats",
     "Optional",
     "Options",
+    "ShardWriter",
     "StageStats",
     "from_arrays",
     "from_generator",

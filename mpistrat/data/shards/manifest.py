@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,19 @@ import numpy as np
 
 from ...errors import ShardError, explain
 
-__all__ = ["Field", "Manifest", "ShardEntry", "digest_of", "fsync_directory", "read_manifest", "write_manifest"]
+__all__ = [
+    "Field",
+    "Manifest",
+    "ShardEntry",
+    "digest_of",
+    "fields_from_json",
+    "fields_to_json",
+    "fsync_directory",
+    "listed_names",
+    "read_manifest",
+    "write_manifest",
+    "write_unfinished",
+]
 
 _FORMAT, _VERSION = "mpistrat.shards", 1
 _PIECE = 1 << 22
@@ -21,10 +34,10 @@ _PIECE = 1 << 22
 
 @dataclass(frozen=True)
 class Field:
-    """What every shard holds under one name: rows of a dtype and a shape."""
+    """What every shard holds under one name: rows of a dtype and a shape; None for a length that varies."""
 
     dtype: np.dtype[Any]
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
 
     def __str__(self) -> str:
         return f"{self.dtype} rows of shape {self.shape}"
@@ -91,31 +104,55 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def fields_to_json(fields: dict[str, Field]) -> dict[str, dict[str, Any]]:
+    """Return fields as JSON has them: dtypes by NumPy's short names, None for a length that varies."""
+    return {name: {"dtype": field.dtype.str, "shape": list(field.shape)} for name, field in fields.items()}
+
+
+def fields_from_json(document: dict[str, dict[str, Any]]) -> dict[str, Field]:
+    """Return what `fields_to_json` was given."""
+
+    def length(value: Any) -> int | None:
+        return None if value is None else int(value)
+
+    return {
+        str(name): Field(np.dtype(str(entry["dtype"])), tuple(map(length, entry["shape"])))
+        for name, entry in document.items()
+    }
+
+
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write aside, fsync and rename."""
     document = {
-        "format": _FORMAT,
-        "version": _VERSION,
         "rows": sum(shard.rows for shard in manifest.shards),
-        "fields": {name: {"dtype": f.dtype.str, "shape": list(f.shape)} for name, f in manifest.fields.items()},
+        "fields": fields_to_json(manifest.fields),
         "shards": [vars(shard) for shard in manifest.shards],
     }
+    _write(path, document)
+
+
+def write_unfinished(path: Path, names: Sequence[str]) -> None:
+    """Write a manifest that `read_manifest` refuses, of all files that may be there while a set gets its names."""
+    _write(path, {"unfinished": list(names)})
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            json.dump({"format": _FORMAT, "version": _VERSION, **document}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
     fsync_directory(path.parent)
 
 
 def _parse(document: Any) -> Manifest:
     if document["format"] != _FORMAT or document["version"] != _VERSION:
         raise ValueError(f"format {document['format']!r}, version {document['version']!r}")
-    fields = {
-        str(name): Field(np.dtype(str(entry["dtype"])), tuple(int(length) for length in entry["shape"]))
-        for name, entry in document["fields"].items()
-    }
+    fields = fields_from_json(document["fields"])
     shards = tuple(
         ShardEntry(str(entry["name"]), int(entry["rows"]), int(entry["bytes"]), str(entry["digest"]))
         for entry in document["shards"]
@@ -132,10 +169,41 @@ def read_manifest(path: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
-        ShardError: when it is damaged or of another version.
+        ShardError: when it is damaged, of another version, or stands for a set that was not finished.
     """
+    document = _load(path)
+    if "unfinished" in document:
+        expected, got = "a finished set of shards", "one whose writing was interrupted, or goes on"
+        remedy = "Write the shards again."
+        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=got, remedy=remedy))
     try:
-        return _parse(json.loads(path.read_text(encoding="utf-8")))
+        return _parse(document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        expected = f"a manifest of format {_FORMAT!r}, version {_VERSION}"
-        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=f"{error!r}")) from error
+        raise _damaged(path, error) from error
+
+
+def listed_names(path: Path) -> list[str]:
+    """Return the names of the files of a set, be it finished or not.
+
+    Raises:
+        ShardError: when the manifest is damaged.
+    """
+    names = _load(path).get("unfinished")
+    if names is None:
+        return [shard.name for shard in read_manifest(path).shards]
+    return [str(name) for name in names if Path(str(name)).name == str(name)]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, dict):
+            raise ValueError(f"{type(document).__name__}")
+    except ValueError as error:
+        raise _damaged(path, error) from error
+    return document
+
+
+def _damaged(path: Path, error: Exception) -> ShardError:
+    expected = f"a manifest of format {_FORMAT!r}, version {_VERSION}"
+    return ShardError(explain("HDF5Dataset", str(path), expected=expected, got=f"{error!r}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -118,68 +117,6 @@ def test_compressed_chunks_carry_checksums_and_others_are_contiguous(tmp_path: P
         assert file["x"].id.get_offset() is not None
 
 
-@pytest.mark.parametrize(
-    ("options", "sizes"), [({"num_shards": 3}, [35, 34, 34]), ({"rows_per_shard": 50}, [50, 50, 3]), ({}, [103])]
-)
-def test_shard_sizes(tmp_path: Path, options: dict[str, int], sizes: list[int]) -> None:
-    paths = write_shards(tmp_path, {"x": np.arange(ROWS)}, **options)
-    assert [path.name for path in paths] == [f"{i:05d}-of-{len(sizes):05d}.h5" for i in range(len(sizes))]
-    with_sizes = []
-    for path in paths:
-        with h5py.File(path) as file:
-            with_sizes.append(len(file["x"]))
-    assert with_sizes == sizes
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["rows"] == ROWS
-    assert [shard["rows"] for shard in manifest["shards"]] == sizes
-    assert [shard["bytes"] for shard in manifest["shards"]] == [path.stat().st_size for path in paths]
-
-
-def test_the_digest_is_of_the_files_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import hashlib
-
-    monkeypatch.setitem(sys.modules, "xxhash", None)  # as where xxhash is not installed
-    path = write_shards(tmp_path, {"x": np.arange(10)})[0]
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["shards"][0]["digest"] == "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
-    assert len(HDF5Dataset(tmp_path, verify=True)) == 10
-
-
-def test_nothing_is_left_aside_and_an_older_set_is_replaced(tmp_path: Path) -> None:
-    write_shards(tmp_path / "train-*.h5", {"x": np.arange(10)}, num_shards=5)
-    write_shards(tmp_path / "test-*.h5", {"x": np.arange(100, 103)})
-    write_shards(tmp_path / "train-*.h5", {"x": np.arange(20, 26)}, num_shards=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "test-00000-of-00001.h5",
-        "test-manifest.json",
-        "train-00000-of-00002.h5",
-        "train-00001-of-00002.h5",
-        "train-manifest.json",
-    ]
-    assert HDF5Dataset(tmp_path / "train-*.h5", "x").rows(range(6)).tolist() == list(range(20, 26))
-    assert HDF5Dataset(tmp_path / "test-*.h5", "x").rows(range(3)).tolist() == [100, 101, 102]
-
-
-def test_a_failed_write_leaves_the_old_set_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.data.shards import write
-
-    write_shards(tmp_path, {"x": np.arange(10)}, num_shards=2)
-    calls = []
-
-    def fail(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 2:
-            raise OSError("no space left on device")
-        original(*args)
-
-    original = write._write_shard
-    monkeypatch.setattr(write, "_write_shard", fail)
-    with pytest.raises(OSError, match="no space"):
-        write_shards(tmp_path, {"x": np.arange(50)}, num_shards=2)
-    assert HDF5Dataset(tmp_path, "x", verify=True).rows(range(10)).tolist() == list(range(10))
-    assert len(list(tmp_path.iterdir())) == 3
-
-
 def test_no_rows_at_all(tmp_path: Path) -> None:
     write_shards(tmp_path, {"x": np.zeros((0, 3), np.float32)})
     dataset = HDF5Dataset(tmp_path)
@@ -248,32 +185,6 @@ def test_wrong_arguments() -> None:
     for fields in ([], (), {"x": 3}, 5):
         with pytest.raises(ValueError, match="fields"):
             HDF5Dataset(__file__, fields)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"arrays": {"x": np.zeros(3), "y": np.zeros(4)}}, r"arrays\['y'\]: expected 3 rows"),
-        ({"arrays": {}}, "a dict of arrays"),
-        ({"arrays": [np.zeros(3)]}, "a dict of arrays"),
-        ({"arrays": {"x": np.array(["a"])}}, "dtype <U1"),
-        ({"arrays": {"x": np.array([None])}}, "dtype object"),
-        ({"arrays": {"/x": np.zeros(3)}}, "leading slash"),
-        ({"num_shards": 0}, "num_shards"),
-        ({"rows_per_shard": 0}, "rows_per_shard"),
-        ({"num_shards": 1, "rows_per_shard": 1}, "got both"),
-    ],
-)
-def test_what_cannot_be_written_is_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    options: dict[str, Any] = {"arrays": {"x": np.zeros(3)}, **changed}
-    with pytest.raises(ValueError, match=message):
-        write_shards(tmp_path, **options)
-
-
-@pytest.mark.parametrize("target", ["a-*-*.h5", "a-?.h5", "one.h5"])
-def test_targets_that_are_no_set(tmp_path: Path, target: str) -> None:
-    with pytest.raises(ValueError, match="target"):
-        write_shards(tmp_path / target, {"x": np.zeros(3)})
 
 
 def test_importing_the_package_does_not_import_h5py() -> None:

@@ -1,0 +1,144 @@
+"""One HDF5 file of a set while it is being written: rows are appended piece by piece."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .columns import Columns, content_bytes, varies
+from .manifest import Field, ShardEntry, digest_of
+from .storage_format import StorageFormat, row_bytes
+
+if TYPE_CHECKING:
+    import h5py
+
+__all__ = ["NewShard"]
+
+_PIECE = 1 << 22  # bytes that go to HDF5 at a time
+_VARYING_ROWS = 1 << 12  # rows at a time where they vary in length
+_CHUNK_CACHE = 1 << 20  # HDF5's default
+
+
+@final
+class NewShard:
+    """A file that grows. Not collective.
+
+    Contiguous data must be as long as was said when the file was made: a file that gets fewer rows is written once more
+    when it is closed. Its space on the disk is taken as rows come.
+
+    Args:
+        path: where the file is made; it must not exist.
+        fields: what the rows are.
+        storage: how they are stored.
+        capacity: the most rows that will come; None, for chunked data only, if that is not known.
+        attributes: HDF5 attributes by field.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fields: Mapping[str, Field],
+        storage: StorageFormat,
+        capacity: int | None,
+        attributes: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        import h5py
+
+        self.path = path
+        self.rows = 0
+        self.bytes = 0  # of the rows, before compression
+        self.capacity = capacity
+        self._made_of = (fields, storage, attributes)
+        self._fixed_bytes = sum(row_bytes(field) for field in fields.values() if not varies(field))
+        self._varying = [name for name, field in fields.items() if varies(field)]
+        self._step = max(1, _PIECE // max(1, self._fixed_bytes))
+        if self._varying:
+            self._step = min(self._step, _VARYING_ROWS)
+        largest = max(storage.rows_of_chunk(field, capacity) * row_bytes(field) for field in fields.values())
+        # A chunk that is not full yet stays in HDF5's cache, or it would be compressed again with every piece.
+        cache = max(_CHUNK_CACHE, 2 * largest) if storage.chunked else _CHUNK_CACHE
+        self._file = h5py.File(path, "x", libver="latest", rdcc_nbytes=cache)
+        try:
+            for name, field in fields.items():
+                dataset = storage.create(self._file, name, field, capacity)
+                for key, value in attributes.get(name, {}).items():
+                    dataset.attrs[key] = value
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, columns: Columns, start: int, stop: int, largest: int | None = None) -> int:
+        """Append rows `start` to `stop`, or fewer: up to the capacity, and to `largest` bytes. Return where it stopped."""
+        if self.capacity is not None:
+            stop = min(stop, start + self.capacity - self.rows)
+        while start < stop and (largest is None or self.bytes < largest):
+            end = min(start + self._step, stop)
+            for name, array in columns.items():
+                self._append(name, array[start:end])
+            self.rows += end - start
+            start = end
+        return start
+
+    def _append(self, name: str, rows: NDArray[Any]) -> None:
+        dataset, end = self._file[name], self.rows + len(rows)
+        if dataset.chunks is not None:
+            dataset.resize(end, axis=0)
+        if name in self._varying:
+            rows = rows.astype(object) if rows.dtype.kind == "U" else rows
+            self.bytes += content_bytes(rows)
+        else:
+            self.bytes += dataset.dtype.itemsize * int(np.prod(rows.shape, dtype=np.int64))
+        if rows.size and self._made_of[0][name].shape == (None,):
+            _write_ragged(dataset, self.rows, rows)
+        elif rows.size:
+            dataset[self.rows : end] = rows
+
+    @property
+    def full(self) -> bool:
+        return self.rows == self.capacity
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        self._file.close()
+
+    def finish(self, name: str) -> ShardEntry:
+        """Close the file, flush it to the disk, and return its entry in the manifest."""
+        short = self.capacity is not None and self.rows < self.capacity and not self._made_of[1].chunked
+        self.close()
+        if short:
+            self._rewrite()
+        with self.path.open("rb") as written:
+            os.fsync(written.fileno())
+        return ShardEntry(name, self.rows, self.path.stat().st_size, digest_of(self.path))
+
+    def _rewrite(self) -> None:
+        """Write the file again with contiguous datasets of as many rows as came."""
+        import h5py
+
+        fields, storage, attributes = self._made_of
+        shorter = NewShard(self.path.with_suffix(".shorter"), fields, storage, self.rows, attributes)
+        try:
+            with h5py.File(self.path, "r") as file:
+                for start in range(0, self.rows, self._step):
+                    stop = min(start + self._step, self.rows)
+                    piece = {name: file[name][start:stop] for name in fields}
+                    shorter.append(piece, 0, stop - start)
+        finally:
+            shorter.close()
+        shorter.path.replace(self.path)
+
+
+def _write_ragged(dataset: h5py.Dataset, start: int, rows: NDArray[Any]) -> None:
+    """Write rows that are arrays. h5py's own assignment takes several rows of one number each for one row."""
+    import h5py
+
+    target = dataset.id.get_space()
+    target.select_hyperslab((start,), (len(rows),))
+    source = h5py.h5s.create_simple((len(rows),))
+    kind = h5py.h5t.py_create(dataset.dtype)
+    dataset.id.write(source, target, np.ascontiguousarray(rows), mtype=kind)
