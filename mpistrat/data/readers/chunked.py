@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from .reader import Storage
 __all__ = ["CACHE_BYTES", "ChunkedReader"]
 
 CACHE_BYTES = 1 << 25  # decoded chunks of one field that are kept, unless a shuffle's window needs more
-_SLACK = THREADS + 2  # chunks beside the windows: those that the threads are in, and those where two windows meet
+_SLACK = THREADS + 4  # chunks beside the windows: those that the threads are in, and those by which windows differ
 
 
 class ChunkedReader:
@@ -67,8 +68,9 @@ class ChunkedReader:
 
     def keep(self, rows: int) -> None:
         """Make room for two windows of so many rows: the one that is read, and the next. Not collective."""
-        smallest = min(layout.rows for layout in self._layouts)
-        slots = min(2 * -(-rows // smallest) + _SLACK, len(self._starts) - 1)
+        chunks = len(self._starts) - 1
+        smallest = min(int(self._starts[-1]) / chunks, *(layout.rows for layout in self._layouts))
+        slots = min(2 * math.ceil(rows / smallest) + _SLACK, chunks)
         with self._lock:
             if slots > self._slots:
                 self._slots, self._cache = slots, None

@@ -49,6 +49,7 @@ class BlockShuffled(Stage):
         self._shuffle = shuffle
         self._made: BlockOrder | None = None
         self._lock = threading.Lock()
+        self._in_turn = False  # whether somebody tells what is read next: then the windows come in turn
         self._told = (-1, -1, 0)  # epoch, window, and how many chunks of the next one the source has heard of
 
     @property
@@ -86,17 +87,21 @@ class BlockShuffled(Stage):
         return self._parent.locate(int(epochs[0]), int(positions[0]))
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        if self.batching is None:
-            epochs, positions = self._source(epochs, positions)
-        return self._parent.gather(epochs, positions)
+        if self.batching is not None:
+            return self._parent.gather(epochs, positions)
+        rows = self._parent.gather(*self._source(epochs, positions))
+        if self._in_turn and positions.size:
+            self._expect_window(int(epochs[-1]), int(positions[-1]))
+        return rows
 
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        if self.batching is not None or not positions.size:
-            self._parent.expect(epochs, positions)
-            return
-        self._parent.expect(*self._source(epochs, positions))
-        # While a window is read, the next one is read ahead, chunk by chunk.
-        epoch, position = int(epochs[-1]), int(positions[-1])
+        if self.batching is None:
+            epochs, positions = self._source(epochs, positions)
+            self._in_turn = True
+        self._parent.expect(epochs, positions)
+
+    def _expect_window(self, epoch: int, position: int) -> None:
+        """While a window is read, have the next one read ahead, chunk by chunk: two windows are held, no third."""
         window, rows = self._order.ahead(self._key(epoch), position)
         known = self._told[2] if self._told[:2] == (epoch, window) else 0
         if rows.size > known:

@@ -1,0 +1,259 @@
+"""Dataset.shuffle: which order a dataset gets, the same for any number of ranks, resumed anywhere, each chunk once."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpistrat import log
+from mpistrat.data import Dataset, HDF5Dataset, from_arrays
+from mpistrat.data.distribution.distributed_dataset import distribute
+from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.readers import chunked
+
+ROWS = 1000
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1000 rows in two files, in chunks of 16 rows."""
+    directory = tmp_path_factory.mktemp("compressed")
+    for number, (low, high) in enumerate(((0, 610), (610, ROWS))):
+        with h5py.File(directory / f"{number}.h5", "w") as file:
+            rows = np.arange(low, high)
+            file.create_dataset("x", data=rows, chunks=(16,), compression="gzip")
+            file.create_dataset("y", data=np.repeat(rows, 3).reshape(-1, 3), chunks=(16, 3), compression="gzip")
+    return directory
+
+
+def listed(dataset: Dataset, epoch: int = 0) -> list[int]:
+    dataset.set_epoch(epoch)
+    return [int(row) for row in dataset]
+
+
+def batches(iterator: Any, count: int | None = None) -> list[int]:
+    """The samples of so many steps, or of all that are left."""
+    samples: list[int] = []
+    for step, batch in enumerate(iterator):
+        samples += batch.tolist()
+        if step + 1 == count:
+            break
+    return samples
+
+
+def test_the_shuffle_fits_the_data(compressed: Path, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "plain.h5", "w") as file:
+        file["x"] = np.arange(50)
+    rows, chunks = from_arrays(np.arange(9)), HDF5Dataset(compressed, "x")
+    for text, length, dataset in (
+        ("full: single rows are cheap to read", 9, rows.shuffle(seed=1)),
+        ("full: single rows are cheap to read", 50, HDF5Dataset(tmp_path / "plain.h5", "x").shuffle(10, seed=1)),
+        ("in blocks, mixed in windows of 67,108,864 bytes: rows are read in chunks", ROWS, chunks.shuffle(seed=1)),
+        ("in blocks, mixed in windows of 100 elements", 900, chunks.take(900).shuffle(100, seed=1)),
+        ("in windows of 800 bytes", ROWS, chunks.map(lambda x: x).shuffle(seed=1, window_bytes=800)),
+        ("full: whole batches are moved", ROWS, chunks.batch(10).shuffle(seed=1).unbatch()),
+        ('full: mode="full"', ROWS, chunks.shuffle(seed=1, mode="full")),
+        ('windows of 4 elements: mode="block"', 9, rows.shuffle(4, seed=1, mode="block")),
+        ("in a buffer: elements are read in order", 9, rows.filter(lambda x: True).shuffle(5, seed=1)),
+    ):
+        assert text in str(dataset)
+        assert sorted(listed(dataset)) == list(range(length)), text
+
+
+def test_wrong_arguments() -> None:
+    rows = from_arrays(np.arange(9))
+    ordered = rows.filter(bool)
+    for wrong, arguments, match in (
+        (rows, {"seed": "a"}, "seed"),
+        (rows, {"seed": 1, "mode": "best"}, "mode"),
+        (rows, {"seed": 1, "mode": "full", "window_bytes": 5}, "no window"),
+        (rows, {"seed": 1, "buffer_size": 5, "mode": "full"}, "no window"),
+        (rows, {"seed": 1, "buffer_size": 0}, "buffer_size"),
+        (rows, {"seed": 1, "buffer_size": 1.5}, "buffer_size"),
+        (rows, {"seed": 1, "window_bytes": 0}, "window_bytes"),
+        (rows, {"seed": 1, "buffer_size": 5, "window_bytes": 5}, "one of buffer_size and window_bytes"),
+        (rows.repeat(), {"seed": 1}, "Shuffle before repeat"),
+        (ordered, {"seed": 1}, "buffer_size"),
+        (ordered, {"seed": 1, "mode": "block", "buffer_size": 5}, "mode"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"Dataset.shuffle.*{match}"):
+            wrong.shuffle(**arguments)
+
+
+@pytest.mark.parametrize("mode", ["full", "block"])
+def test_rows_elements_and_batches_agree(compressed: Path, mode: str) -> None:
+    window = 100 if mode == "block" else None
+    dataset = HDF5Dataset(compressed, ("x", "y")).shuffle(window, seed=3, mode=mode)
+    x, y = dataset.rows(np.arange(ROWS), epoch=2)
+    assert np.array_equal(y, np.repeat(x, 3).reshape(-1, 3))  # fields stay together
+    assert sorted(x.tolist()) == list(range(ROWS))
+    dataset.set_epoch(2)
+    assert [int(row[0]) for row in dataset] == x.tolist()
+    whole = dataset.batch(64)
+    whole.set_epoch(2)
+    assert np.array_equal(np.concatenate([batch[0] for batch in whole]), x)
+    assert dataset.rows([5, 999, 5], epoch=2)[0].tolist() == x[[5, 999, 5]].tolist()
+
+
+def test_epochs_and_repetitions_have_orders_of_their_own(compressed: Path) -> None:
+    rows = HDF5Dataset(compressed, "x")
+    shuffled = rows.shuffle(100, seed=3)
+    first, second = listed(shuffled), listed(shuffled, 1)
+    assert first != second
+    assert listed(shuffled.repeat(2)) == first + second
+    assert shuffled.repeat(2).batch(ROWS * 2).element(0, 0).tolist() == first + second  # two epochs in one gather
+    fixed = rows.shuffle(100, seed=3, reshuffle_each_epoch=False)
+    assert listed(fixed) == listed(fixed, 1) == first
+    assert listed(rows.shuffle(100, seed=4)) != first
+
+
+def test_parts_of_a_dataset_are_shuffled_within_themselves(compressed: Path) -> None:
+    rows = HDF5Dataset(compressed, "x")
+    assert sorted(listed(rows.take(333).shuffle(50, seed=1))) == list(range(333))
+    assert sorted(listed(rows.skip(333).shuffle(50, seed=1))) == list(range(333, ROWS))
+    assert listed(rows.take(0).shuffle(50, seed=1)) == []
+    moved = HDF5Dataset(compressed, "x").batch(30).shuffle(5, seed=2, mode="block")
+    assert sorted(batches(moved)) == list(range(ROWS))
+
+
+@settings(deadline=None, max_examples=25)
+@given(ranks=st.integers(1, 64), batch=st.integers(1, 130), window=st.integers(1, 600), seed=st.integers(0, 9))
+def test_the_order_is_the_same_for_any_number_of_ranks(
+    compressed: Path, ranks: int, batch: int, window: int, seed: int
+) -> None:
+    dataset = HDF5Dataset(compressed, "x").shuffle(window, seed=seed).batch(batch)
+    alone = batches(dataset)
+    assert sorted(alone) == list(range(ROWS))
+    steps = -(-ROWS // batch)
+    for step in {0, steps // 2, steps - 1}:
+        together: list[int] = []
+        for rank in range(ranks):
+            iterator = iter(distribute(dataset, Workers([1] * ranks, rank), buffer_size=0))
+            iterator.restore({"epoch": 0, "next": step})
+            together += next(iterator).tolist()
+        assert together == alone[step * batch : (step + 1) * batch]
+
+
+@pytest.mark.parametrize("mode", ["full", "block"])
+def test_another_number_of_ranks_goes_on_where_one_stopped(compressed: Path, mode: str) -> None:
+    """Kill and resume after every step, each time on another number of ranks."""
+    window = 100 if mode == "block" else None
+    dataset = HDF5Dataset(compressed, "x").shuffle(window, seed=5, mode=mode).batch(90)
+    dataset.set_epoch(3)
+    alone = batches(dataset)
+    state = {"epoch": 3, "next": 0}
+    seen: list[int] = []
+    for ranks in (1, 2, 3, 64, 5, 1, 16, 7, 33, 2, 4, 8):
+        step: list[int] = []
+        states = []
+        for rank in range(ranks):
+            iterator = iter(distribute(dataset, Workers([1] * ranks, rank)))
+            iterator.restore(state)
+            step += next(iterator).tolist()  # with what was read ahead thrown away
+            states.append(iterator.state())
+            iterator.close()
+        assert all(each == states[0] for each in states)
+        state = states[0]
+        seen += step
+    assert seen == alone
+    assert sorted(seen) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_each_chunk_is_decoded_once_a_pass_and_rank(
+    compressed: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "CACHE_BYTES", 1)
+    for rank in range(ranks):
+        source = HDF5Dataset(compressed, ("x", "y"))
+        dataset = source.shuffle(200, seed=1).batch(48)
+        iterator = iter(distribute(dataset, Workers([1] * ranks, rank)))
+        for _ in iterator:
+            pass
+        for reader in source._open().readers.values():
+            assert reader.counters.chunk_reads == 39 + 25  # 610 / 16 and 390 / 16, rounded up
+            assert reader._cache.memory.shape[0] <= 2 * (200 / 16 + 1) + chunked._SLACK  # two windows, not all
+
+
+def test_the_next_window_is_decoded_while_one_is_read(compressed: Path) -> None:
+    source = HDF5Dataset(compressed, "x")
+    dataset = source.shuffle(200, seed=1)
+    order = dataset._order  # type: ignore[attr-defined]
+    first_window = int(order._epoch(0).window_starts[1])
+    addresses = np.zeros(first_window, np.int64), np.arange(first_window)
+    dataset.expect(*addresses)
+    dataset.gather(*addresses)
+    reader = source._open().readers["x"]
+    present = set(np.flatnonzero(reader._cache._slot_of >= 0).tolist())
+    expected = {
+        row // 16 if row < 610 else 39 + (row - 610) // 16 for row in dataset.rows(np.arange(first_window + 150))
+    }
+    assert expected <= present
+
+
+def test_a_full_shuffle_of_compressed_data_says_that_it_is_slow(
+    compressed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            HDF5Dataset(compressed, "x").shuffle(seed=1, mode="full")
+        HDF5Dataset(compressed, "x").shuffle(seed=1)
+        from_arrays(np.arange(3)).shuffle(seed=1, mode="full")
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["Dataset.shuffle"]
+    assert 'mode="block"' in caplog.text
+
+
+def in_order(length: int) -> Dataset:
+    return from_arrays(np.arange(length)).filter(lambda row: True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(length=st.integers(0, 60), buffer=st.integers(1, 80), seed=st.integers(), start=st.integers(0, 70))
+def test_a_buffer_mixes_as_far_as_it_reaches(length: int, buffer: int, seed: int, start: int) -> None:
+    shuffled = in_order(length).shuffle(buffer, seed=seed)
+    rows = [int(row) for row in shuffled.elements(0)]
+    assert sorted(rows) == list(range(length))
+    assert all(row < place + buffer for place, row in enumerate(rows))  # row r enters when r - buffer + 1 have gone
+    assert [int(row) for row in shuffled.elements(0, start)] == rows[start:]
+    if buffer == 1:
+        assert rows == list(range(length))
+
+
+def test_all_permutations_in_a_buffer_are_equally_likely() -> None:
+    counts = collections.Counter(tuple(listed(in_order(4).shuffle(4, seed=seed))) for seed in range(1200))
+    statistic = sum((count - 50) ** 2 / 50 for count in counts.values()) + 50 * (math.factorial(4) - len(counts))
+    assert statistic < 67.5  # chi-square's 1 - 1e-6 quantile for 23 degrees of freedom
+
+
+def test_a_buffer_holds_no_more_than_it_says() -> None:
+    made = 0
+
+    def count(row: Any) -> bool:
+        nonlocal made
+        made += 1
+        return True
+
+    iterator = iter(from_arrays(np.arange(10_000)).filter(count).shuffle(10, seed=1))
+    next(iterator)
+    assert made == 11
+
+
+def test_buffers_of_epochs_differ_and_states_are_restored() -> None:
+    shuffled = in_order(50).shuffle(20, seed=1)
+    first, second = listed(shuffled), listed(shuffled, 1)
+    assert first != second
+    fixed = in_order(50).shuffle(20, seed=1, reshuffle_each_epoch=False)
+    assert listed(fixed) == listed(fixed, 1) == first
+    iterator = iter(shuffled)
+    iterator.restore({"epoch": 1, "next": 17})
+    assert [int(row) for row in iterator] == second[17:]
