@@ -35,8 +35,8 @@ def distribute_dataset(group: ProcessGroup, dataset: Dataset, options: InputOpti
             raise ValueError(explain(function, "options", expected="PER_WORKER", got=got, remedy=remedy))
         return distribute(dataset, _workers(group), **_settings(group, settings))
 
-    def described(_: DistributedDataset) -> str:
-        return "\n".join([*_chain(dataset), f"elements {dataset.element_spec}, {dataset.cardinality()} in an epoch"])
+    def described(made: DistributedDataset) -> str:
+        return "\n".join([*_chain(dataset), f"elements {made.element_spec}, {made.cardinality()} steps in an epoch"])
 
     made = _agreed(group, function, make, described)
     bound = dataset.bind(group)

@@ -46,3 +46,137 @@ def test_every_rank_reads_its_part_of_the_shards():
     comm.Barrier()
     if scratch is not None:
         scratch.cleanup()
+
+
+def shared_shards(strategy, folder, lengths):
+    """Files with so many rows, written by rank 0."""
+    from mpistrat.data import HDF5Dataset, write_shards
+
+    paths = [folder / str(index) / "rows.h5" for index in range(len(lengths))]
+    if strategy.rank == 0:
+        for index, (path, n) in enumerate(zip(paths, lengths, strict=True)):
+            write_shards(path.parent / "rows-*.h5", {"x": 100 * (index + 1) + np.arange(n)}, num_shards=1)
+    strategy.comm.Barrier()
+    return HDF5Dataset([next(path.parent.glob("rows-*.h5")) for path in paths], "x")
+
+
+@pytest.fixture
+def strategy():
+    import mpistrat as ms
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        yield strategy
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("policy", ["data", "file", "off", "hint"])
+def test_policies_over_real_ranks(strategy, mpi_tmp_path, policy):
+    from mpistrat.data import SHARD_HINT, Options
+
+    rows = shared_shards(strategy, mpi_tmp_path, [3, 5, 1, 4])
+    if policy == "hint":
+        rows = rows.shard(SHARD_HINT, SHARD_HINT)
+    data = strategy.distribute_dataset(rows.shuffle(seed=1).batch(4).with_options(Options(policy)))
+    collectives = strategy.extended.process_group.watch.number
+    seen = [(len(batch), data_size(), batch.tolist()) for batch in data]
+    assert strategy.extended.process_group.watch.number == collectives  # lengths are known: nobody asks
+    everything = strategy.comm.allgather(seen)
+    assert len({len(steps) for steps in everything}) == 1
+    for step in zip(*everything, strict=True):
+        assert {size for _, size, _ in step} == {sum(count for count, _, _ in step)}
+    mine = [sorted(row for _, _, rows in steps for row in rows) for steps in everything]
+    whole = [100 * (file + 1) + i for file, n in enumerate([3, 5, 1, 4]) for i in range(n)]
+    if policy == "off":
+        assert mine == [whole] * strategy.size
+    else:
+        assert sorted(row for rows in mine for row in rows) == whole
+    if policy == "file":
+        assert mine[strategy.rank] == [row for row in whole if (row // 100 - 1) % strategy.size == strategy.rank]
+
+
+def data_size():
+    import mpistrat as ms
+
+    return ms.context.global_batch_size()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_unknown_lengths_meet(strategy):
+    """Each rank filters its own part: 1, 2, 3 … rows are left, one a step; all end with the longest."""
+    from mpistrat.data import SHARD_HINT, Options, from_arrays
+
+    rows = from_arrays(np.arange(10 * strategy.size)).shard(SHARD_HINT, SHARD_HINT)
+    rows = rows.filter(lambda x: x // strategy.size <= x % strategy.size)
+    data = strategy.distribute_dataset(rows.batch(strategy.size).with_options(Options("hint")))
+    for _ in range(2):
+        lengths = [(len(batch), data_size()) for batch in data]
+        assert lengths == [(int(step <= strategy.rank), strategy.size - step) for step in range(strategy.size)]
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_with_different_datasets_are_told(strategy):
+    from mpistrat.data import from_arrays
+    from mpistrat.errors import CollectiveMismatchError
+
+    rows = from_arrays(np.arange(12))
+    for dataset in (
+        rows.batch(4 + (strategy.rank == 1)),
+        rows.take(12 - (strategy.rank == 1)).batch(4),
+        from_arrays(np.arange(12, dtype=np.float32 if strategy.rank == 1 else np.int64)).batch(4),
+        rows.shuffle(seed=strategy.rank == 1).batch(4),
+    ):
+        with pytest.raises(
+            CollectiveMismatchError, match=r"(?s)different datasets: ranks? 0.*from_arrays.*rank 1:.*batch"
+        ):
+            strategy.distribute_dataset(dataset)
+    data = strategy.distribute_dataset(rows.map(lambda x: x + 1).batch(4))  # functions have addresses, datasets do not
+    assert sum(strategy.comm.allgather(sum(len(batch) for batch in data))) == 12
+
+
+@pytest.mark.ranks(2, 3)
+def test_every_rank_is_told_what_one_rank_cannot_read(strategy, tmp_path):
+    """`tmp_path` is each rank's own: rank 1 has a file that is damaged before it is opened."""
+    import mpistrat as ms
+    from mpistrat.data import HDF5Dataset, write_shards
+
+    path = write_shards(tmp_path, {"x": np.arange(10)}, num_shards=1)[0]
+    dataset = HDF5Dataset(path)
+    if strategy.rank == 1:
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ms.errors.ShardError, match=("" if strategy.rank == 1 else "rank 1: ") + r".*\.h5"):
+        strategy.distribute_dataset(dataset.batch(4))
+    with pytest.raises(ValueError, match=r"Add \.batch"):
+        strategy.distribute_dataset(ms.data.from_arrays(np.arange(4)))
+    with pytest.raises(TypeError, match=("" if strategy.rank == 1 else "rank 1: ") + ".*iterable"):
+        strategy.distribute_datasets_from_function(lambda c: 3 if c.input_pipeline_id == 1 else [np.zeros(1)])
+    assert strategy.reduce("SUM", 1.0, axis=None) == strategy.size  # all goes on
+
+
+FAILING = """
+import sys, numpy as np, mpistrat as ms
+
+def careful(x):
+    if strategy.rank == 1 and 5 in x:
+        raise ZeroDivisionError("at five")
+    return x
+
+strategy = ms.MultiWorkerMirroredStrategy()
+dataset = ms.data.from_arrays(np.arange(12)).shard(ms.data.SHARD_HINT, ms.data.SHARD_HINT)
+if sys.argv[1] == "unknown":
+    dataset = dataset.filter(lambda x: True)
+dataset = dataset.batch(2).map(careful).with_options(ms.data.Options("hint"))
+for batch in strategy.distribute_dataset(dataset):
+    strategy.reduce("SUM", float(batch.sum()), axis=None)
+print("not reached")
+"""
+
+
+@pytest.mark.parametrize("length", ["known", "unknown"])
+def test_a_dataset_that_fails_on_one_rank_ends_the_job(mpi_run, tmp_path, length):
+    program = tmp_path / "failing.py"
+    program.write_text(FAILING)
+    result = mpi_run([str(program), length], 2, timeout=30)
+    assert result.returncode != 0
+    assert "ZeroDivisionError: at five" in result.stderr
+    assert "not reached" not in "".join(result.out)
+    assert result.seconds < 20
