@@ -6,7 +6,7 @@ from strategy_stand import STRATEGIES, devices_of, layout_for, made
 
 import mpistrat as ms
 from mpistrat import VariableAggregation, VariableSynchronization
-from mpistrat.errors import ClosedError, LayoutError
+from mpistrat.errors import ClosedError, ContextError, LayoutError
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -255,6 +255,63 @@ def test_datasets_from_a_function(strategy):
     assert len(steps) == -(-4 // fewest)
     rows = sum(len(part) for step in steps for part in strategy.local_results(step))
     assert rows == 4 * (strategy.rank + 1)
+
+
+def test_a_dataset_function_for_each_replica(strategy):
+    first, local = offset(strategy)
+    n = strategy.num_replicas_in_sync
+    contexts: list[ms.InputContext] = []
+
+    def dataset_fn(context):
+        contexts.append(context)
+        return ms.data.from_arrays(np.full(context.input_pipeline_id + 1, context.input_pipeline_id)).batch(1)
+
+    options = ms.InputOptions(replication_mode=ms.InputReplicationMode.PER_REPLICA)
+    data = strategy.distribute_datasets_from_function(dataset_fn, options)
+    assert contexts == [ms.InputContext(n, first + i, n) for i in range(local)]
+    for step, batch in enumerate(data):
+        assert ms.context.global_batch_size() == n - step
+        assert [part.tolist() for part in strategy.local_results(batch)] == [
+            [first + i] if step <= first + i else [] for i in range(local)
+        ]
+    assert step == n - 1
+    with pytest.raises(ValueError, match=r"expected PER_WORKER.*distribute_datasets_from_function"):
+        strategy.distribute_dataset(ms.data.from_arrays(np.arange(4)).batch(2), options)
+
+
+def test_every_worker_reads_everything(strategy):
+    local = len(strategy.extended.worker_devices)
+    data = ms.data.from_arrays(np.arange(60)).batch(2 * strategy.num_replicas_in_sync)
+    steps = list(strategy.distribute_dataset(data.with_options(ms.data.Options("off"))))
+    rows = [part.tolist() for step in steps for part in strategy.local_results(step)]
+    assert [row for part in rows for row in part] == list(range(60))
+    assert [len(part) for part in rows[:local]] == [2] * local
+
+
+@pytest.mark.parametrize("buffer_size", [0, 3])
+def test_iterators(strategy, buffer_size):
+    """TF: get_next, get_next_as_optional, element_spec; in a step an error."""
+    options = ms.InputOptions(per_replica_buffer_size=buffer_size, fetch_to_device=False)
+    dataset = ms.data.from_arrays(np.arange(2 * strategy.num_replicas_in_sync)).batch(strategy.num_replicas_in_sync)
+    data = strategy.distribute_dataset(dataset, options)
+    iterator = iter(data)
+    assert data.element_spec == iterator.element_spec == ms.data.ArraySpec((None,), np.int64)
+    with strategy.scope(), pytest.raises(ContextError, match=r"DistributedIterator\.get_next.*replica context"):
+        strategy.run(lambda: next(iterator))
+    first = offset(strategy)[0]
+    parts = [part.tolist() for part in strategy.local_results(iterator.peek())]
+    assert parts == [part.tolist() for part in strategy.local_results(iterator.get_next())]
+    assert parts == [[first + i] for i in range(len(parts))]
+    state = iterator.state()
+    assert iterator.get_next_as_optional().has_value()
+    assert not iterator.get_next_as_optional().has_value()
+    with pytest.raises(StopIteration):
+        iterator.get_next()
+    iterator.restore(state)
+    assert sum(1 for _ in iterator) == 1
+    stats = data.stats()
+    assert (stats.steps, stats.samples) == (3, 3 * len(parts))
+    assert 0 < stats.input_bound <= 1
 
 
 def test_save_and_restore_into_another_strategy(strategy, tmp_path):
