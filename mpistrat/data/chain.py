@@ -46,8 +46,6 @@ def _addresses(epoch: int, start: int, stop: int) -> Addresses:
 class Chain(ABC):
     """The part of a Dataset that sources and stages define."""
 
-    counters: StageStats | None = None  # of this stage alone, where it keeps any
-
     # What a source or a stage says about itself.
 
     @property
@@ -86,6 +84,11 @@ class Chain(ABC):
         parents = [parent.bind(group) for parent in self.parents]
         same = all(bound is parent for bound, parent in zip(parents, self.parents, strict=True))
         return cast("Dataset", self) if same else self.rebuild(parents)
+
+    @property
+    def counters(self) -> StageStats | None:
+        """What this stage alone has done so far; None where it does not count."""
+        return None
 
     @property
     def deterministic(self) -> bool:

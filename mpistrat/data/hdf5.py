@@ -128,7 +128,7 @@ class HDF5Dataset(Dataset):
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     @property
-    def counters(self) -> StageStats:  # type: ignore[override]
+    def counters(self) -> StageStats:
         """What was read so far, by all readers."""
         total = replace(self._counters)
         for reader in self._opened.readers.values() if self._opened else ():

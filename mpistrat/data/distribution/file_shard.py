@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..dataset import Addresses, Dataset
 from ..hdf5 import HDF5Dataset
+from ..stats import StageStats
 
 __all__ = ["FileShard"]
 
@@ -25,7 +26,6 @@ class FileShard(Dataset):
 
     def __init__(self, source: HDF5Dataset, num_shards: int, index: int) -> None:
         self._source = source
-        self.counters = source.counters
         self._num_shards, self._index = num_shards, index
         starts = source.file_starts()
         self._first = starts[:-1][index::num_shards]  # row of the source with which each of our files begins
@@ -36,6 +36,10 @@ class FileShard(Dataset):
     @property
     def parents(self) -> tuple[Dataset, ...]:
         return ()
+
+    @property
+    def counters(self) -> StageStats | None:
+        return self._source.counters
 
     @property
     def batching(self) -> None:

@@ -88,7 +88,11 @@ class Cached(Stage):
         self._source: SourceRows | None = None
         self._lock = threading.Lock()
         self._bound: tuple[ProcessGroup, Cached] | None = None
-        self.counters = self._counters = StageStats()
+        self._counters = StageStats()
+
+    @property
+    def counters(self) -> StageStats:
+        return self._counters
 
     def _rows(self) -> SourceRows:
         if self._source is None:
@@ -195,7 +199,11 @@ class CachedInOrder(Stage):
     def __init__(self, parent: Dataset) -> None:
         super().__init__(parent)
         self._kept: list[Any] | None = None
-        self.counters = self._counters = StageStats()
+        self._counters = StageStats()
+
+    @property
+    def counters(self) -> StageStats:
+        return self._counters
 
     @property
     def random_access(self) -> bool:

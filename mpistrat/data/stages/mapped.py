@@ -13,6 +13,7 @@ from ...errors import explain
 from ..buffers import RowBuffers
 from ..dataset import Dataset
 from ..spec import conform, empty_rows, spec_of_element, spec_of_rows, stack_rows, unstack_rows
+from ..stats import StageStats
 from .call import CallError, name_of
 from .parallel_calls import Calls
 from .stage import Stage
@@ -29,6 +30,10 @@ class Mapped(Stage):
         self._given = row_spec
         self._row_spec = row_spec
         self._buffers = RowBuffers()
+
+    @property
+    def counters(self) -> StageStats:
+        return self._calls.counters
 
     @property
     def deterministic(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, final
 
 from ... import partition
+from ..stats import StageStats
 from .call import CallError, call_each
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ class Calls:
         parallel: how many calls at a time; None for one, by the thread that asks.
         deterministic: whether results of a stream come in the order of what they are made of.
         processes: whether the calls are made in processes, as many as `parallel` says.
+
+    Attributes:
+        counters: calls, and the seconds spent in them, over all threads or processes.
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class Calls:
         self.parallel = parallel if parallel is not None or not processes else 1
         self.deterministic = deterministic
         self.processes = processes
+        self.counters = StageStats()
         self._pool: ThreadPoolExecutor | None = None
         self._processes: Processes | None = None
         if processes:
@@ -47,14 +53,21 @@ class Calls:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.parallel, "mpistrat-map")
             weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True).atexit = False
-        if self._processes is not None:
-            return self._pool.submit(self._processes.call_each, elements)
-        return self._pool.submit(call_each, self.function, elements)
+        return self._pool.submit(self._call, elements)
+
+    def _call(self, elements: Sequence[Any]) -> list[Any]:
+        started = time.perf_counter()
+        try:
+            if self._processes is not None:
+                return self._processes.call_each(elements)
+            return call_each(self.function, elements)
+        finally:
+            self.counters.add(calls=len(elements), seconds=time.perf_counter() - started)
 
     def each(self, elements: Sequence[Any]) -> list[Any]:
         """Return the function's results on these elements, in their order. Raises CallError with the place."""
         if self.parallel is None or (len(elements) < 2 and not self.processes):
-            return call_each(self.function, elements)
+            return self._call(elements)
         shares = [(low, high) for low, high in partition.bounds(len(elements), self.parallel) if low < high]
         futures = [self._submit(elements[low:high]) for low, high in shares]
         results: list[Any] = []

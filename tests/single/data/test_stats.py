@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mpistrat.data import InputStats, StageStats, from_arrays
+from mpistrat.data import HDF5Dataset, InputStats, StageStats, from_arrays, write_shards
 from mpistrat.data.distribution.distributed_dataset import distribute
 from mpistrat.data.distribution.workers import Workers
 
@@ -48,17 +49,40 @@ def test_nothing_was_done_yet() -> None:
 
 
 def test_each_stage_is_listed_with_its_counters() -> None:
-    source = from_arrays(np.zeros(4))
-    source.counters = StageStats()
-    source.counters.add(bytes_read=2500, chunk_reads=1, files=3)
-    part = distribute(source.batch(2), Workers())
+    def twice(x: np.ndarray) -> np.ndarray:
+        time.sleep(0.01)
+        return 2 * x
+
+    part = distribute(from_arrays(np.zeros(5)).batch(2).map(twice), Workers(), buffer_size=0)
+    iterator = iter(part)
+    before = part.stats()
+    list(iterator)
     stats = part.stats()
-    assert [text for text, _ in stats.stages] == ["from_arrays: 4 rows of float64[]", "batch(2, drop_remainder=False)"]
-    assert stats.stages[0][1] == StageStats(bytes_read=2500, chunk_reads=1, files=3)
+    names = [text.split("(")[0].split(":")[0] for text, _ in stats.stages]
+    assert names == ["from_arrays", "batch", "map"]
     assert stats.stages[1][1] is None
-    source.counters.add(bytes_read=1)
-    assert stats.stages[0][1].bytes_read == 2500  # it does not change any more
-    assert part.stats().stages[0][1].bytes_read == 2501
+    calls, earlier = stats.stages[2][1], before.stages[2][1]
+    assert calls is not None
+    assert earlier is not None
+    assert calls.calls - earlier.calls == 3  # `before` does not change any more
+    assert calls.seconds - earlier.seconds >= 0.03
+
+
+@pytest.mark.parametrize("layout", [{}, {"compression": "gzip", "chunk_rows": 50}], ids=["contiguous", "chunks"])
+def test_files_count_what_is_read(tmp_path: Path, layout: Any) -> None:
+    """3 files of 100 rows of 8 bytes: mapped, 2,400 bytes; in chunks of 50 rows, 6 chunk reads."""
+    write_shards(tmp_path, {"x": np.arange(300.0)}, num_shards=3, **layout)
+    part = distribute(HDF5Dataset(tmp_path, "x").batch(30), Workers(), buffer_size=0)
+    before = part.stats().stages[0][1]  # one row was read to learn what rows look like, or none
+    list(part)
+    counters = part.stats().stages[0][1]
+    assert counters is not None
+    assert before is not None
+    assert counters.files == 3
+    if layout:
+        assert counters.chunk_reads - before.chunk_reads == 6
+    else:
+        assert counters.bytes_read - before.bytes_read == 2400
 
 
 def test_a_readable_table() -> None:
