@@ -34,7 +34,10 @@ class Attachment(Protocol):
         """Free what it has. Collective over the group; `ProcessGroup.close` calls it first."""
 
     def leave(self) -> None:
-        """End without the others, whom nobody can reach any more, or at the end of the program. Not collective."""
+        """Tell the others, at the end of the program, that this rank wants nothing any more. Not collective."""
+
+    def end(self, *, wait: bool) -> None:
+        """End without the others; if told to wait, once all of them have left. Not collective."""
 
 
 @final
@@ -55,6 +58,7 @@ class ProcessGroup:
         inter: communicator of the owners of this rank's slice; None with one domain, and without a slice.
         replicas_of_node: number of local replicas of each rank of the domain.
         watch: what this rank is doing.
+        contacts: ranks that wait for this one outside collectives, and are told when it leaves the program.
     """
 
     def __init__(self, topology: Topology, environment: Environment, private: Any = None) -> None:
@@ -64,6 +68,7 @@ class ProcessGroup:
         self._private = private
         self.watch = Watch(topology.rank, topology.size, environment.abort_after, environment.warn_after)
         self._calls: dict[Hashable, Call] = {}
+        self.contacts: set[int] = set()
         self._attached: list[Attachment] = []
         ranks: Sequence[int] = (topology.rank,)
         if environment.shared_memory and private is not None:
@@ -231,7 +236,7 @@ class ProcessGroup:
             if healthy:
                 attachment.close()
             else:
-                attachment.leave()
+                attachment.end(wait=False)
         Watchdog.remove(self.watch)
         self.watch.refusal = ClosedError("the strategy is closed")
         self._calls.clear()
@@ -241,11 +246,17 @@ class ProcessGroup:
             self.node.close()
             self._private.Free()
 
+    def has_left(self, rank: int) -> bool:
+        """Return whether a rank has left the program, as far as this one has heard. Not collective."""
+        if rank in self.node.ranks:
+            return self.node.has_left(self.node.ranks.index(rank))
+        return rank in self.watch.left
+
     def leave(self) -> None:
         """Tell the others, at the end of the program, that this rank takes part in nothing any more. Not collective."""
         if self.closed or self._private is None:
             return
-        for attachment in reversed(self._attached):
+        for attachment in self._attached:
             attachment.leave()
         self.node.leave()
         domains: dict[int, list[int]] = {}
@@ -254,7 +265,14 @@ class ProcessGroup:
             domains.setdefault(node if shared else rank, []).append(rank)
         mine = self.topology.node_index if shared else self.topology.rank
         # One rank of each other domain is enough: it will wait for this one in the next collective, and tell.
-        Watchdog.tell_left(self.watch, (r[self.node.rank % len(r)] for d, r in domains.items() if d != mine))
+        told = {r[self.node.rank % len(r)] for d, r in domains.items() if d != mine}
+        Watchdog.tell_left(self.watch, sorted(told | (self.contacts - set(domains[mine]))))
+
+    def end(self) -> None:
+        """Wait, at the end of the program, until nobody needs what is attached to this group. Not collective."""
+        attached, self._attached = self._attached, []
+        for attachment in attached:
+            attachment.end(wait=True)
 
 
 def _mpi_ended() -> bool:
@@ -289,5 +307,8 @@ def _leave() -> None:
     if os.getpid() != _process or abort.ending or _mpi_ended():
         return
     Watchdog.stop()
-    for group in list(_groups):
+    groups = list(_groups)
+    for group in groups:
         group.leave()
+    for group in groups:  # what others may still want of this rank, who wait for it in MPI's end anyway
+        group.end()

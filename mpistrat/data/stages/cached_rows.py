@@ -60,11 +60,6 @@ class SourceRows:
         for own, (epochs, positions) in self._addresses(numbers):
             yield own, self.dataset.gather(epochs, positions)
 
-    def expect(self, numbers: NDArray[np.int64]) -> None:
-        """Tell the dataset that these rows will be read next."""
-        for _, addresses in self._addresses(numbers):
-            self.dataset.expect(*addresses)
-
     def _addresses(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], Addresses]]:
         if self.dataset.batching is None:
             yield numbers, (np.zeros(numbers.size, np.int64), numbers)

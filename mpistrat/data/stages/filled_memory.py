@@ -118,4 +118,7 @@ class FilledMemory:
         self._claims.close()
 
     def leave(self) -> None:
-        """Nothing: the system takes the memory. Not collective."""
+        """Nothing to tell. Not collective."""
+
+    def end(self, *, wait: bool) -> None:
+        """Nothing to end: the system takes the memory. Not collective."""

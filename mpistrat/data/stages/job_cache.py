@@ -45,7 +45,10 @@ class RowTransport(Protocol):
         """Free what it has. Collective."""
 
     def leave(self) -> None:
-        """End without the others. Not collective."""
+        """Tell the others that this rank wants nothing any more. Not collective."""
+
+    def end(self, *, wait: bool) -> None:
+        """End without the others; if told to wait, once no rank wants anything any more. Not collective."""
 
 
 @final
@@ -318,7 +321,11 @@ class JobMemory:
             self._transport = None
 
     def leave(self) -> None:
-        """End the threads. Not collective."""
-        self._memory = None
+        """Tell the others that this rank wants nothing any more. Not collective."""
         if self._transport is not None:
             self._transport.leave()
+
+    def end(self, *, wait: bool) -> None:
+        """End the threads; if told to wait, once no rank wants anything any more. Not collective."""
+        if self._transport is not None:
+            self._transport.end(wait=wait)

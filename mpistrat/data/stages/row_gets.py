@@ -103,4 +103,7 @@ class RowGets:
             self._comm.Free()
 
     def leave(self) -> None:
-        """Nothing: the end of the program frees the window. Not collective."""
+        """Nothing to tell. Not collective."""
+
+    def end(self, *, wait: bool) -> None:
+        """Nothing to end: the end of the program frees the window. Not collective."""

@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ClosedError, CollectiveTimeoutError, PeerExitError
+from ...errors import ClosedError, CollectiveTimeoutError
 from ..buffers import RowBuffers
 from .cached_rows import RowMemory
 
@@ -70,8 +70,9 @@ class RowMessages:
         self._tags = itertools.cycle(range(_FIRST_REPLY, _LAST_REPLY))
         self._buffers = RowBuffers()
         self._closed = False
-        self._left: set[int] = set()
         self._stop = threading.Event()
+        self._leaving = threading.Event()
+        self._left: set[int] = set()  # ranks that want nothing any more
         self._sending: list[tuple[Any, Any]] = []
         self._lost: list[Reply] = []  # never answered: MPI may still write into their memory
         self._thread = threading.Thread(target=self._serve, name="mpistrat-rows", daemon=True)
@@ -100,7 +101,7 @@ class RowMessages:
         """Wait for the rows.
 
         Raises:
-            CollectiveTimeoutError, PeerExitError: naming the rank that does not answer.
+            CollectiveTimeoutError: naming the ranks that do not answer.
             ClosedError: the strategy was closed meanwhile.
         """
         deadline, naps = monotonic() + self._timeout, 0
@@ -111,10 +112,7 @@ class RowMessages:
                 break
             ranks = sorted({reply.rank for reply in waiting})
             error: Exception | None = None
-            gone = self._left.intersection(ranks)
-            if gone:
-                error = PeerExitError(f'cache("job"): rank {min(gone)} left the program; its rows are wanted')
-            elif self._stop.is_set():
+            if self._stop.is_set():
                 error = ClosedError('cache("job"): the strategy was closed while rows were fetched')
             elif monotonic() > deadline:
                 who = ", ".join(map(str, ranks))
@@ -130,10 +128,21 @@ class RowMessages:
     # answering
 
     def _serve(self) -> None:
-        idle = 0
+        idle, told = 0, False
         while not self._stop.is_set():
+            if self._leaving.is_set() and not told:
+                told = True
+                self._tell_leaving()
             idle = 0 if self._answer() else idle + 1
+            if told and not self._sending and len(self._left) == self._comm.size - 1:
+                return
             nap(idle)
+
+    def _tell_leaving(self) -> None:
+        nothing = np.zeros(1, np.int64)
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._sending.append((self._comm.Isend([nothing, self._mpi.INT64_T], rank, _LEFT), nothing))
 
     def _answer(self) -> bool:
         """Take one message, if there is any."""
@@ -173,24 +182,20 @@ class RowMessages:
         while not request.Test():
             nap(naps)
             naps += 1
-        self._end_thread()
-        self._comm.Free()
-
-    def leave(self) -> None:
-        """End the thread, and tell the others that nobody answers here any more. Not collective."""
-        if self._closed:
-            return
-        self._closed = True
-        self._end_thread()
-        nothing = np.zeros(1, np.int64)
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank:
-                self._sending.append((self._comm.Isend([nothing, self._mpi.INT64_T], rank, _LEFT), nothing))
-
-    def _end_thread(self) -> None:
         self._stop.set()
         self._thread.join()
         self._memory = None
+        self._comm.Free()
+
+    def leave(self) -> None:
+        """Tell the others that this rank wants nothing any more; it still answers. Not collective."""
+        self._leaving.set()
+
+    def end(self, *, wait: bool) -> None:
+        """End the thread, if told to wait once no rank wants anything any more. Not collective."""
+        if not wait:
+            self._stop.set()
+        self._thread.join()
 
 
 def nap(count: int) -> None:
