@@ -7,7 +7,6 @@ and a chunk apart.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -50,10 +49,17 @@ class BlockOrder:
         self._chunk_starts = starts[keep]
         self._window_rows = window_rows
         self._seed = seed
-        self._epoch = functools.lru_cache(maxsize=_EPOCHS_HELD)(self._make_epoch)
+        self._epochs: dict[int, _Epoch] = {}
 
     def __len__(self) -> int:
         return int(self._chunk_starts[-1])
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        found = self._epochs.get(epoch)
+        if found is None:
+            found = self._make_epoch(epoch)
+            self._epochs = dict([*self._epochs.items(), (epoch, found)][-_EPOCHS_HELD:])
+        return found
 
     def _make_epoch(self, epoch: int) -> _Epoch:
         count = len(self._chunk_starts) - 1

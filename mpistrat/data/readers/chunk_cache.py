@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["THREADS", "ChunkCache", "ChunkCounters"]
+from ..stats import StageStats
+
+__all__ = ["THREADS", "ChunkCache"]
 
 # Threads that decode, in one process for all its datasets. A fixed number: ranks that share a node are many already.
 THREADS = 2
@@ -21,21 +22,6 @@ THREADS = 2
 _FREE, _QUEUED, _BUSY, _READY = range(4)  # what a slot is
 
 Decode = Callable[[int, NDArray[np.uint8]], int]  # (chunk, where its bytes belong) -> bytes read from the file
-
-
-@dataclass
-class ChunkCounters:
-    """What was read.
-
-    Attributes:
-        chunk_reads: chunks decoded.
-        bytes_read: bytes of the file that were read for them.
-        decode_seconds: spent reading and decoding, over all threads.
-    """
-
-    chunk_reads: int = 0
-    bytes_read: int = 0
-    decode_seconds: float = 0.0
 
 
 class _Threads:
@@ -72,10 +58,10 @@ class ChunkCache:
         slot_bytes: the size of the largest.
         slots: how many are held at most.
         decode: makes a chunk's bytes; called in several threads at once.
-        counters: where to count.
+        counters: where to count chunks, bytes read for them, and seconds of reading and decoding, over all threads.
     """
 
-    def __init__(self, chunks: int, slot_bytes: int, slots: int, decode: Decode, counters: ChunkCounters) -> None:
+    def __init__(self, chunks: int, slot_bytes: int, slots: int, decode: Decode, counters: StageStats) -> None:
         slots = max(1, min(slots, chunks))
         self._decode = decode
         self._counters = counters
@@ -220,11 +206,8 @@ class ChunkCache:
             read = self._decode(chunk, self.memory[slot])
         except BaseException as caught:  # whatever it is, it belongs to the reader
             error = caught
-        seconds = time.perf_counter() - started
+        self._counters.add(chunk_reads=1, bytes_read=read, seconds=time.perf_counter() - started)
         with self._changed:
-            self._counters.chunk_reads += 1
-            self._counters.bytes_read += read
-            self._counters.decode_seconds += seconds
             if error is None:
                 self._state[slot] = _READY
             else:
