@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,8 @@ _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}  # numbers of Python's become 
 
 def _fit(spec: ArraySpec, value: Any) -> Any:
     """The value as an array of this spec; ValueError if it is none."""
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype is spec.dtype and value.shape == spec.shape:
+        return value[()] if isinstance(value, np.ndarray) and not value.shape else value
     if spec.dtype == object and not spec.shape:
         if isinstance(value, (str, bytes)):
             return value
@@ -144,6 +146,11 @@ def conform(element: Any, spec: Any) -> Any:
     if isinstance(spec, ArraySpec):
         return _fit(spec, element)
     try:
+        if _is_flat(spec, ArraySpec) and type(element) is type(spec) and len(element) == len(spec):
+            if type(spec) is tuple:
+                return tuple(map(_fit, spec, element))
+            if element.keys() == spec.keys():
+                return {key: _fit(leaf, element[key]) for key, leaf in spec.items()}
         return nest.map_structure(_fit, spec, element)
     except ValueError as error:
         if str(error).startswith("map_structure"):
@@ -183,10 +190,32 @@ def stack_rows(rows: Sequence[Any], row_spec: Any, buffers: RowBuffers | None = 
     specs = nest.flatten(row_spec)
     if not rows:
         return empty_rows(row_spec, ragged=True)
-    columns = [rows] if isinstance(row_spec, ArraySpec) else zip(*map(nest.flatten, rows), strict=True)
+    columns: Iterable[Sequence[Any]]
+    if isinstance(row_spec, ArraySpec):
+        columns = [rows]
+    elif _is_flat(row_spec, ArraySpec):
+        columns = zip(*rows, strict=True) if type(row_spec) is tuple else _dict_columns(rows, row_spec)
+    else:
+        columns = zip(*map(nest.flatten, rows), strict=True)
     buffers = buffers or RowBuffers()
     stacked = [_stack(column, spec, buffers, i) for i, (column, spec) in enumerate(zip(columns, specs, strict=True))]
     return nest.pack_like(row_spec, stacked)
+
+
+def _is_flat(structure: Any, leaf: type) -> bool:
+    """Whether it is a plain tuple or dict of leaves: the usual rows, which need no recursion."""
+    if type(structure) is tuple:
+        return all(isinstance(value, leaf) for value in structure)
+    return type(structure) is dict and all(isinstance(value, leaf) for value in structure.values())
+
+
+def _dict_columns(rows: Sequence[Any], row_spec: dict[Any, Any]) -> list[list[Any]]:
+    """In the order of `nest.flatten`."""
+    try:
+        keys = sorted(row_spec)
+    except TypeError:
+        keys = list(row_spec)
+    return [[row[key] for row in rows] for key in keys]
 
 
 def _stack(values: Sequence[Any], spec: ArraySpec, buffers: RowBuffers, field: int) -> NDArray[Any]:
@@ -206,9 +235,11 @@ def unstack_rows(rows: Any) -> list[Any]:
     """The single rows of arrays whose first axis counts them: views."""
     if isinstance(rows, np.ndarray):
         return list(rows)
+    if _is_flat(rows, np.ndarray):
+        if type(rows) is tuple:
+            return list(zip(*rows, strict=True))
+        return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
     columns = [list(leaf) for leaf in nest.flatten(rows)]
-    if type(rows) is tuple and all(isinstance(leaf, np.ndarray) for leaf in rows):
-        return list(zip(*columns, strict=True))
     return [nest.pack_like(rows, list(row)) for row in zip(*columns, strict=True)]
 
 

@@ -42,6 +42,10 @@ def test_every_epoch_calls_the_function_again() -> None:
     dataset = from_generator(rows, ArraySpec((), np.int64))
     assert [[int(x) for x in dataset] for _ in range(2)] == [[0, 10], [1, 11]]
     assert calls == [0, 1]
+    iterator = iter(dataset)
+    assert len(list(iterator)) == 2
+    assert list(iterator) == []
+    assert calls == [0, 1, 2]  # an iterator that has ended does not begin anew
     assert [x.tolist() for x in dataset.batch(3)] == [[0, 10]]
     assert dataset.cardinality() == UNKNOWN
     assert not dataset.random_access

@@ -189,6 +189,12 @@ def test_what_cannot_be_sent_is_explained() -> None:
     assert "map_functions.py" in str(caught.value.__cause__)
 
 
+def test_processes_know_nothing_of_a_launcher() -> None:
+    with pytest.raises(ImportError, match="it is no rank, and would hang"):
+        list(Dataset.range(1).map(map_functions.import_mpi, processes=True))
+    assert list(Dataset.range(1).map(map_functions.launcher_variables, processes=True)) == [0]
+
+
 def test_tuples_strings_and_large_rows_go_to_processes_and_back() -> None:
     pairs = from_arrays((np.arange(4), np.arange(4) * 10)).map(map_functions.add, processes=True)
     assert [x.tolist() for x in pairs.batch(4)] == [[0, 11, 22, 33]]

@@ -181,6 +181,20 @@ def test_any_chain_is_what_lists_are(n: int, in_order: bool, chain: list[tuple[s
     assert listed(iterator) == []  # an iterator that has ended stays so
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operator_from_every_position_on(name: str, in_order: bool) -> None:
+    for a, b, batched in itertools.product(range(4), range(3), (False, True)):
+        dataset, model = from_list(9, in_order, 1)
+        if batched:
+            dataset, model = apply(dataset, model, "batch", 2, 0)
+        dataset, model = apply(dataset, model, name, a, b)
+        for epoch in (0, 2):
+            expected = model(epoch)
+            for start in (*range(0, len(expected), 2), len(expected)):
+                assert listed(dataset.elements(epoch, start)) == expected[start:], (str(dataset), epoch, start)
+
+
 def test_a_chain_names_its_spec_before_and_after_reading() -> None:
     for in_order in (False, True):
         rows, _ = from_list(5, in_order, 1)
