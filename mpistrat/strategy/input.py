@@ -22,6 +22,9 @@ from ..errors import CollectiveMismatchError, MpistratError, explain
 
 __all__ = ["distribute_dataset", "distribute_datasets_from_function"]
 
+# What an error that one rank has raised is called on the others.
+_KINDS = {kind.__name__: kind for kind in (TypeError, ValueError, errors.DeviceError, errors.ShardError)}
+
 
 def distribute_dataset(group: ProcessGroup, dataset: Dataset, options: InputOptions | None) -> DistributedDataset:
     """See `Strategy.distribute_dataset`. Collective."""
@@ -35,8 +38,10 @@ def distribute_dataset(group: ProcessGroup, dataset: Dataset, options: InputOpti
             raise ValueError(explain(function, "options", expected="PER_WORKER", got=got, remedy=remedy))
         return distribute(dataset, _workers(group), **_settings(group, settings))
 
-    def described(made: DistributedDataset) -> str:
-        return "\n".join([*_chain(dataset), f"elements {made.element_spec}, {made.cardinality()} steps in an epoch"])
+    def described(made: DistributedDataset) -> tuple[str, str]:
+        elements = f"elements {made.element_spec}, {made.cardinality()} steps in an epoch"
+        alike, shown = zip(*_chain(dataset), (elements, elements), strict=True)
+        return "\n".join(alike), "\n".join(shown)
 
     made = _agreed(group, function, make, described)
     bound = dataset.bind(group)
@@ -55,7 +60,7 @@ def distribute_datasets_from_function(
         return DistributedDataset(steps, **_settings(group, settings))
 
     # What each worker makes may differ; only its success is told.
-    return _agreed(group, function, make, lambda made: "")
+    return _agreed(group, function, make, lambda made: ("", ""))
 
 
 def _checked(options: Any, function: str) -> InputOptions:
@@ -96,22 +101,28 @@ def _sum_over_ranks(group: ProcessGroup) -> Callable[[NDArray[np.int64]], NDArra
     return total
 
 
-def _chain(dataset: Dataset) -> Iterator[str]:
-    """What the ranks must have alike: each stage's description, of a source that has one its fingerprint."""
+def _chain(dataset: Dataset) -> Iterator[tuple[str, str]]:
+    """What the ranks must have alike of each stage, and what it looks like in words."""
     for parent in dataset.parents:
         yield from _chain(parent)
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", dataset.describe())  # where a function without a name lies
     fingerprint = getattr(dataset, "fingerprint", None)
-    text = dataset.describe() if fingerprint is None else f"{type(dataset).__name__} {fingerprint()}"
-    yield re.sub(r" at 0x[0-9a-fA-F]+", "", text)  # a function without a name
+    if fingerprint is None:
+        yield text, text
+    else:
+        number = fingerprint()
+        yield f"{type(dataset).__name__} {number}", f"{text} (fingerprint {number})"
 
 
 def _agreed(
     group: ProcessGroup,
     function: str,
     make: Callable[[], DistributedDataset],
-    described: Callable[[DistributedDataset], str],
+    described: Callable[[DistributedDataset], tuple[str, str]],
 ) -> DistributedDataset:
     """Return what `make` makes, once it has on every rank and they describe it alike. Collective.
+
+    A description is what must be the same on every rank, and what an error shows of it.
 
     Raises:
         What it raised here; else an error like that of the first rank where it raised.
@@ -119,22 +130,21 @@ def _agreed(
     """
     try:
         made = make()
-        text = f"+{described(made)}"
+        told = ["made", *described(made)]
     except Exception as error:  # the other ranks wait to be told
-        _told(group, function, f"-{type(error).__name__}\n{error}")
+        _gather(group, function, ["failed", type(error).__name__, str(error)])
         raise
-    texts = _told(group, function, text)
-    for rank, told in enumerate(texts):
-        if told.startswith("-"):
-            name, _, message = told[1:].partition("\n")
-            kinds = {"TypeError": TypeError, "ValueError": ValueError, **vars(errors)}
-            raise kinds.get(name, MpistratError)(f"rank {rank}: {message}")
-    if len(set(texts)) > 1:
-        differing = by_rank({rank: f"\n{told[1:]}\n" for rank, told in enumerate(texts)})
+    table = _gather(group, function, told)
+    for rank, (status, name, message) in enumerate(table):
+        if status == "failed":
+            raise _KINDS.get(name, MpistratError)(f"rank {rank}: {message}")
+    if len({alike for _, alike, _ in table}) > 1:
+        differing = by_rank({rank: f"\n{shown}\n" for rank, (_, _, shown) in enumerate(table)})
         raise CollectiveMismatchError(f"{function}: the ranks have different datasets: {differing}")
     return made
 
 
-def _told(group: ProcessGroup, function: str, text: str) -> list[str]:
+def _gather(group: ProcessGroup, function: str, texts: list[str]) -> list[list[str]]:
+    """Return every rank's texts. Collective."""
     with group.collective(function):
-        return group.all_gather_text(text)
+        return [told.split("\0") for told in group.all_gather_text("\0".join(t.replace("\0", " ") for t in texts))]

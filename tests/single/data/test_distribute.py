@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat import context
-from mpistrat.data import ArraySpec, Dataset, DistributedDataset, HDF5Dataset, from_arrays, write_shards
+from mpistrat.data import ArraySpec, Dataset, DistributedDataset, HDF5Dataset, Options, from_arrays, write_shards
 from mpistrat.data.distribution.distributed_dataset import distribute
 from mpistrat.data.distribution.workers import Workers
 from mpistrat.distributed_values import PerReplica
@@ -296,3 +296,21 @@ for _ in dataset:  # dropped while its thread reads
     names, _, finished = done.stdout.partition("] ")
     assert names == "['MainThread'", done.stdout
     assert finished.strip() != "[]", done.stdout  # what was being read was waited for
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("policy", ["data", "off"])
+def test_the_steady_state_reuses_the_batches_memory(replicas: int, policy: str) -> None:
+    """Batches of 1 MB: two ahead, one being read, one in hand and the one before, however many steps there are."""
+    dataset = from_arrays(np.zeros((64, 1 << 16), np.float32)).repeat(20).batch(4).with_options(Options(policy))
+    addresses = {
+        (batch.values[0] if replicas > 1 else batch).__array_interface__["data"][0]
+        for batch in distribute(dataset, Workers([replicas]))
+    }
+    assert len(addresses) <= 6
+
+
+def test_batches_that_are_kept_stay_as_they_are() -> None:
+    dataset = from_arrays(np.repeat(np.arange(200), 1 << 14).reshape(200, -1)).batch(4)
+    kept = list(distribute(dataset, Workers([2])))
+    assert [values[0, 0] for step in kept for values in step.values] == list(range(0, 200, 2))
