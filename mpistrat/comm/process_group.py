@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, Protocol, final
@@ -33,11 +33,11 @@ class Attachment(Protocol):
     def close(self) -> None:
         """Free what it has. Collective over the group; `ProcessGroup.close` calls it first."""
 
-    def leave(self) -> None:
-        """Tell the others, at the end of the program, that this rank wants nothing any more. Not collective."""
+    def leave(self) -> Callable[[], None] | None:
+        """Let go of the others, at the end of the program or where they cannot be reached. Not collective.
 
-    def end(self, *, wait: bool) -> None:
-        """End without the others; if told to wait, once all of them have left. Not collective."""
+        What it returns is called as the last thing before MPI ends: it may wait until all others have left, too.
+        """
 
 
 @final
@@ -236,7 +236,7 @@ class ProcessGroup:
             if healthy:
                 attachment.close()
             else:
-                attachment.end(wait=False)
+                _note_leaving(attachment)
         Watchdog.remove(self.watch)
         self.watch.refusal = ClosedError("the strategy is closed")
         self._calls.clear()
@@ -257,7 +257,7 @@ class ProcessGroup:
         if self.closed or self._private is None:
             return
         for attachment in self._attached:
-            attachment.leave()
+            _note_leaving(attachment)
         self.node.leave()
         domains: dict[int, list[int]] = {}
         shared = self.environment.shared_memory
@@ -268,12 +268,6 @@ class ProcessGroup:
         told = {r[self.node.rank % len(r)] for d, r in domains.items() if d != mine}
         Watchdog.tell_left(self.watch, sorted(told | (self.contacts - set(domains[mine]))))
 
-    def end(self) -> None:
-        """Wait, at the end of the program, until nobody needs what is attached to this group. Not collective."""
-        attached, self._attached = self._attached, []
-        for attachment in attached:
-            attachment.end(wait=True)
-
 
 def _mpi_ended() -> bool:
     from mpi4py import MPI
@@ -282,7 +276,14 @@ def _mpi_ended() -> bool:
 
 
 _groups: set[ProcessGroup] = set()  # not closed; one that was dropped owes the others word of its end, too
+_waits: list[Callable[[], None]] = []  # before MPI ends
 _process: int | None = None
+
+
+def _note_leaving(attachment: Attachment) -> None:
+    wait = attachment.leave()
+    if wait is not None:
+        _waits.append(wait)
 
 
 def _at_exit(group: ProcessGroup) -> None:
@@ -307,8 +308,8 @@ def _leave() -> None:
     if os.getpid() != _process or abort.ending or _mpi_ended():
         return
     Watchdog.stop()
-    groups = list(_groups)
-    for group in groups:
+    for group in list(_groups):
         group.leave()
-    for group in groups:  # what others may still want of this rank, who wait for it in MPI's end anyway
-        group.end()
+    for wait in _waits:  # what others may still want of this rank; MPI's end waits for them anyway
+        wait()
+    _waits.clear()

@@ -118,7 +118,4 @@ class FilledMemory:
         self._claims.close()
 
     def leave(self) -> None:
-        """Nothing to tell. Not collective."""
-
-    def end(self, *, wait: bool) -> None:
-        """Nothing to end: the system takes the memory. Not collective."""
+        """Nothing: the system takes the memory. Not collective."""

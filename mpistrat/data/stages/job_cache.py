@@ -44,11 +44,8 @@ class RowTransport(Protocol):
     def close(self) -> None:
         """Free what it has. Collective."""
 
-    def leave(self) -> None:
-        """Tell the others that this rank wants nothing any more. Not collective."""
-
-    def end(self, *, wait: bool) -> None:
-        """End without the others; if told to wait, once no rank wants anything any more. Not collective."""
+    def leave(self) -> Callable[[], None] | None:
+        """Tell the others that this rank wants nothing any more; return what waits for them. Not collective."""
 
 
 @final
@@ -320,12 +317,6 @@ class JobMemory:
             self._transport.close()
             self._transport = None
 
-    def leave(self) -> None:
-        """Tell the others that this rank wants nothing any more. Not collective."""
-        if self._transport is not None:
-            self._transport.leave()
-
-    def end(self, *, wait: bool) -> None:
-        """End the threads; if told to wait, once no rank wants anything any more. Not collective."""
-        if self._transport is not None:
-            self._transport.end(wait=wait)
+    def leave(self) -> Callable[[], None] | None:
+        """Tell the others that this rank wants nothing any more; return what waits for them. Not collective."""
+        return None if self._transport is None else self._transport.leave()

@@ -103,7 +103,4 @@ class RowGets:
             self._comm.Free()
 
     def leave(self) -> None:
-        """Nothing to tell. Not collective."""
-
-    def end(self, *, wait: bool) -> None:
-        """Nothing to end: the end of the program frees the window. Not collective."""
+        """Nothing: the end of the program frees the window. Not collective."""

@@ -187,15 +187,10 @@ class RowMessages:
         self._memory = None
         self._comm.Free()
 
-    def leave(self) -> None:
-        """Tell the others that this rank wants nothing any more; it still answers. Not collective."""
+    def leave(self) -> Callable[[], None]:
+        """Tell the others that this rank wants nothing any more; return what answers until nobody does. Not collective."""
         self._leaving.set()
-
-    def end(self, *, wait: bool) -> None:
-        """End the thread, if told to wait once no rank wants anything any more. Not collective."""
-        if not wait:
-            self._stop.set()
-        self._thread.join()
+        return self._thread.join
 
 
 def nap(count: int) -> None:
