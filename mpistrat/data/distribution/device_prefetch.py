@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ... import nest
 from ...distributed_values import regroup
 from ...errors import explain
-from ..spec import empty_rows, nest_bytes, row_count
+from ..spec import empty_rows
 from .steps import Step, Steps
 
 __all__ = ["Device", "DevicePrefetch", "Loaded"]
@@ -60,7 +60,9 @@ class DevicePrefetch:
             if blocks is None:
                 yield Loaded(step.rows, 0, 0, None)
                 continue
-            rows, nbytes = sum(map(row_count, blocks)), sum(map(nest_bytes, blocks))
+            leaves = [nest.flatten(block) for block in blocks]
+            rows = sum(len(own[0]) for own in leaves if own)
+            nbytes = sum(leaf.nbytes for own in leaves for leaf in own)
             yield Loaded(step.rows, rows, nbytes, self._start(blocks))
 
     def _start(self, blocks: list[Any]) -> list[Any]:

@@ -110,7 +110,7 @@ class DistributedDataset:
         first, last = workers.replica_offset, workers.replica_offset + workers.num_local_replicas - 1
         here = f"replica {first}" if first == last else f"replicas {first} to {last}"
         division = (
-            f"distributed over {workers.num_replicas} replicas of {workers.count} workers, {here} here:"
+            f"distributed over {_count(workers.num_replicas, 'replica')} of {_count(workers.count, 'worker')}, {here} here:"
             f" {self._steps.describe()}; {self._depth} steps ahead"
         )
         return "\n".join([*map(str, self._steps.datasets), division])
@@ -142,6 +142,10 @@ def distribute(dataset: Dataset, workers: Workers, **settings: Any) -> Distribut
     steps = auto_shard(dataset, workers)
     _ = steps.row_spec, steps.cardinality()  # open the files
     return DistributedDataset(steps, **settings)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _stages(datasets: Sequence[Dataset]) -> Iterator[tuple[str, StageStats | None]]:

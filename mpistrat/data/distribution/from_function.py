@@ -136,6 +136,9 @@ class FunctionSteps(Steps):
         for element in iterable:
             block = nest.map_structure(np.asarray, element)
             if self._row_spec is None:
+                if any(leaf.ndim == 0 for leaf in nest.flatten(block)):
+                    expected = "batches, whose arrays have a first axis of rows"
+                    raise ValueError(explain(FUNCTION, "dataset_fn", expected=expected, got="a scalar"))
                 self._row_spec = spec_of_rows(block)
             yield block
 

@@ -77,6 +77,8 @@ class Workers:
 
     def split(self, rows: Any, count: int) -> list[Any]:
         """Return what each local replica gets of this worker's own rows, as views. Not collective."""
+        if self.num_local_replicas == 1:
+            return [rows]
         return cut(rows, partition.bounds(count, self.num_local_replicas))
 
 

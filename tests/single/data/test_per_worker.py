@@ -137,6 +137,8 @@ def test_statistics_spec_and_prefetch(prefetch: int) -> None:
 def test_wrong_use_is_explained() -> None:
     with pytest.raises(TypeError, match="iterable of batches"):
         made(3)
+    with pytest.raises(ValueError, match="first axis of rows, got a scalar"):
+        next(iter(made([1.0, 2.0])))
     with pytest.raises(ValueError, match="get_per_replica_batch_size"):
         made(from_arrays(np.arange(3)))
 
