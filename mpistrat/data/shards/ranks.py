@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from ...errors import ShardError, explain
 
@@ -25,19 +25,19 @@ class Ranks:
 
     def __init__(self, comm: MPI.Intracomm | None, function: str) -> None:
         self._function = function
-        self._comm = None
+        self.comm: Any = None
         if comm is not None:
             from ...cluster.communicator import check_comm, running_mpi
 
-            self._comm = check_comm(running_mpi(function), comm, function)
-        self.rank: int = 0 if self._comm is None else self._comm.rank
-        self.size: int = 1 if self._comm is None else self._comm.size
+            self.comm = check_comm(running_mpi(function), comm, function)
+        self.rank: int = 0 if self.comm is None else self.comm.rank
+        self.size: int = 1 if self.comm is None else self.comm.size
 
     def exchange(self, text: str) -> list[str]:
         """Return every rank's text, in rank order. Collective."""
         from ...comm.contract import gather_text
 
-        return [text] if self._comm is None else gather_text(self._comm, text)
+        return [text] if self.comm is None else gather_text(self.comm, text)
 
     @contextmanager
     def together(self) -> Iterator[None]:

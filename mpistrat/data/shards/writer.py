@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import re
 import shutil
 import tempfile
 import weakref
@@ -43,10 +44,10 @@ def set_pattern(function: str, target: PathLike) -> Path:
         ValueError: for what is neither a directory nor such a pattern.
     """
     path = Path(target)
-    if path.name.count("*") == 1 and not glob.has_magic(str(path).replace("*", "", 1)):
+    if re.fullmatch(r"[^*]*\*\.(h5|hdf5)", path.name) and not glob.has_magic(str(path).replace("*", "", 1)):
         return path
     if glob.has_magic(str(path)) or path.suffix in (".h5", ".hdf5"):
-        expected = 'a directory, or a pattern with one "*" in the file name, like "data/train-*.h5"'
+        expected = 'a directory, or a pattern with one "*", right before ".h5", like "data/train-*.h5"'
         raise ValueError(explain(function, "target", expected=expected, got=repr(str(path))))
     return path / "*.h5"
 
@@ -307,13 +308,15 @@ class ShardWriter:
         assert self._fields is not None
         if self._rows_per_shard is not None:
             return self._rows_per_shard
-        if any(varies(field) for field in self._fields.values()):
+        if self._limit() is not None:
             return None
         return max(1, self._bytes_per_shard // max(1, sum(map(row_bytes, self._fields.values()))))
 
     def _limit(self) -> int | None:
-        """The bytes at which a shard is full, where its rows do not say it."""
-        return self._bytes_per_shard if self._shard is not None and self._shard.capacity is None else None
+        """The bytes at which a shard is full, where the bytes of a row are not known."""
+        assert self._fields is not None
+        varying = self._rows_per_shard is None and any(map(varies, self._fields.values()))
+        return self._bytes_per_shard if varying else None
 
     def _open_shard(self, capacity: int | None) -> NewShard:
         assert self._fields is not None
@@ -338,8 +341,7 @@ class ShardWriter:
         columns = self._collected()
         if columns is not None:
             if self._shard is None:  # few rows, all of them known: no need to write them twice
-                capacity = self._capacity()
-                self._shard = self._open_shard(capacity and min(capacity, _rows(columns)))
+                self._shard = self._open_shard(min(self._capacity() or _rows(columns), _rows(columns)))
             self._store(columns, 0, _rows(columns))
         self._finish_shard()
         if self._files or self._fields is None:

@@ -476,7 +476,7 @@ def test_rows_unlike_those_before_are_refused(tmp_path: Path, method: str, secon
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("target", ["a-*-*.h5", "a-?.h5", "one.h5"])
+@pytest.mark.parametrize("target", ["a-*-*.h5", "a-?.h5", "one.h5", "*-a.h5", "a-*"])
 def test_targets_that_are_no_set(tmp_path: Path, target: str) -> None:
     with pytest.raises(ValueError, match="target"):
         write_shards(tmp_path / target, {"x": np.zeros(3)})

@@ -1,0 +1,45 @@
+"""What a command is; a file for each defines one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..data.shards.ranks import Ranks
+
+__all__ = ["DONE", "PROBLEM", "WRONG_USE", "Command", "Group"]
+
+DONE, PROBLEM, WRONG_USE = 0, 1, 2  # exit statuses
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that does something.
+
+    Attributes:
+        summary: one line for the list of commands.
+        text: what it does; shown by --help.
+        examples: command lines, shown by --help.
+        arguments: adds the command's arguments to a parser.
+        run: does it, on all ranks under mpiexec, and returns the exit status.
+    """
+
+    summary: str
+    text: str
+    examples: tuple[str, ...]
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Ranks], int]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A command that only has commands of its own, by name.
+
+    Attributes:
+        summary: one line for the list of commands.
+        commands: where they are defined: "module:name" below `mpistrat.cli`.
+    """
+
+    summary: str
+    commands: Mapping[str, str] = field(default_factory=dict)

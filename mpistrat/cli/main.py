@@ -1,0 +1,113 @@
+"""Parse the command line, start MPI if a launcher started several processes, run the command, return its status."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from .._version import __version__
+from ..cluster.launcher import launched_size
+from ..data.shards.ranks import Ranks
+from ..errors import MissingDependencyError, ShardError
+from .command import PROBLEM, WRONG_USE, Command, Group
+from .commands import ROOT
+
+__all__ = ["main"]
+
+_STATUS = "exit status: 0 fine, 1 a problem was found, 2 wrong use"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 0 fine, 1 a problem was found, 2 wrong use. Collective under mpiexec.
+
+    Args:
+        arguments: the words behind the program's name; default those of this process.
+    """
+    ranks = Ranks(_world(), "mpistrat")
+    with contextlib.ExitStack() as stack:
+        if ranks.rank:  # rank 0 speaks for all
+            silence = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(silence))
+            parsing = stack.enter_context(contextlib.ExitStack())
+            parsing.enter_context(contextlib.redirect_stderr(silence))
+            with parsing:
+                parsed = _parser().parse_args(arguments)
+        else:
+            parsed = _parser().parse_args(arguments)
+        return _run(parsed, ranks)
+
+
+def _world() -> Any:
+    """COMM_WORLD where a launcher says that it started several processes; else None, and MPI is not started."""
+    launched = launched_size()
+    if launched is None or launched[0] == 1:
+        return None
+    from ..cluster.communicator import check_comm, running_mpi
+
+    return check_comm(running_mpi("mpistrat"), None, "mpistrat")
+
+
+def _run(parsed: argparse.Namespace, ranks: Ranks) -> int:
+    try:
+        status: int = parsed.run(parsed, ranks)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `… | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PROBLEM
+    except KeyboardInterrupt:
+        return 130
+    except (ShardError, OSError) as error:
+        status, text = PROBLEM, str(error)
+    except (ValueError, MissingDependencyError) as error:
+        status, text = WRONG_USE, str(error)
+    except Exception:
+        if ranks.size == 1:
+            raise
+        from ..comm.abort import end_job
+
+        end_job(f"rank {ranks.rank} of {ranks.size}: the job ends on this exception\n{traceback.format_exc()}")
+        raise
+    if ranks.rank == 0:
+        print(f"error: {text}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("mpistrat", description=ROOT.summary + ".", epilog=_STATUS)
+    parser.add_argument("--version", action="version", version=f"mpistrat {__version__}")
+    _add(parser, ROOT)
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, group: Group) -> None:
+    """Add a group's commands to its parser."""
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, where in group.commands.items():
+        module, _, attribute = where.partition(":")
+        command: Command | Group = getattr(importlib.import_module(f"mpistrat.cli.{module}"), attribute)
+        if isinstance(command, Group):
+            inner = commands.add_parser(
+                name, help=command.summary, description=_sentence(command.summary), epilog=_STATUS
+            )
+            _add(inner, command)
+            continue
+        inner = commands.add_parser(
+            name,
+            help=command.summary,
+            description=command.text,
+            epilog="\n  ".join(["examples:", *command.examples]) + f"\n\n{_STATUS}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.arguments(inner)
+        inner.set_defaults(run=command.run)
+
+
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."

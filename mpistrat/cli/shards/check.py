@@ -1,0 +1,100 @@
+"""`mpistrat shards check`: is every file of a set whole?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+from ...data.shards.files import FileSet, resolve
+from ...data.shards.ranks import Ranks
+from ...data.shards.survey import check_file
+from ...errors import ShardError
+from ..command import DONE, PROBLEM, Command
+from ..terminal import Meter, size_text
+
+__all__ = ["COMMAND"]
+
+_WORDS = {
+    "digest": "compared with the manifest's digest",
+    "checksums": "read chunk by chunk, as there is no digest",
+    "partly": "read chunk by chunk where there are chunks with filters; the rest cannot be checked",
+    "nothing": "cannot be checked: neither a digest nor chunks with filters",
+}
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", metavar="FILES", nargs="+", help="a folder, a pattern, or HDF5 files")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    started = time.perf_counter()
+    with ranks.together():
+        files = resolve(args.files[0] if len(args.files) == 1 else args.files)
+    with ranks.together():
+        mine = _check(files, ranks)
+    told: list[dict[str, Any]] = [one for text in ranks.exchange(json.dumps(mine)) for one in json.loads(text)]
+    told.sort(key=lambda one: one["place"])
+    bad = [one for one in told if one["problem"]]
+    if ranks.rank == 0:
+        if args.json:
+            print(json.dumps(_document(told), indent=1))
+        else:
+            _print(told, time.perf_counter() - started)
+    return PROBLEM if bad else DONE
+
+
+def _check(files: FileSet, ranks: Ranks) -> list[dict[str, Any]]:
+    """This rank's files: every so many'th, so that ranks that read in order read files that lie apart."""
+    places = range(ranks.rank, len(files.paths), ranks.size)
+    sizes = {place: files.paths[place].stat().st_size if files.paths[place].is_file() else 0 for place in places}
+    found = []
+    what = "checking" if ranks.size == 1 else "checking (rank 0)"
+    with Meter(what, sum(sizes.values()), "bytes", silent=ranks.rank > 0) as meter:
+        for place, size in sizes.items():
+            by, problem = "", ""
+            try:
+                by = check_file(files, place)
+            except ShardError as error:
+                problem = str(error)
+            path = str(files.paths[place])
+            found.append({"place": place, "path": path, "bytes": size, "by": by, "problem": problem})
+            meter.advance(size)
+    return found
+
+
+def _document(told: list[dict[str, Any]]) -> dict[str, Any]:
+    files = [{key: one[key] or None for key in ("path", "bytes", "by", "problem")} for one in told]
+    return {"files": files, "bad": [one["path"] for one in told if one["problem"]]}
+
+
+def _print(told: list[dict[str, Any]], seconds: float) -> None:
+    size = size_text(sum(one["bytes"] for one in told))
+    print(f"{len(told)} file{'s' * (len(told) != 1)}, {size}, {seconds:.1f} s")
+    for by, words in _WORDS.items():
+        number = sum(one["by"] == by for one in told)
+        if number:
+            print(f"  {number} {words}")
+    bad = [one for one in told if one["problem"]]
+    if bad:
+        print(f"  {len(bad)} BAD:")
+    for one in bad:
+        print(f"    {one['problem']}")
+    if not bad:
+        all_of_it = all(one["by"] in ("digest", "checksums") for one in told)
+        print("no damage found" if all_of_it else "no damage found in what can be checked")
+
+
+COMMAND = Command(
+    "verify every file of a set",
+    "Compare every file with the size and the digest in the manifest. Files without a manifest are read where they have\n"
+    "chunks with checksums or compression. Under mpiexec the ranks divide the files among them.",
+    (
+        "mpistrat shards check data/train",
+        'mpiexec -n 8 mpistrat shards check "data/train-*.h5" --json',
+    ),
+    _arguments,
+    _run,
+)

@@ -1,0 +1,111 @@
+"""`mpistrat shards info`: what a set of HDF5 files holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ...data.shards.ranks import Ranks
+from ...data.shards.survey import FieldSurvey, SetSurvey, survey
+from ..command import DONE, Command
+from ..terminal import console, size_text
+
+__all__ = ["COMMAND"]
+
+_FILES = 20  # shown at most
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", metavar="FILES", nargs="+", help="a folder, a pattern, or HDF5 files")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    with ranks.together():
+        if ranks.rank == 0:
+            found = survey(args.files[0] if len(args.files) == 1 else args.files)
+            if args.json:
+                print(json.dumps(_document(found), indent=1))
+            else:
+                _print(found, plain=ranks.size > 1)
+    return DONE
+
+
+def _document(found: SetSurvey) -> dict[str, Any]:
+    return {
+        "rows": found.rows,
+        "bytes": found.bytes,
+        "manifest": found.manifest,
+        "fields": [vars(field) for field in found.fields],
+        "files": [
+            {"path": str(path), "rows": rows, "bytes": size, "digest": digest}
+            for path, rows, size, digest in found.files
+        ],
+    }
+
+
+def _print(found: SetSurvey, *, plain: bool) -> None:
+    from rich.table import Table
+
+    out = console(plain=plain)
+    count = len(found.files)
+    out.print(
+        f"{count} file{'s' * (count != 1)} in {found.files[0][0].parent}: {found.rows} rows, {size_text(found.bytes)}"
+    )
+    guard = "every file has a digest (shards check compares them)"
+    out.print(f"manifest: {guard if found.manifest else 'none'}\n")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title, side in (
+        ("field", "left"), ("dtype", "left"), ("row shape", "left"), ("layout", "left"), ("chunk rows", "right"),
+        ("size", "right"), ("ratio", "right"), ("reader", "left"),
+    ):  # fmt: skip
+        table.add_column(title, justify=side, overflow="fold")  # type: ignore[arg-type]
+    for field in found.fields:
+        table.add_row(*_cells(field))
+    out.print(table)
+    for field in found.fields:
+        for key, value in field.attributes.items():
+            text = str(value)
+            out.print(f"{field.name}.{key}: {text if len(text) < 200 else text[:200] + ' …'}")
+    out.print()
+    files = Table(box=None, pad_edge=False, header_style="bold")
+    files.add_column("file", overflow="fold")
+    for title in ("rows", "size"):
+        files.add_column(title, justify="right")
+    files.add_column("digest", overflow="fold")
+    for path, rows, size, digest in found.files[:_FILES]:
+        files.add_row(path.name, str(rows), size_text(size), _short(digest))
+    out.print(files)
+    if count > _FILES:
+        out.print(f"… and {count - _FILES} more; --json lists all of them")
+
+
+def _cells(field: FieldSurvey) -> list[str]:
+    layout = " + ".join([field.layout, *field.filters])
+    shape = "×".join("?" if length is None else str(length) for length in field.shape) or "()"
+    ratio = "" if not field.data_bytes or not field.stored_bytes else f"{field.data_bytes / field.stored_bytes:.2f}"
+    reader = f"{field.reader}: {field.reason}" if field.reason else field.reader
+    chunk = "" if field.chunk_rows is None else str(field.chunk_rows)
+    return [field.name, field.dtype, shape, layout, chunk, size_text(field.stored_bytes), ratio, reader]
+
+
+def _short(digest: str | None) -> str:
+    if digest is None:
+        return "-"
+    algorithm, _, value = digest.partition(":")
+    return f"{algorithm} {value[:8]}…"
+
+
+COMMAND = Command(
+    "describe a set of HDF5 files",
+    "Describe HDF5 files, ours and others: rows, fields, how they are stored, and how they will be read.\n"
+    "The ratio is that of the rows' bytes to the bytes in the files.",
+    (
+        "mpistrat shards info data/train",
+        'mpistrat shards info "data/train-*.h5" --json',
+        "mpistrat shards info somebody_elses.h5",
+    ),
+    _arguments,
+    _run,
+)

@@ -1,0 +1,102 @@
+"""What commands print: tables, progress bars, sizes for people."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+__all__ = ["Meter", "console", "size_text"]
+
+_WIDTH = 160  # of what is written into a file or a pipe
+_LINE_EVERY = 10  # seconds
+
+
+def console(*, plain: bool) -> Console:
+    """Return the console of stdout; not confined to 80 columns where that is no terminal. Not collective.
+
+    Args:
+        plain: take stdout for no terminal. Open MPI shows its ranks one, whatever becomes of what they print.
+    """
+    from rich.console import Console
+
+    plain = plain or not sys.stdout.isatty()
+    return Console(highlight=False, markup=False, width=_WIDTH if plain else None, force_terminal=not plain)
+
+
+class Meter:
+    """Shows on stderr how much is done: a bar on a terminal, elsewhere a line now and then. Use it in a `with`.
+
+    Args:
+        what: is being done.
+        total: how much there is to do.
+        unit: what is counted; "bytes" are shown as sizes.
+        silent: show nothing.
+    """
+
+    def __init__(self, what: str, total: int, unit: str, *, silent: bool) -> None:
+        self._what, self._total, self._unit, self._silent = what, total, unit, silent
+        self._done = 0
+        self._shown = time.monotonic()
+        self._bar = _bar(unit) if sys.stderr.isatty() and not silent else None
+        self._task = None if self._bar is None else self._bar.add_task(what, total=total)
+
+    def advance(self, amount: int) -> None:
+        """Count what was done. Not collective."""
+        self._done += amount
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, amount)
+        elif not self._silent and time.monotonic() - self._shown > _LINE_EVERY:
+            self._shown = time.monotonic()
+            done, total = self._count(self._done), self._count(self._total)
+            print(f"{self._what}: {done} of {total}", file=sys.stderr, flush=True)
+
+    def _count(self, amount: int) -> str:
+        return size_text(amount) if self._unit == "bytes" else f"{amount} {self._unit}"
+
+    def __enter__(self) -> Meter:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar(unit: str) -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    count: list[ProgressColumn] = [MofNCompleteColumn(), TextColumn(unit)]
+    if unit == "bytes":
+        count = [DownloadColumn(), TransferSpeedColumn()]
+    columns = (TextColumn("{task.description}"), BarColumn(), *count, TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def size_text(size: float) -> str:
+    """Return bytes in words. Not collective.
+
+    Example:
+        >>> size_text(999), size_text(123456), size_text(5e9)
+        ('999 B', '123 kB', '5.0 GB')
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"

@@ -1,0 +1,150 @@
+"""Files of other kinds converted into shards, by one rank or by all ranks of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import partition
+from ...errors import explain
+from .columns import Columns
+from .sources.image_folder import ImageFolder
+from .sources.numpy_files import NpyFiles, NpzFile
+from .sources.source import Source, bad_input
+from .sources.table import Table
+from .writer import ShardWriter
+
+__all__ = ["Conversion", "convert", "open_source"]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is to become of some files; what a kind of file has no use for must be left as it is.
+
+    Attributes:
+        path: a .npy, .npz or .csv file, or a folder of images; None where `fields` says it all.
+        fields: .npy files by field.
+        select: arrays or columns wanted; None for all.
+        dtypes: dtypes that fields are converted to.
+        array: see `Table`.
+        delimiter: of a CSV file.
+        color, resize: see `ImageFolder`.
+    """
+
+    path: Path | None
+    fields: Mapping[str, Path] = field(default_factory=dict)
+    select: Sequence[str] | None = None
+    dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
+    array: str | None = None
+    delimiter: str | None = None
+    color: str | None = None
+    resize: tuple[int, int] | None = None
+
+    @property
+    def text(self) -> set[str]:
+        """Fields that are to be text."""
+        return {name for name, dtype in self.dtypes.items() if dtype.kind == "O"}
+
+
+# Suffix (of a folder: "/") -> the arguments that this kind knows, and what opens it.
+_KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Source]]] = {
+    ".npy": (set(), lambda path, _: NpyFiles({path.stem: path})),
+    ".npz": ({"select"}, lambda path, asked: NpzFile(path, asked.select)),
+    ".csv": (
+        {"select", "array", "delimiter"},
+        lambda path, asked: Table(path, asked.select, asked.delimiter or ",", asked.array, asked.text),
+    ),
+    ".tsv": (
+        {"select", "array", "delimiter"},
+        lambda path, asked: Table(path, asked.select, asked.delimiter or "\t", asked.array, asked.text),
+    ),
+    "/": ({"color", "resize"}, lambda path, asked: ImageFolder(path, asked.color or "rgb", asked.resize)),
+}
+_OPTIONS = ("select", "array", "delimiter", "color", "resize")
+
+
+def open_source(asked: Conversion) -> Source:
+    """Return the rows of some files. Not collective.
+
+    Raises:
+        ValueError: for files of another kind, and arguments that their kind has no use for.
+        ShardError: for a file that is not what its name says.
+        MissingDependencyError: for images without Pillow.
+    """
+    if (asked.path is None) == (not asked.fields):
+        expected = "one file or folder, or fields by name (--field x=x.npy)"
+        raise ValueError(explain("shards write", "", expected=expected, got="none" if asked.path is None else "both"))
+    kind = ".npy" if asked.path is None else "/" if asked.path.is_dir() else asked.path.suffix.lower()
+    if kind not in _KINDS:
+        expected = "a .npy, .npz, .csv or .tsv file, or a folder with a sub-folder of images for each class"
+        raise ValueError(
+            explain("shards write", str(asked.path), expected=expected, got=f"a {kind or 'nameless'} file")
+        )
+    known, opener = _KINDS[kind]
+    for option in _OPTIONS:
+        if getattr(asked, option) is not None and option not in known:
+            kinds = [name for name, (others, _) in _KINDS.items() if option in others]
+            expected = f"none; it is for {' and '.join(kinds)}".replace("/", "folders of images")
+            raise ValueError(explain("shards write", f"--{option}", expected=expected, got=getattr(asked, option)))
+    paths = list(asked.fields.values()) if asked.path is None else [asked.path]
+    for path in paths:
+        if not path.exists():
+            raise bad_input(path, "a file or a folder", "no such file")
+    return NpyFiles(asked.fields) if asked.path is None else opener(paths[0], asked)
+
+
+def convert(
+    source: Source,
+    writer: ShardWriter,
+    dtypes: Mapping[str, np.dtype[Any]],
+    progress: Callable[[int], None],
+    *,
+    text: bool,
+) -> None:
+    """Write this rank's part of a source's rows: a contiguous block of them. Not collective.
+
+    Args:
+        source: the rows.
+        writer: takes them.
+        dtypes: dtypes that fields are converted to; `object` for text.
+        progress: is called with the number of rows of every piece.
+        text: whether the shards can hold text.
+
+    Raises:
+        ValueError: for values that a dtype does not hold, and text where there can be none.
+    """
+    for piece in _converted(source.pieces(*partition.block(source.rows, writer.size, writer.rank)), dtypes):
+        found = [name for name, array in piece.items() if array.dtype.kind in "UO"]
+        if found and not text:
+            remedy = "Add --layout chunked, which is not read by memory map; or leave text out with --select."
+            raise ValueError(
+                explain("shards write", "--layout", expected="chunked for text", got=f"text in {found}", remedy=remedy)
+            )
+        writer.write(piece)
+        progress(len(next(iter(piece.values()))))
+
+
+def _converted(pieces: Iterator[Columns], dtypes: Mapping[str, np.dtype[Any]]) -> Iterator[Columns]:
+    for piece in pieces:
+        unknown = sorted(set(dtypes) - set(piece))
+        if unknown:
+            expected = f"fields among {sorted(piece)}"
+            raise ValueError(explain("shards write", "--dtype", expected=expected, got=f"{unknown}"))
+        yield {name: _cast(name, array, dtypes[name]) if name in dtypes else array for name, array in piece.items()}
+
+
+def _cast(name: str, array: Any, dtype: np.dtype[Any]) -> Any:
+    try:
+        found = array.astype(dtype)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(
+            explain("shards write", f"--dtype {name}", expected=f"values of {dtype}", got=error)
+        ) from error
+    if array.dtype.kind in "iuf" and dtype.kind in "iu" and not np.array_equal(found, array):
+        expected = f"integers that {dtype} holds"
+        raise ValueError(explain("shards write", f"--dtype {name}", expected=expected, got="others"))
+    return found

@@ -1,0 +1,1 @@
+"""Files of other kinds as rows: NumPy's arrays, tables, folders of images."""

@@ -1,0 +1,45 @@
+"""What is converted into shards: rows, of which each rank reads its part, a bounded piece at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ....errors import ShardError, explain
+from ..columns import Columns
+
+__all__ = ["Source", "bad_input", "piece_rows"]
+
+_PIECE_BYTES = 1 << 23
+
+
+class Source(ABC):
+    """Rows of some files.
+
+    Attributes:
+        rows: how many there are.
+        attributes: HDF5 attributes by field.
+        notes: what a user should know of the conversion.
+    """
+
+    rows: int
+    attributes: Mapping[str, Mapping[str, Any]]
+    notes: list[str]
+
+    @abstractmethod
+    def pieces(self, start: int, stop: int) -> Iterator[Columns]:
+        """Return the rows from `start` to `stop` in pieces. Not collective."""
+
+
+def bad_input(path: object, expected: str, got: object, remedy: str = "") -> ShardError:
+    """Return the error about a file that cannot be converted."""
+    return ShardError(explain("shards write", str(path), expected=expected, got=got, remedy=remedy))
+
+
+def piece_rows(*arrays: tuple[np.dtype[Any], tuple[int, ...]]) -> int:
+    """Return how many rows of these dtypes and shapes make a piece."""
+    row_bytes = sum(dtype.itemsize * int(np.prod(shape, dtype=np.int64)) for dtype, shape in arrays)
+    return max(1, _PIECE_BYTES // max(1, row_bytes))

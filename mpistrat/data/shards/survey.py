@@ -1,0 +1,195 @@
+"""What a set of files holds, said in numbers: `shards info` shows it. And whether it is whole: `shards check` asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ShardError, explain
+from ..readers.choice import choose_reader
+from ..readers.open_files import open_hdf5, open_hdf5_files
+from ..spec import ArraySpec
+from .files import FileSet, PathLike, resolve
+from .shard_set import open_shards
+
+if TYPE_CHECKING:
+    import h5py
+
+__all__ = ["FieldSurvey", "SetSurvey", "check_file", "survey"]
+
+
+@dataclass(frozen=True)
+class FieldSurvey:
+    """One field of a set, over all files.
+
+    Attributes:
+        name, dtype: of the field; dtype "str" for strings.
+        shape: of a row; None for a length that varies.
+        layout: "contiguous", "chunked" and so on; several where files differ.
+        filters: of chunks, in the order in which they are applied.
+        chunk_rows: rows in a chunk; None without chunks.
+        data_bytes: bytes of the rows; None where they vary in length.
+        stored_bytes: bytes in the files.
+        reader: how it is read.
+        reason: why not in a quicker way.
+        attributes: HDF5 attributes in the first file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    layout: str
+    filters: tuple[str, ...]
+    chunk_rows: int | None
+    data_bytes: int | None
+    stored_bytes: int
+    reader: str
+    reason: str
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SetSurvey:
+    """A set of files.
+
+    Attributes:
+        files: the files with the rows, bytes and digest (None without a manifest) of each.
+        manifest: whether a manifest lists them all.
+        fields: what they hold.
+    """
+
+    files: tuple[tuple[Path, int, int, str | None], ...]
+    manifest: bool
+    fields: tuple[FieldSurvey, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows, _, _ in self.files)
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for _, _, size, _ in self.files)
+
+
+def survey(files: PathLike | Sequence[PathLike]) -> SetSurvey:
+    """Look into files. Not collective.
+
+    Raises:
+        ShardError: for files that cannot be read as one set, naming the file.
+    """
+    found = resolve(files)
+    found.check(verify=False)
+    opened = open_shards(found, None, driver=None, on_error="raise")
+    stored: dict[str, list[_Stored]] = {name: [] for name in opened.fields}
+    for shard in opened.shards:
+        with open_hdf5(shard.path) as file:
+            for name in stored:
+                stored[name].append(_Stored.of(file[name]))
+    lent = open_hdf5_files()
+    fields = []
+    for name, field in opened.fields.items():
+        reader = choose_reader([shard.storages[name] for shard in opened.shards], "auto", lent)
+        spec, own = ArraySpec(field.shape, field.dtype), stored[name]
+        sizes = [one.data_bytes for one in own]
+        fields.append(
+            FieldSurvey(
+                name,
+                "str" if spec.dtype == object else str(spec.dtype),
+                spec.shape,
+                ", ".join(dict.fromkeys(one.layout for one in own)),
+                own[0].filters,
+                max((one.chunk_rows for one in own if one.chunk_rows is not None), default=None),
+                None if None in sizes else sum(size or 0 for size in sizes),
+                sum(one.bytes for one in own),
+                reader.kind,
+                reader.reason,
+                own[0].attributes,
+            )
+        )
+    rows = {shard.path: shard.rows for shard in opened.shards}
+    listed = tuple(
+        (path, rows[path], path.stat().st_size, None if entry is None else entry.digest)
+        for path, entry in zip(found.paths, found.entries, strict=True)
+    )
+    return SetSurvey(listed, all(entry is not None for entry in found.entries), tuple(fields))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """How one file stores a field."""
+
+    layout: str
+    filters: tuple[str, ...]
+    chunk_rows: int | None
+    data_bytes: int | None
+    bytes: int
+    attributes: dict[str, Any]
+
+    @staticmethod
+    def of(dataset: h5py.Dataset) -> _Stored:
+        compression = dataset.compression
+        if compression == "gzip":
+            compression = f"gzip {dataset.compression_opts}"
+        plist = dataset.id.get_create_plist()
+        names = {1: compression or "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
+        codes = [plist.get_filter(index)[0] for index in range(plist.get_nfilters())]
+        chunked = dataset.chunks is not None
+        layout = "chunked" if chunked else "virtual" if dataset.is_virtual else "contiguous"
+        if not chunked and not dataset.is_virtual and dataset.nbytes and not dataset.id.get_storage_size():
+            layout = "not written"
+        return _Stored(
+            layout,
+            tuple(names.get(code, f"filter {code}") for code in codes),
+            int(dataset.chunks[0]) if chunked else None,
+            None if dataset.dtype.hasobject else int(dataset.nbytes),
+            int(dataset.id.get_storage_size()),
+            {key: _plain(value) for key, value in dataset.attrs.items()},
+        )
+
+
+def _plain(value: Any) -> Any:
+    """An attribute as JSON has it."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return value if isinstance(value, (str, int, float, list)) else str(value)
+
+
+def check_file(files: FileSet, place: int) -> str:
+    """Check one file of a set, and return by what it was found whole. Not collective.
+
+    A file in a manifest is compared with its digest. Of another one, all chunks are read, which checks their checksums
+    and undoes their compression; data that has neither cannot be checked.
+
+    Returns:
+        "digest", "checksums", "partly" if only some of the data has checksums or compression, or "nothing".
+
+    Raises:
+        ShardError: when the file is not whole.
+    """
+    path, entry = files.paths[place], files.entries[place]
+    FileSet((path,), (entry,), files.fields).check(verify=entry is not None)
+    if entry is not None:
+        return "digest"
+    guarded = unguarded = 0
+    with open_hdf5(path) as file:
+        opened = open_shards(FileSet((path,), (None,), None), None, driver=None, on_error="raise")
+        for name, storage in opened.shards[0].storages.items():
+            dataset = file[name]
+            if dataset.id.get_create_plist().get_nfilters() and dataset.chunks is not None:
+                _read(path, dataset, storage.piece_rows)
+                guarded += 1
+            else:
+                unguarded += 1
+    return ("partly" if unguarded else "checksums") if guarded else "nothing"
+
+
+def _read(path: Path, dataset: h5py.Dataset, step: int) -> None:
+    for start in range(0, len(dataset), step):
+        try:
+            dataset[start : start + step]
+        except (OSError, RuntimeError) as error:
+            where, expected = f"{path}: {dataset.name}", f"rows {start} to {start + step - 1} that can be read"
+            remedy = "The file is damaged: copy it again, or write the shards again."
+            text = explain("shards check", where, expected=expected, got=error, remedy=remedy)
+            raise ShardError(text) from error
