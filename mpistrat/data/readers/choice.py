@@ -13,7 +13,8 @@ from .mapped import MappedReader
 from .mixed import MixedReader
 from .open_files import OpenFiles
 from .positional import PositionalReader
-from .reader import Contiguous, FieldReader, Storage
+from .reader import Contiguous, FieldReader, Pointers, Storage
+from .varying import VaryingReader
 
 if TYPE_CHECKING:
     import h5py
@@ -48,6 +49,8 @@ def _way(storage: Storage, reader: str) -> str:
         return "pread" if reader == "pread" else "mmap"
     if isinstance(storage.layout, Chunks) and reader != "h5py":
         return "chunks"
+    if isinstance(storage.layout, Pointers) and reader != "h5py":
+        return "varying"
     return "h5py"
 
 
@@ -67,6 +70,9 @@ def _make(way: str, storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5
             return PositionalReader(storages, reason=f"not mapped: {error}")
     if way == "pread":
         return PositionalReader(storages, reason='reader="pread"')
+    if way == "varying":
+        pointers = [storage.layout.storage for storage in storages if isinstance(storage.layout, Pointers)]
+        return VaryingReader(storages, choose_reader(pointers, reader, hdf5))
     if way == "chunks":
         return ChunkedReader(storages)
     return LibraryReader(storages, hdf5)

@@ -39,7 +39,7 @@ class Chunks:
     fill: NDArray[np.uint8]
 
     @staticmethod
-    def of(dataset: h5py.Dataset) -> Chunks | str:
+    def of(dataset: h5py.Dataset, row_bytes: int) -> Chunks | str:
         """Return where a chunked dataset's chunks lie, or why only HDF5 can read it. Not collective."""
         import h5py
 
@@ -65,11 +65,11 @@ class Chunks:
                 offsets[place], sizes[place], masks[place] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
         dataset.id.chunk_iter(note)  # asking for one chunk after the other takes ever longer
-        row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
         partial = dataset.shape[0] % rows
         if pipeline.filters and partial and sizes[-1] == rows * row_bytes and not masks[-1]:
             # A file may say that its last, partial chunk is not filtered; h5py does not tell us.
             return "a last chunk that may be unfiltered"
-        fill = np.empty(dataset.shape[1:], dataset.dtype)
-        fill[...] = dataset.fillvalue
-        return Chunks(rows, row_bytes, pipeline, offsets, sizes, masks, fill.reshape(-1).view(np.uint8))
+        fill = np.zeros(row_bytes, np.uint8)  # where rows are pointers, they point nowhere
+        if not dataset.dtype.hasobject:
+            fill.view(dataset.dtype)[:] = dataset.fillvalue
+        return Chunks(rows, row_bytes, pipeline, offsets, sizes, masks, fill)

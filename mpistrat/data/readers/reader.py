@@ -14,7 +14,7 @@ from ..shards.manifest import Field
 from .chunks import Chunks
 from .open_files import ShardFile
 
-__all__ = ["Contiguous", "FieldReader", "Layout", "OnlyHDF5", "RowIndex", "Storage"]
+__all__ = ["Contiguous", "FieldReader", "Layout", "OnlyHDF5", "Pointers", "RowIndex", "Storage"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,14 @@ class OnlyHDF5:
     reason: str
 
 
-Layout = Contiguous | Chunks | OnlyHDF5
+@dataclass(frozen=True)
+class Pointers:
+    """Rows of varying length: what is stored are pointers into HDF5's global heap, as this storage."""
+
+    storage: Storage
+
+
+Layout = Contiguous | Chunks | Pointers | OnlyHDF5
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import numpy as np
 from ...errors import ShardError, explain
 from ..readers.chunks import Chunks
 from ..readers.open_files import ShardFile, open_hdf5
-from ..readers.reader import Contiguous, Layout, OnlyHDF5, Storage
+from ..readers.reader import Contiguous, Layout, OnlyHDF5, Pointers, Storage
+from ..readers.varying import POINTER
 from .links import Refused, all_names, find
 from .manifest import Field
 from .supported import check_storage, field_of
@@ -102,12 +103,12 @@ class Shard:
 
     def _layout(self, dataset: h5py.Dataset) -> Layout:
         """How a dataset's rows are stored, as the readers tell them apart."""
-        if dataset.dtype.hasobject:
-            return OnlyHDF5("rows of varying length")
         if dataset.is_virtual:
             return OnlyHDF5("a virtual dataset")
+        if dataset.dtype.hasobject:
+            return self._varying(dataset)
         if dataset.chunks is not None:
-            chunks = Chunks.of(dataset)
+            chunks = Chunks.of(dataset, self._row_bytes(dataset))
             return chunks if isinstance(chunks, Chunks) else OnlyHDF5(chunks)
         if not _plain(dataset):
             return OnlyHDF5("not stored as the array's bytes in one piece")
@@ -115,6 +116,28 @@ class Shard:
         if end > self._file.bytes:  # touching a page past the end would kill the process
             raise self._error(dataset.name, f"a file of {end} bytes", f"{self._file.bytes} bytes: truncated")
         return Contiguous(dataset.id.get_offset())
+
+    def _varying(self, dataset: h5py.Dataset) -> Layout:
+        """How the pointers of rows of varying length are stored."""
+        if not _usual_pointers(dataset):
+            return OnlyHDF5("rows of varying length that are stored in an unusual way")
+        rows, in_row = int(dataset.shape[0]), int(np.prod(dataset.shape[1:], dtype=np.int64))
+        row_bytes = in_row * POINTER.itemsize
+        layout: Layout
+        if dataset.chunks is None:
+            offset = dataset.id.get_offset()
+            if offset is None or dataset.id.get_storage_size() != rows * row_bytes:
+                return OnlyHDF5("rows of varying length, not in one piece")
+            if offset + rows * row_bytes > self._file.bytes:
+                raise self._error(dataset.name, f"a file of {offset + rows * row_bytes} bytes", f"{self._file.bytes}")
+            layout = Contiguous(offset)
+        else:
+            chunks = Chunks.of(dataset, row_bytes)
+            if not isinstance(chunks, Chunks):
+                return OnlyHDF5(f"rows of varying length in {chunks}")
+            layout = chunks
+        field, name = Field(POINTER, (in_row,)), dataset.name.strip("/")
+        return Pointers(Storage(self._file, name, field, rows, row_bytes, 1, layout))
 
     @property
     def rows(self) -> int:
@@ -143,3 +166,15 @@ def _plain(dataset: h5py.Dataset) -> bool:
         and dataset.id.get_offset() is not None
         and dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)
     )
+
+
+def _usual_pointers(dataset: h5py.Dataset) -> bool:
+    """Whether pointers are 16 bytes that count from the file's begin, to bytes that NumPy takes as they are."""
+    import h5py
+
+    base = h5py.check_vlen_dtype(dataset.dtype)
+    if base is not str and base is not bytes and dataset.id.get_type().get_super() != h5py.h5t.py_create(base):
+        return False
+    unwritten = dataset.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
+    sizes = dataset.file.id.get_create_plist().get_sizes()
+    return sizes == (8, 8) and not dataset.file.userblock_size and not unwritten

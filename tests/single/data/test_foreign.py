@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mpistrat.data import ArraySpec, HDF5Dataset
+from mpistrat.data.readers import varying
 from mpistrat.errors import MissingDependencyError, ShardError
 
 ORDER = [7, 0, 3, 3, 11, 1]
@@ -27,21 +28,22 @@ def two_files(directory: Path, write: Callable[[h5py.File, slice], None], rows: 
     "options", [{}, {"chunks": (2,)}, {"chunks": (3,), "compression": "gzip"}], ids=["contiguous", "chunked", "gzip"]
 )
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_strings_of_varying_length(tmp_path: Path, options: dict[str, Any], encoding: str) -> None:
+@pytest.mark.parametrize("reader", ["auto", "pread", "h5py"])
+def test_strings_of_varying_length(tmp_path: Path, options: dict[str, Any], encoding: str, reader: str) -> None:
     texts = ["", "a", "Ärger ✓" if encoding == "utf-8" else "plain", "x" * 1000] * 3
 
     def write(file: h5py.File, part: slice) -> None:
         file.create_dataset("group/text", data=texts[part], dtype=h5py.string_dtype(encoding), **options)
 
     two_files(tmp_path, write)
-    dataset = HDF5Dataset(tmp_path, "group/text")
+    dataset = HDF5Dataset(tmp_path, "group/text", reader=reader)
     assert dataset.row_spec == ArraySpec((), object)
     rows = dataset.rows(ORDER)
     assert rows.dtype == object
     assert rows.tolist() == [texts[i] for i in ORDER]
     assert all(type(text) is str for text in rows)
     assert [text for batch in dataset.batch(5) for text in batch] == texts
-    assert "h5py: rows of varying length" in str(dataset)
+    assert ("h5py" if reader == "h5py" else "global heap") in str(dataset)
 
 
 def test_strings_in_several_axes_and_of_fixed_length(tmp_path: Path) -> None:
@@ -65,11 +67,14 @@ def test_strings_in_several_axes_and_of_fixed_length(tmp_path: Path) -> None:
 def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "latin.h5", "w") as file:
         file.create_dataset("text", data=[b"good", b"M\xfcnchen"], dtype=h5py.string_dtype("ascii"))
+    with pytest.raises(ShardError, match=r"latin\.h5: text: .*text in UTF-8"):
+        HDF5Dataset(tmp_path, "text").rows([1])
     with pytest.raises(ShardError, match=r"latin\.h5: text: .*rows 0 to 1.*utf-8"):
-        HDF5Dataset(tmp_path, "text").rows([0])
+        HDF5Dataset(tmp_path, "text", reader="h5py").rows([1])
 
 
-def test_rows_of_varying_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", ["auto", "pread", "h5py"])
+def test_rows_of_varying_length(tmp_path: Path, reader: str) -> None:
     ragged = [np.arange(n % 4, dtype=np.int16) * n for n in range(12)]
 
     def write(file: h5py.File, part: slice) -> None:
@@ -79,7 +84,7 @@ def test_rows_of_varying_length(tmp_path: Path) -> None:
         file["label"] = np.arange(12)[part]
 
     two_files(tmp_path, write)
-    dataset = HDF5Dataset(tmp_path, ("r", "label"))
+    dataset = HDF5Dataset(tmp_path, ("r", "label"), reader=reader)
     assert dataset.row_spec == (ArraySpec((None,), np.int16), ArraySpec((), np.int64))
     rows, labels = dataset.rows(ORDER)
     assert rows.dtype == object
@@ -170,6 +175,35 @@ def test_wrong_settings() -> None:
 def test_mpi_io_needs_an_h5py_with_mpi() -> None:
     with pytest.raises(MissingDependencyError, match="driver: expected an h5py.* built with MPI.*HDF5_MPI=ON"):
         HDF5Dataset(__file__, driver="mpio")
+
+
+def test_strings_that_are_stored_in_unusual_ways_are_read_by_hdf5(tmp_path: Path) -> None:
+    texts = [f"row {i}" for i in range(12)]
+    for number, options in enumerate([{"userblock_size": 512}, {}, {"libver": "latest"}]):
+        with h5py.File(tmp_path / f"{number}.h5", "w", **options) as file:
+            field = file.create_dataset("text", (4,), h5py.string_dtype(), fillvalue=b"row 7" if number == 1 else None)
+            field[: 3 if number == 1 else 4] = texts[number * 4 : number * 4 + (3 if number == 1 else 4)]
+    dataset = HDF5Dataset(tmp_path, "text")
+    assert dataset.rows([7, 0, 11]).tolist() == ["row 7", "row 0", "row 11"]
+    assert dataset.rows(range(12)).tolist() == texts
+    assert "global heap" in str(dataset)
+    assert "stored in an unusual way" in str(dataset)
+
+
+def test_collections_are_read_once_in_order_and_not_all_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"row {i} " * 20 for i in range(2000)]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["text"] = texts
+    monkeypatch.setattr(varying, "_KEPT", 20_000)
+    dataset = HDF5Dataset(tmp_path, "text")
+    assert [text for batch in dataset.batch(100) for text in batch] == texts
+    once = dataset.counters.chunk_reads
+    assert once * 4096 < (tmp_path / "a.h5").stat().st_size
+    order = np.random.default_rng(0).permutation(2000)
+    assert dataset.rows(order[:50]).tolist() == [texts[i] for i in order[:50]]
+    assert dataset.counters.chunk_reads > once
 
 
 # Virtual datasets.

@@ -1,0 +1,154 @@
+"""Rows of varying length, without HDF5: damage in its global heap can make the library loop for ever.
+
+A dataset of such rows holds pointers: a length, the address of a collection of the global heap, and the index of an
+object in it. A collection is a header, then objects behind each other, each with a header that tells its size.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ShardError, explain
+from ..stats import StageStats
+from .open_files import open_bytes
+from .reader import Counters, FieldReader, RowIndex, Storage
+
+__all__ = ["POINTER", "VaryingReader"]
+
+POINTER = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])
+_COLLECTION = struct.Struct("<4sB3xQ")  # "GCOL", version, bytes of all
+_OBJECT = struct.Struct("<HHxxxxQ")  # index, count of references, bytes
+_KEPT = 1 << 25  # bytes of collections
+
+
+class _Collection:
+    """The bytes of a collection, and where in them each object lies."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.objects: dict[int, tuple[int, int]] = {}  # place and bytes, by index
+        place = _COLLECTION.size
+        while place + _OBJECT.size <= len(data):
+            index, _, size = _OBJECT.unpack_from(data, place)
+            step = _OBJECT.size + (size + 7) // 8 * 8 if index else size  # what is free counts its own header
+            if not _OBJECT.size <= step <= len(data) - place:
+                raise ValueError(f"an object of {size} bytes at {place} of {len(data)}")
+            self.objects[index] = (place + _OBJECT.size, size)
+            place += step
+
+
+class VaryingReader:
+    """Strings as `str`, and rows of numbers as arrays, of a length of their own. Collections read last are kept.
+
+    Args:
+        storages: the field in each file.
+        pointers: reads their pointers, of POINTER's dtype.
+    """
+
+    reason = ""
+
+    def __init__(self, storages: Sequence[Storage], pointers: FieldReader) -> None:
+        self.kind = f"global heap, pointers by {pointers.kind}"
+        self._storages = storages
+        self._dtype = storages[0].field.dtype
+        self._pointers = pointers
+        self._index = RowIndex([storage.rows for storage in storages])
+        self._files = open_bytes()
+        self._counters = StageStats()
+        self._lock = threading.Lock()
+        self._collections: OrderedDict[tuple[int, int], _Collection] = OrderedDict()  # the one used last at the end
+        self._kept_bytes = 0
+
+    @property
+    def counters(self) -> Counters:
+        total, own = self._pointers.counters, self._counters
+        return StageStats(bytes_read=total.bytes_read + own.bytes_read, chunk_reads=total.chunk_reads + own.chunk_reads)
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+        if out.size == 0:
+            return
+        pointers = np.empty((rows.size, out.size // rows.size), POINTER)
+        self._pointers.read(rows, pointers)
+        shards = np.repeat(self._index.shard_of(rows), pointers.shape[1])
+        flat, values = pointers.reshape(-1), out.reshape(-1)
+        order = np.lexsort((flat["address"], shards))  # the rows of a collection behind each other
+        places = zip(order.tolist(), shards[order].tolist(), flat[order].tolist(), strict=True)
+        for at, shard, (length, address, index) in places:
+            values[at] = self._value(shard, length, address, index)
+
+    def _value(self, shard: int, length: int, address: int, index: int) -> Any:
+        text = self._dtype.hasobject
+        if not length:
+            return "" if text else np.empty(0, self._dtype)
+        collection = self._collection(shard, address)
+        place, size = collection.objects.get(index, (0, 0))
+        if length * (1 if text else self._dtype.itemsize) > size:
+            raise self._error(shard, address, f"{length} items of object {index}", f"{size} bytes")
+        if not text:
+            return np.frombuffer(collection.data, self._dtype, length, place).copy()
+        held = collection.data[place : place + length].partition(b"\0")[0]
+        try:
+            return held.decode()
+        except UnicodeDecodeError as error:
+            raise self._error(shard, address, "text in UTF-8", str(error)) from error
+
+    def _collection(self, shard: int, address: int) -> _Collection:
+        key = shard, address
+        with self._lock:
+            found = self._collections.get(key)
+            if found is not None:
+                self._collections.move_to_end(key)
+                return found
+        collection = self._load(shard, address)
+        with self._lock:
+            if key not in self._collections:
+                self._kept_bytes += len(collection.data)
+            self._collections[key] = collection
+            while self._kept_bytes > _KEPT and len(self._collections) > 1:
+                self._kept_bytes -= len(self._collections.popitem(last=False)[1].data)
+        return collection
+
+    def _load(self, shard: int, address: int) -> _Collection:
+        file = self._storages[shard].file
+        room = file.bytes - address
+        with self._files.lend(file) as opened:
+            head = os.pread(opened.fileno(), _COLLECTION.size, address) if room >= _COLLECTION.size else b""
+            mark, version, size = _COLLECTION.unpack(head) if len(head) == _COLLECTION.size else (b"", 0, 0)
+            if mark != b"GCOL" or version != 1 or not _COLLECTION.size <= size <= room:
+                raise self._error(shard, address, "a collection of objects", "something else")
+            data = bytearray(size)
+            read = 0
+            while read < size:
+                count = os.preadv(opened.fileno(), [memoryview(data)[read:]], address + read)
+                if not count:
+                    raise self._error(shard, address, f"{size} bytes", "the end of the file")
+                read += count
+        self._counters.add(bytes_read=size, chunk_reads=1)
+        try:
+            return _Collection(bytes(data))
+        except ValueError as error:
+            raise self._error(shard, address, "objects behind each other", str(error)) from error
+
+    def _error(self, shard: int, address: int, expected: str, got: str) -> ShardError:
+        where = self._storages[shard].where
+        remedy = "The file is damaged: copy it again, or write the shards again."
+        return ShardError(
+            explain("HDF5Dataset", where, expected=f"{expected} at {address} of the file", got=got, remedy=remedy)
+        )
+
+    def expect(self, rows: NDArray[np.int64]) -> None:
+        self._pointers.expect(rows)
+
+    def keep(self, rows: int) -> None:
+        self._pointers.keep(rows)
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        return self._pointers.chunk_starts()
