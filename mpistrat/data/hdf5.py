@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import nest
-from ..buffer_pool import BufferPool
 from ..cluster.communicator import running_mpi
 from ..errors import MissingDependencyError, explain
+from .buffers import RowBuffers
 from .dataset import Addresses, Dataset
 from .readers.choice import READERS, choose_reader
 from .readers.open_files import open_hdf5_files
@@ -27,8 +26,6 @@ from .spec import ArraySpec
 from .stats import StageStats
 
 __all__ = ["HDF5Dataset"]
-
-_BATCHES = 6  # whose memory is kept for a field: what is read ahead, and what the program holds
 
 Fields = str | Sequence[str] | Mapping[str, str] | None
 
@@ -44,7 +41,7 @@ class _Opened:
             name: choose_reader([shard.storages[name] for shard in opened.shards], reader, files)
             for name in opened.fields
         }
-        self.pools = {name: BufferPool(_BATCHES) for name in opened.fields}
+        self.buffers = RowBuffers()
 
 
 class HDF5Dataset(Dataset):
@@ -75,7 +72,15 @@ class HDF5Dataset(Dataset):
         MissingDependencyError: for driver="mpio" where h5py was built without MPI.
 
     Example:
-        data = ms.data.HDF5Dataset("digits/train-*.h5", fields=("image", "label")).shuffle(seed=1).batch(256)
+        >>> import tempfile
+        >>> from mpistrat.data import write_shards
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     paths = write_shards(directory, {"x": np.eye(4), "label": np.arange(4)}, num_shards=2)
+        ...     dataset = HDF5Dataset(directory, fields=("x", "label"))
+        ...     for x, label in dataset.batch(3):
+        ...         print(x.shape, label)
+        (3, 4) [0 1 2]
+        (1, 4) [3]
     """
 
     def __init__(
@@ -183,7 +188,7 @@ class HDF5Dataset(Dataset):
         field = opened.fields[name]
         row = tuple(length for length in field.shape if length is not None)
         if row == field.shape:
-            out = opened.pools[name].empty(positions.size * math.prod(row), field.dtype).reshape(positions.size, *row)
+            out = opened.buffers.empty(name, (positions.size, *row), field.dtype)
         else:
             out = np.empty(positions.size, object)
         opened.readers[name].read(positions, out)

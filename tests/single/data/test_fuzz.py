@@ -9,7 +9,7 @@ import pytest
 
 
 def test_mutated_files_give_rows_or_a_shard_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz_shards, "PATIENCE", 5.0)
+    monkeypatch.setattr(fuzz_shards, "WAYS", ("unverified", "pread", "cut", "verified"))  # without HDF5's own loops
     outcomes = fuzz_shards.run(160, seed=4)
     assert len(outcomes) == 160
     assert fuzz_shards.faults(outcomes) == []

@@ -105,6 +105,34 @@ def test_uncompressed_data_is_mapped_and_compressed_data_is_not(tmp_path: Path) 
         assert kind in str(dataset)
 
 
+@pytest.mark.parametrize("reader", ["auto", "pread"])
+def test_batches_that_nobody_holds_give_their_memory_to_later_ones(tmp_path: Path, reader: str) -> None:
+    data = np.arange(400_000.0).reshape(400, 1000)
+    write_shards(tmp_path, {"x": data}, num_shards=3)
+    dataset = HDF5Dataset(tmp_path, "x", reader=reader).batch(50)
+    addresses = {batch.ctypes.data for batch in dataset}
+    assert len(addresses) <= 2
+    held = list(dataset)
+    assert np.array_equal(np.concatenate(held), data)
+    assert len({batch.ctypes.data for batch in held}) == 8
+
+
+def test_rows_out_of_range_are_refused(written: Path) -> None:
+    dataset = HDF5Dataset(written)
+    for row in (-1, ROWS, 2**62):
+        with pytest.raises(IndexError, match=f"expected rows in \\[0, {ROWS}\\), got"):
+            dataset.gather(np.zeros(2, np.int64), np.array([0, row]))
+
+
+def test_what_was_read_is_counted(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"x": np.zeros((100, 4))}, num_shards=4)
+    dataset = HDF5Dataset(tmp_path, "x")
+    list(dataset.batch(10))
+    counted = dataset.counters
+    assert (counted.rows, counted.bytes_read, counted.files) == (100, 3200, 4)
+    assert counted.seconds > 0
+
+
 def test_compressed_chunks_carry_checksums_and_others_are_contiguous(tmp_path: Path) -> None:
     write_shards(tmp_path / "a-*.h5", {"x": np.zeros((1000, 500))}, compression="gzip")
     write_shards(tmp_path / "b-*.h5", {"x": np.zeros((1000, 500))})
