@@ -189,6 +189,10 @@ def test_off_with_uneven_workers() -> None:
     """Workers of 2 and 1 replicas share a batch of 6 as 4 and 2, so the first is through 10 rows after 3 steps."""
     steps = steps_of(from_arrays(np.arange(10)).batch(6), [2, 1], "off")
     assert sizes(steps) == [[[2, 2], [2]], [[2, 2], [2]], [[1, 1], [2]], [[0, 0], [2]], [[0, 0], [2]]]
+    iterator = iter(distribute(from_arrays(np.arange(10)).batch(6).with_options(Options("off")), Workers([2, 1], 1)))
+    assert [iterator.global_batch_size for _ in iterator] == [6, 6, 4, 2, 2]
+    two = iter(distribute(from_arrays(np.arange(3)).batch(4).with_options(Options("off")), Workers([1, 1], 1)))
+    assert [two.global_batch_size for _ in two] == [4, 2]
     dropped = steps_of(from_arrays(np.arange(10)).batch(6, drop_remainder=True), [2, 1], "off")
     assert sizes(dropped) == [[[2, 2], [2]]] * 2
 
@@ -240,6 +244,15 @@ def test_in_order_the_workers_ask_each_other() -> None:
     iterator = iter(worker)
     assert [(rows.tolist(), iterator.global_batch_size) for rows in iterator] == [([0], 2), ([2], 2), ([4], 2), ([], 1)]
     assert more == []
+
+
+def test_in_order_whole_batches_end_with_the_first_worker() -> None:
+    """The other worker has one batch of 2, this one has three; with drop_remainder a step needs both."""
+    dataset = from_arrays(np.arange(12)).shard(SHARD_HINT, SHARD_HINT).filter(lambda x: True)
+    dataset = dataset.batch(4, drop_remainder=True).with_options(Options("hint"))
+    more = [[1, 2], [0, 0]]
+    worker = distribute(dataset, Workers([1, 1], 0), sum_over_ranks=lambda counts: np.add(counts, more.pop(0)))
+    assert [rows.tolist() for rows in worker] == [[0, 2]]
 
 
 def test_stages_after_the_batch_stay() -> None:

@@ -190,6 +190,16 @@ def test_state_of_datasets_of_ours() -> None:
         assert [one[0] + two[0] for one, two in zip(first, second, strict=True)] == whole
 
 
+@pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
+def test_state_with_several_local_replicas(mode: str) -> None:
+    dataset = made(lambda context: from_arrays(np.arange(9)).batch(1), (2,), mode=mode)
+    whole = [[block.tolist() for block in step.values] for step in dataset]
+    for stop in range(len(whole) + 1):
+        iterator = iter(dataset)
+        iterator.restore({"epoch": 0, "next": stop})
+        assert [[block.tolist() for block in step.values] for step in iterator] == whole[stop:]
+
+
 def test_what_is_no_dataset_of_ours_cannot_be_resumed() -> None:
     iterator = iter(made([np.zeros(1)] * 3))
     iterator.restore({"epoch": 0, "next": 1})
