@@ -17,6 +17,8 @@ from .order import permute
 __all__ = ["BlockOrder"]
 
 _EPOCHS_HELD = 4  # an epoch and the next, of two iterators
+_BLOCKS_HELD = 8
+_BLOCK = 16384  # rows made at a time
 
 
 class _Epoch(NamedTuple):
@@ -49,7 +51,9 @@ class BlockOrder:
         self._chunk_starts = starts[keep]
         self._window_rows = window_rows
         self._seed = seed
+        # What was made last. Threads replace the whole dict, and lose at most what another one has just made.
         self._epochs: dict[int, _Epoch] = {}
+        self._blocks: dict[tuple[int, int, int], NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
         return int(self._chunk_starts[-1])
@@ -77,19 +81,47 @@ class BlockOrder:
         """
         if not positions.size:
             return np.empty(0, np.int64)
-        if positions.min() < 0 or positions.max() >= len(self):
+        low, high = int(positions.min()), int(positions.max())
+        if low < 0 or high >= len(self):
             raise IndexError(f"BlockOrder.rows: positions: expected integers in [0, {len(self)})")
         order = self._epoch(epoch)
+        first, last = (int(w) - 1 for w in np.searchsorted(order.window_starts, (low, high), side="right"))
+        if first == last:
+            return self._in_window(epoch, first, positions - order.window_starts[first])
         windows = np.searchsorted(order.window_starts, positions, side="right") - 1
         rows = np.empty_like(positions)
         for window in np.unique(windows).tolist():
             own = np.flatnonzero(windows == window)
-            start, stop = (int(bound) for bound in order.window_starts[window : window + 2])
-            places = start + permute(positions[own] - start, stop - start, seed=self._seed, epoch=epoch, window=window)
-            first, last = (int(bound) for bound in order.windows[window : window + 2])
-            at = first + np.searchsorted(order.starts[first:last], places, side="right") - 1
-            rows[own] = self._chunk_starts[order.chunks[at]] + (places - order.starts[at])
+            rows[own] = self._in_window(epoch, window, positions[own] - order.window_starts[window])
         return rows
+
+    def _in_window(self, epoch: int, window: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows at some places of a window."""
+        first, last = int(offsets.min()) // _BLOCK, int(offsets.max()) // _BLOCK
+        if last - first > 1:
+            return self._make_rows(epoch, window, offsets)
+        # Successive batches: their rows are made many at a time.
+        blocks = [self._block(epoch, window, block) for block in range(first, last + 1)]
+        table = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return table[offsets - first * _BLOCK]
+
+    def _block(self, epoch: int, window: int, block: int) -> NDArray[np.int64]:
+        key = (epoch, window, block)
+        found = self._blocks.get(key)
+        if found is None:
+            start, stop = self._epoch(epoch).window_starts[window : window + 2]
+            offsets = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, int(stop - start)))
+            found = self._make_rows(epoch, window, offsets)
+            self._blocks = dict([*self._blocks.items(), (key, found)][-_BLOCKS_HELD:])
+        return found
+
+    def _make_rows(self, epoch: int, window: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        order = self._epoch(epoch)
+        start, stop = (int(bound) for bound in order.window_starts[window : window + 2])
+        first, last = (int(bound) for bound in order.windows[window : window + 2])
+        places = start + permute(offsets, stop - start, seed=self._seed, epoch=epoch, window=window)
+        at = first + np.searchsorted(order.starts[first:last], places, side="right") - 1
+        return self._chunk_starts[order.chunks[at]] + (places - order.starts[at])
 
     def ahead(self, epoch: int, position: int) -> tuple[int, NDArray[np.int64]]:
         """Return what to read while the window of a position is read: the next window's chunks, a part of them. Not collective.

@@ -89,15 +89,29 @@ class ChunkCache:
         return max(1, self.slots - THREADS)  # the threads may be busy in slots that were given to other chunks
 
     def expect(self, chunks: NDArray[np.int64]) -> None:
-        """Begin to decode those of some different chunks that are not here, as far as there is room."""
-        if (self._slot_of[chunks] >= 0).all():  # a glance without the lock: being wrong costs a hint
+        """Begin to decode those of some chunks that are not here, as far as there is room."""
+        absent = self._slot_of[chunks] < 0  # a glance without the lock: being wrong costs a hint
+        if not absent.any():
             return
+        missing = np.unique(chunks[absent])
         with self._changed:
-            missing = chunks[self._slot_of[chunks] < 0]
+            missing = missing[self._slot_of[missing] < 0]
             if missing.size > self.limit // 2 and self.slots < len(self._slot_of):
                 return  # they would push each other out before they are read
             slots = self._assign(missing, hint=True)
         self._start(slots)
+
+    def acquire_ready(self, chunks: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Return the slots of some chunks, which may repeat, and hold them; None if one of them is not decoded yet."""
+        with self._changed:
+            slots = self._slot_of[chunks]
+            if slots.min() < 0 or (self._state[slots] != _READY).any():
+                return None
+            self._now += 1
+            self._reading = True
+            self._used[slots] = self._now
+            self._expected[slots] = False
+            return slots.astype(np.int64)
 
     def acquire(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the slots of some different chunks, at most `limit`, once all are decoded; hold them.

@@ -75,7 +75,7 @@ class ChunkedReader:
     def expect(self, rows: NDArray[np.int64]) -> None:
         """Begin to decode the chunks of rows that will be read soon. Returns at once. Not collective."""
         if rows.size:
-            self._opened().expect(np.unique(self._chunks_of(rows)))
+            self._opened().expect(self._chunks_of(rows))
 
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Copy rows, in range and in any order, into a C-contiguous buffer of the file's dtype. Not collective.
@@ -86,31 +86,37 @@ class ChunkedReader:
         if not rows.size or not self._row_bytes:
             return
         chunks = self._chunks_of(rows)
-        wanted = np.unique(chunks)
         target = out.reshape(rows.size, -1).view(np.uint8)
         with self._reading:
             cache = self._opened()
+            slots = cache.acquire_ready(chunks)
+            if slots is not None:
+                self._take(cache, slots, chunks, rows, target)
+                return
+            wanted = np.unique(chunks)
             if wanted.size <= cache.limit:
-                self._take(cache, wanted, chunks, rows, target)
+                slots = cache.acquire(wanted)[np.searchsorted(wanted, chunks)]
+                self._take(cache, slots, chunks, rows, target)
                 return
             for first in range(0, wanted.size, cache.limit):  # more chunks than are kept: some after the others
                 some = wanted[first : first + cache.limit]
                 own = np.flatnonzero((chunks >= some[0]) & (chunks <= some[-1]))
+                slots = cache.acquire(some)[np.searchsorted(some, chunks[own])]
                 part = np.empty((own.size, self._row_bytes), np.uint8)
-                self._take(cache, some, chunks[own], rows[own], part)
+                self._take(cache, slots, chunks[own], rows[own], part)
                 target[own] = part
 
     def _take(
         self,
         cache: ChunkCache,
-        wanted: NDArray[np.int64],
+        slots: NDArray[np.int64],
         chunks: NDArray[np.int64],
         rows: NDArray[np.int64],
         out: NDArray[np.uint8],
     ) -> None:
-        slots = cache.acquire(wanted)
+        """Copy rows out of slots that are held, and let go of these."""
         try:
-            places = slots[np.searchsorted(wanted, chunks)] * self._slot_rows + (rows - self._starts[chunks])
+            places = slots * self._slot_rows + (rows - self._starts[chunks])
             take_rows(cache.memory.reshape(-1, self._row_bytes), places, out)
         finally:
             cache.release()

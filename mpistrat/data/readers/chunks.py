@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Chunks"]
 
+_FAR = 1 << 61  # behind the end of every file: what a damaged one says may not even fit an integer
+
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
@@ -61,8 +63,9 @@ class Chunks:
 
         def note(chunk: Any) -> None:
             place = chunk.chunk_offset[0] // rows
-            if place < count:
-                offsets[place], sizes[place], masks[place] = chunk.byte_offset, chunk.size, chunk.filter_mask
+            if place < count and chunk.byte_offset is not None:
+                offsets[place] = min(chunk.byte_offset, _FAR)
+                sizes[place], masks[place] = min(chunk.size, _FAR), chunk.filter_mask
 
         dataset.id.chunk_iter(note)  # asking for one chunk after the other takes ever longer
         partial = dataset.shape[0] % rows
