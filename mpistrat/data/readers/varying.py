@@ -79,24 +79,34 @@ class VaryingReader:
         self._pointers.read(rows, pointers)
         shards = np.repeat(self._index.shard_of(rows), pointers.shape[1])
         flat, values = pointers.reshape(-1), out.reshape(-1)
+        empty = flat["length"] == 0
+        for at in np.flatnonzero(empty).tolist():
+            values[at] = "" if self._dtype.hasobject else np.empty(0, self._dtype)
         order = np.lexsort((flat["address"], shards))  # the rows of a collection behind each other
-        places = zip(order.tolist(), shards[order].tolist(), flat[order].tolist(), strict=True)
-        for at, shard, (length, address, index) in places:
-            values[at] = self._value(shard, length, address, index)
+        order = order[~empty[order]]
+        if not order.size:
+            return
+        changes = (np.diff(shards[order]) != 0) | (np.diff(flat["address"][order]) != 0)
+        for own in np.split(order, np.flatnonzero(changes) + 1):
+            self._read_collection(int(shards[own[0]]), int(flat["address"][own[0]]), flat[own], own.tolist(), values)
 
-    def _value(self, shard: int, length: int, address: int, index: int) -> Any:
-        text = self._dtype.hasobject
-        if not length:
-            return "" if text else np.empty(0, self._dtype)
+    def _read_collection(
+        self, shard: int, address: int, pointers: NDArray[Any], places: list[int], values: NDArray[Any]
+    ) -> None:
+        """Read what lies in one collection, each to its place among the values."""
         collection = self._collection(shard, address)
-        place, size = collection.objects.get(index, (0, 0))
-        if length * (1 if text else self._dtype.itemsize) > size:
-            raise self._error(shard, address, f"{length} items of object {index}", f"{size} bytes")
-        if not text:
-            return np.frombuffer(collection.data, self._dtype, length, place).copy()
-        held = collection.data[place : place + length].partition(b"\0")[0]
+        data, objects = collection.data, collection.objects
+        text = self._dtype.hasobject
+        lengths, indices = pointers["length"].tolist(), pointers["index"].tolist()
         try:
-            return held.decode()
+            for at, length, index in zip(places, lengths, indices, strict=True):
+                place, size = objects.get(index, (0, 0))
+                if length * (1 if text else self._dtype.itemsize) > size:
+                    raise self._error(shard, address, f"{length} items of object {index}", f"{size} bytes")
+                if text:
+                    values[at] = data[place : place + length].partition(b"\0")[0].decode()
+                else:
+                    values[at] = np.frombuffer(data, self._dtype, length, place).copy()
         except UnicodeDecodeError as error:
             raise self._error(shard, address, "text in UTF-8", str(error)) from error
 
