@@ -201,7 +201,8 @@ class Dataset(Chain):
         much quicker. Under a distributed dataset a "batch" is what this rank has of it, so there the function must
         treat each row by itself and keep their number.
 
-        An error that the function raises arrives with its traceback and a note of the element's position.
+        An error that the function raises arrives with its traceback and a note of the element's position, after the
+        elements in front of it, for which the function may have been called twice then.
 
         Args:
             function: returns the new element, a nest of arrays, numbers or strings. It is also called once on the first

@@ -71,6 +71,11 @@ class Interleaved(Stage):
             raise ValueError(explain(f"Dataset.{self._name}", "", expected=expected, got="none"))
         return known.row_spec
 
+    @property
+    def deterministic(self) -> bool:
+        known = self._known()
+        return super().deterministic and (known is None or known.deterministic)
+
     def cardinality(self) -> int:
         return 0 if self._parent.cardinality() == 0 else UNKNOWN
 

@@ -104,6 +104,7 @@ def test_results_may_come_as_they_are_ready() -> None:
     others.set()
     assert sorted(int(x) for x in iterator) == [0, 5]
     assert Dataset.range(6).map(wait_at_first, num_parallel_calls=2, deterministic=False).deterministic
+    assert not Dataset.range(2).flat_map(lambda x: mapped).deterministic
     assert numbers(6).map(wait_at_first, deterministic=False).deterministic
 
 
