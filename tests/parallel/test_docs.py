@@ -82,11 +82,13 @@ def test_policies(mpi_tmp_path):
     strategy.comm.Barrier()
     rows = ms.data.HDF5Dataset(mpi_tmp_path / "set", fields="x")
     hinted = rows.shard(ms.data.SHARD_HINT, ms.data.SHARD_HINT)
-    for policy, of_rank in shown.items():
+    got = {}
+    for policy in shown:
         dataset = (hinted if policy == "hint" else rows).batch(4).with_options(ms.data.Options(policy))
-        got = " ".join(str(batch.tolist()) for batch in strategy.distribute_dataset(dataset))
-        assert got == of_rank[strategy.rank], policy
+        got[policy] = " ".join(str(batch.tolist()) for batch in strategy.distribute_dataset(dataset))
+    rank = strategy.rank
     strategy.close()
+    assert got == {policy: of_rank[rank] for policy, of_rank in shown.items()}
 
 
 @pytest.mark.ranks(1)
