@@ -84,7 +84,7 @@ def test_a_set_without_rows(mpi_tmp_path):
     comm.Barrier()
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("where", ["argument", "rows", "context", "close", "rename"])
 def test_an_error_on_one_rank_is_one_on_all_and_leaves_nothing(mpi_tmp_path, monkeypatch, where):
     from mpi4py import MPI
