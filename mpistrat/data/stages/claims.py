@@ -8,6 +8,7 @@ whoever reads; the piece is then free, and who waits for it tries by itself and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -58,16 +59,14 @@ class Claims:
         self._sync()
         return np.unique(missing) if missing.size else missing
 
-    def claim(self, pieces: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return those of some pieces, which were not ready, that the caller must now read and `release`."""
+    def claim(self, pieces: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
+        """Return those of some pieces, which were not ready, that the caller must now read and `release`; not too many."""
         with self._lock:
             if self._file is None:
-                claimed = pieces[self._state[pieces] == 0]
+                claimed = pieces[self._state[pieces] == 0][:limit]
             else:
-                taken = [
-                    piece for piece in pieces.tolist() if piece not in self._busy and self._take(self._file, piece)
-                ]
-                claimed = np.array(taken, np.int64)
+                free = (p for p in pieces.tolist() if p not in self._busy and self._take(self._file, p))
+                claimed = np.array(list(itertools.islice(free, limit)), np.int64)
                 self._sync()
                 ready = self._state[claimed] == _READY  # since the caller looked
                 for piece in claimed[ready].tolist():
@@ -88,7 +87,7 @@ class Claims:
                     self._give(self._file, piece)
                 self._busy.difference_update(pieces.tolist())
 
-    def wait(self, pieces: NDArray[np.int64]) -> NDArray[np.int64]:
+    def wait(self, pieces: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
         """Wait for pieces that somebody else reads. Return those that the caller must read after all, as from `claim`.
 
         Raises:
@@ -101,7 +100,7 @@ class Claims:
             if not pieces.size:
                 return pieces
             if naps % _RETRY == 0:
-                mine = self.claim(pieces)
+                mine = self.claim(pieces, limit)
                 if mine.size:
                     return mine
             if deadline is not None and monotonic() > deadline:

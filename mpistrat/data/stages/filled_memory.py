@@ -51,6 +51,7 @@ class FilledMemory:
         self._counters = counters
         self._text = text
         self._provide = provide
+        self._limit = max(1, READ_BYTES // source.row_bytes * pieces.count // max(1, pieces.rows))
         self._buffers = RowBuffers()
         self._reading = threading.Lock()  # a dataset is read by one thread at a time
 
@@ -70,35 +71,40 @@ class FilledMemory:
         return nest.pack_like(self._source.row_spec, memory.take(numbers, self._buffers))
 
     def _fill(self, memory: RowMemory, missing: NDArray[np.int64]) -> None:
-        """Read what nobody else reads, then wait for the others. Who waits holds no claims."""
-        self._read(memory, self._claims.claim(missing))
-        missing = self._claims.missing(missing)
-        self._counters.add(waits=missing.size)
+        """Read what nobody else reads, a little at a time so that others find some too; then wait for them.
+
+        Who waits holds no claims.
+        """
+        waited = 0
         while missing.size:
-            try:
-                mine = self._claims.wait(missing)
-            except TimeoutError as error:
-                raise CollectiveTimeoutError(f"cache: {error}") from None
+            mine = self._claims.claim(missing, self._limit)
+            if not mine.size:
+                missing = self._claims.missing(missing)
+                waited = max(waited, missing.size)
+                try:
+                    mine = self._claims.wait(missing, self._limit)
+                except TimeoutError as error:
+                    raise CollectiveTimeoutError(f"cache: {error}") from None
             self._read(memory, mine)
             missing = self._claims.missing(missing)
+        self._counters.add(waits=waited)
 
     def _read(self, memory: RowMemory, claimed: NDArray[np.int64]) -> None:
         """Read the pieces that were claimed, and end the claims."""
-        at_a_time = max(1, READ_BYTES // self._source.row_bytes)
-        left = claimed
+        if not claimed.size:
+            return
+        ready = False
+        started = time.perf_counter()
         try:
             with self._reading:
-                for run in self._pieces.runs(claimed, at_a_time) if claimed.size else ():
-                    started = time.perf_counter()
-                    rows = self._pieces.all_rows(run, self._source)
-                    for numbers, stacked in self._source.read(rows):
-                        self._store(memory, numbers, stacked)
-                    self._claims.release(run, ready=True)
-                    left = left[run.size :]
-                    seconds = time.perf_counter() - started
-                    self._counters.add(rows=rows.size, chunk_reads=self._pieces.reads(run), seconds=seconds)
+                rows = self._pieces.all_rows(claimed, self._source)
+                for numbers, stacked in self._source.read(rows):
+                    self._store(memory, numbers, stacked)
+            ready = True
         finally:
-            self._claims.release(left, ready=False)
+            self._claims.release(claimed, ready=ready)
+        seconds = time.perf_counter() - started
+        self._counters.add(rows=rows.size, chunk_reads=self._pieces.reads(claimed), seconds=seconds)
 
     def _store(self, memory: RowMemory, numbers: NDArray[np.int64], stacked: Any) -> None:
         if not numbers.size:
