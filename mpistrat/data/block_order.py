@@ -123,6 +123,11 @@ class BlockOrder:
         at = first + np.searchsorted(order.starts[first:last], places, side="right") - 1
         return self._chunk_starts[order.chunks[at]] + (places - order.starts[at])
 
+    def window_end(self, epoch: int, window: int) -> int:
+        """Return the position behind a window; behind the last one for those that come after it. Not collective."""
+        ends = self._epoch(epoch).window_starts
+        return int(ends[min(window + 1, len(ends) - 1)])
+
     def ahead(self, epoch: int, position: int) -> tuple[int, NDArray[np.int64]]:
         """Return what to read while the window of a position is read: the next window's chunks, a part of them. Not collective.
 

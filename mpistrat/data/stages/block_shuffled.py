@@ -96,16 +96,25 @@ class BlockShuffled(Stage):
 
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         if self.batching is None:
-            epochs, positions = self._source(epochs, positions)
             self._in_turn = True
+            near = self._near(epochs, positions)
+            if not near.any():
+                return
+            epochs, positions = self._source(epochs[near], positions[near])
         self._parent.expect(epochs, positions)
+
+    def _near(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which positions lie in the window that is read or in the next: for more there is no room."""
+        epoch, window, _ = self._told
+        bound = self._order.window_end(self._key(epoch), window + 1) if epoch >= 0 else 0
+        return (epochs == epoch) & (positions < bound)
 
     def _expect_window(self, epoch: int, position: int) -> None:
         """While a window is read, have the next one read ahead, chunk by chunk: two windows are held, no third."""
         window, rows = self._order.ahead(self._key(epoch), position)
         known = self._told[2] if self._told[:2] == (epoch, window) else 0
+        self._told = (epoch, window, max(known, rows.size))
         if rows.size > known:
-            self._told = (epoch, window, rows.size)
             self._parent.expect(np.full(rows.size - known, epoch, np.int64), rows[known:])
 
     def chunk_starts(self) -> None:
