@@ -7,6 +7,7 @@
 | MPISTRAT_CHECK_EVERY | 64 | between nodes, each how many collectives the ranks compare what they are doing |
 | MPISTRAT_SHARED_MEMORY | 1 | 0 keeps a private copy of the variables in every rank |
 | MPISTRAT_CHOOSER | | JSON file with a table for the chooser, in place of the one that ships |
+| MPISTRAT_TRANSPORT | | between workers and servers: shared_window, one_sided or messages, in place of the choice |
 | MPISTRAT_LOG | warning | level of the package's log: debug, info, warning, error |
 """
 
@@ -43,6 +44,7 @@ class Environment:
     check_every: int = 64
     shared_memory: bool = True
     chooser: str = ""
+    transport: str = ""
     log: str = "warning"
 
     @classmethod
@@ -70,6 +72,7 @@ class Environment:
             check_every=int(_number(env, "MPISTRAT_CHECK_EVERY", 64, 1)),
             shared_memory=shared == "1",
             chooser=env.get("MPISTRAT_CHOOSER", ""),
+            transport=env.get("MPISTRAT_TRANSPORT", ""),
             log=level,
         )
 

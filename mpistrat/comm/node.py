@@ -224,6 +224,10 @@ class Node:
             self._flags[self._own + _STATE] = _LEFT
             self._sync()
 
+    def has_left(self, index: int) -> bool:
+        """Return whether a rank of the node, by its rank there, has left the program. Not collective."""
+        return self._window is not None and self._flags[index * _PAGE // 8 + _STATE] == _LEFT
+
     # memory
 
     def sync(self) -> None:

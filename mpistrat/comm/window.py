@@ -200,7 +200,8 @@ class RemoteWindow(Window):
 
         shared_memory.check_space(comm, True, nbytes, what)
         window = MPI.Win.Allocate(nbytes, 1, comm=comm)
-        own = np.frombuffer(window, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
+        memory: Any = window
+        own = np.frombuffer(memory, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
         own[:] = 0
         return cls(SharedBlock([own], what, window, comm), comm)
 
@@ -255,9 +256,8 @@ class RemoteWindow(Window):
 
 def words_of(segment: np.ndarray) -> memoryview:
     """Return bytes as words, those left over at the end not counted. Not collective."""
-    return (
-        memoryview(segment[: segment.nbytes // WORD * WORD]).cast("q") if segment.nbytes else memoryview(b"").cast("q")
-    )
+    memory: Any = segment[: segment.nbytes // WORD * WORD] if segment.nbytes else b""
+    return memoryview(memory).cast("q")
 
 
 def _nothing() -> None:

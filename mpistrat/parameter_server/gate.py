@@ -1,0 +1,115 @@
+"""Whole reads of memory that a server writes: a sequence lock with a gate for readers.
+
+The version word of a variable is odd while the server writes; a reader copies, and copies again if the word was odd or has
+changed. Alone that starves readers of a busy server. So a reader announces itself in a gate, a word of its own, and the
+server waits for it before its next write, a bounded time, once for each announcement: a reader that was stopped or died
+holds nobody up twice. Each attempt of a reader is a new announcement.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from time import monotonic, sleep
+from typing import final
+
+from ..comm.window import Window
+from .waiting import Patience
+
+__all__ = ["ReaderGate", "WriterGate"]
+
+_BITS = 24  # of a gate's word for the variable, the others number the announcements
+_VARIABLES = 1 << _BITS
+_SECONDS, _BYTES_PER_SECOND = 0.1, 50e6  # how long a server waits for one reading
+_YIELDS = 1000
+_NAP = 1e-4
+
+
+@final
+class ReaderGate:
+    """A worker's end. Not collective.
+
+    Args:
+        mailbox: the window with the gate.
+        rank: of the server, in the window.
+        offset: of the gate.
+        patience: makes what waits while the server writes.
+    """
+
+    def __init__(self, mailbox: Window, rank: int, offset: int, patience: Callable[[], Patience]) -> None:
+        self._mailbox, self._rank, self._offset, self._patience = mailbox, rank, offset, patience
+        self._number = 0
+
+    def read(self, variable: int, slab: Window, version: int, copy: Callable[[], None]) -> int:
+        """Copy until the copy is whole; return the version of what was copied.
+
+        Args:
+            variable: its number.
+            slab: the window with the variable.
+            version: offset of the version word.
+            copy: copies what is read.
+        """
+        mailbox, rank, offset = self._mailbox, self._rank, self._offset
+        try:
+            while True:
+                self._number += 1
+                mailbox.put_word(rank, offset, self._number * _VARIABLES + variable + 1)
+                before = slab.get_word(rank, version)
+                if before & 1:
+                    patience = self._patience()
+                    while before & 1:
+                        patience.pause()
+                        before = slab.get_word(rank, version)
+                slab.sync()
+                copy()
+                slab.sync()
+                if slab.get_word(rank, version) == before:
+                    return before >> 1
+        finally:
+            mailbox.put_word(rank, offset, 0)
+
+
+@final
+class WriterGate:
+    """A server's end. Not collective.
+
+    Args:
+        words: the words of the mailbox.
+        offsets: of the gates of all workers that read by themselves.
+        sync: makes what others wrote visible.
+        progress: lets MPI carry out what others do to this rank's memory.
+    """
+
+    def __init__(
+        self, words: memoryview, offsets: Sequence[int], sync: Callable[[], None], progress: Callable[[], object]
+    ) -> None:
+        self._words, self._places = words, [offset // 8 for offset in offsets]
+        self._sync, self._progress = sync, progress
+        self._given_up: dict[int, int] = {}
+
+    def wait(self, variable: int, nbytes: int) -> None:
+        """Wait until nobody is in a reading of a variable that began before now, or for long enough."""
+        self._sync()
+        words, wanted = self._words, variable + 1
+        for place in self._places:
+            gate = words[place]
+            if gate % _VARIABLES == wanted and self._given_up.get(place) != gate:
+                self._wait_for(place, gate, _SECONDS + nbytes / _BYTES_PER_SECOND)
+
+    def _wait_for(self, place: int, gate: int, seconds: float) -> None:
+        until, looks = monotonic() + seconds, 0
+        while self._words[place] == gate:
+            self._progress()
+            self._sync()
+            looks += 1
+            if looks < _YIELDS:
+                os.sched_yield()
+            else:
+                sleep(_NAP)
+                if monotonic() > until:
+                    self._given_up[place] = gate
+                    return
+
+    def readers(self) -> int:
+        """Return a number that changes whenever a reader announces itself or is done."""
+        return hash(tuple([self._words[place] for place in self._places]))

@@ -1,0 +1,167 @@
+"""Where things lie in a server's memory: the words and slots of its workers, and its variables. Pure arithmetic.
+
+The mailbox of a server, in bytes:
+
+| what | written by | words |
+|---|---|---|
+| a line for each worker | that worker | gate, posted, left, clock |
+| a line for each worker | the server | taken, applied |
+| slots for each worker | that worker | header and payload of one part of a message |
+
+A line is 64 bytes, so that no two writers share a cache line. A slab holds variables: a line with the version word, then
+the bytes of the variable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from ..comm.dtypes import check_movable
+from ..errors import explain
+
+__all__ = ["LINE", "MailboxLayout", "Place", "VariableSpec", "aligned"]
+
+LINE = 64
+_GATE, _POSTED, _LEFT, _CLOCK = 0, 8, 16, 24
+_TAKEN, _APPLIED = 0, 8
+
+
+def aligned(nbytes: int) -> int:
+    """Return a size rounded up to whole lines. Not collective.
+
+    Example:
+        >>> aligned(65)
+        128
+    """
+    return -(-nbytes // LINE) * LINE
+
+
+@final
+@dataclass(frozen=True)
+class VariableSpec:
+    """What a variable on a server is.
+
+    Args:
+        name: for errors.
+        shape: its shape.
+        dtype: any that can be moved as bytes (`comm.dtypes`).
+        server: which server holds it, counted from 0.
+        counter: whether it is a counter: one int64 that everybody adds to atomically, with no version and no pushes.
+
+    Raises:
+        TypeError: the dtype cannot be moved.
+        ValueError: a counter that is no single int64.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    server: int = 0
+    counter: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        check_movable(self.dtype, "VariableSpec", "dtype")
+        if self.counter and (self.shape, self.dtype) != ((), np.dtype(np.int64)):
+            got = f"{self.dtype} of shape {self.shape}"
+            raise ValueError(explain("VariableSpec", "counter", expected="int64 of shape ()", got=got))
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """The size in bytes of one row, an entry of the first dimension."""
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """Where a variable lies.
+
+    Attributes:
+        index: its number, the same on every rank.
+        spec: what it is.
+        slab: the number of the slab.
+        offset: of its bytes, or of a counter's word, in its server's segment of the slab.
+        version: offset of the version word.
+    """
+
+    index: int
+    spec: VariableSpec
+    slab: int
+    offset: int
+
+    @property
+    def version(self) -> int:
+        return self.offset - LINE
+
+    @property
+    def end(self) -> int:
+        """The first byte after the variable that another one may have."""
+        return self.offset + aligned(self.spec.nbytes)
+
+
+@final
+@dataclass(frozen=True)
+class MailboxLayout:
+    """The mailbox of each server, the same for all: offsets in bytes.
+
+    Args:
+        workers: their number.
+        slots: parts that a worker may post before the server takes one.
+        chunk_bytes: the largest payload of a part.
+    """
+
+    workers: int
+    slots: int
+    chunk_bytes: int
+
+    def gate(self, worker: int) -> int:
+        """The word by which a reader announces itself: what it reads, and a number."""
+        return worker * LINE + _GATE
+
+    def posted(self, worker: int) -> int:
+        """How many parts the worker has posted."""
+        return worker * LINE + _POSTED
+
+    def left(self, worker: int) -> int:
+        """How many passes the worker has signed off from."""
+        return worker * LINE + _LEFT
+
+    def clock(self, worker: int) -> int:
+        """How many steps the worker has finished."""
+        return worker * LINE + _CLOCK
+
+    def taken(self, worker: int) -> int:
+        """How many parts of the worker the server has taken."""
+        return (self.workers + worker) * LINE + _TAKEN
+
+    def applied(self, worker: int) -> int:
+        """The number of the worker's last push that is applied, as are all before it."""
+        return (self.workers + worker) * LINE + _APPLIED
+
+    def slot(self, worker: int, part: int) -> int:
+        """The header of the worker's part of this number; the payload is a line further."""
+        return 2 * self.workers * LINE + (worker * self.slots + part % self.slots) * self._slot_bytes
+
+    @property
+    def words_bytes(self) -> int:
+        """The size of the mailbox without slots."""
+        return 2 * self.workers * LINE
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole mailbox."""
+        return self.words_bytes + self.workers * self.slots * self._slot_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        return LINE + aligned(self.chunk_bytes)

@@ -1,0 +1,101 @@
+"""The memory of the servers, a segment each, and the windows by which workers reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from ..comm.process_group import ProcessGroup
+from ..comm.window import RemoteWindow, SharedWindow, Window, words_of
+
+__all__ = ["ServerMemory"]
+
+
+@final
+class ServerMemory:
+    """A segment of bytes of each server. Collective over the group.
+
+    Args:
+        group: all ranks.
+        comm: a communicator of them, for windows.
+        servers: the ranks of the servers.
+        nbytes: the size of each server's segment.
+        shared: whether any worker loads and stores.
+        remote: whether any worker uses one-sided calls.
+        what: what it is for, in words for errors.
+
+    Raises:
+        SharedMemoryError: on every rank, where there is no room on any node.
+
+    Attributes:
+        own: this rank's segment; empty on a worker.
+        words: the same as words.
+        shared, remote: the windows; None where nobody needs them.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        comm: Any,
+        servers: Sequence[int],
+        nbytes: Sequence[int],
+        shared: bool,
+        remote: bool,
+        what: str,
+    ) -> None:
+        self._group, self._what = group, what
+        topology = group.topology
+        sizes = dict(zip(servers, nbytes, strict=True))
+        mine = sizes.get(topology.rank, 0)
+        self.shared: SharedWindow | None = None
+        self.remote: RemoteWindow | None = None
+        if shared:
+            on_node = topology.ranks_of_node(topology.node_index)
+            self.shared = SharedWindow(topology.intra, topology.comm, [sizes.get(r, 0) for r in on_node], what)
+        if remote and self.shared is not None:
+            self.remote = RemoteWindow.over(comm, self.shared, what)
+        elif remote:
+            self.remote = RemoteWindow.allocate(comm, mine, what)
+        window = self.shared or self.remote
+        self.own = np.zeros(mine, np.uint8) if window is None else window.own
+        self.words = words_of(self.own)
+
+    def window(self, name: str, server_rank: int) -> tuple[Window, int]:
+        """Return the window of a transport, and the rank that a server has in it. Not collective."""
+        if name == "shared_window" and self.shared is not None:
+            return self.shared, self._group.topology.ranks_of_node(self._group.topology.node_index).index(server_rank)
+        if name == "one_sided" and self.remote is not None:
+            return self.remote, server_rank
+        raise LookupError(f"there is no window for {name}")
+
+    def atomic(self, server_rank: int) -> tuple[Window, int] | None:
+        """Return the one window for atomic operations, and a server's rank in it; None without windows. Not collective."""
+        name = "one_sided" if self.remote is not None else "shared_window"
+        return None if self.shared is None and self.remote is None else self.window(name, server_rank)
+
+    def sync(self) -> None:
+        """Make this rank's stores seen, and see what others stored. Not collective."""
+        if self.shared is not None:
+            self.shared.sync()
+        if self.remote is not None:
+            self.remote.sync()
+
+    def populate(self, low: int, high: int) -> None:
+        """Have the system find memory for a range of each server's own segment; ranges differ. Collective.
+
+        Raises:
+            SharedMemoryError: on every rank, where it cannot.
+        """
+        window = self.shared or self.remote
+        self._group.node.agree_populated(window is None or window.populate(low, high), self._what)
+
+    def close(self) -> None:
+        """Free the memory, or leave it to the end of the process if anybody has a view of it. Collective."""
+        self.words.release()
+        self.own = np.empty(0, np.uint8)
+        for window in (self.remote, self.shared):
+            if window is not None:
+                window.close()
+        self.remote = self.shared = None

@@ -1,0 +1,135 @@
+"""The server's end for workers that send messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from .layout import LINE, MailboxLayout
+from .memory import ServerMemory
+from .message_transport import ACKNOWLEDGE, DATA, REPLY, REQUEST, chunks
+from .parts import Assembly, Kind, Part
+from .transport import Port, flat_bytes
+
+if TYPE_CHECKING:
+    from .server import Server
+
+__all__ = ["MessagePort"]
+
+
+@final
+class MessagePort(Port):
+    """Receives parts without ever waiting for a worker, and answers.
+
+    What a read returns is copied first, so that a worker that receives slowly keeps nobody from writing; workers that read
+    the same version share the copy.
+
+    Args:
+        server: whose port it is.
+        ranks: the worker of each rank that sends messages.
+        layout, mailbox: with the words in which clocks and sign-offs are kept.
+        comm: a communicator on which nothing else is sent.
+        deliver: takes a worker, the last part of a push, and the whole payload.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        ranks: Mapping[int, int],
+        layout: MailboxLayout,
+        mailbox: ServerMemory,
+        comm: Any,
+        deliver: Callable[[int, Part, np.ndarray], None],
+    ) -> None:
+        from mpi4py import MPI
+
+        self._server, self._layout, self._mailbox, self._comm, self._deliver = server, layout, mailbox, comm, deliver
+        self._worker_of = dict(ranks)
+        self._rank_of = {worker: rank for rank, worker in ranks.items()}
+        self._assemblies = {worker: Assembly() for worker in self._rank_of}
+        self._coming: dict[int, deque[tuple[Any, np.ndarray]]] = {worker: deque() for worker in self._rank_of}
+        self._taken = dict.fromkeys(self._rank_of, 0)
+        self._spare: list[np.ndarray] = []
+        self._sending: list[tuple[Any, np.ndarray]] = []  # requests, each with the memory that it reads
+        self._snapshots: dict[int, tuple[int, np.ndarray]] = {}
+        self._any, self._byte, self._status = MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
+
+    def poll(self) -> bool:
+        self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
+        moved = self._match()
+        for worker, coming in self._coming.items():
+            if coming and coming[0][0].Test():
+                _, buffer = coming.popleft()
+                self._take(worker, buffer)
+                self._spare.append(buffer)
+                moved = True
+        if not self._sending:
+            self._snapshots.clear()
+        return moved
+
+    def acknowledge(self, worker: int, number: int) -> None:
+        self._answer(worker)
+
+    def busy(self) -> bool:
+        return bool(self._sending) or any(self._coming.values())
+
+    def _match(self) -> bool:
+        """Begin to receive what has arrived. Each worker sends few parts before it hears that they were taken."""
+        moved = False
+        while (message := self._comm.Improbe(self._any, REQUEST, self._status)) is not None:
+            worker = self._worker_of[self._status.source]
+            buffer = self._spare.pop() if self._spare else np.zeros(LINE + self._layout.chunk_bytes, np.uint8)
+            self._coming[worker].append((message.Irecv([buffer, self._byte]), buffer))
+            moved = True
+        return moved
+
+    def _take(self, worker: int, buffer: np.ndarray) -> None:
+        part = Part.read(buffer[:LINE])
+        payload = self._assemblies[worker].add(part, buffer[LINE : LINE + part.nbytes])
+        if payload is not None:
+            self._handle(worker, part, payload)
+        self._taken[worker] += 1
+        self._answer(worker)
+
+    def _answer(self, worker: int) -> None:
+        answer = np.array([self._taken[worker], self._server.applied[worker]], np.int64)
+        self._send(worker, ACKNOWLEDGE, flat_bytes(answer))
+
+    def _handle(self, worker: int, part: Part, payload: np.ndarray) -> None:
+        words, layout = self._mailbox.words, self._layout
+        if part.kind in (Kind.PUSH, Kind.PUSH_ROWS):
+            self._deliver(worker, part, payload)
+        elif part.kind == Kind.READ:
+            self._reply(worker, *self._snapshot(part.variable))
+        elif part.kind == Kind.READ_ROWS:
+            table = self._server.array(part.variable)
+            rows = payload.view(np.int64)
+            self._reply(worker, self._server.version(part.variable), flat_bytes(np.take(table, rows, axis=0)))
+        elif part.kind == Kind.ADD:
+            self._reply(worker, self._server.fetch_and_add(part.variable, part.number), np.empty(0, np.uint8))
+        elif part.kind == Kind.CLOCK:  # this worker's words have no other writer than this
+            words[layout.clock(worker) // 8] = part.number
+            self._mailbox.sync()
+        elif part.kind == Kind.CLOCKS:
+            self._reply(worker, 0, flat_bytes(self._server.clocks()))
+        else:
+            words[layout.left(worker) // 8] = part.number
+
+    def _snapshot(self, variable: int) -> tuple[int, np.ndarray]:
+        version = self._server.version(variable)
+        if self._snapshots.get(variable, (-1,))[0] != version:
+            self._snapshots[variable] = version, flat_bytes(self._server.array(variable).copy())
+        return self._snapshots[variable]
+
+    def _reply(self, worker: int, number: int, data: np.ndarray) -> None:
+        self._send(worker, REPLY, flat_bytes(np.array([number], np.int64)))
+        for piece in chunks(data, self._layout.chunk_bytes):
+            self._send(worker, DATA, piece)
+
+    def _send(self, worker: int, tag: int, data: np.ndarray) -> None:
+        request = self._comm.Isend([data, self._byte], self._rank_of[worker], tag)
+        if not request.Test():
+            self._sending.append((request, data))

@@ -1,0 +1,120 @@
+"""The transport by messages to the server's loop: for networks where one-sided calls are only emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from .layout import LINE, Place
+from .parts import Kind, cut
+from .transport import FINISHED, Pair, Transport, flat_bytes
+
+__all__ = ["ACKNOWLEDGE", "DATA", "REPLY", "REQUEST", "MessageTransport", "chunks"]
+
+REQUEST, ACKNOWLEDGE, REPLY, DATA = 1, 2, 3, 4  # tags
+
+
+def chunks(data: np.ndarray, chunk_bytes: int) -> list[np.ndarray]:
+    """Return flat bytes in pieces of at most `chunk_bytes`. Not collective."""
+    return [data[low : low + chunk_bytes] for low in range(0, data.nbytes, chunk_bytes)]
+
+
+@final
+class MessageTransport(Transport):
+    """Sends parts; the server answers each with what it has taken and applied, and reads with the data.
+
+    The server must be in its loop, for reads, too.
+    """
+
+    name: ClassVar[str] = "messages"
+
+    def __init__(self, pair: Pair, comm: Any) -> None:
+        from mpi4py import MPI
+
+        super().__init__(pair)
+        self._comm, self._byte, self._status, self._all = comm, MPI.BYTE, MPI.Status(), MPI.Request.Testall
+        slots, nbytes = pair.layout.slots, LINE + pair.layout.chunk_bytes
+        self._buffers = [np.zeros(nbytes, np.uint8) for _ in range(slots)]
+        self._sending: list[Any] = [MPI.REQUEST_NULL] * slots
+        self._posted = self._taken = self._applied = 0
+        self._answer = np.zeros(2, np.int64)
+        self._reply = np.zeros(1, np.int64)
+
+    def acknowledged(self) -> int:
+        if self._applied < self.pushed:
+            self._listen()
+        return self._applied
+
+    def publish_clock(self, steps: int) -> None:
+        self._post(Kind.CLOCK, 0, steps, 0, [])
+
+    def clocks(self) -> np.ndarray:
+        table = np.zeros(self.pair.layout.workers, np.int64)
+        self._ask(Kind.CLOCKS, 0, 0, [], flat_bytes(table))
+        return table
+
+    def _read(self, place: Place, out: np.ndarray) -> int:
+        return self._ask(Kind.READ, place.index, 0, [], out)
+
+    def _read_rows(self, place: Place, rows: np.ndarray, out: np.ndarray) -> int:
+        return self._ask(Kind.READ_ROWS, place.index, rows.size, [flat_bytes(rows)], flat_bytes(out))
+
+    def _add(self, place: Place, value: int) -> int:
+        return self._ask(Kind.ADD, place.index, 0, [], np.empty(0, np.uint8), value)
+
+    def _leave(self, passes: int) -> None:
+        self.publish_clock(FINISHED)
+        self._post(Kind.LEAVE, 0, passes, 0, [])
+        patience = self.pair.patience("leave")
+        while self._taken < self._posted:  # all that this worker sent is read, and so are all answers
+            self._listen()
+            patience.pause()
+
+    def _ask(
+        self, kind: int, variable: int, rows: int, pieces: Sequence[np.ndarray], out: np.ndarray, value: int = 0
+    ) -> int:
+        """Send a question; receive the data into `out`, and return the number that comes with it."""
+        comm, source = self._comm, self.pair.server_rank
+        requests = [comm.Irecv(self._reply, source, REPLY)]
+        for piece in chunks(out, self.pair.layout.chunk_bytes):
+            requests.append(comm.Irecv([piece, self._byte], source, DATA))
+        self._post(kind, variable, value, rows, pieces)
+        patience = self.pair.patience("read")
+        while not self._all(requests):
+            self._listen()
+            patience.pause()
+        return int(self._reply[0])
+
+    def _post(self, kind: int, variable: int, number: int, rows: int, pieces: Sequence[np.ndarray]) -> None:
+        layout = self.pair.layout
+        for part, payload in cut(kind, variable, number, rows, pieces, layout.chunk_bytes):
+            self._wait_for_room()
+            slot = self._posted % layout.slots
+            buffer, at = self._buffers[slot], LINE
+            part.write(buffer[:LINE])
+            for piece in payload:
+                buffer[at : at + piece.nbytes] = piece
+                at += piece.nbytes
+            message = [buffer[:at], self._byte]
+            self._sending[slot] = self._comm.Isend(message, self.pair.server_rank, REQUEST)
+            self._posted += 1
+
+    def _wait_for_room(self) -> None:
+        """Wait until the server has taken enough, and the buffer of the next part is free."""
+        patience, slots = None, self.pair.layout.slots
+        while True:
+            self._listen()
+            if self._posted - self._taken < slots and self._sending[self._posted % slots].Test():
+                return
+            patience = patience or self.pair.patience("push")
+            patience.pause()
+
+    def _listen(self) -> None:
+        """Read what the server has acknowledged; what is being sent moves on, too."""
+        source = self.pair.server_rank
+        while self._comm.Iprobe(source, ACKNOWLEDGE):
+            self._comm.Recv(self._answer, source, ACKNOWLEDGE)
+            taken, applied = self._answer.tolist()
+            self._taken, self._applied = max(self._taken, taken), max(self._applied, applied)

@@ -1,0 +1,216 @@
+"""The servers and workers of a group, their memory and their connections."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, final
+
+from .. import log
+from ..comm.process_group import ProcessGroup
+from ..comm.shared_memory import free_space
+from ..errors import ClosedError, LayoutError, explain
+from .choice import choose, describe
+from .layout import LINE, MailboxLayout, Place, VariableSpec, aligned
+from .memory import ServerMemory
+from .message_port import MessagePort
+from .message_transport import MessageTransport
+from .server import Server
+from .transport import Pair, Transport
+from .waiting import CEILING
+from .window_port import WindowPort
+from .window_transport import OneSidedTransport, SharedWindowTransport
+
+__all__ = ["ParameterServers"]
+
+FIRST_SLAB = 16 << 20
+LARGEST_SLAB = 1 << 30
+UNLIMITED = 1 << 62
+
+
+@final
+class ParameterServers:
+    """Ranks that hold variables, and ranks that read them and push updates. Collective over the group.
+
+    Args:
+        group: all ranks; some may be neither worker nor server.
+        workers, servers: ranks, the same lists on every rank.
+        transport: one for all pairs ("shared_window", "one_sided", "messages"); default the environment's, else chosen for
+            each pair (`choice.choose`).
+        slots: parts of pushes that each worker may post before a server takes one.
+        chunk_bytes: the largest payload of a part. A server has slots × chunk_bytes of memory for each worker.
+        back_off: seconds of the longest sleep of a server with nothing to do: 1 ms costs up to 6 % of a core and a push
+            waits about 1 ms; shorter sleeps cost more and wait less.
+
+    Raises:
+        LayoutError: on every rank: no worker, no server, a rank that is both, or a transport that does not fit.
+        SharedMemoryError: on every rank, where there is no room.
+
+    Attributes:
+        workers, servers: ranks.
+        choice: the transport of each (worker, server).
+        places: the variables, by number.
+        server: on a server its variables and loop, else None.
+        transports: on a worker its connection with each server, else empty.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        workers: Sequence[int],
+        servers: Sequence[int],
+        *,
+        transport: str = "",
+        slots: int = 2,
+        chunk_bytes: int = 1 << 20,
+        back_off: float = CEILING,
+    ) -> None:
+        self.group, self.workers, self.servers = group, tuple(workers), tuple(servers)
+        _check_roles(group, self.workers, self.servers)
+        _check_sizes(slots, chunk_bytes, back_off)
+        detail = (self.workers, self.servers, transport, slots, chunk_bytes)
+        with group.collective("ParameterServers", detail=detail):
+            self.choice = choose(group, self.workers, self.servers, transport or group.environment.transport)
+        log.once(logging.INFO, "parameter servers: " + self.describe())
+        self.places: list[Place] = []
+        self.server: Server | None = None
+        self.transports: list[Transport] = []
+        self._slabs: list[ServerMemory] = []
+        self._used = self._room = [0] * len(self.servers)
+        self._next_slab = FIRST_SLAB
+        self._comm: Any = group.topology.comm.Dup()
+        used = set(self.choice.values())
+        self._windows = "shared_window" in used, "one_sided" in used
+        self._layout = MailboxLayout(len(self.workers), slots if any(self._windows) else 0, chunk_bytes)
+        self._posting = MailboxLayout(len(self.workers), slots, chunk_bytes)
+        sizes = [self._layout.nbytes] * len(self.servers)
+        self._mailbox = ServerMemory(group, self._comm, self.servers, sizes, *self._windows, "the servers' mailboxes")
+        self._mailbox.populate(0, self._mailbox.own.nbytes)
+        self._connect(back_off)
+        group.attach(self)
+        group.barrier("ParameterServers")
+
+    def _connect(self, back_off: float) -> None:
+        topology = self.group.topology
+        if topology.rank in self.servers:
+            self._open_ports(self.servers.index(topology.rank), back_off)
+            self.group.contacts.update(self.workers)
+        if topology.rank in self.workers:
+            worker = self.workers.index(topology.rank)
+            self.group.contacts.update(self.servers)
+            for server, rank in enumerate(self.servers):
+                pair = Pair(self.group, worker, server, rank, self._posting, self.places)
+                self.transports.append(self._transport(pair, self.choice[worker, server]))
+
+    def _transport(self, pair: Pair, name: str) -> Transport:
+        if name == "messages":
+            return MessageTransport(pair, self._comm)
+        kind = SharedWindowTransport if name == "shared_window" else OneSidedTransport
+        return kind(pair, self._mailbox, self._slabs)
+
+    def _open_ports(self, index: int, back_off: float) -> None:
+        by_messages = [w for w in range(len(self.workers)) if self.choice[w, index] == "messages"]
+        by_windows = [w for w in range(len(self.workers)) if w not in by_messages]
+        server = self.server = Server(
+            self.group, index, self.workers, self._layout, self.places, self._mailbox, self._slabs, by_windows,
+            self._comm.Iprobe, back_off,
+        )  # fmt: skip
+        if by_windows:
+            server.add_port(WindowPort(by_windows, self._layout, self._mailbox, server.deliver), by_windows)
+        if by_messages:
+            ranks = {self.workers[w]: w for w in by_messages}
+            port = MessagePort(server, ranks, self._layout, self._mailbox, self._comm, server.deliver)
+            server.add_port(port, by_messages)
+
+    def add_variables(self, specs: Sequence[VariableSpec]) -> list[int]:
+        """Give variables a place on their servers, zeros at first, and return their numbers. Collective.
+
+        Add many at a time: memory comes in slabs, and each call is a meeting of all ranks.
+
+        Args:
+            specs: what they are, the same on every rank.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if they differ.
+            SharedMemoryError: on every rank, where there is no room.
+        """
+        self._check_open()
+        for spec in specs:
+            if not 0 <= spec.server < len(self.servers):
+                expected = f"0 <= server < {len(self.servers)}"
+                raise ValueError(
+                    explain("add_variables", f"server of {spec.name!r}", expected=expected, got=spec.server)
+                )
+        detail = tuple((s.name, s.shape, s.dtype.str, s.server, s.counter) for s in specs)
+        with self.group.collective("add_variables", detail=detail):
+            needed = [0] * len(self.servers)
+            for spec in specs:
+                needed[spec.server] += LINE + aligned(max(spec.nbytes, 1))
+            if not self._slabs or any(u + n > r for u, n, r in zip(self._used, needed, self._room, strict=True)):
+                self._add_slab(needed)
+            first, slab = list(self._used), len(self._slabs) - 1
+            for spec in specs:
+                start = self._used[spec.server]
+                self.places.append(Place(len(self.places), spec, slab, start + LINE))
+                self._used[spec.server] = start + LINE + aligned(max(spec.nbytes, 1))
+            own = self.server.index if self.server is not None else None
+            low, high = (0, 0) if own is None else (first[own], self._used[own])
+            self._slabs[slab].populate(low, high)
+        return list(range(len(self.places) - len(specs), len(self.places)))
+
+    def _add_slab(self, needed: Sequence[int]) -> None:
+        free = free_space() if any(self._windows) else None
+        limit = self.group.agree(UNLIMITED if free is None else free // 4 // len(self.servers), "min")
+        wanted = min(self._next_slab, limit)
+        self._next_slab = min(2 * self._next_slab, LARGEST_SLAB)
+        self._room = [aligned(max(n, wanted)) for n in needed]
+        self._used = [0] * len(self.servers)
+        memory = ServerMemory(
+            self.group, self._comm, self.servers, self._room, *self._windows, "the servers' variables"
+        )
+        self._slabs.append(memory)
+
+    def describe(self) -> str:
+        """Return which transport each worker and server use, in words. Not collective."""
+        return describe(self.choice, self.workers, self.servers)
+
+    def close(self) -> None:
+        """Free the windows and the communicator. Collective the first time; flush or leave before.
+
+        Views of variables that a server kept stay valid memory. The group's `close()` calls it.
+        """
+        if self._comm is None:
+            return
+        self.transports.clear()
+        self.server = None
+        with self.group.collective("ParameterServers.close"):
+            for memory in (*self._slabs, self._mailbox):
+                memory.close()
+        self._slabs.clear()
+        comm, self._comm = self._comm, None
+        comm.Free()
+
+    def leave(self) -> None:
+        """Let go of the others, at the end of the program. Not collective."""
+        self.transports.clear()
+        self.server = self._comm = None
+
+    def _check_open(self) -> None:
+        if self._comm is None:
+            raise ClosedError("ParameterServers: closed")
+
+
+def _check_roles(group: ProcessGroup, workers: Sequence[int], servers: Sequence[int]) -> None:
+    for name, ranks in (("workers", workers), ("servers", servers)):
+        wrong = [rank for rank in ranks if not 0 <= rank < group.topology.size]
+        if not ranks or wrong or len(set(ranks)) != len(ranks):
+            expected = f"at least one rank below {group.topology.size}, none twice"
+            raise LayoutError(explain("ParameterServers", name, expected=expected, got=list(ranks)))
+    if both := sorted(set(workers) & set(servers)):
+        raise LayoutError(explain("ParameterServers", "servers", expected="other ranks than the workers", got=both))
+
+
+def _check_sizes(slots: int, chunk_bytes: int, back_off: float) -> None:
+    for name, value, low in (("slots", slots, 1), ("chunk_bytes", chunk_bytes, 16), ("back_off", back_off, 1e-6)):
+        if not value >= low:
+            raise ValueError(explain("ParameterServers", name, expected=f"at least {low:g}", got=value))

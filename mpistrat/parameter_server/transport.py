@@ -1,0 +1,287 @@
+"""What a worker and a server say to each other, whatever carries it.
+
+- Pushes are numbered 1, 2, 3, … by each worker for each server. The server applies each once, in order; one that comes again is
+  ignored. It says which parts it has taken (their memory is free again) and which push is the last applied.
+- A worker posts at most `slots` parts that the server has not taken: that bounds the memory of pushes and holds a worker back
+  that is faster than the server.
+- Reads are whole: a variable, or the rows that are asked for, as it was between two writes of the server, with the number of
+  these writes, its version. Versions that a worker reads never go back.
+- A worker publishes a clock, the steps that it has finished, and signs off from each pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from ..comm.dtypes import accumulation_dtype, check_reducible
+from ..comm.process_group import ProcessGroup
+from ..errors import explain
+from .layout import MailboxLayout, Place
+from .parts import Kind
+from .waiting import Patience
+
+__all__ = ["FINISHED", "Pair", "Port", "Transport", "flat_bytes", "sum_duplicate_rows"]
+
+FINISHED = 1 << 62  # the clock of a worker that has signed off
+
+
+@final
+@dataclass(frozen=True)
+class Pair:
+    """A worker and a server.
+
+    Attributes:
+        group: all ranks.
+        worker, server: numbers among the workers and the servers, from 0.
+        server_rank: in the group.
+        layout: of the servers' mailboxes.
+        places: where the variables lie, by number; it grows.
+    """
+
+    group: ProcessGroup
+    worker: int
+    server: int
+    server_rank: int
+    layout: MailboxLayout
+    places: list[Place]
+
+    def patience(self, what: str) -> Patience:
+        """Return a wait for the server. Not collective."""
+        text = f"{what} (worker {self.worker}, server {self.server})"
+        return Patience(self.group, text, (self.server_rank,))
+
+
+class Transport(ABC):
+    """A worker's end of the connection with one server. Not collective, all of it; one thread at a time.
+
+    Attributes:
+        name: of the transport.
+        pair: who talks to whom.
+        pushed: the number of the last push.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.pushed = 0
+        self._passes = 0
+
+    @final
+    def read(self, variable: int, out: np.ndarray) -> int:
+        """Copy a variable, whole, into an array, and return its version. Not collective.
+
+        Args:
+            variable: its number.
+            out: C-contiguous array of the variable's dtype and shape.
+        """
+        place = self._place(variable, "read")
+        self._check_array(place, "read", "out", out, place.spec.shape)
+        return self._read(place, flat_bytes(_contiguous(out, "read")))
+
+    @final
+    def read_rows(self, variable: int, rows: Any, out: np.ndarray) -> int:
+        """Copy rows of a variable, all of one version, into an array; return the version. Not collective.
+
+        Args:
+            variable: its number.
+            rows: integers, one dimension, in any order, repeated or not.
+            out: C-contiguous array of the variable's dtype, with one row for each of `rows`.
+        """
+        place = self._place(variable, "read_rows")
+        numbers = self._check_rows(place, "read_rows", rows)
+        self._check_array(place, "read_rows", "out", out, (numbers.size, *place.spec.shape[1:]))
+        table = flat_bytes(_contiguous(out, "read_rows")).reshape(numbers.size, place.spec.row_bytes)
+        return self._read_rows(place, numbers, table)
+
+    @final
+    def push(self, variable: int, number: int, array: Any) -> None:
+        """Send an array to the server, which applies it once. Returns when the array may be changed. Not collective.
+
+        Args:
+            variable: its number.
+            number: of the push: the last one's + 1. A number that has been used sends the push again; the server
+                ignores it if it has come before.
+            array: of the variable's dtype and shape.
+        """
+        place = self._place(variable, "push")
+        array = np.asarray(array)
+        self._check_array(place, "push", "array", array, place.spec.shape)
+        self._number(number, "push")
+        self._post(Kind.PUSH, variable, number, 0, [flat_bytes(np.ascontiguousarray(array))])
+
+    @final
+    def push_rows(self, variable: int, number: int, rows: Any, values: Any) -> None:
+        """Send rows to the server, which applies them once; rows that are named twice are summed first. Not collective.
+
+        Args:
+            variable: its number.
+            number: of the push, as in `push`.
+            rows: integers, one dimension.
+            values: array of the variable's dtype, with one row for each of `rows`.
+        """
+        place = self._place(variable, "push_rows")
+        numbers, values = self._check_rows(place, "push_rows", rows), np.asarray(values)
+        self._check_array(place, "push_rows", "values", values, (numbers.size, *place.spec.shape[1:]))
+        numbers, values = sum_duplicate_rows(numbers, values, "push_rows")
+        self._number(number, "push_rows")
+        pieces = [flat_bytes(numbers), flat_bytes(np.ascontiguousarray(values))]
+        self._post(Kind.PUSH_ROWS, variable, number, numbers.size, pieces)
+
+    @final
+    def flush(self) -> None:
+        """Wait until all pushes of this worker to this server are applied. Not collective.
+
+        Raises:
+            PeerExitError: the server has left the program.
+            CollectiveTimeoutError: the server takes longer than `environment.abort_after`.
+        """
+        patience = None
+        while self.acknowledged() < self.pushed:
+            patience = patience or self.pair.patience(f"flush of push {self.pushed}")
+            patience.pause()
+
+    @final
+    def leave(self) -> None:
+        """Flush, then sign off from this pass; the clock shows FINISHED. Not collective."""
+        self.flush()
+        self._passes += 1
+        self._leave(self._passes)
+
+    @final
+    def fetch_and_add(self, counter: int, value: int) -> int:
+        """Add to a counter, atomically, and return what it was. Not collective.
+
+        Args:
+            counter: the number of a variable that was declared a counter.
+            value: what to add.
+        """
+        place = self._place(counter, "fetch_and_add", counter=True)
+        return self._add(place, int(value))
+
+    @abstractmethod
+    def acknowledged(self) -> int:
+        """Return the number of this worker's last push that is applied, as are all before it. Not collective."""
+
+    @abstractmethod
+    def publish_clock(self, steps: int) -> None:
+        """Say how many steps this worker has finished. Not collective."""
+
+    @abstractmethod
+    def clocks(self) -> np.ndarray:
+        """Return the finished steps of every worker, as this server knows them; int64. Not collective."""
+
+    @abstractmethod
+    def _read(self, place: Place, out: np.ndarray) -> int: ...
+
+    @abstractmethod
+    def _read_rows(self, place: Place, rows: np.ndarray, out: np.ndarray) -> int: ...
+
+    @abstractmethod
+    def _post(self, kind: int, variable: int, number: int, rows: int, pieces: Sequence[np.ndarray]) -> None: ...
+
+    @abstractmethod
+    def _add(self, place: Place, value: int) -> int: ...
+
+    @abstractmethod
+    def _leave(self, passes: int) -> None: ...
+
+    def _place(self, variable: int, function: str, counter: bool = False) -> Place:
+        places, server = self.pair.places, self.pair.server
+        if not 0 <= variable < len(places):
+            raise ValueError(explain(function, "variable", expected=f"0 <= variable < {len(places)}", got=variable))
+        place = places[variable]
+        if place.spec.server != server:
+            got = f"{place.spec.name!r} on server {place.spec.server}"
+            raise ValueError(explain(function, "variable", expected=f"one on server {server}", got=got))
+        if place.spec.counter != counter:
+            expected, got = ("a counter", "a variable") if counter else ("a variable", "a counter")
+            raise ValueError(explain(function, "variable", expected=expected, got=f"{got}, {place.spec.name!r}"))
+        return place
+
+    def _check_array(self, place: Place, function: str, argument: str, array: Any, shape: tuple[int, ...]) -> None:
+        expected = f"{place.spec.dtype} of shape {shape} for {place.spec.name!r}"
+        if getattr(array, "dtype", None) != place.spec.dtype:
+            got = f"dtype {getattr(array, 'dtype', type(array).__name__)}"
+            raise TypeError(explain(function, argument, expected=expected, got=got))
+        if array.shape != shape:
+            raise ValueError(explain(function, argument, expected=expected, got=f"shape {array.shape}"))
+
+    def _check_rows(self, place: Place, function: str, rows: Any) -> np.ndarray:
+        numbers = np.asarray(rows)
+        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu") or not place.spec.shape:
+            got = f"{numbers.dtype} of shape {numbers.shape} for a variable of shape {place.spec.shape}"
+            raise ValueError(explain(function, "rows", expected="one dimension of integers", got=got))
+        length = place.spec.shape[0]
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < length:
+            got = f"{int(numbers.min())} to {int(numbers.max())}"
+            expected = f"0 <= row < {length} for {place.spec.name!r}"
+            raise ValueError(explain(function, "rows", expected=expected, got=got))
+        return np.ascontiguousarray(numbers, np.int64)
+
+    def _number(self, number: int, function: str) -> None:
+        if not 1 <= number <= self.pushed + 1:
+            expected = f"{self.pushed + 1}, or a number used before"
+            raise ValueError(explain(function, "number", expected=expected, got=number))
+        self.pushed = max(self.pushed, number)
+
+
+class Port(ABC):
+    """A server's end of the connections with all workers that use one transport. Not collective, all of it."""
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Take what has come, at most one part of each worker. Return whether anything had. Not collective."""
+
+    @abstractmethod
+    def acknowledge(self, worker: int, number: int) -> None:
+        """Tell a worker which of its pushes is the last applied. Not collective."""
+
+    @abstractmethod
+    def busy(self) -> bool:
+        """Return whether something is still on its way to a worker. Not collective."""
+
+
+def flat_bytes(array: np.ndarray) -> np.ndarray:
+    """Return a C-contiguous array as flat bytes, not copied. Not collective.
+
+    Example:
+        >>> flat_bytes(np.zeros((2, 3), np.float16)).shape
+        (12,)
+    """
+    return array.reshape(-1).view(np.uint8)
+
+
+def sum_duplicate_rows(rows: np.ndarray, values: np.ndarray, function: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return each row once, in ascending order where any was there twice, with the sum of its values. Not collective.
+
+    Sums are formed in `accumulation_dtype`, in the order of the values.
+
+    Example:
+        >>> rows, values = sum_duplicate_rows(np.array([5, 1, 5]), np.array([1.0, 2.0, 3.0]), "push_rows")
+        >>> rows.tolist(), values.tolist()
+        ([1, 5], [2.0, 4.0])
+    """
+    if rows.size < 2:
+        return rows, values
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    if first.all():
+        return rows, values
+    check_reducible(values.dtype, function, "values")
+    wide = values[order].astype(accumulation_dtype(values.dtype), copy=False)
+    starts = np.flatnonzero(first)
+    return ordered[starts], np.add.reduceat(wide, starts, axis=0, dtype=wide.dtype).astype(values.dtype, copy=False)
+
+
+def _contiguous(out: np.ndarray, function: str) -> np.ndarray:
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        got = "another memory order" if out.flags.writeable else "a read-only one"
+        raise ValueError(explain(function, "out", expected="a writable C-contiguous array", got=got))
+    return out

@@ -1,0 +1,117 @@
+"""The two transports by windows: load and store on a node, one-sided calls between nodes; one protocol over both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, final
+
+import numpy as np
+
+from ..comm.window import Window
+from .gate import ReaderGate
+from .layout import LINE, Place
+from .memory import ServerMemory
+from .parts import cut
+from .transport import FINISHED, Pair, Transport
+
+__all__ = ["OneSidedTransport", "SharedWindowTransport"]
+
+
+class _WindowTransport(Transport):
+    """Reads the server's memory through its gate, and posts parts into its slots."""
+
+    def __init__(self, pair: Pair, mailbox: ServerMemory, slabs: list[ServerMemory]) -> None:
+        super().__init__(pair)
+        self._slabs = slabs
+        self._mailbox, self._rank = mailbox.window(self.name, pair.server_rank)
+        layout, worker = pair.layout, pair.worker
+        gate = layout.gate(worker)
+        self._gate = ReaderGate(self._mailbox, self._rank, gate, lambda: pair.patience("read"))
+        self._header = np.zeros(LINE, np.uint8)
+        self._posted = self._taken = 0
+        self._acknowledged = 0
+
+    @final
+    def acknowledged(self) -> int:
+        if self._acknowledged < self.pushed:
+            self._acknowledged = self._mailbox.get_word(self._rank, self.pair.layout.applied(self.pair.worker))
+        return self._acknowledged
+
+    @final
+    def publish_clock(self, steps: int) -> None:
+        self._mailbox.put_word(self._rank, self.pair.layout.clock(self.pair.worker), steps)
+
+    @final
+    def clocks(self) -> np.ndarray:
+        layout = self.pair.layout
+        lines = np.zeros((layout.workers, LINE // 8), np.int64)
+        self._mailbox.sync()
+        self._mailbox.get(self._rank, 0, lines.reshape(-1).view(np.uint8))
+        return lines[:, layout.clock(0) // 8].copy()
+
+    @final
+    def _read(self, place: Place, out: np.ndarray) -> int:
+        slab = self._slab(place)
+        return self._gate.read(place.index, slab, place.version, lambda: slab.get(self._rank, place.offset, out))
+
+    @final
+    def _read_rows(self, place: Place, rows: np.ndarray, out: np.ndarray) -> int:
+        slab = self._slab(place)
+        return self._gate.read(
+            place.index, slab, place.version, lambda: slab.get_rows(self._rank, place.offset, rows, out)
+        )
+
+    @final
+    def _post(self, kind: int, variable: int, number: int, rows: int, pieces: Sequence[np.ndarray]) -> None:
+        layout, worker, header = self.pair.layout, self.pair.worker, self._header
+        for part, payload in cut(kind, variable, number, rows, pieces, layout.chunk_bytes):
+            if self._posted - self._taken >= layout.slots:
+                self._wait_for_room()
+            slot = layout.slot(worker, self._posted)
+            part.write(header)
+            puts, at = [(slot, header)], slot + LINE
+            for piece in payload:
+                puts.append((at, piece))
+                at += piece.nbytes
+            self._mailbox.put(self._rank, puts)
+            self._posted += 1
+            self._mailbox.put_word(self._rank, layout.posted(worker), self._posted)
+
+    def _wait_for_room(self) -> None:
+        taken, patience = self.pair.layout.taken(self.pair.worker), None
+        while True:
+            self._taken = self._mailbox.get_word(self._rank, taken)
+            if self._posted - self._taken < self.pair.layout.slots:
+                return
+            patience = patience or self.pair.patience("push")
+            patience.pause()
+
+    @final
+    def _add(self, place: Place, value: int) -> int:
+        found = self._slabs[place.slab].atomic(self.pair.server_rank)
+        if found is None:
+            raise LookupError("there is no window for atomic operations")
+        window, rank = found
+        return window.fetch_and_add(rank, place.offset, value)
+
+    @final
+    def _leave(self, passes: int) -> None:
+        self.publish_clock(FINISHED)
+        self._mailbox.put_word(self._rank, self.pair.layout.left(self.pair.worker), passes)
+
+    def _slab(self, place: Place) -> Window:
+        return self._slabs[place.slab].window(self.name, self.pair.server_rank)[0]
+
+
+@final
+class SharedWindowTransport(_WindowTransport):
+    """By load and store in memory that worker and server share."""
+
+    name: ClassVar[str] = "shared_window"
+
+
+@final
+class OneSidedTransport(_WindowTransport):
+    """By Get, Put and Accumulate. Needs nothing of the server where the network has them in hardware."""
+
+    name: ClassVar[str] = "one_sided"

@@ -1,0 +1,357 @@
+"""What every transport between workers and parameter servers does. A new one is one more name in TRANSPORTS."""
+
+import time
+
+import numpy as np
+import pytest
+from transports_stand import TRANSPORTS, adding, check_exact, check_whole_reads, parameter_servers, run
+
+pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
+ranks = pytest.mark.ranks
+F4 = np.float32
+
+
+@ranks(2, 4)
+def test_pushes_are_exact(transport):
+    from mpi4py import MPI
+
+    with parameter_servers(transport, [((3,), np.int64)]) as ps:
+        many = 20_000 if transport == "shared_window" else 5_000
+        check_exact(ps, many if MPI.COMM_WORLD.size == 4 else 1_000)
+
+
+@ranks(2, 3, 4)
+def test_large_pushes_are_exact(transport):
+    """Pushes of many parts, of workers at the same time."""
+    with parameter_servers(transport, [((7, 1001), F4)], chunk_bytes=4096) as ps:
+        check_exact(ps, 60)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("elements", [1_000, 1_000_000])
+def test_reads_are_whole(transport, elements):
+    with parameter_servers(transport, [((elements,), F4)]) as ps:
+        result = check_whole_reads(ps, 60, 8.0)
+        if result is not None:
+            accepted, last, mixed = result
+            assert accepted >= 20
+            assert last > 1
+            assert mixed in (True, None)
+
+
+DTYPES = [
+    "?",
+    "i1",
+    "u2",
+    "i4",
+    "u8",
+    "f2",
+    "f4",
+    "f8",
+    "g",
+    "c8",
+    "c16",
+    "G",
+    "M8[s]",
+    "m8[ms]",
+    "S5",
+    "U3",
+    "bfloat16",
+]
+
+
+@ranks(2)
+@pytest.mark.parametrize("chunk_bytes", [16, 1 << 16])
+def test_dtypes_and_shapes(transport, chunk_bytes):
+    """All dtypes that can be moved arrive as they were, cut into small parts or not."""
+    dtypes = [np.dtype(d) for d in DTYPES[:-1]]
+    try:
+        import ml_dtypes
+
+        dtypes.append(np.dtype(ml_dtypes.bfloat16))
+    except ImportError:
+        pass
+    shapes = [(5, 3), (), (0, 4)]
+    specs = [(shape, dtype) for dtype in dtypes for shape in shapes]
+    rng = np.random.default_rng(7)
+    values = [rng.integers(0, 2, (*s, d.itemsize), np.uint8).view(d).reshape(s) for s, d in specs]
+    with parameter_servers(transport, specs, chunk_bytes=chunk_bytes) as ps:
+        if ps.server is not None:
+            from mpistrat.parameter_server.server import Handlers
+
+            def store(worker, variable, number, array):
+                with ps.server.writing(variable) as value:
+                    value[...] = array
+
+            ps.server.serve(Handlers(store))
+        else:
+            transport = ps.transports[0]
+            for index, value in enumerate(values):
+                transport.push(index, index + 1, value)
+            transport.flush()
+            for index, value in enumerate(values):
+                out = np.zeros_like(value)
+                assert transport.read(index, out) == 1
+                assert out.tobytes() == value.tobytes()
+            transport.leave()
+
+
+@ranks(2, 3, 4)
+def test_rows_move_alone_and_duplicates_are_summed(transport):
+    workers_rows = {0: [5, 0, 5, 5], 1: [9, 5], 2: []}
+
+    def work(worker, transports):
+        rows = workers_rows[worker]
+        values = np.arange(1, 2 * len(rows) + 1, dtype=F4).reshape(-1, 2)
+        transports[0].push_rows(0, 1, rows, values)
+        transports[0].flush()
+        out = np.full((3, 2), -1, F4)
+        version = transports[0].read_rows(0, [5, 1, 5], out)
+        assert version >= 1
+        assert (out[0] == out[2]).all()
+        assert not out[1].any()
+        assert transports[0].read_rows(0, [], out[:0]) >= 1
+        return
+
+    with parameter_servers(transport, [((10, 2), F4)], chunk_bytes=16) as ps:
+        run(ps, work)
+        if ps.server is not None:
+            expected = np.zeros((10, 2), F4)
+            for worker in range(len(ps.workers)):
+                rows = workers_rows[worker]
+                np.add.at(expected, rows, np.arange(1, 2 * len(rows) + 1, dtype=F4).reshape(-1, 2))
+            np.testing.assert_array_equal(ps.server.array(0), expected)
+            assert ps.server.version(0) == len(ps.workers)
+
+
+@ranks(2)
+def test_rows_of_a_large_table(transport):
+    """10 million rows, of which a thousand move."""
+    rows = np.random.default_rng(3).integers(0, 10_000_000, 1000)
+
+    def work(worker, transports):
+        transports[0].push_rows(0, 1, rows, np.ones((1000, 4), np.float16))
+        transports[0].flush()
+        out = np.zeros((1000, 4), np.float16)
+        transports[0].read_rows(0, rows, out)
+        unique, counts = np.unique(rows, return_counts=True)
+        np.testing.assert_array_equal(out[:, 3], counts[np.searchsorted(unique, rows)])
+
+    with parameter_servers(transport, [((10_000_000, 4), np.float16)]) as ps:
+        run(ps, work)
+
+
+@ranks(2, 3, 4)
+def test_a_push_that_comes_again_is_ignored(transport):
+    def work(worker, transports):
+        for number in (1, 2, 1, 2, 3, 3, 1):
+            transports[0].push(0, number, np.array([number]))
+        transports[0].flush()
+        assert transports[0].acknowledged() == 3
+
+    with parameter_servers(transport, [((1,), np.int64)]) as ps:
+        run(ps, work)
+        if ps.server is not None:
+            assert ps.server.array(0).tolist() == [6 * len(ps.workers)]
+
+
+@ranks(2, 3, 4)
+def test_a_fast_worker_is_held_back(transport):
+    """Never more pushes on their way than slots, and pushes of one worker do not wait for another's."""
+    with parameter_servers(transport, [((100,), F4)], slots=2) as ps:
+        if ps.server is not None:
+            handlers, seen = adding(ps.server)
+
+            def slow(*push):
+                time.sleep(0.002)
+                handlers.apply(*push)
+
+            ps.server.serve(type(handlers)(slow))
+            assert len(seen) == 30 * len(ps.workers)
+        else:
+            link = ps.transports[0]
+            for number in range(1, 31):
+                link.push(0, number, np.ones(100, F4))
+                assert number - link.acknowledged() <= 2
+            link.leave()
+
+
+@ranks(2, 3, 4)
+def test_a_push_may_be_kept_and_applied_later(transport):
+    """The server sums a step of all workers and applies it at once; a flush waits for that."""
+    steps = 5
+    with parameter_servers(transport, [((2,), np.float64), ((3,), np.float64)]) as ps:
+        workers = len(ps.workers)
+        if ps.server is not None:
+            from mpistrat.parameter_server.server import Handlers
+
+            kept = {}
+
+            def keep(worker, variable, number, array):
+                kept[worker, number] = variable, array.copy()
+                step = (number + 1) // 2
+                if all((w, 2 * step) in kept for w in range(workers)):
+                    for variable in (0, 1):
+                        with ps.server.writing(variable) as value:
+                            value += sum(kept[w, 2 * step - 1 + variable][1] for w in range(workers))
+                    for w in range(workers):
+                        ps.server.acknowledge(w, 2 * step)
+                return False
+
+            ps.server.serve(Handlers(keep))
+            assert ps.server.version(0) == ps.server.version(1) == steps
+        else:
+            link, out = ps.transports[0], np.zeros(3)
+            for step in range(1, steps + 1):
+                link.push(0, 2 * step - 1, np.ones(2))
+                link.push(1, 2 * step, np.ones(3))
+                link.flush()
+                assert link.read(1, out) == step
+                assert out.tolist() == [step * workers] * 3
+            link.leave()
+
+
+@ranks(2, 3, 4)
+def test_several_passes_and_an_early_leaver(transport):
+    """Worker 0 leaves each pass at once; reads see what it pushed, and the others are served to their ends."""
+
+    def work(worker, transports):
+        link = transports[0]
+        for _ in range(1 if worker == 0 else 20):
+            link.push(0, link.pushed + 1, np.ones(4, F4))
+            out = np.zeros(4, F4)
+            link.read(0, out)
+        link.flush()
+        assert link.read(0, out) >= link.pushed
+        return float(out[0])
+
+    with parameter_servers(transport, [((4,), F4)]) as ps:
+        results = run(ps, work, passes=4)
+        total = 4 * (1 + 20 * (len(ps.workers) - 1))
+        if ps.server is not None:
+            assert ps.server.array(0).tolist() == [total] * 4
+            assert ps.server.passes == 4
+        else:
+            assert results == sorted(results)
+            assert results[-1] <= total
+
+
+@ranks(2, 3, 4)
+def test_counters_are_exact(transport):
+    from mpistrat.parameter_server.layout import VariableSpec
+
+    times = 200
+    specs = [VariableSpec(name, (), np.int64, counter=True) for name in "ab"]
+
+    def work(worker, transports):
+        before = [transports[0].fetch_and_add(1, 3) for _ in range(times)]
+        assert before == sorted(set(before))
+        transports[0].fetch_and_add(0, -1)
+        return before
+
+    with parameter_servers(transport, specs) as ps:
+        if ps.server is not None:
+            ps.server.fetch_and_add(1, 3)
+        run(ps, work)
+        if ps.server is not None:
+            assert ps.server.fetch_and_add(1, 0) == 3 + 3 * times * len(ps.workers)
+            assert ps.server.fetch_and_add(0, 0) == -len(ps.workers)
+
+
+@ranks(2, 3, 4)
+def test_clocks(transport):
+    def work(worker, transports):
+        link = transports[0]
+        for step in range(1, 6):
+            link.publish_clock(step)
+            clocks = link.clocks()
+            assert clocks.shape == (workers,)
+            assert clocks[worker] == step
+
+    with parameter_servers(transport, [((1,), F4)]) as ps:
+        workers = len(ps.workers)
+        run(ps, work)
+        if ps.server is not None:
+            assert (ps.server.clocks() == 1 << 62).all()
+
+
+@ranks(3, 4)
+def test_several_servers(transport):
+    from mpistrat.parameter_server.layout import VariableSpec
+
+    servers = 2
+    specs = [VariableSpec(f"v{i}", (i + 1,), np.float64, i % servers) for i in range(4)]
+
+    def work(worker, transports):
+        for variable in range(4):
+            link = transports[variable % servers]
+            link.push(variable, link.pushed + 1, np.full(variable + 1, 10.0**variable))
+        for link in transports:
+            link.flush()
+        for variable in range(4):
+            out = np.zeros(variable + 1)
+            transports[variable % servers].read(variable, out)
+            assert out[0] % 10**variable == 0
+            assert out[0] >= 10**variable
+
+    with parameter_servers(transport, specs, servers) as ps:
+        run(ps, work)
+        if ps.server is not None:
+            for variable in range(ps.server.index, 4, servers):
+                assert (ps.server.array(variable) == len(ps.workers) * 10**variable).all()
+            with pytest.raises(ValueError, match=r"^Server.array: variable: expected a variable of server"):
+                ps.server.array(1 - ps.server.index)
+
+
+@ranks(2, 3, 4)
+def test_slabs_are_added_when_there_is_no_room(transport, monkeypatch):
+    monkeypatch.setattr("mpistrat.parameter_server.parameter_servers.FIRST_SLAB", 4096)
+
+    def work(worker, transports):
+        for variable in range(6):
+            transports[0].push(variable, variable + 1, np.full((500,), variable, F4))
+
+    with parameter_servers(transport, [((500,), F4)]) as ps:
+        from mpistrat.parameter_server.layout import VariableSpec
+
+        for index in range(1, 6):
+            assert ps.add_variables([VariableSpec(f"more{index}", (500,), F4)]) == [index]
+        assert len({place.slab for place in ps.places}) > 1
+        run(ps, work)
+        if ps.server is not None:
+            for variable in range(6):
+                assert (ps.server.array(variable) == variable * len(ps.workers)).all()
+
+
+@ranks(2)
+def test_wrong_use_is_told(transport):
+    from mpistrat.parameter_server.layout import VariableSpec
+
+    specs = [((3, 2), F4), VariableSpec("n", (), np.int64, counter=True)]
+    with parameter_servers(transport, specs) as ps:
+        if ps.server is None:
+            link, good = ps.transports[0], np.zeros((3, 2), F4)
+            for error, match, call in [
+                (ValueError, "push: array: .*shape", lambda: link.push(0, 1, np.zeros((3, 3), F4))),
+                (TypeError, "push: array: .*float64", lambda: link.push(0, 1, np.zeros((3, 2)))),
+                (ValueError, "push: number: expected 1", lambda: link.push(0, 2, good)),
+                (ValueError, "push: variable: expected 0 <= variable < 2, got 2", lambda: link.push(2, 1, good)),
+                (ValueError, "push: variable: expected a variable", lambda: link.push(1, 1, good)),
+                (ValueError, "fetch_and_add: variable: expected a counter", lambda: link.fetch_and_add(0, 1)),
+                (ValueError, "read: out: ", lambda: link.read(0, np.zeros(6, F4))),
+                (ValueError, "read: out: ", lambda: link.read(0, np.zeros((2, 3), F4).T)),
+                (TypeError, "read: out: ", lambda: link.read(0, [1, 2])),
+                (ValueError, "push_rows: rows: .*0 <= row < 3", lambda: link.push_rows(0, 1, [3], good[:1])),
+                (ValueError, "push_rows: rows: .*0 <= row < 3", lambda: link.push_rows(0, 1, [-1], good[:1])),
+                (ValueError, "push_rows: rows: ", lambda: link.push_rows(0, 1, [0.5], good[:1])),
+                (ValueError, "push_rows: values: ", lambda: link.push_rows(0, 1, [0, 1], good[:1])),
+                (ValueError, "read_rows: out: ", lambda: link.read_rows(0, [0, 1], good[:1])),
+            ]:
+                with pytest.raises(error, match=match):
+                    call()
+            assert link.pushed == 0
+        run(ps, lambda worker, transports: transports[0].push(0, 1, np.ones((3, 2), F4)))
+        if ps.server is not None:
+            assert ps.server.version(0) == 1
+            with pytest.raises(ValueError, match="read-only"):
+                ps.server.array(0)[0] = 1

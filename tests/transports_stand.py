@@ -1,0 +1,146 @@
+"""What the tests of the transports share: servers and workers on all ranks, and the checks that every transport passes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import numpy as np
+
+TRANSPORTS = ("shared_window", "one_sided", "messages")
+
+
+@contextlib.contextmanager
+def parameter_servers(transport, specs=(), servers=1, abort_after=30.0, **settings):
+    """Servers on the last ranks, workers on the others, with variables: (shape, dtype) on server 0, or whole specs."""
+    from mpistrat.cluster.topology import Topology
+    from mpistrat.comm.process_group import ProcessGroup
+    from mpistrat.options import Environment
+    from mpistrat.parameter_server.layout import VariableSpec
+    from mpistrat.parameter_server.parameter_servers import ParameterServers
+
+    topology = Topology.create()
+    group = ProcessGroup.create(topology, Environment(abort_after=abort_after))
+    first = topology.size - servers
+    ps = ParameterServers(group, range(first), range(first, topology.size), transport=transport, **settings)
+    whole = [s if isinstance(s, VariableSpec) else VariableSpec(f"v{i}", *s) for i, s in enumerate(specs)]
+    ps.add_variables(whole)
+    group.barrier()
+    yield ps
+    group.barrier()
+    ps.close()
+    group.close()
+    topology.close()
+
+
+def adding(server):
+    """Handlers that add what is pushed, and a list of (worker, variable, number)."""
+    from mpistrat.parameter_server.server import Handlers
+
+    seen = []
+
+    def apply(worker, variable, number, array):
+        seen.append((worker, variable, number))
+        assert not array.flags.writeable
+        with server.writing(variable) as value:
+            value += array
+
+    def apply_rows(worker, variable, number, rows, values):
+        seen.append((worker, variable, number))
+        with server.writing(variable) as value:
+            value[rows] += values
+
+    return Handlers(apply, apply_rows), seen
+
+
+def run(ps, work, passes=1):
+    """Run `work(worker, transports)` on the workers, as many passes, while servers add; return what a server has seen."""
+    if ps.server is None:
+        results = []
+        for _ in range(passes):
+            results.append(work(ps.group.topology.rank, ps.transports))
+            for transport in ps.transports:
+                transport.leave()
+        return results
+    handlers, seen = adding(ps.server)
+    for _ in range(passes):
+        ps.server.serve(handlers)
+    return seen
+
+
+def numbers_in_order(seen, workers):
+    """The push numbers of each worker as they were applied."""
+    return {worker: [number for w, _, number in seen if w == worker] for worker in range(workers)}
+
+
+def check_exact(ps, pushes):
+    """All workers add 1, `pushes` times together; the sum is exact, every push applied once and in order."""
+    workers = len(ps.workers)
+    share = {w: pushes // workers + (w < pushes % workers) for w in range(workers)}
+
+    def work(worker, transports):
+        one = np.ones(ps.places[0].spec.shape, ps.places[0].spec.dtype)
+        for number in range(1, share[worker] + 1):
+            transports[0].push(0, number, one)
+        transports[0].flush()
+        assert transports[0].acknowledged() == share[worker]
+
+    seen = run(ps, work)
+    if ps.server is not None:
+        assert numbers_in_order(seen, workers) == {w: list(range(1, n + 1)) for w, n in share.items()}
+        assert (ps.server.array(0) == pushes).all()
+        assert ps.server.version(0) == pushes
+
+
+class Writer:
+    """A port that writes variable 0 full of the number of the write, again and again."""
+
+    def __init__(self, server):
+        self.server, self.writes = server, 0
+
+    def poll(self):
+        self.writes += 1
+        with self.server.writing(0) as value:
+            value[:] = self.writes
+        return not self.server.left(0)  # when the first worker has left the server must be able to end
+
+    def busy(self):
+        return False
+
+    def acknowledge(self, worker, number):
+        raise NotImplementedError
+
+
+def check_whole_reads(ps, reads, seconds):
+    """While a server writes at full speed, each read is whole, of its version, and no older than the last one."""
+    if ps.server is not None:
+        ps.server.add_port(Writer(ps.server), ())
+        ps.server.serve(adding(ps.server)[0])
+        return None
+    spec, transport = ps.places[0].spec, ps.transports[0]
+    out, last, accepted = np.zeros(spec.shape, spec.dtype), 0, 0
+    until = time.monotonic() + seconds
+    while not last:  # until the server has begun
+        last = transport.read(0, out)
+    while accepted < reads and time.monotonic() < until:
+        version = transport.read(0, out)
+        assert version >= last
+        assert out[0] == version % 2**24  # exact in float32
+        assert (out == out[0]).all()
+        last, accepted = version, accepted + 1
+    large = transport.name != "messages" and out.nbytes > 1 << 20  # a small copy is seldom interrupted
+    mixed = sees_a_mix(ps, seconds) if large else None
+    transport.leave()
+    return accepted, last, mixed
+
+
+def sees_a_mix(ps, seconds):
+    """The positive control: whether a reader without gate and versions ever gets parts of two writes."""
+    place, transport = ps.places[0], ps.transports[0]
+    out = np.zeros(place.spec.shape, place.spec.dtype)
+    slab, until = transport._slab(place), time.monotonic() + seconds
+    while time.monotonic() < until:
+        slab.get(transport._rank, place.offset, out.view(np.uint8))
+        if (out != out[0]).any():
+            return True
+    return False
