@@ -170,7 +170,7 @@ class Stand:
         try:
             if way == "cut":
                 dataset = HDF5Dataset(mutant, reader=reader)
-                len(dataset)
+                dataset.rows([0, ROWS - 1])  # opens both files
                 os.truncate(path, len(data))
             else:
                 path.write_bytes(data)
