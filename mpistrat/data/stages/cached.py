@@ -88,6 +88,7 @@ class Cached(Stage):
         self._source: SourceRows | None = None
         self._lock = threading.Lock()
         self._bound: tuple[ProcessGroup, Cached] | None = None
+        self._sharers = 1  # ranks of this node that keep as much
         self._counters = StageStats()
 
     @property
@@ -108,9 +109,9 @@ class Cached(Stage):
                 memory = self._memory
         return memory
 
-    def _of_rank(self, sharers: int = 1) -> FilledMemory:
-        """Memory of this process; so many on its node need as much."""
-        source = self._rows()
+    def _of_rank(self) -> FilledMemory:
+        """Memory of this process alone."""
+        source, sharers = self._rows(), self._sharers
         nbytes = RowMemory.nbytes(source.row_spec, source.count)
         what = f"{source.count} rows" + (f" in each of the node's {sharers} ranks" if sharers > 1 else "")
         remedy = 'Use cache("node") or cache("job") to share it, or leave cache out.'
@@ -145,9 +146,7 @@ class Cached(Stage):
         parent = self._parent.bind(group)
         if self._scope == "rank":
             bound = self if parent is self._parent else Cached(parent, "rank", self._transport)
-            if bound._memory is None:
-                node = group.topology.node_index
-                bound._memory = bound._of_rank(len(group.topology.ranks_of_node(node)))
+            bound._sharers = len(group.topology.ranks_of_node(group.topology.node_index))
         else:
             bound = Cached(parent, self._scope, self._transport)
             bound._memory = bound._of_group(group)
@@ -179,7 +178,12 @@ class Cached(Stage):
             remedy = "Use AutoShardPolicy.DATA, or cache()."
             expected = f"the same rows below cache({self._scope!r}) on every rank"
             raise ValueError(explain("distribute_dataset", "dataset", expected=expected, got=got, remedy=remedy))
-        return Cached(parents[0], self._scope, self._transport)
+        rebuilt = Cached(parents[0], self._scope, self._transport)
+        rebuilt._sharers = self._sharers
+        return rebuilt
+
+    def with_shard(self, num_shards: int, index: int) -> Dataset:
+        return super().with_shard(num_shards, index) if self.shard_hinted else self  # the same rows: the same memory
 
     def fingerprint(self) -> str:
         """What the ranks must have alike, whatever each of them has read. Not collective."""

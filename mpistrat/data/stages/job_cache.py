@@ -98,7 +98,11 @@ def job_memory(source: SourceRows, group: ProcessGroup, transport: str, counters
     total = max(64, RowMemory.nbytes(source.row_spec, high - low))
     what = f'cache("job") of {source.count} rows'
     node = group.node
-    with group.collective("cache", "job", detail=f"{source.count} rows of {source.row_spec!r}, transport {transport}"):
+    with group.collective(
+        "cache",
+        "job",
+        detail=f"{source.count} rows of {source.row_spec!r} in {pieces.count} pieces, transport {transport}",
+    ):
         agree_memory(group, total if node.rank == 0 else 0, what)
         block = node.allocate([total if rank == 0 else 0 for rank in range(node.size)], what)
         rows = RowMemory(source.row_spec, high - low, block.segments[0])

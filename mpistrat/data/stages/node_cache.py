@@ -39,7 +39,9 @@ def node_memory(source: SourceRows, group: ProcessGroup, counters: StageStats) -
     total = rows_bytes + max(64, 2 * pieces.count)
     node = group.node
     what = f'cache("node") of {source.count} rows'
-    with group.collective("cache", "node", detail=f"{source.count} rows of {source.row_spec!r}"):
+    with group.collective(
+        "cache", "node", detail=f"{source.count} rows of {source.row_spec!r} in {pieces.count} pieces"
+    ):
         agree_memory(group, total if node.rank == 0 else 0, what)
         block = node.allocate([total if rank == 0 else 0 for rank in range(node.size)], what)
         file = _open_lock_file(group) if node.shared else None

@@ -208,7 +208,7 @@ def test_memory_that_is_too_small_is_an_error_on_every_rank(strategy, monkeypatc
         strategy.distribute_dataset(ms.data.from_arrays(arrays()).cache("node").batch(10))
     monkeypatch.setattr(cached, "available_memory", lambda: 40_000)  # enough for one rank, 26 kB
     with pytest.raises(MemoryError, match=rf"1003 rows in each of the node's {strategy.size} ranks, got 40 kB"):
-        strategy.distribute_dataset(ms.data.from_arrays(arrays()).cache().batch(10))
+        next(iter(strategy.distribute_dataset(ms.data.from_arrays(arrays()).cache().batch(10))))
 
 
 @pytest.mark.ranks(2)
@@ -229,6 +229,34 @@ def test_rows_of_varying_shape_are_refused(strategy):
     ragged = ms.data.from_arrays(np.arange(5)).map(lambda i: np.arange(i), element_spec=spec).cache("node")
     with pytest.raises(ValueError, match=r"rows of one shape, of numbers, for cache\('node'\)"):
         strategy.distribute_dataset(ragged.padded_batch(2))
+
+
+@pytest.mark.parametrize("strategy", ["shared"], indirect=True)
+@pytest.mark.parametrize("scope", ["rank", "node", "job"])
+@pytest.mark.ranks(2)
+def test_policies(strategy, scope, mpi_tmp_path):
+    """What lies below a shared cache must be the same on every rank; what lies above it may differ."""
+    import mpistrat as ms
+
+    if strategy.rank == 0:
+        ms.data.write_shards(mpi_tmp_path / "set", {"y": np.arange(40)}, num_shards=4)
+    strategy.comm.Barrier()
+
+    def sums(dataset, policy):
+        options = ms.data.Options(auto_shard_policy=policy)
+        data = strategy.distribute_dataset(dataset.batch(8).with_options(options))
+        return all_sum(strategy, [sum(int(y) for batch in data for y in batch)])
+
+    rows = ms.data.HDF5Dataset(mpi_tmp_path / "set", fields="y").map(lambda y: y)
+    policy, hint = ms.data.AutoShardPolicy, ms.data.SHARD_HINT
+    assert sums(rows.cache(scope), policy.OFF) == [2 * sum(range(40))]
+    assert sums(rows.cache(scope).shard(hint, hint), policy.HINT) == [sum(range(40))]
+    if scope == "rank":
+        assert sums(rows.cache(), policy.FILE) == [sum(range(40))]
+        assert sums(rows.shard(hint, hint).cache(), policy.HINT) == [sum(range(40))]
+    else:
+        with pytest.raises(ValueError, match=rf"the same rows below cache\('{scope}'\) on every rank, got others"):
+            sums(rows.cache(scope), policy.FILE)
 
 
 @pytest.mark.parametrize("scope", ["node", "job"])
