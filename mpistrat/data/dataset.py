@@ -87,7 +87,8 @@ class Dataset(Chain):
 
     def __iter__(self) -> DatasetIterator:
         self.check()
-        iterator = DatasetIterator(self.elements, self.cardinality(), self._epoch, self.prefetch_depth or 0)
+        depth = self.prefetch_depth or 0
+        iterator = DatasetIterator(self.elements, self.cardinality(), self._epoch, depth, self.set_epoch)
         self._epoch += 1
         return iterator
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 from ..errors import explain
@@ -11,6 +12,8 @@ from .prefetch import Prefetcher
 __all__ = ["DatasetIterator", "Elements", "PositionReader"]
 
 _NOTHING = object()  # no element was peeked at
+PATIENCE = 3e-4  # seconds: handing an element from thread to thread costs a tenth of it, and more on a busy node
+_SLOW = 3  # elements in a row that took longer; a single one may have met a cold page
 
 Elements = Callable[[int, int], Iterator[Any]]  # (epoch, position) -> the elements from there on
 
@@ -23,12 +26,15 @@ class PositionReader:
         cardinality: elements in an epoch; negative for no end, or an unknown one.
         epoch: which epoch.
         prefetch: how many elements a thread may read ahead; 0 for no thread.
+        patience: start the thread when reading takes longer than so many seconds; 0 for at once.
     """
 
-    def __init__(self, elements: Elements, cardinality: int, epoch: int, prefetch: int) -> None:
+    def __init__(self, elements: Elements, cardinality: int, epoch: int, prefetch: int, patience: float = 0.0) -> None:
         self._elements = elements
         self._cardinality = cardinality
         self._depth = prefetch
+        self._patience = patience
+        self._slow = 0  # elements in a row that took longer
         self._epoch = epoch
         self._next = 0
         self._produce: Callable[[], Any] | None = None
@@ -56,11 +62,14 @@ class PositionReader:
         if self._produce is None:
             # The prefetch thread holds the function, not this object.
             self._produce = _producer(self._elements, self._epoch, self._next)
-            if self._depth:
-                self._prefetcher = Prefetcher(self._produce, self._depth)
-                self._produce = self._prefetcher.get
+        if self._prefetcher is None and self._depth and (self._patience == 0 or self._slow >= _SLOW):
+            self._prefetcher = Prefetcher(self._produce, self._depth)
+            self._produce = self._prefetcher.get
+        started = perf_counter()
         try:
-            return self._produce()
+            element = self._produce()
+            self._slow = self._slow + 1 if perf_counter() - started > self._patience else 0
+            return element
         except BaseException as error:
             self.close()  # a generator that has raised is over: who asks again begins at this element anew
             self._ended = isinstance(error, StopIteration)
@@ -108,8 +117,16 @@ def _producer(elements: Elements, epoch: int, start: int) -> Callable[[], Any]:
 class DatasetIterator(Iterator[Any]):
     """One epoch of an undistributed dataset. Not collective."""
 
-    def __init__(self, elements: Elements, cardinality: int, epoch: int, prefetch: int = 0) -> None:
+    def __init__(
+        self,
+        elements: Elements,
+        cardinality: int,
+        epoch: int,
+        prefetch: int = 0,
+        set_epoch: Callable[[int], None] | None = None,
+    ) -> None:
         self._reader = PositionReader(elements, cardinality, epoch, prefetch)
+        self._set_epoch = set_epoch
 
     def __next__(self) -> Any:
         return self._reader.next()
@@ -132,9 +149,11 @@ class DatasetIterator(Iterator[Any]):
         return self._reader.state()
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go to where an iterator of the same dataset stood. Not collective.
+        """Go to where an iterator of the same dataset stood; its next `iter()` begins the epoch after. Not collective.
 
         Raises:
             ValueError: for what is no state of this dataset.
         """
         self._reader.restore(state)
+        if self._set_epoch is not None:
+            self._set_epoch(self._reader.state()["epoch"] + 1)

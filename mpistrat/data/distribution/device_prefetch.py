@@ -53,6 +53,11 @@ class DevicePrefetch:
     def __init__(self, devices: Sequence[Device | None] | None) -> None:
         self._devices = devices if devices is not None and any(device is not None for device in devices) else None
 
+    @property
+    def copies(self) -> bool:
+        """Whether steps are copied to devices."""
+        return self._devices is not None
+
     def load(self, steps: Iterator[Step]) -> Iterator[Loaded]:
         """Yield the steps with their copies begun."""
         for step in steps:

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from ...errors import explain
 from ..dataset import INFINITE, UNKNOWN, Dataset
-from ..iterator import PositionReader
+from ..iterator import PATIENCE, PositionReader
 from ..options import InputOptions
 from ..spec import batch_spec
 from ..stats import InputStats, StageStats
@@ -32,7 +32,8 @@ class DistributedDataset:
     Args:
         steps: what this worker reads.
         devices: one for each local replica, or None for host arrays.
-        buffer_size: steps that wait ready, beyond the one that is being read; 0 reads in the iterating thread.
+        buffer_size: steps that wait ready, beyond the one that is being read; 0 reads in the iterating thread. Steps
+            that are read faster than a thread could hand them over are read there, too.
         sum_over_ranks: returns the elementwise sum of a small int64 array over all ranks; collective.
     """
 
@@ -48,6 +49,7 @@ class DistributedDataset:
         self._prefetch = DevicePrefetch(devices)
         depth = steps.prefetch_depth
         self._depth = depth if depth is not None else buffer_size + 1 if buffer_size else 0
+        self._patience = 0.0 if depth is not None or self._prefetch.copies else PATIENCE
         self._sum_over_ranks = sum_over_ranks
         self._stats = InputStats()
         self._epoch = 0
@@ -101,9 +103,9 @@ class DistributedDataset:
         def elements(epoch: int, start: int) -> Iterator[Loaded]:
             return prefetch.load(steps.elements(epoch, start))
 
-        reader = PositionReader(elements, self.cardinality(), self._epoch, self._depth)
+        reader = PositionReader(elements, self.cardinality(), self._epoch, self._depth, self._patience)
         self._epoch += 1
-        return DistributedIterator(reader, steps, prefetch, self._sum_over_ranks, self._stats)
+        return DistributedIterator(reader, steps, prefetch, self._sum_over_ranks, self._stats, self.set_epoch)
 
     def __str__(self) -> str:
         workers = self._steps.workers

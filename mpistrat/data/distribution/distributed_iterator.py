@@ -45,12 +45,14 @@ class DistributedIterator(Iterator[Any]):
         prefetch: DevicePrefetch,
         sum_over_ranks: SumOverRanks,
         stats: InputStats,
+        set_epoch: Callable[[int], None],
     ) -> None:
         self._reader = reader
         self._steps = steps
         self._prefetch = prefetch
         self._sum_over_ranks = sum_over_ranks
         self._stats = stats
+        self._set_epoch = set_epoch
         self._ahead: tuple[Loaded, int, Any] | None = None  # the next step, where it was looked at
         self._ended = False
         self._last: float | None = None  # when the loop last got something
@@ -146,13 +148,15 @@ class DistributedIterator(Iterator[Any]):
     def restore(self, state: dict[str, int]) -> None:
         """Go to where an iterator of the same dataset stood. Not collective; do it on every rank.
 
-        Under AUTO and DATA the number of replicas may be another one. Datasets that read in order make again what
-        comes before; the iterable of a dataset function must be a Dataset, or the next step raises ValueError.
+        The dataset's next `iter()` begins the epoch after. Under AUTO and DATA the number of replicas may be another
+        one. Datasets that read in order make again what comes before; the iterable of a dataset function must be a
+        Dataset, or the next step raises ValueError.
 
         Raises:
             ValueError: for what is no state of this dataset.
         """
         self._reader.restore(state)
+        self._set_epoch(self._reader.state()["epoch"] + 1)
         self._ahead = self.global_batch_size = self._last = None
         self._ended = False
 

@@ -125,10 +125,13 @@ def _directory(directory: Path) -> FileSet:
         names = ", ".join(path.name for path in manifests)
         remedy = f"Name one set, for instance {directory / (manifests[0].name[: -len(MANIFEST)] + '*.h5')}."
         raise ShardError(explain("HDF5Dataset", str(directory), expected="one set of shards", got=names, remedy=remedy))
-    if manifests:
-        return _from_manifest(manifests[0])
-    paths = [path for path in directory.iterdir() if path.suffix in _SUFFIXES and not path.name.startswith(".")]
-    return _listed(sorted(paths, key=natural_key), str(directory))
+    found = [path for path in directory.iterdir() if path.suffix in _SUFFIXES and not path.name.startswith(".")]
+    paths = sorted(found, key=natural_key)
+    if not manifests:
+        return _listed(paths, str(directory))
+    promised = _from_manifest(manifests[0])
+    _refuse_others(paths, promised, manifests[0], str(directory))
+    return promised
 
 
 def _pattern(pattern: str) -> FileSet:
@@ -137,12 +140,7 @@ def _pattern(pattern: str) -> FileSet:
     if not manifest.is_file():
         return _listed(paths, pattern)
     promised = _from_manifest(manifest)
-    known = {path.name for path in promised.paths}
-    for path in paths:
-        if path.name not in known:
-            remedy = f"Remove the file, or {manifest} if it is out of date."
-            expected = f"a shard that {manifest.name} lists, as it matches {pattern}"
-            raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got="one it does not", remedy=remedy))
+    _refuse_others(paths, promised, manifest, pattern)
     # The manifest's order and its missing files count, unless the pattern asks for a part of the set.
     whole = Path(pattern).name.count("*") == 1 and not set("?[") & set(Path(pattern).name)
     if whole:
@@ -150,6 +148,16 @@ def _pattern(pattern: str) -> FileSet:
     chosen = {path.name for path in paths}
     pairs = [(p, e) for p, e in zip(promised.paths, promised.entries, strict=True) if p.name in chosen]
     return FileSet(tuple(p for p, _ in pairs), tuple(e for _, e in pairs), promised.fields)
+
+
+def _refuse_others(paths: Sequence[Path], promised: FileSet, manifest: Path, asked: str) -> None:
+    """Raise if a file was asked for that the manifest does not list: leaving it out would lose rows silently."""
+    known = {path.name for path in promised.paths}
+    for path in paths:
+        if path.name not in known:
+            remedy = f"Name the files that you mean, remove this one, or {manifest} if it is out of date."
+            expected = f"a shard that {manifest.name} lists, as it lies in {asked}"
+            raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got="one it does not", remedy=remedy))
 
 
 def _listed(paths: Sequence[Path], asked: str) -> FileSet:

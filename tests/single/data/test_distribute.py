@@ -114,13 +114,23 @@ def test_the_number_of_ranks_may_change_in_the_middle(before: int, after: int, s
 
 
 def test_the_state_is_what_was_consumed_not_what_was_read_ahead() -> None:
-    iterator = iter(parts(from_arrays(np.arange(100)).batch(10), 1, buffer_size=3)[0])
+    iterator = iter(parts(from_arrays(np.arange(100)).batch(10).prefetch(4), 1)[0])
     next(iterator)
     deadline = time.monotonic() + 5
     while len(iterator._reader._prefetcher._buffer.items) < 4 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert iterator.state() == {"epoch": 0, "next": 1}
     iterator.close()
+
+
+def test_the_epoch_after_a_restored_one_comes_next() -> None:
+    rows = from_arrays(np.arange(20)).shuffle(seed=3).batch(5)
+    expected = [[batch.tolist() for batch in rows] for _ in range(5)]
+    for dataset in (from_arrays(np.arange(20)).shuffle(seed=3).batch(5), parts(rows, 1)[0]):
+        iterator = iter(dataset)
+        iterator.restore({"epoch": 3, "next": 2})
+        assert [batch.tolist() for batch in iterator] == expected[3][2:]
+        assert [batch.tolist() for batch in dataset] == expected[4]
 
 
 def test_the_true_global_number_of_rows_is_known_at_every_step() -> None:
@@ -140,6 +150,22 @@ def test_prefetching_changes_nothing(prefetch: int) -> None:
     plain = parts(from_arrays(np.arange(23)).shuffle(seed=1).batch(4), 2, buffer_size=0)[1]
     for _ in range(3):
         assert [batch.tolist() for batch in part] == [batch.tolist() for batch in plain]
+
+
+def test_a_thread_reads_ahead_once_reading_takes_long() -> None:
+    def slow(x: np.ndarray) -> np.ndarray:
+        time.sleep(0.002)
+        return x
+
+    quick = from_arrays(np.arange(100)).batch(10)
+    for dataset, expected in ((quick, [0] * 6), (quick.map(slow), [0, 0, 0, 1, 1, 1]), (quick.prefetch(1), [1] * 6)):
+        iterator = iter(parts(dataset, 1)[0])
+        counts = []
+        for step in range(6):
+            assert next(iterator).tolist() == list(range(10 * step, 10 * step + 10))
+            counts.append(len(prefetch_threads()))
+        iterator.close()
+        assert counts == expected
 
 
 def test_statistics() -> None:
@@ -164,7 +190,7 @@ def test_a_thread_reads_no_further_ahead_than_told() -> None:
     dataset = from_arrays(np.arange(100)).batch(1).map(note)
     assert dataset.element_spec == ArraySpec((None,), np.int64)  # calls the function once
     read.clear()
-    iterator = iter(parts(dataset, 1, buffer_size=2)[0])
+    iterator = iter(parts(dataset.prefetch(3), 1)[0])
     next(iterator)
     deadline = time.monotonic() + 5
     while len(read) < 4 and time.monotonic() < deadline:
@@ -175,12 +201,12 @@ def test_a_thread_reads_no_further_ahead_than_told() -> None:
 
 
 def test_threads_end_at_the_end_of_the_epoch() -> None:
-    list(parts(from_arrays(np.arange(10)).batch(2), 1)[0])
+    list(parts(from_arrays(np.arange(10)).batch(2).prefetch(2), 1)[0])
     assert no_threads_within()
 
 
 def test_threads_end_when_the_iterator_is_dropped() -> None:
-    for batch in parts(from_arrays(np.arange(1000)).batch(2), 1)[0]:
+    for batch in parts(from_arrays(np.arange(1000)).batch(2).prefetch(2), 1)[0]:
         assert len(batch) == 2
         break
     gc.collect()
@@ -188,7 +214,7 @@ def test_threads_end_when_the_iterator_is_dropped() -> None:
 
 
 def test_threads_end_when_the_iterator_is_closed_and_it_may_go_on() -> None:
-    iterator = iter(parts(from_arrays(np.arange(10)).batch(2), 1)[0])
+    iterator = iter(parts(from_arrays(np.arange(10)).batch(2).prefetch(2), 1)[0])
     assert next(iterator).tolist() == [0, 1]
     iterator.close()
     assert not prefetch_threads()
@@ -202,7 +228,7 @@ def test_an_error_while_reading_ahead_comes_in_its_turn() -> None:
             raise ZeroDivisionError("at five")
         return x
 
-    iterator = iter(parts(from_arrays(np.arange(10)).batch(2).map(careful), 1)[0])
+    iterator = iter(parts(from_arrays(np.arange(10)).batch(2).map(careful).prefetch(2), 1)[0])
     assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
     with pytest.raises(ZeroDivisionError, match="at five"):
         next(iterator)
@@ -225,7 +251,7 @@ def test_damage_found_while_reading_ahead_names_the_file(tmp_path: Any) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 0xFF
     path.write_bytes(damaged)
-    part = parts(HDF5Dataset(path).batch(1000), 1)[0]
+    part = parts(HDF5Dataset(path).batch(1000).prefetch(2), 1)[0]
     with pytest.raises(ShardError, match=path.name):
         list(part)
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.data import ArraySpec, HDF5Dataset, write_shards
+from mpistrat.errors import ShardError
 
 ROWS = 103
 
@@ -238,3 +239,12 @@ def test_bytes_that_are_not_the_arrays_are_converted_not_mapped(tmp_path: Path) 
     found = HDF5Dataset(tmp_path / "odd.h5").rows([4, 1, 0])
     assert found["number"].tolist() == [4, 1, 0]
     assert found["text"].tolist() == [b"efgh", b"bc", b"a"]
+
+
+def test_a_file_that_the_manifest_of_its_directory_does_not_list_is_no_secret(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"x": np.arange(4)}, num_shards=2)
+    with h5py.File(tmp_path / "more.h5", "w") as file:
+        file["x"] = np.arange(4)
+    for files in (tmp_path, tmp_path / "*.h5"):
+        with pytest.raises(ShardError, match=r"more\.h5.*manifest\.json lists"):
+            HDF5Dataset(files)
