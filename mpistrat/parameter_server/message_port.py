@@ -10,7 +10,7 @@ import numpy as np
 
 from .layout import LINE, MailboxLayout
 from .memory import ServerMemory
-from .message_transport import ACKNOWLEDGE, DATA, REPLY, REQUEST, chunks
+from .message_transport import ACKNOWLEDGE, DATA, REPLY, REQUEST, SHORT, chunks
 from .parts import Assembly, Kind, Part
 from .transport import Port, flat_bytes
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .server import Server
 
 __all__ = ["MessagePort"]
+
+_QUESTIONS = (Kind.READ, Kind.READ_ROWS, Kind.ADD, Kind.CLOCKS)
 
 
 @final
@@ -79,6 +81,7 @@ class MessagePort(Port):
     def _match(self) -> bool:
         """Begin to receive what has arrived. Each worker sends few parts before it hears that they were taken."""
         moved = False
+        self._comm.Iprobe(self._any, REQUEST)  # what this call takes from the network the next one finds
         while (message := self._comm.Improbe(self._any, REQUEST, self._status)) is not None:
             worker = self._worker_of[self._status.source]
             buffer = self._spare.pop() if self._spare else np.zeros(LINE + self._layout.chunk_bytes, np.uint8)
@@ -89,6 +92,10 @@ class MessagePort(Port):
     def _take(self, worker: int, buffer: np.ndarray) -> None:
         part = Part.read(buffer[:LINE])
         payload = self._assemblies[worker].add(part, buffer[LINE : LINE + part.nbytes])
+        if payload is not None and part.kind in _QUESTIONS:
+            self._taken[worker] += 1
+            self._reply(worker, *self._find(worker, part, payload))
+            return
         if payload is not None:
             self._handle(worker, part, payload)
         self._taken[worker] += 1
@@ -100,23 +107,25 @@ class MessagePort(Port):
 
     def _handle(self, worker: int, part: Part, payload: np.ndarray) -> None:
         words, layout = self._mailbox.words, self._layout
-        if part.kind in (Kind.PUSH, Kind.PUSH_ROWS):
-            self._deliver(worker, part, payload)
-        elif part.kind == Kind.READ:
-            self._reply(worker, *self._snapshot(part.variable))
-        elif part.kind == Kind.READ_ROWS:
-            table = self._server.array(part.variable)
-            rows = payload.view(np.int64)
-            self._reply(worker, self._server.version(part.variable), flat_bytes(np.take(table, rows, axis=0)))
-        elif part.kind == Kind.ADD:
-            self._reply(worker, self._server.fetch_and_add(part.variable, part.number), np.empty(0, np.uint8))
-        elif part.kind == Kind.CLOCK:  # this worker's words have no other writer than this
+        if part.kind == Kind.CLOCK:  # this worker's words have no other writer than this
             words[layout.clock(worker) // 8] = part.number
             self._mailbox.sync()
-        elif part.kind == Kind.CLOCKS:
-            self._reply(worker, 0, flat_bytes(self._server.clocks()))
-        else:
+        elif part.kind == Kind.LEAVE:
             words[layout.left(worker) // 8] = part.number
+        else:
+            self._deliver(worker, part, payload)
+
+    def _find(self, worker: int, part: Part, payload: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return a number and data, as bytes that nobody changes: the answer to a question."""
+        if part.kind == Kind.READ:
+            return self._snapshot(part.variable)
+        if part.kind == Kind.READ_ROWS:
+            table = self._server.array(part.variable)
+            rows = np.take(table, payload.view(np.int64), axis=0)
+            return self._server.version(part.variable), flat_bytes(rows)
+        if part.kind == Kind.ADD:
+            return self._server.fetch_and_add(part.variable, part.number), np.empty(0, np.uint8)
+        return 0, flat_bytes(self._server.clocks())
 
     def _snapshot(self, variable: int) -> tuple[int, np.ndarray]:
         version = self._server.version(variable)
@@ -125,8 +134,12 @@ class MessagePort(Port):
         return self._snapshots[variable]
 
     def _reply(self, worker: int, number: int, data: np.ndarray) -> None:
-        self._send(worker, REPLY, flat_bytes(np.array([number], np.int64)))
-        for piece in chunks(data, self._layout.chunk_bytes):
+        short = data if data.nbytes <= SHORT else data[:0]
+        reply = np.zeros(LINE + short.nbytes, np.uint8)
+        reply[:LINE].view(np.int64)[:3] = number, self._taken[worker], self._server.applied[worker]
+        reply[LINE:] = short
+        self._send(worker, REPLY, reply)
+        for piece in chunks(data[short.nbytes :], self._layout.chunk_bytes):
             self._send(worker, DATA, piece)
 
     def _send(self, worker: int, tag: int, data: np.ndarray) -> None:

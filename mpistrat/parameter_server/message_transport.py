@@ -11,9 +11,10 @@ from .layout import LINE, Place
 from .parts import Kind, cut
 from .transport import FINISHED, Pair, Transport, flat_bytes
 
-__all__ = ["ACKNOWLEDGE", "DATA", "REPLY", "REQUEST", "MessageTransport", "chunks"]
+__all__ = ["ACKNOWLEDGE", "DATA", "REPLY", "REQUEST", "SHORT", "MessageTransport", "chunks"]
 
 REQUEST, ACKNOWLEDGE, REPLY, DATA = 1, 2, 3, 4  # tags
+SHORT = 1 << 15  # bytes of data that go with the reply, through a copy; more go straight to where they belong
 
 
 def chunks(data: np.ndarray, chunk_bytes: int) -> list[np.ndarray]:
@@ -40,7 +41,8 @@ class MessageTransport(Transport):
         self._sending: list[Any] = [MPI.REQUEST_NULL] * slots
         self._posted = self._taken = self._applied = 0
         self._answer = np.zeros(2, np.int64)
-        self._reply = np.zeros(1, np.int64)
+        self._reply = np.zeros(LINE + SHORT, np.uint8)
+        self._numbers = self._reply[:LINE].view(np.int64)
 
     def acknowledged(self) -> int:
         if self._applied < self.pushed:
@@ -77,15 +79,18 @@ class MessageTransport(Transport):
     ) -> int:
         """Send a question; receive the data into `out`, and return the number that comes with it."""
         comm, source = self._comm, self.pair.server_rank
-        requests = [comm.Irecv(self._reply, source, REPLY)]
-        for piece in chunks(out, self.pair.layout.chunk_bytes):
+        short = out if out.nbytes <= SHORT else out[:0]
+        requests = [comm.Irecv([self._reply[: LINE + short.nbytes], self._byte], source, REPLY)]
+        for piece in chunks(out[short.nbytes :], self.pair.layout.chunk_bytes):
             requests.append(comm.Irecv([piece, self._byte], source, DATA))
         self._post(kind, variable, value, rows, pieces)
         patience = self.pair.patience("read")
         while not self._all(requests):
-            self._listen()
             patience.pause()
-        return int(self._reply[0])
+        number, taken, applied = self._numbers[:3].tolist()
+        self._note(taken, applied)
+        short[:] = self._reply[LINE : LINE + short.nbytes]
+        return number
 
     def _post(self, kind: int, variable: int, number: int, rows: int, pieces: Sequence[np.ndarray]) -> None:
         layout = self.pair.layout
@@ -116,5 +121,8 @@ class MessageTransport(Transport):
         source = self.pair.server_rank
         while self._comm.Iprobe(source, ACKNOWLEDGE):
             self._comm.Recv(self._answer, source, ACKNOWLEDGE)
-            taken, applied = self._answer.tolist()
-            self._taken, self._applied = max(self._taken, taken), max(self._applied, applied)
+            self._note(*self._answer.tolist())
+
+    def _note(self, taken: int, applied: int) -> None:
+        """What the server has acknowledged; answers and replies may overtake each other."""
+        self._taken, self._applied = max(self._taken, taken), max(self._applied, applied)

@@ -16,12 +16,17 @@ __all__ = ["CEILING", "Backoff", "Patience"]
 CEILING = 1e-3  # seconds of the longest sleep: below 6 % of a core when idle, about 1 ms until something is seen
 _YIELDS = 100
 _FIRST = 2e-5
+_GROWTH = 1.125
 _CHECK = 0.05  # seconds between two looks after what may have gone wrong
 
 
 @final
 class Backoff:
-    """Gives way to other processes a hundred times, then sleeps, each time twice as long up to a ceiling in seconds."""
+    """Gives way to other processes a hundred times, then sleeps, each time an eighth longer up to a ceiling in seconds.
+
+    So a wait is noticed to be over at most an eighth too late, until the ceiling is reached. A message crosses several
+    such waits, of both ranks: with sleeps that double they add up to milliseconds.
+    """
 
     __slots__ = ("_ceiling", "_count", "_nap")
 
@@ -40,7 +45,7 @@ class Backoff:
             os.sched_yield()
             return False
         sleep(self._nap)
-        self._nap = min(2 * self._nap, self._ceiling)
+        self._nap = min(_GROWTH * self._nap, self._ceiling)
         return True
 
 
