@@ -42,10 +42,19 @@ class BufferPool:
         if not SMALLEST <= nbytes <= LARGEST or dtype.hasobject:
             return np.empty(size, dtype)
         with self._lock:
-            free = (i for i, (memory, root) in enumerate(self._buffers) if memory.nbytes == nbytes and root() is None)
-            index = next(free, None)
-            memory = np.empty(nbytes, np.uint8) if index is None else self._buffers.pop(index)[0]
+            memory = self._take(nbytes)
+            if memory is None:
+                memory = np.empty(nbytes, np.uint8)
             root = np.frombuffer(memory.data, np.uint8)  # over a buffer: views of it refer to it, not to `memory`
             self._buffers.append((memory, weakref.ref(root)))
             del self._buffers[: -self._kept]
         return root.view(dtype)
+
+    def _take(self, nbytes: int) -> np.ndarray | None:
+        """The free memory of that size that was used last: the caches still know it."""
+        for index in reversed(range(len(self._buffers))):
+            memory, root = self._buffers[index]
+            if memory.nbytes == nbytes and root() is None:
+                del self._buffers[index]
+                return memory
+        return None

@@ -25,5 +25,7 @@ class RowBuffers:
 
     def empty(self, field: Hashable, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return an array like `np.empty`; its memory is used again once no array or view of it is left."""
-        pool = self._pools.setdefault(field, BufferPool(KEPT))
+        pool = self._pools.get(field)
+        if pool is None:
+            pool = self._pools.setdefault(field, BufferPool(KEPT))
         return pool.empty(math.prod(shape), dtype).reshape(shape)

@@ -21,6 +21,7 @@ from .. import nest
 from .look_ahead import LookAhead
 from .options import Options
 from .spec import batch_spec, unstack_rows
+from .successive import successive_batches
 
 if TYPE_CHECKING:
     from ..comm.process_group import ProcessGroup
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
     from .stages.batched import Batching
     from .stats import StageStats
 
-__all__ = ["INFINITE", "UNKNOWN", "Addresses", "Chain"]
+__all__ = ["INFINITE", "UNKNOWN", "Addresses", "Chain", "Source"]
 
 INFINITE = -1  # tf.data.INFINITE_CARDINALITY
 UNKNOWN = -2  # tf.data.UNKNOWN_CARDINALITY
 
 Addresses = tuple[NDArray[np.int64], NDArray[np.int64]]  # epochs and positions, one of each a row
+Source = tuple["Chain", NDArray[np.int64], NDArray[np.int64]]  # who makes rows, and their addresses there
 
 _ROWS = 64  # single rows that are read together where they are asked for one after the other
 
@@ -132,6 +134,13 @@ class Chain(ABC):
         """Return the rows at addresses that `locate` gave, stacked along a first axis. Not collective."""
         raise NotImplementedError(f"{self.describe()} reads in order")
 
+    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
+        """Return the dataset below that makes the rows at some addresses, and their addresses there. Not collective.
+
+        Gathering there gives the same: stages that only put rows into another order pass the question on.
+        """
+        return self, epochs, positions
+
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:  # noqa: B027
         """Take note that the rows at these addresses will be gathered soon: a source may read ahead. Not collective."""
 
@@ -152,15 +161,13 @@ class Chain(ABC):
 
         A dataset that reads in order overrides it, and makes the elements before `start` for nothing.
         """
+        if self.batching is not None:
+            yield from (rows for _, rows in successive_batches(self, epoch, start))
+            return
         length = self.cardinality()
         position, together = start, 1
         ahead = LookAhead(self)
         while length < 0 or position < length:
-            if self.batching is not None:
-                ahead.batch(epoch, position)
-                yield self.element(epoch, position)
-                position += 1
-                continue
             stop = position + together if length < 0 else min(position + together, length)
             ahead.rows(_addresses(epoch, stop, stop + _ROWS if length < 0 else min(stop + _ROWS, length)))
             try:

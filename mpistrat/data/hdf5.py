@@ -34,7 +34,8 @@ class _Opened:
     """All shards, compared with each other and with the manifest, and a reader for each field."""
 
     def __init__(self, opened: ShardSet, reader: str, driver: str | None) -> None:
-        self.shards, self.fields, self.skipped = opened.shards, opened.fields, opened.skipped
+        self.shards, self.sources = opened.shards, opened.sources
+        self.fields, self.skipped = opened.fields, opened.skipped
         self.rows = sum(shard.rows for shard in opened.shards)
         files = open_hdf5_files(driver)
         self.readers = {
@@ -51,6 +52,9 @@ class HDF5Dataset(Dataset):
     Structures (compound types) come as structured arrays, strings as `str` in object arrays, numbers of varying length
     as arrays in an object array. Files are looked at when something is first asked of them, and must not change while
     they are read. `print(dataset)` names how each field is read, and why not in a quicker way.
+
+    Virtual datasets may draw from these files only. A file that the wanted fields of another one draw from, be it a few
+    of its rows, is a source and gives no rows of its own: they would come twice. `print` says how many such files are.
 
     Args:
         files: a file; a directory; a pattern like "data/train-*.h5"; or a list of files, read in the list's order.
@@ -106,6 +110,8 @@ class HDF5Dataset(Dataset):
         self._counters = StageStats()
 
     def _open(self) -> _Opened:
+        if self._opened is not None:
+            return self._opened
         with self._lock:
             if self._opened is None:
                 names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
@@ -165,8 +171,9 @@ class HDF5Dataset(Dataset):
         return np.cumsum([0, *(shard.rows for shard in self._open().shards)])
 
     def check(self) -> None:
-        for shard in self._open().shards:
-            shard.check()
+        opened = self._open()
+        for file in (*opened.shards, *opened.sources):
+            file.check()
 
     def locate(self, epoch: int, position: int) -> Addresses:
         return np.array([epoch], np.int64), np.array([position], np.int64)
@@ -179,9 +186,15 @@ class HDF5Dataset(Dataset):
             got = f"{positions.min()} to {positions.max()}"
             raise IndexError(explain("HDF5Dataset", "rows", expected=f"rows in [0, {opened.rows})", got=got))
         began = time.perf_counter()
-        arrays = {name: self._read(opened, name, positions) for name in dict.fromkeys(nest.flatten(self._structure))}
+        if isinstance(self._structure, str):
+            rows: Any = self._read(opened, self._structure, positions)
+        else:
+            arrays = {
+                name: self._read(opened, name, positions) for name in dict.fromkeys(nest.flatten(self._structure))
+            }
+            rows = nest.map_structure(lambda name: arrays[name], self._structure)
         self._counters.add(rows=positions.size, seconds=time.perf_counter() - began)
-        return nest.map_structure(lambda name: arrays[name], self._structure)
+        return rows
 
     @staticmethod
     def _read(opened: _Opened, name: str, positions: NDArray[np.int64]) -> NDArray[Any]:
@@ -226,6 +239,10 @@ class HDF5Dataset(Dataset):
             where = f"{where} ({skipped} of {count} files skipped)"
         if opened is None:
             return f"{where} (not opened yet)"
+        if opened.sources:
+            number = len(opened.sources)
+            are = "1 file is a source" if number == 1 else f"{number} files are sources"
+            where = f"{where} ({are} of virtual datasets)"
         fields = ", ".join(f"{name} {_described(opened, name)}" for name in opened.fields)
         return f"{where}, {opened.rows} rows of {fields}"
 

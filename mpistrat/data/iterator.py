@@ -12,7 +12,7 @@ from .prefetch import Prefetcher
 __all__ = ["DatasetIterator", "Elements", "PositionReader"]
 
 _NOTHING = object()  # no element was peeked at
-PATIENCE = 3e-4  # seconds: handing an element from thread to thread costs a tenth of it, and more on a busy node
+PATIENCE = 1e-3  # seconds: a thread takes 0.03 to 0.1 ms to hand an element over, and the node a core
 _SLOW = 3  # elements in a row that took longer; a single one may have met a cold page
 
 Elements = Callable[[int, int], Iterator[Any]]  # (epoch, position) -> the elements from there on

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 __all__ = ["Prefetcher"]
@@ -18,35 +18,16 @@ class _Buffer:
     """What the thread and the reader share. The thread must not hold the reader, or neither would ever be freed."""
 
     def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.items: deque[Any] = deque()
-        self.changed = threading.Condition()
+        self.room: SimpleQueue[bool] = SimpleQueue()  # one entry for each item that may be made; False ends the thread
+        self.items: SimpleQueue[tuple[bool, Any]] = SimpleQueue()  # (True, item), at last (False, error or None)
         self.closed = False
-        self.ended = False
-        self.error: BaseException | None = None
-
-    def wait_for_room(self) -> bool:
-        """Wait until there is room for an item; False when the reader has gone."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.closed or len(self.items) < self.depth)
-            return not self.closed
-
-    def put(self, item: Any) -> None:
-        with self.changed:
-            if not self.closed:
-                self.items.append(item)
-                self.changed.notify_all()
-
-    def end(self, error: BaseException | None) -> None:
-        with self.changed:
-            self.ended, self.error = True, error
-            self.changed.notify_all()
+        for _ in range(depth):
+            self.room.put(True)
 
     def close(self) -> None:
-        with self.changed:
-            self.closed = True
-            self.items.clear()
-            self.changed.notify_all()
+        self.closed = True
+        self.room.put(False)
+        self.items.put((False, None))
 
 
 _running: dict[threading.Thread, _Buffer] = {}
@@ -70,16 +51,17 @@ def _run(buffer: _Buffer, produce: Callable[[], Any]) -> None:
 
 def _fill(buffer: _Buffer, produce: Callable[[], Any]) -> None:
     """Produce until StopIteration, an error, or the reader's end."""
-    while buffer.wait_for_room():
+    while buffer.room.get() and not buffer.closed:
         try:
-            item = produce()
+            item = True, produce()
         except StopIteration:
-            buffer.end(None)
-            return
+            item = False, None
         except BaseException as error:  # whatever it is, it belongs to the reader
-            buffer.end(error)
+            item = False, error
+        buffer.items.put(item)
+        if not item[0]:
             return
-        buffer.put(item)
+        del item  # the reader's alone
 
 
 class Prefetcher:
@@ -103,16 +85,16 @@ class Prefetcher:
 
     def get(self) -> Any:
         """Return the next item. Raises StopIteration at the end, and what the function raised, when its turn comes."""
-        buffer = self._buffer
-        with buffer.changed:
-            buffer.changed.wait_for(lambda: buffer.items or buffer.ended or buffer.closed)
-            if buffer.items:
-                item = buffer.items.popleft()
-                buffer.changed.notify_all()
-                return item
-            if buffer.error is not None:
-                raise buffer.error
+        if self._buffer.closed:
             raise StopIteration
+        more, item = self._buffer.items.get()
+        if more:
+            self._buffer.room.put(True)
+            return item
+        self._buffer.items.put((more, item))  # for who asks again
+        if item is not None:
+            raise item
+        raise StopIteration
 
     def close(self) -> None:
         """End the thread and wait for it; what it had read is dropped. Safe to call twice."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..dataset import INFINITE, UNKNOWN, Dataset
-from ..look_ahead import LookAhead
 from ..spec import row_count
+from ..successive import successive_batches
 from .workers import Workers, cut
 
 __all__ = ["GlobalSteps", "Step", "Steps", "WorkerSteps"]
@@ -104,27 +104,20 @@ class GlobalSteps(Steps):
                 count = row_count(batch)
                 yield Step(count, cut(batch, self.workers.blocks(count)))
             return
-        cardinality = self._dataset.cardinality()
-        ahead = LookAhead(self._dataset, self._own_rows)
-        step = start
-        while cardinality == INFINITE or step < cardinality:
-            ahead.batch(epoch, step)
-            yield self._read(epoch, step)
-            step += 1
+        for count, rows in successive_batches(self._dataset, epoch, start, self._own_rows):
+            yield Step(count, self._blocks(rows, count))
+
+    def _blocks(self, rows: Any, count: int) -> list[Any]:
+        """Each local replica's part of this worker's rows of a batch."""
+        if self.workers.num_local_replicas == 1:
+            return [rows]
+        blocks = self.workers.blocks(count)
+        return cut(rows, [(low - blocks[0][0], high - blocks[0][0]) for low, high in blocks])
 
     def _own_rows(self, count: int) -> tuple[int, int]:
         """Which rows of a batch of so many are this worker's."""
         blocks = self.workers.blocks(count)
         return blocks[0][0], blocks[-1][1]
-
-    def _read(self, epoch: int, step: int) -> Step:
-        """One gather of this worker's rows, then views."""
-        epochs, positions = self._dataset.locate(epoch, step)
-        count = int(positions.size)
-        start, stop = self._own_rows(count)
-        rows = self._dataset.gather(epochs[start:stop], positions[start:stop])
-        # Sizes never grow from one replica to the next, so this is the cut into the blocks.
-        return Step(count, self.workers.split(rows, stop - start))
 
     def describe(self) -> str:
         return "each batch cut into blocks (DATA)"
@@ -178,12 +171,14 @@ class WorkerSteps(Steps):
     def elements(self, epoch: int, start: int) -> Iterator[Step]:
         if not self._known:
             yield from self._in_order(epoch, start)
+            return
         cardinality = self.cardinality()
-        ahead = LookAhead(self._own)
+        own = successive_batches(self._own, epoch, start)
         step = start
         while cardinality == INFINITE or step < cardinality:
-            ahead.batch(epoch, step)
-            yield self._read(epoch, step)
+            count = sum(n * _rows_in(self._different[key], epoch, step) for key, n in self._readers.items())
+            rows, batch = next(own, (0, None))
+            yield Step(count, None if batch is None else self.workers.split(batch, rows))
             step += 1
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Step]:
@@ -191,13 +186,6 @@ class WorkerSteps(Steps):
             yield Step(None, self.workers.split(batch, row_count(batch)))
         while True:
             yield Step(None, None)
-
-    def _read(self, epoch: int, step: int) -> Step:
-        count = sum(n * _rows_in(self._different[key], epoch, step) for key, n in self._readers.items())
-        if not _has(self._own, step):
-            return Step(count, None)
-        epochs, positions = self._own.locate(epoch, step)
-        return Step(count, self.workers.split(self._own.gather(epochs, positions), int(positions.size)))
 
     def describe(self) -> str:
         return f"each worker its own batches ({self._policy})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ... import nest, partition
@@ -20,6 +20,10 @@ class Workers:
         replicas: how many replicas each worker has, at least 1.
         index: which worker this is.
 
+    Attributes:
+        num_replicas: replicas of all workers.
+        replica_offset: the number of this worker's first replica.
+
     Raises:
         ValueError: for impossible numbers.
 
@@ -30,6 +34,8 @@ class Workers:
 
     replicas: Sequence[int] = (1,)
     index: int = 0
+    num_replicas: int = field(init=False)
+    replica_offset: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "replicas", tuple(self.replicas))
@@ -39,6 +45,8 @@ class Workers:
         if not 0 <= self.index < len(self.replicas):
             expected = f"0 <= index < {len(self.replicas)}"
             raise ValueError(explain("Workers", "index", expected=expected, got=self.index))
+        object.__setattr__(self, "num_replicas", sum(self.replicas))
+        object.__setattr__(self, "replica_offset", sum(self.replicas[: self.index]))
 
     @property
     def count(self) -> int:
@@ -46,19 +54,9 @@ class Workers:
         return len(self.replicas)
 
     @property
-    def num_replicas(self) -> int:
-        """Replicas of all workers."""
-        return sum(self.replicas)
-
-    @property
     def num_local_replicas(self) -> int:
         """Replicas of this worker."""
         return self.replicas[self.index]
-
-    @property
-    def replica_offset(self) -> int:
-        """The number of this worker's first replica."""
-        return sum(self.replicas[: self.index])
 
     def blocks(self, rows: int) -> list[tuple[int, int]]:
         """Return this worker's replicas' ranges of the rows of a global batch. Not collective."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ... import nest
 from ...errors import explain
 from ..buffers import RowBuffers
+from ..chain import Source
 from ..dataset import Addresses, Dataset
 from ..spec import is_ragged, stack_rows
 from .stage import Stage
@@ -92,6 +93,11 @@ class Batched(Stage):
         if not self._checked:
             _ = self.row_spec  # raises for ragged rows
         return self._parent.gather(epochs, positions)
+
+    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
+        if not self._checked:
+            _ = self.row_spec  # raises for ragged rows
+        return self._parent.source(epochs, positions)
 
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
         if self.random_access:

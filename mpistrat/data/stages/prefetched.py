@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ..chain import Source
 from ..dataset import Dataset
 from .stage import Stage
 
@@ -21,6 +25,9 @@ class Prefetched(Stage):
     @property
     def prefetch_depth(self) -> int:
         return self._depth
+
+    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
+        return self._parent.source(epochs, positions)
 
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
         return self._parent.elements(epoch, start)

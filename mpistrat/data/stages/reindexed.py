@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import explain
+from ..chain import Source
 from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset
 from ..options import SHARD_HINT
 from ..order import permute
@@ -224,6 +225,11 @@ class Reindexed(Stage):
         if self.batching is None:
             epochs, positions = self._source(epochs, positions)
         return self._parent.gather(epochs, positions)
+
+    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
+        if self.batching is None:
+            epochs, positions = self._source(epochs, positions)
+        return self._parent.source(epochs, positions)
 
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         if self.batching is None:

@@ -117,7 +117,7 @@ def test_the_state_is_what_was_consumed_not_what_was_read_ahead() -> None:
     iterator = iter(parts(from_arrays(np.arange(100)).batch(10).prefetch(4), 1)[0])
     next(iterator)
     deadline = time.monotonic() + 5
-    while len(iterator._reader._prefetcher._buffer.items) < 4 and time.monotonic() < deadline:
+    while iterator._reader._prefetcher._buffer.items.qsize() < 4 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert iterator.state() == {"epoch": 0, "next": 1}
     iterator.close()
@@ -154,7 +154,7 @@ def test_prefetching_changes_nothing(prefetch: int) -> None:
 
 def test_a_thread_reads_ahead_once_reading_takes_long() -> None:
     def slow(x: np.ndarray) -> np.ndarray:
-        time.sleep(0.002)
+        time.sleep(0.005)
         return x
 
     quick = from_arrays(np.arange(100)).batch(10)
