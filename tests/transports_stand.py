@@ -142,3 +142,76 @@ def sees_a_mix(ps, seconds):
         if (out != out[0]).any():
             return True
     return False
+
+
+ROWS = {0: [5, 0, 5, 5], 1: [9, 5], 2: []}
+
+
+def check_rows(ps):
+    """Rows of variable 0, of shape (10, 2), are pushed, duplicates summed, and read."""
+
+    def values(worker):
+        return np.arange(1, 2 * len(ROWS[worker]) + 1, dtype=np.float32).reshape(-1, 2)
+
+    def work(worker, transports):
+        transports[0].push_rows(0, 1, ROWS[worker], values(worker))
+        transports[0].flush()
+        out = np.full((3, 2), -1, np.float32)
+        assert transports[0].read_rows(0, [5, 1, 5], out) >= 1
+        assert (out[0] == out[2]).all()
+        assert not out[1].any()
+        assert transports[0].read_rows(0, [], out[:0]) >= 1
+
+    run(ps, work)
+    if ps.server is not None:
+        expected = np.zeros((10, 2), np.float32)
+        for worker in range(len(ps.workers)):
+            np.add.at(expected, ROWS[worker], values(worker))
+        np.testing.assert_array_equal(ps.server.array(0), expected)
+        assert ps.server.version(0) == len(ps.workers)
+
+
+def check_passes(ps):
+    """Worker 0 leaves each pass at once; reads see what it pushed, and the others are served to their ends."""
+
+    def work(worker, transports):
+        link = transports[0]
+        out = np.zeros(4, np.float32)
+        for _ in range(1 if worker == 0 else 20):
+            link.push(0, link.pushed + 1, np.ones(4, np.float32))
+            link.read(0, out)
+        link.flush()
+        assert link.read(0, out) >= link.pushed
+        return float(out[0])
+
+    results = run(ps, work, passes=4)
+    total = 4 * (1 + 20 * (len(ps.workers) - 1))
+    if ps.server is not None:
+        assert ps.server.array(0).tolist() == [total] * 4
+        assert ps.server.passes == 4
+    else:
+        assert results == sorted(results)
+        assert results[-1] <= total
+
+
+def check_counters(ps, times):
+    """Workers and server add to two counters; nobody gets a number twice."""
+
+    def work(worker, transports):
+        before = [transports[0].fetch_and_add(1, 3) for _ in range(times)]
+        assert before == sorted(set(before))
+        transports[0].fetch_and_add(0, -1)
+
+    if ps.server is not None:
+        ps.server.fetch_and_add(1, 3)
+    run(ps, work)
+    if ps.server is not None:
+        assert ps.server.fetch_and_add(1, 0) == 3 + 3 * times * len(ps.workers)
+        assert ps.server.fetch_and_add(0, 0) == -len(ps.workers)
+
+
+def counters(count):
+    """Specs of counters."""
+    from mpistrat.parameter_server.layout import VariableSpec
+
+    return [VariableSpec(f"counter{i}", (), np.int64, counter=True) for i in range(count)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MessagePort"]
 
+_SENDING = 5e-3  # seconds in each round for sending on what workers are receiving
 _QUESTIONS = (Kind.READ, Kind.READ_ROWS, Kind.ADD, Kind.CLOCKS)
 
 
@@ -56,11 +58,12 @@ class MessagePort(Port):
         self._taken = dict.fromkeys(self._rank_of, 0)
         self._spare: list[np.ndarray] = []
         self._sending: list[tuple[Any, np.ndarray]] = []  # requests, each with the memory that it reads
+        self._stalled, self._last = False, 0
         self._snapshots: dict[int, tuple[int, np.ndarray]] = {}
         self._any, self._byte, self._status = MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
 
     def poll(self) -> bool:
-        self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
+        self._send_on()
         moved = self._match()
         for worker, coming in self._coming.items():
             if coming and coming[0][0].Test():
@@ -77,6 +80,21 @@ class MessagePort(Port):
 
     def busy(self) -> bool:
         return bool(self._sending) or any(self._coming.values())
+
+    def _send_on(self) -> None:
+        """Give what is being sent some time, as long as it gets on: MPI sends large messages only while it is called."""
+        until = monotonic() + _SENDING
+        while self._sending:
+            before = len(self._sending)
+            self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
+            if len(self._sending) < before:
+                self._stalled = False
+            elif self._stalled:
+                return
+            if monotonic() > until:
+                self._stalled = len(self._sending) == self._last
+                self._last = len(self._sending)
+                return
 
     def _match(self) -> bool:
         """Begin to receive what has arrived. Each worker sends few parts before it hears that they were taken."""

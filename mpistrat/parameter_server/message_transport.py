@@ -35,7 +35,7 @@ class MessageTransport(Transport):
         from mpi4py import MPI
 
         super().__init__(pair)
-        self._comm, self._byte, self._status, self._all = comm, MPI.BYTE, MPI.Status(), MPI.Request.Testall
+        self._comm, self._byte, self._some = comm, MPI.BYTE, MPI.Request.Testsome
         slots, nbytes = pair.layout.slots, LINE + pair.layout.chunk_bytes
         self._buffers = [np.zeros(nbytes, np.uint8) for _ in range(slots)]
         self._sending: list[Any] = [MPI.REQUEST_NULL] * slots
@@ -84,13 +84,22 @@ class MessageTransport(Transport):
         for piece in chunks(out[short.nbytes :], self.pair.layout.chunk_bytes):
             requests.append(comm.Irecv([piece, self._byte], source, DATA))
         self._post(kind, variable, value, rows, pieces)
-        patience = self.pair.patience("read")
-        while not self._all(requests):
-            patience.pause()
+        self._finish(requests)
         number, taken, applied = self._numbers[:3].tolist()
         self._note(taken, applied)
         short[:] = self._reply[LINE : LINE + short.nbytes]
         return number
+
+    def _finish(self, requests: list[Any]) -> None:
+        """Wait for everything; without sleeping while it comes, for MPI receives only a piece in each call."""
+        left, patience = len(requests), self.pair.patience("read")
+        while left:
+            arrived = self._some(requests)
+            if arrived:
+                left -= len(arrived)
+                patience.reset()
+            else:
+                patience.pause()
 
     def _post(self, kind: int, variable: int, number: int, rows: int, pieces: Sequence[np.ndarray]) -> None:
         layout = self.pair.layout

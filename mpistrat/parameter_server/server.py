@@ -141,6 +141,7 @@ class Server:
         self._handlers = handlers
         backoff, check, readers = Backoff(self.back_off), monotonic() + _CHECK, 0
         while True:
+            self._progress()
             left = self._all_left()
             moved = [port.poll() for port in self._ports]
             if any(moved):
@@ -148,7 +149,6 @@ class Server:
             elif left and not any(port.busy() for port in self._ports):
                 return
             else:
-                self._progress()
                 reading = self._gate.readers()
                 if reading != readers:  # who reads by one-sided calls may need this rank
                     readers = reading

@@ -4,7 +4,18 @@ import time
 
 import numpy as np
 import pytest
-from transports_stand import TRANSPORTS, adding, check_exact, check_whole_reads, parameter_servers, run
+from transports_stand import (
+    TRANSPORTS,
+    adding,
+    check_counters,
+    check_exact,
+    check_passes,
+    check_rows,
+    check_whole_reads,
+    counters,
+    parameter_servers,
+    run,
+)
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 ranks = pytest.mark.ranks
@@ -98,30 +109,8 @@ def test_dtypes_and_shapes(transport, chunk_bytes):
 
 @ranks(2, 3, 4)
 def test_rows_move_alone_and_duplicates_are_summed(transport):
-    workers_rows = {0: [5, 0, 5, 5], 1: [9, 5], 2: []}
-
-    def work(worker, transports):
-        rows = workers_rows[worker]
-        values = np.arange(1, 2 * len(rows) + 1, dtype=F4).reshape(-1, 2)
-        transports[0].push_rows(0, 1, rows, values)
-        transports[0].flush()
-        out = np.full((3, 2), -1, F4)
-        version = transports[0].read_rows(0, [5, 1, 5], out)
-        assert version >= 1
-        assert (out[0] == out[2]).all()
-        assert not out[1].any()
-        assert transports[0].read_rows(0, [], out[:0]) >= 1
-        return
-
     with parameter_servers(transport, [((10, 2), F4)], chunk_bytes=16) as ps:
-        run(ps, work)
-        if ps.server is not None:
-            expected = np.zeros((10, 2), F4)
-            for worker in range(len(ps.workers)):
-                rows = workers_rows[worker]
-                np.add.at(expected, rows, np.arange(1, 2 * len(rows) + 1, dtype=F4).reshape(-1, 2))
-            np.testing.assert_array_equal(ps.server.array(0), expected)
-            assert ps.server.version(0) == len(ps.workers)
+        check_rows(ps)
 
 
 @ranks(2)
@@ -213,49 +202,14 @@ def test_a_push_may_be_kept_and_applied_later(transport):
 
 @ranks(2, 3, 4)
 def test_several_passes_and_an_early_leaver(transport):
-    """Worker 0 leaves each pass at once; reads see what it pushed, and the others are served to their ends."""
-
-    def work(worker, transports):
-        link = transports[0]
-        for _ in range(1 if worker == 0 else 20):
-            link.push(0, link.pushed + 1, np.ones(4, F4))
-            out = np.zeros(4, F4)
-            link.read(0, out)
-        link.flush()
-        assert link.read(0, out) >= link.pushed
-        return float(out[0])
-
     with parameter_servers(transport, [((4,), F4)]) as ps:
-        results = run(ps, work, passes=4)
-        total = 4 * (1 + 20 * (len(ps.workers) - 1))
-        if ps.server is not None:
-            assert ps.server.array(0).tolist() == [total] * 4
-            assert ps.server.passes == 4
-        else:
-            assert results == sorted(results)
-            assert results[-1] <= total
+        check_passes(ps)
 
 
 @ranks(2, 3, 4)
 def test_counters_are_exact(transport):
-    from mpistrat.parameter_server.layout import VariableSpec
-
-    times = 200
-    specs = [VariableSpec(name, (), np.int64, counter=True) for name in "ab"]
-
-    def work(worker, transports):
-        before = [transports[0].fetch_and_add(1, 3) for _ in range(times)]
-        assert before == sorted(set(before))
-        transports[0].fetch_and_add(0, -1)
-        return before
-
-    with parameter_servers(transport, specs) as ps:
-        if ps.server is not None:
-            ps.server.fetch_and_add(1, 3)
-        run(ps, work)
-        if ps.server is not None:
-            assert ps.server.fetch_and_add(1, 0) == 3 + 3 * times * len(ps.workers)
-            assert ps.server.fetch_and_add(0, 0) == -len(ps.workers)
+    with parameter_servers(transport, counters(2)) as ps:
+        check_counters(ps, 200)
 
 
 @ranks(2, 3, 4)
