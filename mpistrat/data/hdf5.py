@@ -172,8 +172,10 @@ class HDF5Dataset(Dataset):
 
     def check(self) -> None:
         opened = self._open()
-        for file in (*opened.shards, *opened.sources):
-            file.check()
+        for shard in opened.shards:
+            shard.check()
+        for source in opened.sources:
+            source.check()
 
     def locate(self, epoch: int, position: int) -> Addresses:
         return np.array([epoch], np.int64), np.array([position], np.int64)

@@ -50,13 +50,14 @@ def _check(files: FileSet, ranks: Ranks) -> list[dict[str, Any]]:
     """This rank's files: every so many'th, so that ranks that read in order read files that lie apart."""
     places = range(ranks.rank, len(files.paths), ranks.size)
     sizes = {place: files.paths[place].stat().st_size if files.paths[place].is_file() else 0 for place in places}
+    declared = {path.resolve() for path in files.paths}
     found = []
     what = "checking" if ranks.size == 1 else "checking (rank 0)"
     with Meter(what, sum(sizes.values()), "bytes", silent=ranks.rank > 0) as meter:
         for place, size in sizes.items():
             by, problem = "", ""
             try:
-                by = check_file(files, place)
+                by = check_file(files, place, declared)
             except ShardError as error:
                 problem = str(error)
             path = str(files.paths[place])

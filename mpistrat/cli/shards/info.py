@@ -75,8 +75,10 @@ def _print(found: SetSurvey, *, plain: bool) -> None:
         files.add_column(title, justify="right")
     files.add_column("digest", overflow="fold")
     for path, rows, size, digest in found.files[:_FILES]:
-        files.add_row(path.name, str(rows), size_text(size), _short(digest))
+        files.add_row(path.name, "source" if rows is None else str(rows), size_text(size), _short(digest))
     out.print(files)
+    if any(rows is None for _, rows, _, _ in found.files):
+        out.print("source: virtual datasets of other files draw from this one; it has no rows of its own")
     if count > _FILES:
         out.print(f"… and {count - _FILES} more; --json lists all of them")
 

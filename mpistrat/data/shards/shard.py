@@ -34,6 +34,11 @@ class Shard:
         declared: resolved paths of all files that data may be drawn from.
         driver: h5py's driver; None for its default.
 
+    Attributes:
+        path: the file.
+        storages: where each dataset's rows lie.
+        sources: resolved paths of other files, from which virtual datasets among these draw.
+
     Raises:
         ShardError: when the file cannot be read or holds what is not supported, naming it.
     """
@@ -45,6 +50,7 @@ class Shard:
         except OSError as error:
             raise self._error("", "an HDF5 file", str(error)) from error
         self.storages: dict[str, Storage] = {}
+        self.sources: set[Path] = set()
         with open_hdf5(path, driver) as file:
             try:
                 self._look(file, names, declared)
@@ -85,7 +91,7 @@ class Shard:
             if not dataset.shape:
                 raise Refused("a dataset without rows")
             field = field_of(dataset)
-            check_storage(dataset, self.path, declared)
+            self.sources |= check_storage(dataset, self.path, declared)
         except Refused as refused:
             expected = "numbers, strings or structures that lie in the declared files"
             raise self._error(name, expected, str(refused)) from None

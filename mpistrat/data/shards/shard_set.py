@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from ... import log
 from ...errors import ShardError, explain
+from ..readers.open_files import ShardFile
 from .files import FileSet
 from .manifest import Field, ShardEntry
 from .shard import Shard
@@ -21,12 +23,14 @@ class ShardSet:
     """Files that belong together.
 
     Attributes:
-        shards: the files, in order.
-        fields: what each of them has.
+        shards: the files that have rows, in order.
+        sources: files without rows of their own, as virtual datasets of the others draw from them.
+        fields: what each file with rows has.
         skipped: files that were left out, and why.
     """
 
     shards: tuple[Shard, ...]
+    sources: tuple[ShardFile, ...]
     fields: dict[str, Field]
     skipped: tuple[tuple[Path, str], ...]
 
@@ -34,7 +38,8 @@ class ShardSet:
 def open_shards(files: FileSet, names: list[str] | None, *, driver: str | None, on_error: str) -> ShardSet:
     """Look into all files.
 
-    Without a manifest, files are compared with what most of them hold.
+    Without a manifest, files are compared with what most of them hold. A file from which a virtual dataset of another
+    one draws, be it in part, is that one's source, and has no rows of its own: they would come twice.
 
     Args:
         files: which files.
@@ -48,15 +53,21 @@ def open_shards(files: FileSet, names: list[str] | None, *, driver: str | None, 
     if names is None and files.fields is not None:
         names = list(files.fields)
     skipped = list(files.skipped)
-    declared = {path.resolve() for path in files.paths}
+    declared = {path.resolve(): path for path in files.paths}
     shards: list[Shard] = []
+    bad: list[tuple[Path, ShardError]] = []
     for path, entry in zip(files.paths, files.entries, strict=True):
         try:
-            shard = Shard(path, names, declared, driver)
+            shard = Shard(path, names, declared.keys(), driver)
             _check_rows(shard, entry)
             shards.append(shard)
         except ShardError as error:
-            _skip(path, error, on_error, skipped)
+            bad.append((path, error))
+    sources = set().union(*(shard.sources for shard in shards))
+    for path, problem in bad:
+        if path.resolve() not in sources:  # else what is drawn from it was checked, and it need not have more
+            _skip(path, problem, on_error, skipped)
+    shards = _without_sources(shards, sources)
     if files.fields is not None:
         fields, reference = files.fields, "the manifest"
     elif shards:
@@ -70,7 +81,24 @@ def open_shards(files: FileSet, names: list[str] | None, *, driver: str | None, 
             _skip(shard.path, error, on_error, skipped)
     if skipped:
         _report(skipped, len(good))
-    return ShardSet(tuple(good), good[0].fields, tuple(skipped))
+    lent = tuple(ShardFile.of(path) for resolved, path in declared.items() if resolved in sources)
+    return ShardSet(tuple(good), lent, good[0].fields, tuple(skipped))
+
+
+def _without_sources(shards: list[Shard], sources: Set[Path]) -> list[Shard]:
+    """The files that no other one draws from. Raise if the rows of a file would be lost that way."""
+    kept = [shard for shard in shards if shard.path.resolve() not in sources]
+    by_path = {shard.path.resolve(): shard for shard in shards}
+    drawn: set[Path] = set()
+    new = set().union(*(shard.sources for shard in kept))
+    while new:
+        drawn |= new
+        new = set().union(*(by_path[path].sources for path in new if path in by_path)) - drawn
+    for path in sorted(sources - drawn):
+        expected, got = "virtual datasets over files that do not draw back", "files that draw from each other"
+        remedy = "Write the virtual datasets into a file of their own."
+        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=got, remedy=remedy))
+    return kept
 
 
 def _skip(path: Path, error: ShardError, on_error: str, skipped: list[tuple[Path, str]]) -> None:

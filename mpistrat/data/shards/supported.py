@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..readers.open_files import open_hdf5
 from .links import Refused, find
 from .manifest import Field
 
@@ -47,7 +48,7 @@ def field_of(dataset: h5py.Dataset) -> Field:
     return Field(np.dtype(dtype.str) if dtype.fields is None and dtype.subdtype is None else dtype, shape)
 
 
-def check_storage(dataset: h5py.Dataset, path: Path, declared: Set[Path]) -> None:
+def check_storage(dataset: h5py.Dataset, path: Path, declared: Set[Path]) -> set[Path]:
     """Refuse a dataset whose data lies elsewhere than in the declared files, or cannot be decoded.
 
     Args:
@@ -55,32 +56,32 @@ def check_storage(dataset: h5py.Dataset, path: Path, declared: Set[Path]) -> Non
         path: its file.
         declared: resolved paths, of this file too.
 
+    Returns:
+        The resolved paths of the other files that a virtual dataset draws from.
+
     Raises:
         Refused: with the reason.
     """
-    _check(dataset, path, declared, _VIRTUAL)
+    return _check(dataset, path, declared, _VIRTUAL) - {path.resolve()}
 
 
-def _check(dataset: h5py.Dataset, path: Path, declared: Set[Path], depth: int) -> None:
+def _check(dataset: h5py.Dataset, path: Path, declared: Set[Path], depth: int) -> set[Path]:
     import h5py
 
     if dataset.external:
         raise Refused(f"external storage in {dataset.external[0][0]}")
     if dataset.is_virtual:
-        for source in dataset.virtual_sources():
-            _check_source(source, path, declared, depth)
-        return
+        return set().union(*(_check_source(each, path, declared, depth) for each in dataset.virtual_sources()))
     plist = dataset.id.get_create_plist()
     for index in range(plist.get_nfilters()):
         code, _, _, name = plist.get_filter(index)
         if not h5py.h5z.filter_avail(code):
             raise Refused(f"filter {code} ({name.decode(errors='replace')}), which this HDF5 does not have")
+    return set()
 
 
-def _check_source(source: Any, path: Path, declared: Set[Path], depth: int) -> None:
+def _check_source(source: Any, path: Path, declared: Set[Path], depth: int) -> set[Path]:
     """Refuse a source of a virtual dataset for which HDF5 would look elsewhere, or fill in what is not there."""
-    import h5py
-
     where = f"a virtual dataset that draws from {source.dset_name} in {source.file_name}"
     if not depth:
         raise Refused(f"{where}, through too many virtual datasets")
@@ -89,12 +90,12 @@ def _check_source(source: Any, path: Path, declared: Set[Path], depth: int) -> N
     file_path = path if source.file_name == "." else (path.resolve().parent / source.file_name).resolve()
     if file_path.resolve() not in declared:
         raise Refused(f"{where}, which is none of the files of this dataset")
-    with h5py.File(file_path, "r") as file:
+    with open_hdf5(file_path) as file:
         found = find(file, source.dset_name)
         if found is None:
             raise Refused(f"{where}, which is not there")
         _check_extent(source, found, where)
-        _check(found, file_path, declared, depth - 1)
+        return {file_path.resolve()} | _check(found, file_path, declared, depth - 1)
 
 
 def _check_extent(source: Any, found: h5py.Dataset, where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from ..readers.choice import choose_reader
 from ..readers.open_files import open_hdf5, open_hdf5_files
 from ..spec import ArraySpec
 from .files import FileSet, PathLike, resolve
+from .shard import Shard
 from .shard_set import open_shards
 
 if TYPE_CHECKING:
@@ -55,18 +56,19 @@ class SetSurvey:
     """A set of files.
 
     Attributes:
-        files: the files with the rows, bytes and digest (None without a manifest) of each.
+        files: the files with the rows, bytes and digest (None without a manifest) of each; None for the rows of a file
+            that others' virtual datasets draw from, as it gives none of its own.
         manifest: whether a manifest lists them all.
         fields: what they hold.
     """
 
-    files: tuple[tuple[Path, int, int, str | None], ...]
+    files: tuple[tuple[Path, int | None, int, str | None], ...]
     manifest: bool
     fields: tuple[FieldSurvey, ...]
 
     @property
     def rows(self) -> int:
-        return sum(rows for _, rows, _, _ in self.files)
+        return sum(rows or 0 for _, rows, _, _ in self.files)
 
     @property
     def bytes(self) -> int:
@@ -110,7 +112,7 @@ def survey(files: PathLike | Sequence[PathLike]) -> SetSurvey:
         )
     rows = {shard.path: shard.rows for shard in opened.shards}
     listed = tuple(
-        (path, rows[path], path.stat().st_size, None if entry is None else entry.digest)
+        (path, rows.get(path), path.stat().st_size, None if entry is None else entry.digest)
         for path, entry in zip(found.paths, found.entries, strict=True)
     )
     return SetSurvey(listed, all(entry is not None for entry in found.entries), tuple(fields))
@@ -155,11 +157,16 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, list)) else str(value)
 
 
-def check_file(files: FileSet, place: int) -> str:
+def check_file(files: FileSet, place: int, declared: Set[Path]) -> str:
     """Check one file of a set, and return by what it was found whole. Not collective.
 
     A file in a manifest is compared with its digest. Of another one, all chunks are read, which checks their checksums
     and undoes their compression; data that has neither cannot be checked.
+
+    Args:
+        files: the set.
+        place: the file's number in it.
+        declared: resolved paths of all files of the set, from which virtual datasets may draw.
 
     Returns:
         "digest", "checksums", "partly" if only some of the data has checksums or compression, or "nothing".
@@ -173,8 +180,7 @@ def check_file(files: FileSet, place: int) -> str:
         return "digest"
     guarded = unguarded = 0
     with open_hdf5(path) as file:
-        opened = open_shards(FileSet((path,), (None,), None), None, driver=None, on_error="raise")
-        for name, storage in opened.shards[0].storages.items():
+        for name, storage in Shard(path, None, declared, None).storages.items():
             dataset = file[name]
             if dataset.id.get_create_plist().get_nfilters() and dataset.chunks is not None:
                 _read(path, dataset, storage.piece_rows)

@@ -382,6 +382,25 @@ def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
     assert "no damage found in what can be checked" in done.stdout
 
 
+def test_sources_of_virtual_datasets(tmp_path: Path) -> None:
+    layout = h5py.VirtualLayout((4,), "i8")
+    for i in range(2):
+        with h5py.File(tmp_path / f"part{i}.h5", "w") as file:
+            file["x"] = np.arange(2 * i, 2 * i + 2)
+        layout[2 * i : 2 * i + 2] = h5py.VirtualSource(f"part{i}.h5", "x", (2,))
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file.create_virtual_dataset("all", layout)
+    document = json.loads(mpistrat("shards", "info", "--json", tmp_path).stdout)
+    assert document["rows"] == 4
+    assert [file["rows"] for file in document["files"]] == [4, None, None]
+    assert "part0.h5  source" in mpistrat("shards", "info", tmp_path).stdout
+    assert "no damage found" in mpistrat("shards", "check", tmp_path).stdout
+    with (tmp_path / "part1.h5").open("r+b") as file:
+        file.truncate(1000)
+    done = mpistrat("shards", "check", tmp_path, status=1)
+    assert "part1.h5" in done.stdout
+
+
 def test_mpi_is_not_started_by_one_process(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
     program = (
         "import sys\nfrom mpistrat.cli.main import main\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,11 +224,90 @@ def plain(path: Path, start: int = 0, rows: int = 4) -> None:
 def test_virtual_datasets_over_declared_files_are_read(tmp_path: Path) -> None:
     plain(tmp_path / "a.h5")
     plain(tmp_path / "b.h5", 4)
-    virtual(tmp_path / "a.h5", "b.h5")
-    virtual(tmp_path / "b.h5", str(tmp_path / "a.h5"))
+    virtual(tmp_path / "c.h5", "b.h5")
+    virtual(tmp_path / "d.h5", str(tmp_path / "a.h5"))
     dataset = HDF5Dataset(tmp_path, "v")
     assert dataset.rows(range(8)).tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
     assert "a virtual dataset" in str(dataset)
+
+
+def master(path: Path, name: str, sources: Sequence[tuple[str, int]]) -> None:
+    """A virtual dataset of the first rows of x in other files, one file after the other."""
+    layout = h5py.VirtualLayout((sum(rows for _, rows in sources),), "i8")
+    start = 0
+    for source, rows in sources:
+        layout[start : start + rows] = h5py.VirtualSource(source, "x", (4,))[:rows]
+        start += rows
+    with h5py.File(path, "a") as file:
+        file.create_virtual_dataset(name, layout)
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+@pytest.mark.parametrize("fields", [True, False])
+@pytest.mark.parametrize("order", [["all.h5", "part0.h5", "part1.h5"], ["part1.h5", "all.h5", "part0.h5"], None])
+def test_rows_of_a_virtual_dataset_and_its_sources_come_once(
+    tmp_path: Path, name: str, fields: bool, order: list[str] | None
+) -> None:
+    plain(tmp_path / "part0.h5")
+    plain(tmp_path / "part1.h5", 4)
+    master(tmp_path / "all.h5", name, [("part0.h5", 4), ("part1.h5", 4)])
+    files = tmp_path if order is None else [tmp_path / file for file in order]
+    dataset = HDF5Dataset(files, [name] if fields else None)
+    assert len(dataset) == 8
+    assert dataset.rows(range(8))[name].tolist() == list(range(8))
+    assert "3 files in" in str(dataset)
+    assert "(2 files are sources of virtual datasets), 8 rows of" in str(dataset)
+    assert dataset.skipped == ()
+    plain(tmp_path / "part1.h5", 40)
+    with pytest.raises(ShardError, match=r"part1\.h5.*must not change"):
+        iter(dataset)
+
+
+def test_a_file_that_is_drawn_from_in_part_has_no_rows_of_its_own(tmp_path: Path) -> None:
+    plain(tmp_path / "a.h5", 10)
+    plain(tmp_path / "b.h5")
+    plain(tmp_path / "c.h5", 20)
+    master(tmp_path / "m.h5", "x", [("b.h5", 3)])
+    dataset = HDF5Dataset(tmp_path, "x")
+    assert dataset.rows(range(11)).tolist() == [10, 11, 12, 13, 20, 21, 22, 23, 0, 1, 2]
+    assert "(1 file is a source of virtual datasets)" in str(dataset)
+    virtual(tmp_path / "n.h5", "m.h5", rows=3)
+    dataset = HDF5Dataset([tmp_path / "b.h5", tmp_path / "m.h5", tmp_path / "n.h5"], "v")
+    assert dataset.rows(range(3)).tolist() == [0, 1, 2]
+    assert "(2 files are sources" in str(dataset)
+
+
+def test_only_virtual_datasets_that_are_wanted_make_files_sources(tmp_path: Path) -> None:
+    plain(tmp_path / "a.h5")
+    plain(tmp_path / "b.h5", 4)
+    virtual(tmp_path / "b.h5", "a.h5")
+    assert HDF5Dataset(tmp_path, "x").rows(range(8)).tolist() == list(range(8))
+    assert HDF5Dataset(tmp_path, "v").rows(range(4)).tolist() == [0, 1, 2, 3]
+
+
+def test_a_source_that_lacks_the_field_is_no_bad_file(tmp_path: Path) -> None:
+    plain(tmp_path / "a.h5")
+    virtual(tmp_path / "m.h5", "a.h5")
+    with h5py.File(tmp_path / "z.h5", "w") as file:
+        file["other"] = np.arange(3)
+    with pytest.raises(ShardError, match=r"z\.h5: expected a dataset 'v'"):
+        len(HDF5Dataset(tmp_path, "v"))
+    dataset = HDF5Dataset(tmp_path, "v", on_error="skip")
+    assert dataset.rows(range(4)).tolist() == [0, 1, 2, 3]
+    assert [path.name for path, _ in dataset.skipped] == ["z.h5"]
+    (tmp_path / "a.h5").write_bytes((tmp_path / "a.h5").read_bytes()[:-8])
+    with pytest.raises(ShardError, match=r"a\.h5: .*HDF5 refuses"):
+        len(HDF5Dataset(tmp_path, "v"))
+
+
+def test_files_that_draw_from_each_other_are_refused(tmp_path: Path) -> None:
+    for one, other in (("a", "b"), ("b", "a")):
+        plain(tmp_path / f"{one}.h5")
+        virtual(tmp_path / f"{one}.h5", f"{other}.h5")
+    plain(tmp_path / "c.h5")
+    virtual(tmp_path / "c.h5", ".")
+    with pytest.raises(ShardError, match=r"a\.h5: .*files that draw from each other"):
+        len(HDF5Dataset(tmp_path, "v"))
 
 
 def test_a_virtual_dataset_over_its_own_file_is_read(tmp_path: Path) -> None:
