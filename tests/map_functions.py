@@ -50,6 +50,12 @@ def fail_at_5(x: Any) -> Any:
     return x
 
 
+def nothing_at_5(x: Any) -> Any:
+    if 5 not in np.atleast_1d(x):
+        return x
+    return None
+
+
 def lock(x: Any) -> Any:
     return threading.Lock()
 

@@ -53,14 +53,35 @@ class Mapped(Stage):
             epochs, positions = (own[:1] for own in parent.locate(0, 0))
             rows = parent.gather(epochs, positions)
             if parent.batching is None:
-                return spec_of_element(self._each(unstack_rows(rows), epochs, positions)[0])
+                return self._spec_of(self._each(unstack_rows(rows), epochs, positions)[0], 0)
             return spec_of_rows(self._batch(rows, 1, epochs, positions))
         element = None if parent.random_access else next(parent.elements(0), None)
         if element is not None:
             made = next(self._stream(iter([element]), 0, 0))
-            return spec_of_element(made) if parent.batching is None else spec_of_rows(made)
+            return self._spec_of(made, 0) if parent.batching is None else spec_of_rows(made)
         nothing = np.zeros(0, np.int64)
         return spec_of_rows(self._batch(empty_rows(parent.row_spec), 0, nothing, nothing))
+
+    def _spec_of(self, element: Any, position: int) -> Any:
+        try:
+            return spec_of_element(element)
+        except ValueError:
+            self._check_arrays(element, position)
+            raise
+
+    def _check_arrays(self, element: Any, position: int) -> None:
+        """Raise if something that the function returned is no array, number or string: mostly it returned nothing."""
+        for name, leaf in zip(nest.paths(element), nest.flatten(element), strict=True):
+            array = np.asarray(leaf)
+            if isinstance(leaf, (str, bytes)) or not array.dtype.hasobject:
+                continue
+            if array.ndim and self._parent.batching is not None:  # strings, or rows that differ in length
+                continue
+            got = "None" if leaf is None else "an array of objects" if array.ndim else f"a {type(leaf).__name__}"
+            got = f"{got}{name and ' at ' + name}"
+            expected, remedy = "arrays, numbers or strings", "The function must return the new element, in every case."
+            where = f"element {position}"
+            raise ValueError(explain(self.describe(), where, expected=expected, got=got, remedy=remedy)) from None
 
     def _each(self, elements: list[Any], epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Any]:
         try:
@@ -81,14 +102,17 @@ class Mapped(Stage):
 
     def _batch(self, rows: Any, count: int, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         """The function of a batch, which must give as many rows."""
+        epoch, row = (int(epochs[0]), int(positions[0])) if positions.size else (0, 0)
+        position = row // self._parent.batching.size if self._parent.batching is not None else row
         try:
             made = self._calls.each([rows])[0]
         except CallError as failed:
-            at = (int(epochs[0]), int(positions[0])) if positions.size else (0, 0)
-            self._raise(failed.error, *at)
-        return self._checked(made, count)
+            self._raise(failed.error, epoch, position)
+        return self._checked(made, count, position)
 
-    def _checked(self, made: Any, count: int) -> Any:
+    def _checked(self, made: Any, count: int, position: int) -> Any:
+        if not all(isinstance(leaf, np.ndarray) for leaf in nest.flatten(made)):
+            self._check_arrays(made, position)
         made = nest.map_structure(np.asarray, made)
         for name, leaf in zip(nest.paths(made), nest.flatten(made), strict=True):
             if leaf.ndim == 0 or leaf.shape[0] != count:
@@ -101,10 +125,11 @@ class Mapped(Stage):
 
     def _conform(self, element: Any, position: int) -> Any:
         if self._row_spec is None:
-            self._row_spec = spec_of_element(element)
+            self._row_spec = self._spec_of(element, position)
         try:
             return conform(element, self._row_spec)
         except ValueError as error:
+            self._check_arrays(element, position)
             text = f"{self.describe()}: element {position}: {error}, unlike the first element"
             if self._given is not None:
                 raise ValueError(f"{text[: text.rindex(',')]}, unlike element_spec") from None
@@ -147,7 +172,10 @@ class Mapped(Stage):
                 return
             except CallError as failed:
                 self._raise(failed.error, epoch, failed.index)
-            yield self._conform(result, position) if rows_only else self._checked(result, counts.pop(position))
+            if rows_only:
+                yield self._conform(result, position)
+            else:
+                yield self._checked(result, counts.pop(position), position)
 
     def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
         return Mapped(parents[0], self._calls, self._given)

@@ -130,6 +130,38 @@ def test_an_error_names_the_element_and_shows_where_it_came_from(source: Any, op
 
 
 @SOURCES
+@pytest.mark.parametrize("options", [{}, {"num_parallel_calls": 2}, {"processes": True}], ids=str)
+def test_a_function_that_returns_nothing_is_named(source: Any, options: dict[str, Any]) -> None:
+    said = r"map\(nothing_at_5.*: element {}: expected arrays, numbers or strings, got None. The function must return"
+    for dataset, position in ((source(9), 5), (source(9).batch(2), 2), (source(9).filter(bool).batch(2), 2)):
+        mapped = dataset.map(map_functions.nothing_at_5, **options)
+        with pytest.raises(ValueError, match=said.format(position)):
+            list(mapped)
+    for dataset in (source(9).skip(5), source(9).skip(5).batch(1)):
+        with pytest.raises(ValueError, match=said.format(0)):
+            _ = dataset.map(map_functions.nothing_at_5, **options).element_spec
+    given = source(9).map(map_functions.nothing_at_5, element_spec=ArraySpec((), np.int64), **options)
+    with pytest.raises(ValueError, match=said.format(5)):
+        list(given)
+
+
+def test_what_is_no_array_is_named_with_its_place() -> None:
+    for dataset in (Dataset.range(4), Dataset.range(4).batch(2)):
+        for value, got in ((None, "None"), ({1, 2}, "a set")):
+            with pytest.raises(ValueError, match=rf"map\(<lambda>\): element 0: .* got {got} at \['b'\]\."):
+                list(dataset.map(lambda x, value=value: {"a": x, "b": value}))
+    words = Dataset.range(4).batch(2).map(lambda x: np.array(["a"] * len(x), object))
+    assert [list(batch) for batch in words] == [["a", "a"], ["a", "a"]]
+
+
+def test_an_error_in_a_batch_names_the_batch() -> None:
+    for dataset in (Dataset.range(9), numbers(9)):
+        with pytest.raises(ValueError, match="truth value") as caught:
+            list(dataset.batch(2).map(lambda x: x if x[0] < 4 or x else -x))
+        assert "element 2 of epoch 0" in caught.value.__notes__[0]
+
+
+@SOURCES
 @pytest.mark.parametrize("parallel", [None, 2])
 def test_stop_iteration_is_not_the_end(source: Any, parallel: int | None) -> None:
     def stop_at_3(x: int) -> int:
