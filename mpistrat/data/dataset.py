@@ -76,7 +76,7 @@ class Dataset(Chain):
             raise IndexError(explain("Dataset.rows", "indices", expected="integers in one axis", got=got))
         positions = positions.astype(np.int64)
         length = self.cardinality()
-        if positions.size and (positions.min() < 0 or (length != INFINITE and positions.max() >= length)):
+        if positions.size and (positions.min() < 0 or 0 <= length <= positions.max()):
             got = f"{positions.min()} to {positions.max()}"
             raise IndexError(explain("Dataset.rows", "indices", expected=f"integers in [0, {length})", got=got))
         return self.gather(np.full(positions.size, epoch, np.int64), positions)

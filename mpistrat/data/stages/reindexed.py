@@ -174,10 +174,20 @@ class Shard:
             return UNKNOWN if self.hinted else below
         return max(0, -(-(below - self.index) // self.num_shards))
 
+    def check(self) -> None:
+        """Raise if the numbers are still to come."""
+        if self.hinted:
+            remedy = "Distribute the dataset with AutoShardPolicy.HINT, which says which shard is whose."
+            raise ValueError(
+                explain("Dataset.shard", "", expected="numbers, to read elements", got="SHARD_HINT", remedy=remedy)
+            )
+
     def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
+        self.check()
         return epochs, positions * self.num_shards + self.index
 
     def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+        self.check()
         return itertools.islice(parent.elements(epoch, start * self.num_shards + self.index), 0, None, self.num_shards)
 
     def chunks(self, starts: NDArray[np.int64] | None) -> None:
@@ -237,11 +247,8 @@ class Reindexed(Stage):
         self._parent.expect(epochs, positions)
 
     def check(self) -> None:
-        if isinstance(self._order, Shard) and self._order.hinted:
-            remedy = "Distribute the dataset with AutoShardPolicy.HINT, which says which shard is whose."
-            raise ValueError(
-                explain("Dataset.shard", "", expected="numbers, to iterate", got="SHARD_HINT", remedy=remedy)
-            )
+        if isinstance(self._order, Shard):
+            self._order.check()
         super().check()
 
     def chunk_starts(self) -> NDArray[np.int64] | None:

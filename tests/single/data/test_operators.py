@@ -268,7 +268,25 @@ def test_shard_hint_waits_for_its_numbers() -> None:
     hinted = Dataset.range(7).shard(ms.data.SHARD_HINT, ms.data.SHARD_HINT).batch(2)
     assert hinted.shard_hinted
     assert "shard(SHARD_HINT, SHARD_HINT)" in str(hinted)
-    for use in (lambda: list(hinted), hinted.peek):
+    rows = Dataset.range(7).shard(ms.data.SHARD_HINT, ms.data.SHARD_HINT)
+    in_order = Dataset.range(7).filter(bool).shard(ms.data.SHARD_HINT, ms.data.SHARD_HINT)
+    uses: list[Any] = [
+        lambda: list(hinted),
+        hinted.peek,
+        lambda: hinted.element(0, 0),
+        lambda: hinted.skip(1).element(0, 0),
+        lambda: rows.rows([0]),
+        lambda: rows.take(3).rows([0, 2]),
+        lambda: rows.element(0, 1),
+        lambda: rows.map(lambda x: x + 1).element_spec,
+        lambda: hinted.map(lambda x: x + 1).element_spec,
+        lambda: rows.map(lambda x: x + 1).batch(2).element(0, 0),
+        lambda: next(rows.elements(0)),
+        lambda: in_order.element(0, 0),
+        lambda: next(in_order.batch(2).elements(0)),
+        lambda: in_order.map(lambda x: x + 1).element_spec,
+    ]
+    for use in uses:
         with pytest.raises(ValueError, match=r"got SHARD_HINT.*AutoShardPolicy\.HINT"):
             use()
     filled = hinted.with_shard(3, 1)
