@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from time import monotonic
@@ -58,7 +59,7 @@ class MessagePort(Port):
         self._taken = dict.fromkeys(self._rank_of, 0)
         self._spare: list[np.ndarray] = []
         self._sending: list[tuple[Any, np.ndarray]] = []  # requests, each with the memory that it reads
-        self._stalled, self._last = False, 0
+        self._stalled = False
         self._snapshots: dict[int, tuple[int, np.ndarray]] = {}
         self._any, self._byte, self._status = MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
 
@@ -82,8 +83,11 @@ class MessagePort(Port):
         return bool(self._sending) or any(self._coming.values())
 
     def _send_on(self) -> None:
-        """Give what is being sent some time, as long as it gets on: MPI sends large messages only while it is called."""
-        until = monotonic() + _SENDING
+        """Give what is being sent some time, as long as it gets on: MPI sends large messages only while it is called.
+
+        What did not get on for a whole round, to a worker that is stopped, gets one look a round until it does.
+        """
+        start, at_first = monotonic(), len(self._sending)
         while self._sending:
             before = len(self._sending)
             self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
@@ -91,10 +95,11 @@ class MessagePort(Port):
                 self._stalled = False
             elif self._stalled:
                 return
-            if monotonic() > until:
-                self._stalled = len(self._sending) == self._last
-                self._last = len(self._sending)
+            elif monotonic() - start > _SENDING:
+                self._stalled = before == at_first
                 return
+            else:
+                os.sched_yield()
 
     def _match(self) -> bool:
         """Begin to receive what has arrived. Each worker sends few parts before it hears that they were taken."""
