@@ -101,7 +101,7 @@ def fields_of(function: str, argument: str, columns: Columns) -> dict[str, Field
 
 
 def _field(function: str, where: str, array: NDArray[Any]) -> Field:
-    if array.dtype.kind in _NUMBERS:
+    if _has_fixed_size(array.dtype):
         return Field(array.dtype, array.shape[1:])
     if array.dtype.kind == "U" or _all_strings(array):
         return Field(np.dtype(object), array.shape[1:])
@@ -110,10 +110,19 @@ def _field(function: str, where: str, array: NDArray[Any]) -> Field:
         if dtype.kind in "biufc" and dtype.isnative and all(_is_row(value, dtype) for value in array):
             return Field(dtype, (None,))
     expected = (
-        "numbers, booleans, strings, or arrays of one dtype along one axis as an object array; "
-        "one array for each field of a structure"
+        "numbers, booleans, strings, structures of numbers and bytes, or arrays of one dtype along one axis as an "
+        "object array"
     )
     raise ValueError(explain(function, where, expected=expected, got=f"dtype {array.dtype}"))
+
+
+def _has_fixed_size(dtype: np.dtype[Any]) -> bool:
+    """Whether it is a number, a boolean, bytes, or a structure of these and of arrays of these."""
+    if dtype.subdtype is not None:
+        return dtype.itemsize > 0 and _has_fixed_size(dtype.base)
+    if dtype.fields:
+        return all("\0" not in name and _has_fixed_size(dtype[name]) for name in dtype.names or ())
+    return dtype.kind in _NUMBERS and dtype.itemsize > 0
 
 
 def _all_strings(array: NDArray[Any]) -> bool:

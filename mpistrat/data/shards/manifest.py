@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ __all__ = [
 
 _FORMAT, _VERSION = "mpistrat.shards", 1
 _PIECE = 1 << 22
+_SHORT_NAME = re.compile(r"[<>|=]?[A-Za-z?][0-9]*")
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,44 @@ def fsync_directory(directory: Path) -> None:
 
 
 def fields_to_json(fields: dict[str, Field]) -> dict[str, dict[str, Any]]:
-    """Return fields as JSON has them: dtypes by NumPy's short names, None for a length that varies."""
-    return {name: {"dtype": field.dtype.str, "shape": list(field.shape)} for name, field in fields.items()}
+    """Return fields as JSON has them: dtypes by NumPy's short names, None for a length that varies.
+
+    A structure is its members' names, dtypes and offsets, and the bytes of all; a member that is an array is what its
+    elements are, and its shape.
+    """
+    return {name: {"dtype": _dtype_to_json(field.dtype), "shape": list(field.shape)} for name, field in fields.items()}
+
+
+def _dtype_to_json(dtype: np.dtype[Any]) -> str | dict[str, Any]:
+    if dtype.subdtype is not None:
+        element, shape = dtype.subdtype
+        return {"dtype": _dtype_to_json(element), "shape": list(shape)}
+    if dtype.fields is None:
+        return dtype.str
+    members = [dtype.fields[name] for name in dtype.names or ()]
+    return {
+        "names": list(dtype.names or ()),
+        "dtypes": [_dtype_to_json(member[0]) for member in members],
+        "offsets": [member[1] for member in members],
+        "bytes": dtype.itemsize,
+    }
+
+
+def _dtype_from_json(document: Any) -> np.dtype[Any]:
+    if isinstance(document, str):
+        if not _SHORT_NAME.fullmatch(document):
+            raise ValueError(f"dtype {document!r}")
+        return np.dtype(document)
+    if "shape" in document:
+        return np.dtype((_dtype_from_json(document["dtype"]), tuple(map(int, document["shape"]))))
+    return np.dtype(
+        {
+            "names": list(map(str, document["names"])),
+            "formats": list(map(_dtype_from_json, document["dtypes"])),
+            "offsets": list(map(int, document["offsets"])),
+            "itemsize": int(document["bytes"]),
+        }
+    )
 
 
 def fields_from_json(document: dict[str, dict[str, Any]]) -> dict[str, Field]:
@@ -116,7 +154,7 @@ def fields_from_json(document: dict[str, dict[str, Any]]) -> dict[str, Field]:
         return None if value is None else int(value)
 
     return {
-        str(name): Field(np.dtype(str(entry["dtype"])), tuple(map(length, entry["shape"])))
+        str(name): Field(_dtype_from_json(entry["dtype"]), tuple(map(length, entry["shape"])))
         for name, entry in document.items()
     }
 
@@ -178,7 +216,7 @@ def read_manifest(path: Path) -> Manifest:
         raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=got, remedy=remedy))
     try:
         return _parse(document)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _damaged(path, error) from error
 
 
@@ -199,7 +237,7 @@ def _load(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(document, dict):
             raise ValueError(f"{type(document).__name__}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
     return document
 

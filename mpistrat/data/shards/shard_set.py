@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Set
@@ -12,7 +13,7 @@ from ... import log
 from ...errors import ShardError, explain
 from ..readers.open_files import ShardFile
 from .files import FileSet
-from .manifest import Field, ShardEntry
+from .manifest import Field, ShardEntry, fields_to_json
 from .shard import Shard
 
 __all__ = ["ShardSet", "open_shards"]
@@ -120,7 +121,7 @@ def _usual(shards: list[Shard]) -> tuple[dict[str, Field], str]:
     """The fields that most files have, and the first file that has them."""
 
     def key(shard: Shard) -> str:
-        return repr(sorted((name, field.dtype.descr, field.shape) for name, field in shard.fields.items()))
+        return json.dumps(fields_to_json(shard.fields), sort_keys=True)
 
     most = Counter(map(key, shards)).most_common(1)[0][0]
     shard = next(shard for shard in shards if key(shard) == most)

@@ -155,9 +155,10 @@ class ShardWriter:
 
         Args:
             rows: a dict of arrays whose first axis counts the rows. Dicts in it become groups, whose fields are called
-                "group/x". All pieces, on all ranks, have the same names, dtypes and row shapes. Layout "chunked" also
-                takes strings (dtype <U, or object with a str in each place) and rows that differ in length (a 1-D array
-                of dtype object that holds a 1-D array for each row).
+                "group/x". All pieces, on all ranks, have the same names, dtypes and row shapes. Arrays hold numbers,
+                booleans, bytes, or structures of these. Layout "chunked" also takes strings (dtype <U, or object with a
+                str in each place) and rows that differ in length (a 1-D array of dtype object that holds a 1-D array
+                for each row).
 
         Raises:
             ValueError: for rows that have no form in HDF5, or are not like those before.

@@ -228,6 +228,31 @@ def test_a_damaged_manifest_is_named(shards: list[Path], text: str) -> None:
         HDF5Dataset(shards[0].parent)
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "i4,f8", "(2,i4", "", 7, None, [], {}, {"shape": [10**30], "dtype": "<i4"},
+        {"names": ["a"], "dtypes": ["<i4"], "offsets": [-1], "bytes": 4},
+        {"names": ["a"], "dtypes": ["<i4"], "offsets": [10**20], "bytes": 10**30},
+        {"names": ["a", "a"], "dtypes": ["<i4", "<i4"], "offsets": [0, 4], "bytes": 8},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_with_a_dtype_that_is_none_is_named(shards: list[Path], dtype: Any) -> None:
+    manifest = shards[0].parent / "manifest.json"
+    document = json.loads(manifest.read_text())
+    next(iter(document["fields"].values()))["dtype"] = dtype
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(ShardError, match=r"manifest\.json"):
+        HDF5Dataset(shards[0].parent)
+
+
+def test_nesting_without_end_is_a_damaged_manifest(shards: list[Path]) -> None:
+    (shards[0].parent / "manifest.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ShardError, match=r"manifest\.json"):
+        HDF5Dataset(shards[0].parent)
+
+
 def test_a_manifest_cannot_point_out_of_its_directory(shards: list[Path]) -> None:
     manifest = shards[0].parent / "manifest.json"
     document = json.loads(manifest.read_text())

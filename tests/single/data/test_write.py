@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.data import HDF5Dataset, ShardWriter, from_arrays, from_generator, write_shards
+from mpistrat.data.shards.manifest import read_manifest
 from mpistrat.data.spec import ArraySpec
 from mpistrat.errors import ClosedError, ShardError
 
@@ -146,6 +147,68 @@ def test_pieces_of_an_iterable(tmp_path: Path) -> None:
     pieces = ({name: array[i : i + 10] for name, array in data.items()} for i in range(0, ROWS, 10))
     assert sizes(write_shards(tmp_path, pieces, batched=True, rows_per_shard=100)) == [100, 3]
     assert same(read(tmp_path), data)
+
+
+LEAVES = st.sampled_from(["<i1", ">i4", "<u8", "<f2", ">f8", "<c16", "?", "S3"])
+
+
+@st.composite
+def structures(draw: st.DrawFn, depth: int = 2) -> np.dtype[Any]:
+    """Members that are numbers, arrays or structures, in any place and with gaps."""
+    names = draw(st.lists(st.sampled_from("abcdéx/y z"), min_size=1, max_size=4, unique=True))
+    formats, offsets, end = [], [], 0
+    for _ in names:
+        member = np.dtype(draw(LEAVES) if not depth or draw(st.booleans()) else draw(structures(depth - 1)))
+        shape = draw(st.sampled_from([(), (2,), (2, 3)]))
+        formats.append(np.dtype((member, shape)) if shape else member)
+        offsets.append(end + draw(st.integers(0, 3)))
+        end = offsets[-1] + formats[-1].itemsize
+    order = draw(st.permutations(range(len(names))))
+    members = {"names": names, "formats": [formats[i] for i in order], "offsets": [offsets[i] for i in order]}
+    return np.dtype({**members, "itemsize": end + draw(st.integers(0, 3))})
+
+
+def same_members(one: Any, other: Any) -> bool:
+    """Whether the members are equal; what lies between them does not count."""
+    if one.dtype.names is None:
+        return bool(np.array_equal(one, other))
+    return one.dtype.names == other.dtype.names and all(
+        same_members(one[name], other[name]) for name in one.dtype.names
+    )
+
+
+@settings(max_examples=40)
+@given(dtype=structures(), row=st.sampled_from([(), (2,)]), options=st.sampled_from([{}, {"compression": "gzip"}]))
+def test_structures_come_back(
+    tmp_path_factory: pytest.TempPathFactory, dtype: np.dtype[Any], row: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    directory = tmp_path_factory.mktemp("set")
+    rows = np.zeros((7, *row), dtype)
+    flat = rows.reshape(-1)
+    for i in range(flat.size):
+        flat[i] = numbered(dtype, i)
+    with ShardWriter(directory, rows_per_shard=5, **options) as writer:
+        writer.write({"x": rows[:3]})
+        writer.write({"x": rows[3:6]})
+        writer.write_row({"x": rows[6]})
+    dataset = HDF5Dataset(directory, "x", verify=True)
+    assert read_manifest(directory / "manifest.json").fields["x"].dtype == dtype
+    with h5py.File(writer.paths[0]) as file:
+        assert file["x"].dtype == dtype
+    found = dataset.rows(range(7))
+    assert found.dtype.isnative
+    assert dataset.row_spec.dtype == dtype.newbyteorder("=")
+    assert same_members(found, rows)
+    assert same_members(dataset.rows([6, 0]), rows[[6, 0]])
+
+
+def numbered(dtype: np.dtype[Any], number: int) -> Any:
+    """A value for a place of this dtype, which has the number in it everywhere."""
+    if dtype.subdtype is not None:
+        return np.full(dtype.shape, np.array(numbered(dtype.base, number), dtype.base), dtype.base)
+    if dtype.names is not None:
+        return tuple(numbered(dtype[name], number + 1) for name in dtype.names)
+    return str(number).encode() if dtype.kind == "S" else bool(number % 2) if dtype.kind == "b" else number
 
 
 def test_a_shuffled_dataset_is_written_in_its_order(tmp_path: Path) -> None:
@@ -425,7 +488,9 @@ def test_nothing_is_left_aside_and_an_older_set_is_replaced(tmp_path: Path) -> N
         ({"data": {"x": np.array(["a"])}}, r"\['x'\].*got strings .*layout=.chunked."),
         ({"data": {"x": np.array([None])}}, "dtype object"),
         ({"data": {"x": np.zeros(3, "M8[s]")}}, "dtype datetime64"),
-        ({"data": {"x": np.zeros(3, [("a", "i4")])}}, "one array for each field of a structure"),
+        ({"data": {"x": np.zeros(3, [("a", "U4")])}}, "structures of numbers and bytes"),
+        ({"data": {"x": np.zeros(3, [("a", [("b", "M8[s]")], (2,))])}}, "structures of numbers and bytes"),
+        ({"data": {"x": np.zeros(3, [("a", "i4", (0,))])}}, "structures of numbers and bytes"),
         ({"data": {"/x": np.zeros(3)}}, "leading slash"),
         ({"data": {"a": np.zeros(3), "a/b": np.zeros(3)}}, "no array where a group is"),
         ({"data": {"a": {"b": np.zeros(3)}, "a/b": np.zeros(3)}}, "two of 'a/b'"),
