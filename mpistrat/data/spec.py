@@ -116,6 +116,8 @@ def _fit(spec: ArraySpec, value: Any) -> Any:
         if _KINDS.get(array.dtype.kind, 9) <= _KINDS.get(spec.dtype.kind, -1):
             array = np.asarray(value, spec.dtype)
     same = array.dtype == spec.dtype
+    if not same and array.dtype.newbyteorder("=") == spec.dtype.newbyteorder("="):  # NumPy's scalars have no byte order
+        array, same = array.astype(spec.dtype), True
     if not same and spec.dtype.kind in "US":  # a row of an array of strings has a dtype just wide enough for it
         same = array.dtype.kind == spec.dtype.kind and array.dtype.itemsize <= spec.dtype.itemsize
     if not same or (array.shape != spec.shape and not _shape_fits(array.shape, spec.shape)):

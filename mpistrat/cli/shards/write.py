@@ -13,7 +13,7 @@ import numpy as np
 from ...data.shards.convert import Conversion, convert, open_source
 from ...data.shards.files import manifest_path
 from ...data.shards.ranks import Ranks
-from ...data.shards.writer import ShardWriter, set_pattern
+from ...data.shards.set_writer import SetWriter, set_pattern
 from ...errors import explain
 from ...partition import block
 from ..command import DONE, Command
@@ -116,9 +116,10 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             got = f"one, {manifest_path(pattern)}"
             raise ValueError(explain("shards write", "TARGET", expected="no set there", got=got, remedy=remedy))
         source = open_source(asked)
-    writer = ShardWriter(
-        args.target, rows_per_shard=args.rows_per_shard, bytes_per_shard=args.bytes_per_shard, layout=args.layout,
-        compression=args.compression, chunk_rows=args.chunk_rows, attributes=source.attributes, comm=ranks.comm,
+    writer = SetWriter(
+        "shards write", args.target, rows_per_shard=args.rows_per_shard, bytes_per_shard=args.bytes_per_shard,
+        layout=args.layout, compression=args.compression, chunk_rows=args.chunk_rows, attributes=source.attributes,
+        comm=ranks.comm,
     )  # fmt: skip
     first, stop = block(source.rows, ranks.size, ranks.rank)
     what = "writing" if ranks.size == 1 else "writing (rank 0)"

@@ -12,11 +12,11 @@ import numpy as np
 from ... import partition
 from ...errors import explain
 from .columns import Columns
+from .set_writer import SetWriter
 from .sources.image_folder import ImageFolder
 from .sources.numpy_files import NpyFiles, NpzFile
 from .sources.source import Source, bad_input
 from .sources.table import Table
-from .writer import ShardWriter
 
 __all__ = ["Conversion", "convert", "open_source"]
 
@@ -99,7 +99,7 @@ def open_source(asked: Conversion) -> Source:
 
 def convert(
     source: Source,
-    writer: ShardWriter,
+    writer: SetWriter,
     dtypes: Mapping[str, np.dtype[Any]],
     progress: Callable[[int], None],
     *,
@@ -124,7 +124,7 @@ def convert(
             raise ValueError(
                 explain("shards write", "--layout", expected="chunked for text", got=f"text in {found}", remedy=remedy)
             )
-        writer.write(piece)
+        writer.write(piece, "shards write", "INPUT")
         progress(len(next(iter(piece.values()))))
 
 

@@ -12,8 +12,8 @@ from ..dataset import INFINITE, Dataset
 from ..spec import stack_rows
 from .columns import columns_of, fields_of, varies
 from .files import PathLike
+from .set_writer import SHARD_BYTES, Compression, Layout, SetWriter
 from .storage_format import positive, row_bytes
-from .writer import Compression, Layout, ShardWriter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["write_shards"]
 
 _NAME = "write_shards"
-_SHARD_BYTES = 1 << 30
+_DATA = (_NAME, "data")  # for errors
 _ROWS = 64  # of a dataset of rows, put into one piece
 
 
@@ -78,9 +78,10 @@ def write_shards(
         ['00000-of-00002.h5', '00001-of-00002.h5']
         1
     """
-    writer = ShardWriter(
-        target, rows_per_shard=rows_per_shard, bytes_per_shard=bytes_per_shard, layout=layout, compression=compression,
-        shuffle=shuffle, fletcher32=fletcher32, chunk_rows=chunk_rows, attributes=attributes, comm=comm,
+    writer = SetWriter(
+        _NAME, target, rows_per_shard=rows_per_shard, bytes_per_shard=bytes_per_shard, layout=layout,
+        compression=compression, shuffle=shuffle, fletcher32=fletcher32, chunk_rows=chunk_rows, attributes=attributes,
+        comm=comm,
     )  # fmt: skip
     with writer:
         if callable(data) and not isinstance(data, (Dataset, Mapping)):
@@ -100,7 +101,7 @@ def write_shards(
 
 
 def _write_arrays(
-    writer: ShardWriter,
+    writer: SetWriter,
     data: Mapping[str, Any],
     rows_per_shard: int | None,
     bytes_per_shard: int | None,
@@ -113,21 +114,21 @@ def _write_arrays(
         if rows_per_shard is not None or bytes_per_shard is not None:
             got = f"both {num_shards} shards and {rows_per_shard or bytes_per_shard} in each"
             raise ValueError(explain(_NAME, "", expected="one of num_shards, rows_per_shard, bytes_per_shard", got=got))
-        writer.write_shards(columns, partition.bounds(rows, positive(_NAME, "num_shards", num_shards)))
+        writer.write_shards(columns, partition.bounds(rows, positive(_NAME, "num_shards", num_shards)), *_DATA)
         return
     if rows_per_shard is None and any(map(varies, fields.values())):
-        writer.write(data)
+        writer.write(data, *_DATA)
         return
     if rows_per_shard is None:
         size = sum(map(row_bytes, fields.values()))
-        rows_per_shard = max(1, (bytes_per_shard or _SHARD_BYTES) // max(1, size))
+        rows_per_shard = max(1, (bytes_per_shard or SHARD_BYTES) // max(1, size))
     if rows:
-        writer.write_shards(columns, partition.blocks([(0, rows)], rows_per_shard))
+        writer.write_shards(columns, partition.blocks([(0, rows)], rows_per_shard), *_DATA)
     else:
-        writer.write(data)
+        writer.write(data, *_DATA)
 
 
-def _write_dataset(writer: ShardWriter, dataset: Dataset) -> None:
+def _write_dataset(writer: SetWriter, dataset: Dataset) -> None:
     if dataset.cardinality() == INFINITE:
         remedy = "Write the dataset without repeat(), or take() what is wanted."
         raise ValueError(explain(_NAME, "data", expected="a dataset with an end", got="one without", remedy=remedy))
@@ -136,19 +137,19 @@ def _write_dataset(writer: ShardWriter, dataset: Dataset) -> None:
         raise ValueError(explain(_NAME, "data", expected="a dataset of dicts", got=got, remedy=remedy))
     if dataset.batching is not None:
         for batch in dataset:
-            writer.write(batch)
+            writer.write(batch, *_DATA)
         return
     waiting: list[Any] = []
     for row in dataset:
         waiting.append(row)
         if len(waiting) == _ROWS:
-            writer.write(stack_rows(waiting, dataset.row_spec))
+            writer.write(stack_rows(waiting, dataset.row_spec), *_DATA)
             waiting = []
     if waiting or not dataset.cardinality():
-        writer.write(stack_rows(waiting, dataset.row_spec))
+        writer.write(stack_rows(waiting, dataset.row_spec), *_DATA)
 
 
-def _write_items(writer: ShardWriter, items: Any, batched: bool) -> None:
+def _write_items(writer: SetWriter, items: Any, batched: bool) -> None:
     try:
         iterator = iter(items)
     except TypeError:
@@ -156,9 +157,4 @@ def _write_items(writer: ShardWriter, items: Any, batched: bool) -> None:
         raise ValueError(explain(_NAME, "data", expected=expected, got=f"a {type(items).__name__}")) from None
     put = writer.write if batched else writer.write_row
     for number, item in enumerate(iterator):
-        try:
-            put(item)
-        except ValueError as error:
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"This was item {number} of data.")
-            raise
+        put(item, _NAME, f"data[{number}]")

@@ -1,55 +1,19 @@
-"""ShardWriter: rows go in piece by piece, on every rank of a job, and one set of HDF5 shards comes out."""
+"""ShardWriter: what users write sets of shards with, piece by piece."""
 
 from __future__ import annotations
 
-import glob
-import re
-import shutil
-import tempfile
-import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
-
-from ...errors import ClosedError, ShardError, explain
-from ..spec import conform, spec_of_element, stack_rows
-from .columns import Columns, columns_of, content_bytes, fields_of, fit, named, spec_of_fields, varies
 from .files import PathLike
-from .manifest import Field, ShardEntry
-from .new_shard import NewShard
-from .publish import publish
-from .ranks import Ranks
-from .storage_format import StorageFormat, positive, row_bytes
+from .set_writer import Compression, Layout, SetWriter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Compression", "Layout", "ShardWriter", "set_pattern"]
-
-_SHARD_BYTES = 1 << 30  # few, large shards: rows gathered over many files are slow
-_PENDING_BYTES = 1 << 20  # small pieces are collected up to so many bytes
-_PENDING_ROWS = 1 << 12  # and rows
-
-Layout = Literal["contiguous", "chunked"]
-Compression = Literal["gzip", "lzf"] | int
-
-
-def set_pattern(function: str, target: PathLike) -> Path:
-    """Return the path of a set's files, with one "*" in the name. Not collective.
-
-    Raises:
-        ValueError: for what is neither a directory nor such a pattern.
-    """
-    path = Path(target)
-    if re.fullmatch(r"[^*]*\*\.(h5|hdf5)", path.name) and not glob.has_magic(str(path).replace("*", "", 1)):
-        return path
-    if glob.has_magic(str(path)) or path.suffix in (".h5", ".hdf5"):
-        expected = 'a directory, or a pattern with one "*", right before ".h5", like "data/train-*.h5"'
-        raise ValueError(explain(function, "target", expected=expected, got=repr(str(path))))
-    return path / "*.h5"
+__all__ = ["ShardWriter"]
 
 
 @final
@@ -109,46 +73,26 @@ class ShardWriter:
         attributes: Mapping[str, Mapping[str, Any]] | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
-        name = "ShardWriter"
-        self._ranks = Ranks(comm, name)
-        with self._ranks.together():
-            self._pattern = set_pattern(name, target)
-            self._storage = StorageFormat.checked(name, layout, compression, shuffle, fletcher32, chunk_rows)
-            if rows_per_shard is not None and bytes_per_shard is not None:
-                got = f"both {rows_per_shard} rows and {bytes_per_shard} bytes"
-                raise ValueError(explain(name, "", expected="rows_per_shard or bytes_per_shard", got=got))
-            self._rows_per_shard = None if rows_per_shard is None else positive(name, "rows_per_shard", rows_per_shard)
-            bytes_per_shard = _SHARD_BYTES if bytes_per_shard is None else bytes_per_shard
-            self._bytes_per_shard = positive(name, "bytes_per_shard", bytes_per_shard)
-            self._attributes = {field: dict(values) for field, values in (attributes or {}).items()}
-        how = (self._storage, self._rows_per_shard, self._bytes_per_shard, self._attributes)
-        self._ranks.agree(f"{name} {str(self._pattern)!r} {how}")
-        self._fields: dict[str, Field] | None = None
-        self._spec: dict[str, Any] = {}
-        self._pending: list[Columns] = []  # pieces that wait for more
-        self._pending_rows: list[dict[str, Any]] = []  # single rows that came behind them
-        self._pending_bytes = 0
-        self._aside: Path | None = None
-        self._shard: NewShard | None = None
-        self._files: list[tuple[Path, ShardEntry]] = []
-        self._failed = False
-        self._closed = False
-        self._paths: list[Path] = []
+        self._set = SetWriter(
+            "ShardWriter", target, rows_per_shard=rows_per_shard, bytes_per_shard=bytes_per_shard, layout=layout,
+            compression=compression, shuffle=shuffle, fletcher32=fletcher32, chunk_rows=chunk_rows,
+            attributes=attributes, comm=comm,
+        )  # fmt: skip
 
     @property
     def paths(self) -> list[Path]:
         """Paths of the set's files, of all ranks, once the writer is closed; the same on every rank."""
-        return list(self._paths)
+        return self._set.paths
 
     @property
     def rank(self) -> int:
         """This rank's number among those that write the set."""
-        return self._ranks.rank
+        return self._set.rank
 
     @property
     def size(self) -> int:
         """How many ranks write the set."""
-        return self._ranks.size
+        return self._set.size
 
     def write(self, rows: Any) -> None:
         """Append rows. Not collective.
@@ -164,15 +108,7 @@ class ShardWriter:
             ValueError: for rows that have no form in HDF5, or are not like those before.
             ClosedError: after the context.
         """
-        where = "ShardWriter.write"
-        self._require_open(where)
-        columns = columns_of(where, "rows", rows)
-        if self._fields is None:
-            self._begin(where, "rows", fields_of(where, "rows", columns))
-        else:
-            fit(where, "rows", columns, self._fields)
-        self._flush_rows()
-        self._take(columns)
+        self._set.write(rows, "ShardWriter.write", "rows")
 
     def write_row(self, row: Any) -> None:
         """Append one row. Not collective.
@@ -185,36 +121,7 @@ class ShardWriter:
             ValueError: for a row that has no form in HDF5, or is not like those before.
             ClosedError: after the context.
         """
-        where = "ShardWriter.write_row"
-        self._require_open(where)
-        values = named(where, "row", row, "a dict of arrays, numbers and strings by name")
-        if self._fields is None:
-            spec = spec_of_element(values)
-            self._begin(where, "row", fields_of(where, "row", stack_rows([conform(values, spec)], spec)))
-        try:
-            values = conform(values, self._spec)
-        except ValueError as error:
-            remedy = "Rows that differ in length are written in pieces, or from ms.data.from_generator."
-            text = f"{where}: row: {error}" + (f". {remedy}" if "got " in str(error) else "")
-            raise ValueError(text) from None
-        values = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in values.items()}
-        self._pending_rows.append(values)
-        self._pending_bytes += sum(value.nbytes if isinstance(value, np.ndarray) else 8 for value in values.values())
-        if self._pending_bytes >= _PENDING_BYTES or len(self._pending_rows) >= _PENDING_ROWS:
-            self._flush()
-
-    def write_shards(self, columns: Columns, bounds: Iterable[tuple[int, int]]) -> None:
-        """Append rows as shards from and to these rows, of exactly so many, even if that is none. Not collective."""
-        where = "ShardWriter.write_shards"
-        self._require_open(where)
-        if self._fields is None:
-            self._begin(where, "columns", fields_of(where, "columns", columns))
-        self._flush()
-        self._finish_shard()
-        for start, stop in bounds:
-            self._shard = self._open_shard(stop - start)
-            self._store(columns, start, stop)
-            self._finish_shard()
+        self._set.write_row(row, "ShardWriter.write_row", "row")
 
     def close(self) -> None:
         """Finish the set: what leaving the context does. Collective.
@@ -223,16 +130,7 @@ class ShardWriter:
             ValueError: when no rank has written anything, not even an array of no rows.
             CollectiveMismatchError, ShardError, OSError: as the class says; nothing new is left then.
         """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            with self._ranks.together():
-                empty = self._finish()
-                self._pattern.parent.mkdir(parents=True, exist_ok=True)
-            self._paths = publish(self._ranks, "ShardWriter", self._pattern, self._fields, self._files, empty)
-        finally:
-            self._discard()
+        self._set.close()
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -240,124 +138,4 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        elif not self._closed:
-            self._closed = True
-            try:
-                self._ranks.exchange(f"{type(error).__name__}: {error}")  # the others wait in `close`
-            finally:
-                self._discard()
-
-    def _require_open(self, where: str) -> None:
-        if self._closed:
-            raise ClosedError(explain(where, "", expected="an open writer", got="one that was closed"))
-
-    def _begin(self, where: str, argument: str, fields: dict[str, Field]) -> None:
-        """The first rows say what all rows are."""
-        self._storage.check(where, argument, fields)
-        unknown = sorted(set(self._attributes) - set(fields))
-        if unknown:
-            expected, got = f"fields {sorted(fields)}", f"attributes of {unknown}"
-            raise ValueError(explain(where, "attributes", expected=expected, got=got))
-        self._fields, self._spec = fields, spec_of_fields(fields)
-
-    # Small pieces are collected, and go to HDF5 together.
-
-    def _take(self, columns: Columns) -> None:
-        size, rows = sum(map(content_bytes, columns.values())), _rows(columns)
-        if size >= _PENDING_BYTES or rows >= _PENDING_ROWS:
-            self._flush()
-            self._store(columns, 0, rows)
-        elif rows:
-            self._pending.append({name: array.copy() for name, array in columns.items()})  # the caller may reuse them
-            self._pending_bytes += size
-            if self._pending_bytes >= _PENDING_BYTES or sum(map(_rows, self._pending)) >= _PENDING_ROWS:
-                self._flush()
-
-    def _flush_rows(self) -> None:
-        if self._pending_rows:
-            self._pending.append(stack_rows(self._pending_rows, self._spec))
-            self._pending_rows = []
-
-    def _collected(self) -> Columns | None:
-        self._flush_rows()
-        pieces, self._pending, self._pending_bytes = self._pending, [], 0
-        if len(pieces) < 2:
-            return pieces[0] if pieces else None
-        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-
-    def _flush(self) -> None:
-        columns = self._collected()
-        if columns is not None:
-            self._store(columns, 0, _rows(columns))
-
-    # Shards.
-
-    def _store(self, columns: Columns, start: int, stop: int) -> None:
-        self._failed = True  # until it is done: a set with rows missing must not come out
-        while start < stop:
-            if self._shard is None:
-                self._shard = self._open_shard(self._capacity())
-            start = self._shard.append(columns, start, stop, self._limit())
-            if self._shard.full or self._shard.bytes >= (self._limit() or np.inf):
-                self._finish_shard()
-        self._failed = False
-
-    def _capacity(self) -> int | None:
-        """The most rows of a shard, where that is known."""
-        assert self._fields is not None
-        if self._rows_per_shard is not None:
-            return self._rows_per_shard
-        if self._limit() is not None:
-            return None
-        return max(1, self._bytes_per_shard // max(1, sum(map(row_bytes, self._fields.values()))))
-
-    def _limit(self) -> int | None:
-        """The bytes at which a shard is full, where the bytes of a row are not known."""
-        assert self._fields is not None
-        varying = self._rows_per_shard is None and any(map(varies, self._fields.values()))
-        return self._bytes_per_shard if varying else None
-
-    def _open_shard(self, capacity: int | None) -> NewShard:
-        assert self._fields is not None
-        if self._aside is None:
-            directory = self._pattern.parent
-            directory.mkdir(parents=True, exist_ok=True)
-            self._aside = Path(tempfile.mkdtemp(prefix=".shards-", suffix=".tmp", dir=directory))
-            # Should nobody close this writer: only files, no communication.
-            weakref.finalize(self, shutil.rmtree, self._aside, ignore_errors=True)
-        path = self._aside / f"{len(self._files):05d}.h5"
-        return NewShard(path, self._fields, self._storage, capacity, self._attributes)
-
-    def _finish_shard(self) -> None:
-        if self._shard is not None:
-            shard, self._shard = self._shard, None
-            self._files.append((shard.path, shard.finish(shard.path.name)))
-
-    def _finish(self) -> tuple[Path, ShardEntry] | None:
-        """Write what waits. Return a file without rows if this rank has no other."""
-        if self._failed:
-            raise ShardError(explain("ShardWriter", "", expected="rows that were written", got="a write that failed"))
-        columns = self._collected()
-        if columns is not None:
-            if self._shard is None:  # few rows, all of them known: no need to write them twice
-                self._shard = self._open_shard(min(self._capacity() or _rows(columns), _rows(columns)))
-            self._store(columns, 0, _rows(columns))
-        self._finish_shard()
-        if self._files or self._fields is None:
-            return None
-        empty = self._open_shard(0)
-        return empty.path, empty.finish(empty.path.name)
-
-    def _discard(self) -> None:
-        self._pending, self._pending_rows = [], []
-        if self._shard is not None:
-            self._shard.close()
-            self._shard = None
-        if self._aside is not None:
-            shutil.rmtree(self._aside, ignore_errors=True)
-
-
-def _rows(columns: Columns) -> int:
-    return len(next(iter(columns.values())))
+        self._set.__exit__(kind, error, trace)
