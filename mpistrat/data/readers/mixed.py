@@ -35,7 +35,9 @@ class MixedReader:
             own = np.concatenate(([0], np.cumsum([rows[shard] for shard in part])))
             self._reader_of[list(part)] = number
             self._shift[list(part)] = own[:-1] - self._index.starts[list(part)]
-        counts = ", ".join(f"{r.kind} for {len(p)} files" for r, p in zip(readers, parts, strict=True))
+        counts = ", ".join(
+            f"{r.kind} for {len(p)} file{'s' * (len(p) != 1)}" for r, p in zip(readers, parts, strict=True)
+        )
         self.kind = f"mixed: {counts}"
         self.reason = "; ".join(dict.fromkeys(reader.reason for reader in readers if reader.reason))
 

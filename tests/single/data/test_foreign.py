@@ -140,7 +140,7 @@ def test_files_that_store_a_field_in_different_ways(tmp_path: Path) -> None:
     assert np.array_equal(dataset.rows(order), data[order])
     assert np.array_equal(dataset.rows(range(8, 33)), data[8:33])
     assert "memory map for 2 files" in str(dataset)
-    assert "h5py for 1 file" in str(dataset)
+    assert "h5py for 1 file: " in str(dataset)
     assert "not of whole rows" in str(dataset)
     starts = dataset.chunk_starts()
     assert starts is None or (starts[0] == 0 and starts[-1] == 40 and (np.diff(starts) > 0).all())
