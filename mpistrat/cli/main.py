@@ -17,6 +17,7 @@ from ..data.shards.ranks import Ranks
 from ..errors import MissingDependencyError, ShardError
 from .command import PROBLEM, WRONG_USE, Command, Group
 from .commands import ROOT
+from .terminal import read_or_not
 
 __all__ = ["main"]
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words behind the program's name; default those of this process.
     """
     ranks = Ranks(_world(), "mpistrat")
-    with contextlib.ExitStack() as stack:
+    with read_or_not(), contextlib.ExitStack() as stack:
         if ranks.rank:  # rank 0 speaks for all
             silence = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(silence))
@@ -58,9 +59,6 @@ def _run(parsed: argparse.Namespace, ranks: Ranks) -> int:
         status: int = parsed.run(parsed, ranks)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # `… | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PROBLEM
     except KeyboardInterrupt:
         return 130
     except (ShardError, OSError) as error:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["Meter", "console", "size_text"]
+__all__ = ["Meter", "console", "read_or_not", "size_text"]
 
 _WIDTH = 160  # of what is written into a file or a pipe
 _LINE_EVERY = 10  # seconds
@@ -26,6 +29,45 @@ def console(*, plain: bool) -> Console:
 
     plain = plain or not sys.stdout.isatty()
     return Console(highlight=False, markup=False, width=_WIDTH if plain else None, force_terminal=not plain)
+
+
+@contextlib.contextmanager
+def read_or_not() -> Iterator[None]:
+    """Let a command do its work and have its status whether or not its output is read to the end, as in `… | head`."""
+    with contextlib.redirect_stdout(_ReadOrNot(sys.stdout)) as out, contextlib.redirect_stderr(_ReadOrNot(sys.stderr)):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # a disk that is full has been reported
+                out.flush()
+
+
+class _ReadOrNot:
+    """A stream, until nobody is left to read it: what is written then is gone."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream or open(os.devnull, "w")  # noqa: SIM115 - None where it was closed before the start
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self._stream.write(text))
+        except BrokenPipeError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Meter:

@@ -316,6 +316,36 @@ def test_as_a_program_of_its_own(tmp_path: Path, arrays: dict[str, np.ndarray]) 
     assert "invalid choice: 'ceck'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("--help", 0),
+        ("shards info set", 0),
+        ("shards info set --json", 0),
+        ("shards check bad", 1),
+        ("shards write new x.npy", 0),
+        ("shards info none", 1),
+        ("shards write", 2),
+    ],
+)
+def test_the_status_is_the_same_when_nobody_reads(
+    tmp_path: Path, arrays: dict[str, np.ndarray], words: str, status: int
+) -> None:
+    for name in ("set", "bad"):
+        path = write_shards(tmp_path / name, arrays)[0]
+    path.write_bytes(path.read_bytes()[:-1])
+    reader, writer = os.pipe()
+    os.close(reader)
+    streams = {"stderr": writer if status else subprocess.PIPE, "stdout": writer}
+    command, env = [sys.executable, "-m", "mpistrat", *words.split()], {"PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run(command, **streams, text=True, timeout=60, cwd=tmp_path, env=env)
+    finally:
+        os.close(writer)
+    assert done.returncode == status, done.stderr
+    assert not done.stderr
+
+
 # What there is.
 
 
