@@ -1,4 +1,4 @@
-"""What commands print: tables, progress bars, sizes for people."""
+"""What commands print and take: tables, progress bars, sizes for people, lists of names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["Meter", "console", "read_or_not", "size_text"]
+__all__ = ["Meter", "console", "names", "read_or_not", "size_text"]
 
 _WIDTH = 160  # of what is written into a file or a pipe
 _LINE_EVERY = 10  # seconds
@@ -128,6 +128,11 @@ def _bar(unit: str) -> Progress:
         count = [DownloadColumn(), TransferSpeedColumn()]
     columns = (TextColumn("{task.description}"), BarColumn(), *count, TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True))
+
+
+def names(text: str) -> list[str]:
+    """Return the names of an argument "x,y". Not collective."""
+    return [name.strip() for name in text.split(",")]
 
 
 def size_text(size: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from ...data.shards.ranks import Ranks
 from ...data.shards.survey import FieldSurvey, SetSurvey, survey
 from ..command import DONE, Command
-from ..terminal import console, size_text
+from ..terminal import console, names, size_text
 
 __all__ = ["COMMAND"]
 
@@ -18,13 +18,16 @@ _FILES = 20  # shown at most
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILES", nargs="+", help="a folder, a pattern, or HDF5 files")
+    parser.add_argument(
+        "--fields", metavar="NAME,…", type=names, help="the datasets wanted, where not all belong together"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     with ranks.together():
         if ranks.rank == 0:
-            found = survey(args.files[0] if len(args.files) == 1 else args.files)
+            found = survey(args.files[0] if len(args.files) == 1 else args.files, args.fields)
             if args.json:
                 print(json.dumps(_document(found), indent=1))
             else:
@@ -106,7 +109,7 @@ COMMAND = Command(
     (
         "mpistrat shards info data/train",
         'mpistrat shards info "data/train-*.h5" --json',
-        "mpistrat shards info somebody_elses.h5",
+        "mpistrat shards info somebody_elses.h5 --fields images,labels",
     ),
     _arguments,
     _run,

@@ -17,7 +17,7 @@ from ...data.shards.set_writer import SetWriter, set_pattern
 from ...errors import explain
 from ...partition import block
 from ..command import DONE, Command
-from ..terminal import Meter, size_text
+from ..terminal import Meter, names, size_text
 
 __all__ = ["COMMAND"]
 
@@ -53,10 +53,6 @@ def _named_dtype(text: str) -> tuple[str, np.dtype[Any]]:
         raise argparse.ArgumentTypeError(f"expected NAME=DTYPE like x=float32, got {text!r}") from None
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
-
-
 def _compression(text: str) -> str | int:
     return int(text) if text.isdigit() else text
 
@@ -88,7 +84,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     shards.add_argument("--compression", metavar="HOW", type=_compression, help="gzip, lzf, or gzip's level 0 to 9")
     shards.add_argument("--chunk-rows", metavar="N", type=int, help="rows in a chunk (default: some 256 KiB)")
     fields = parser.add_argument_group("fields")
-    fields.add_argument("--select", metavar="NAME,…", type=_names, help="the arrays of .npz, or columns, wanted")
+    fields.add_argument("--select", metavar="NAME,…", type=names, help="the arrays of .npz, or columns, wanted")
     fields.add_argument(
         "--dtype", metavar="NAME=DTYPE", type=_named_dtype, action="append", default=[],
         help="convert a field, for instance x=float32 or id=str; may be given several times",

@@ -75,15 +75,20 @@ class SetSurvey:
         return sum(size for _, _, size, _ in self.files)
 
 
-def survey(files: PathLike | Sequence[PathLike]) -> SetSurvey:
+def survey(files: PathLike | Sequence[PathLike], names: Sequence[str] | None = None) -> SetSurvey:
     """Look into files. Not collective.
+
+    Args:
+        files: as `HDF5Dataset` takes them.
+        names: the datasets wanted; None for all.
 
     Raises:
         ShardError: for files that cannot be read as one set, naming the file.
     """
     found = resolve(files)
     found.check(verify=False)
-    opened = open_shards(found, None, driver=None, on_error="raise")
+    names = None if names is None else [name.strip("/") for name in names]
+    opened = open_shards(found, names, driver=None, on_error="raise")
     stored: dict[str, list[_Stored]] = {name: [] for name in opened.fields}
     for shard in opened.shards:
         with open_hdf5(shard.path) as file:

@@ -367,6 +367,17 @@ def test_info_of_foreign_files(tmp_path: Path) -> None:
     mpistrat("shards", "info", tmp_path / "part99.h5", status=1)
 
 
+def test_info_of_some_fields(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["g/x"], file["y"], file["other"] = np.zeros((5, 2)), np.zeros(5), np.zeros(3)
+    done = mpistrat("shards", "info", tmp_path, status=1)
+    assert "expected 5 rows" in done.stderr
+    document = json.loads(mpistrat("shards", "info", tmp_path, "--json", "--fields", "y,/g/x").stdout)
+    assert (document["rows"], [field["name"] for field in document["fields"]]) == (5, ["y", "g/x"])
+    done = mpistrat("shards", "info", tmp_path, "--fields", "z", status=1)
+    assert "expected a dataset 'z'" in done.stderr
+
+
 def test_damaged_files_are_found(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, {"x": np.arange(1000)}, num_shards=5)
     with paths[1].open("r+b") as file:
