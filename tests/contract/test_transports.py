@@ -163,6 +163,7 @@ def test_a_fast_worker_is_held_back(transport):
                 link.push(0, number, np.ones(100, F4))
                 assert number - link.acknowledged() <= 2
             link.leave()
+            assert link.acknowledged() == 30
 
 
 @ranks(2, 3, 4)
