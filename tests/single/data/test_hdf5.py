@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,18 @@ def test_a_file_that_the_manifest_of_its_directory_does_not_list_is_no_secret(tm
     for files in (tmp_path, tmp_path / "*.h5"):
         with pytest.raises(ShardError, match=r"more\.h5.*manifest\.json lists"):
             HDF5Dataset(files)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_the_steady_state_allocates_no_batches(tmp_path: Path, files: int) -> None:
+    write_shards(tmp_path, {"x": np.zeros((2000, 2048), np.float32)}, num_shards=files)
+    batches = iter(HDF5Dataset(tmp_path, fields="x").shuffle(seed=1).batch(64).repeat())  # 524,288 bytes each
+    for _ in range(8):
+        batch = next(batches)
+    tracemalloc.start()
+    for _ in range(40):
+        batch = next(batches)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert batch.nbytes == 524_288
+    assert peak < batch.nbytes / 2
