@@ -18,7 +18,6 @@ __all__ = [
     "conform",
     "empty_rows",
     "is_ragged",
-    "nest_bytes",
     "row_count",
     "spec_of_element",
     "spec_of_rows",
@@ -249,8 +248,3 @@ def row_count(rows: Any) -> int:
     """The length of the first axis, which all leaves share."""
     leaves = nest.flatten(rows)
     return int(np.shape(leaves[0])[0]) if leaves else 0
-
-
-def nest_bytes(rows: Any) -> int:
-    """The bytes of all leaves together."""
-    return sum(int(leaf.nbytes) for leaf in nest.flatten(rows))
