@@ -263,4 +263,4 @@ def test_the_steady_state_allocates_no_batches(tmp_path: Path, files: int) -> No
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert batch.nbytes == 524_288
-    assert peak < batch.nbytes / 2
+    assert peak < batch.nbytes  # orders of rows, and no batch
