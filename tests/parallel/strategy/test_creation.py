@@ -262,6 +262,6 @@ def test_shared_memory_may_be_refused():
 def test_close_frees_the_shared_memory_of_reductions(size):
     with made("mirrored") as strategy:
         strategy.reduce("SUM", np.ones(size), axis=None)
-        windows = [block._window for block in strategy.extended.process_group.node._blocks]
+        windows = [block.window for block in strategy.extended.process_group.node._blocks]
     assert windows
     assert not any(windows)  # a freed window is false
