@@ -88,9 +88,9 @@ LEFT = {
         seconds=2.0 + 5.0,
         env={"MPISTRAT_ABORT_AFTER": "2"},
     ),
-    "early end": Wrong("if not rank: strategy.reduce('SUM', 1.0, axis=None)", ("rank 1", "reduce"), leaves=True),
+    "early end": Wrong("if not rank: strategy.reduce('SUM', 1.0, axis=None)", ("rank [1-3]", "reduce"), leaves=True),
     "sys.exit": Wrong(
-        "if rank: sys.exit(3)\nstrategy.reduce('SUM', 1.0, axis=None)", ("rank 1", "reduce"), leaves=True
+        "if rank: sys.exit(3)\nstrategy.reduce('SUM', 1.0, axis=None)", ("rank [1-3]", "reduce"), leaves=True
     ),
     "exception": Wrong(
         "if rank: raise KeyError('lost key')\nstrategy.reduce('SUM', 1.0, axis=None)",
@@ -105,12 +105,12 @@ LEFT = {
         seconds=6.0,
     ),
     "exception before the variables": Wrong(
-        "if rank: raise KeyError('lost key')\nvariable((1000, 1000))", ("rank 1", "KeyError"), traceback=True
+        "if rank: raise KeyError('lost key')\nvariable((1000, 1000))", ("rank [1-3]", "KeyError"), traceback=True
     ),
     "exception in a step": Wrong(
         "v = variable()\no = ms.optimizers.SGD(0.1)\ndef step():\n"
         "    if rank: raise KeyError('lost key')\n    o.apply_gradients([(v.grad, v)])\nstrategy.run(step)",
-        ("rank 1", "KeyError"),
+        ("rank [1-3]", "KeyError"),
         traceback=True,
     ),
 }
