@@ -142,8 +142,10 @@ def ours(share: Share) -> Iterator[Any]:
     if share.case.order == "shuffled":
         window = share.case.window_chunks * share.case.chunk_rows * share.case.row_bytes
         dataset = dataset.shuffle(seed=1, window_bytes=window)
+    data = strategy.distribute_dataset(dataset.batch(share.case.batch * share.size))
     try:
-        yield from strategy.distribute_dataset(dataset.batch(share.case.batch * share.size).repeat())
+        while True:
+            yield from data
     finally:
         strategy.close()
 
@@ -171,9 +173,9 @@ def _slice_by_hand(share: Share, start: int, count: int) -> np.ndarray:
 
 
 def _chunks_by_hand(share: Share) -> Iterator[np.ndarray]:
-    """Windows of whole chunks of this rank, their rows permuted when shuffled."""
+    """Windows of whole chunks of this rank, their rows permuted when shuffled; HDF5's caches are new in every pass."""
     rng, step = np.random.default_rng(1), share.case.chunk_rows
-    pieces = [(d, low) for d in share.datasets for low in range(0, len(d), step)][share.rank :: share.size]
+    pieces = [(d, low) for d in [h5py.File(path)["x"] for path in share.paths] for low in range(0, len(d), step)][share.rank :: share.size]
     if share.case.order == "shuffled":
         rng.shuffle(pieces)
     count = share.case.window_chunks
