@@ -175,7 +175,8 @@ def _slice_by_hand(share: Share, start: int, count: int) -> np.ndarray:
 def _chunks_by_hand(share: Share) -> Iterator[np.ndarray]:
     """Windows of whole chunks of this rank, their rows permuted when shuffled; HDF5's caches are new in every pass."""
     rng, step = np.random.default_rng(1), share.case.chunk_rows
-    pieces = [(d, low) for d in [h5py.File(path)["x"] for path in share.paths] for low in range(0, len(d), step)][share.rank :: share.size]
+    datasets = [h5py.File(path)["x"] for path in share.paths]
+    pieces = [(d, low) for d in datasets for low in range(0, len(d), step)][share.rank :: share.size]
     if share.case.order == "shuffled":
         rng.shuffle(pieces)
     count = share.case.window_chunks
