@@ -305,6 +305,8 @@ def measure(comm: Any, case: Case, megabytes: int, seconds: float, rounds: int) 
             for label, reader in contenders(case).items():
                 own = replace(share)  # with files of its own: HDF5 shares the caches of open ones
                 rates.setdefault(label, []).append(rate(comm, own, reader, seconds))
+                for dataset in own.__dict__.get("datasets", ()):
+                    dataset.file.close()
         comm.Barrier()
     return {label: statistics.median(values) for label, values in rates.items()}
 
