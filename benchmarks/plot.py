@@ -125,18 +125,18 @@ def draw_hdf5_input(folder: Path) -> None:
     if not results:
         return
     names = list(dict.fromkeys(name for r in results for case in r["cases"] for name in case["bytes_per_second"]))
+    titles = list(dict.fromkeys(case_title(case) for result in results for case in result["cases"]))[::-1]
     figure, grid = plt.subplots(1, len(results), figsize=(6.5 * len(results), 9), sharey=True, squeeze=False)
     for axis, result in zip(grid.flat, results, strict=True):
-        cases = result["cases"][::-1]
         for name in names:
-            points = [(c["bytes_per_second"].get(name), y) for y, c in enumerate(cases)]
+            points = [(c["bytes_per_second"].get(name), titles.index(case_title(c))) for c in result["cases"]]
             known = [(rate / 1e6, y) for rate, y in points if rate is not None]
             ours = name == "mpistrat"
             style = {"s": 60, "color": "#08519c", "zorder": 3} if ours else {"s": 28, "marker": "x"}
             axis.scatter(*zip(*known, strict=True), label=name, **style)
         axis.set_xscale("log")
         axis.set_xlabel("MB/s")
-        axis.set_yticks(range(len(cases)), [case_title(case) for case in cases], fontsize=8)
+        axis.set_yticks(range(len(titles)), titles, fontsize=8)
         axis.set_title(title(result["machine"]), fontsize=10)
         axis.grid(alpha=0.3)
     handles = grid.flat[0].get_legend_handles_labels()
