@@ -18,6 +18,7 @@ from ..cross_device.cross_device_ops import BLOCK
 from ..partition import blocks, merge
 from ..variables.arena import ALIGNMENT_BYTES, Arena
 from ..variables.memory import move_like
+from .gradients import Pairs, place_gradients
 from .slots import SlotStore, owners
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ class FusedStep:
         decays = [self._optimizer.decay_of(variable) for variable in self._variables]
         decaying = f", decays {decays}" if any(decays) else ""
         self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}"
+
+    def place(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
+        """Lay the gradients that the local replicas handed over into the arenas. Not collective."""
+        place_gradients(replicas, key)
 
     def run(self, aggregate: bool) -> None:
         """Take the step. Collective; in cross-replica context.

@@ -15,7 +15,7 @@ from ..variables.memory import move_like
 if TYPE_CHECKING:
     from ..variables.variable import Variable
 
-__all__ = ["check_variables", "place_gradients"]
+__all__ = ["check_variables", "checked", "place_gradients"]
 
 _FUNCTION = "apply_gradients"
 Pairs = Sequence[tuple[Any, "Variable"]]
@@ -73,18 +73,29 @@ def place_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
                     _place(gradient, target, variable)
 
 
-def _place(gradient: Any, target: Any, variable: Variable) -> None:
+def checked(gradient: Any, variable: Variable) -> Any:
+    """Return a gradient that fits a variable: an array, or IndexedSlices of arrays. Not collective.
+
+    Raises:
+        ValueError: another shape.
+        TypeError: numbers that do not fit.
+    """
     if isinstance(gradient, IndexedSlices):
-        _scatter(gradient, target, variable)
-        return
+        return _checked_slices(gradient, variable)
     array = as_array(gradient, _FUNCTION, variable.name)
-    if array.shape != target.shape:
-        expected, got = f"a gradient of shape {target.shape}", f"shape {tuple(array.shape)}"
+    if array.shape != variable.shape:
+        expected, got = f"a gradient of shape {variable.shape}", f"shape {tuple(array.shape)}"
         raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got))
-    if _same_memory(array, target):
-        return
-    _check_dtype(array, target, variable)
-    target[...] = move_like(array, target)
+    _check_dtype(array, variable)
+    return array
+
+
+def _place(gradient: Any, target: Any, variable: Variable) -> None:
+    array = checked(gradient, variable)
+    if isinstance(array, IndexedSlices):
+        _scatter(array, target)
+    elif not _same_memory(array, target):
+        target[...] = move_like(array, target)
 
 
 def _same_memory(array: Any, target: Any) -> bool:
@@ -94,27 +105,33 @@ def _same_memory(array: Any, target: Any) -> bool:
     return mine["data"][0] == its["data"][0] and mine["strides"] == its["strides"] and array.dtype == target.dtype
 
 
-def _check_dtype(array: Any, target: Any, variable: Variable) -> None:
-    if array.dtype.kind in "biu" or target.dtype == array.dtype or target.dtype.kind == "V":
+def _check_dtype(array: Any, variable: Variable) -> None:
+    if array.dtype.kind in "biu" or variable.dtype == array.dtype or variable.dtype.kind == "V":
         return
-    if array.dtype.kind != "V" and not np.can_cast(array.dtype, target.dtype, "same_kind"):
-        expected = f"a gradient that {target.dtype} can hold"
+    if array.dtype.kind != "V" and not np.can_cast(array.dtype, variable.dtype, "same_kind"):
+        expected = f"a gradient that {variable.dtype} can hold"
         raise TypeError(explain(_FUNCTION, variable.name, expected=expected, got=str(array.dtype)))
 
 
-def _scatter(slices: IndexedSlices, target: Any, variable: Variable) -> None:
-    """Make sparse rows dense; rows of equal index are summed."""
+def _checked_slices(slices: IndexedSlices, variable: Variable) -> IndexedSlices:
     values = as_array(slices.values, _FUNCTION, variable.name)
     indices = as_array(slices.indices, _FUNCTION, variable.name)
-    if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (indices.size, *target.shape[1:]):
-        expected = f"IndexedSlices with rows of shape {target.shape[1:]}"
+    shape = variable.shape
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (indices.size, *shape[1:]):
+        expected = f"IndexedSlices with rows of shape {shape[1:]}"
         got = f"values of shape {tuple(values.shape)}, indices of shape {tuple(indices.shape)}"
         raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got))
-    if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < target.shape[0]):
-        expected = f"indices from 0 to {target.shape[0] - 1}"
+    if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < shape[0]):
+        expected = f"indices from 0 to {shape[0] - 1}"
         got = f"{int(indices.min())} to {int(indices.max())}"
         raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got))
-    _check_dtype(values, target, variable)
+    _check_dtype(values, variable)
+    return IndexedSlices(values, indices, shape)
+
+
+def _scatter(slices: IndexedSlices, target: Any) -> None:
+    """Make sparse rows dense; rows of equal index are summed."""
+    values, indices = slices.values, slices.indices
     target[...] = 0
     if is_gpu(target):
         with on_device_of(target):

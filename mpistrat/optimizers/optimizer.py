@@ -13,7 +13,7 @@ from .. import context
 from ..distributed_values import DistributedValues
 from ..errors import ContextError, explain
 from .fused_step import FusedStep
-from .gradients import check_variables, place_gradients
+from .gradients import check_variables
 from .schedules import LearningRateSchedule
 from .slots import SlotStore
 
@@ -202,7 +202,7 @@ class Optimizer(ABC):
             if len(self._steps) >= _KEPT_STEPS:
                 self._steps.clear()
             step = self._steps[key] = self._new_step(strategy, replicas[0])
-        place_gradients(replicas, key)
+        step.place(replicas, key)
         step.run(aggregate)
         self._iterations += 1
 
@@ -217,7 +217,8 @@ class Optimizer(ABC):
             raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
         known = set(map(id, self._variables))
         new = [variable for variable in chosen if id(variable) not in known]
-        step = FusedStep(self, strategy, chosen, left_out, self._slots)
+        make = chosen[0].placement.make_step
+        step = make(self, chosen) if make else FusedStep(self, strategy, chosen, left_out, self._slots)
         self._variables.extend(new)
         self._slots.fill_pending(new)
         return step

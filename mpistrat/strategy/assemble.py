@@ -38,6 +38,10 @@ class Parts:
     parameter_device: str | None = None
     is_default: bool = False
     shared: bool = False  # with the strategy that this one is a copy of, which closes what they share
+    sync_group: ProcessGroup | None = None  # the ranks whose replicas step together, where these are not all
+    make: Any = None  # see Placement
+    make_step: Any = None
+    num_input_pipelines: int | None = None
 
     @classmethod
     def of(cls, extended: StrategyExtended) -> Parts:
@@ -56,10 +60,18 @@ class Parts:
 
     def extend(self, strategy: Strategy) -> StrategyExtended:
         """Return the inner parts of a strategy. Not collective."""
-        devices = self.group.topology.devices if self.parameter_device is None else (self.parameter_device,)
-        arenas = ArenaAllocator(self.group, devices, self.layout.central)
+        group = self.sync_group or self.group
+        devices = group.topology.devices if self.parameter_device is None else (self.parameter_device,)
         placement = Placement(
-            self.group, self.ops, arenas, strategy, self.group.topology.devices, distributed=self.layout.distributed
+            group,
+            self.ops,
+            ArenaAllocator(group, devices, self.layout.central),
+            strategy,
+            group.topology.devices,
+            distributed=self.layout.distributed,
+            world=self.group if self.sync_group else None,
+            make=self.make,
+            make_step=self.make_step,
         )
         return StrategyExtended(
             strategy,
@@ -70,6 +82,7 @@ class Parts:
             self.options,
             is_default=self.is_default,
             shared=self.shared,
+            num_input_pipelines=self.num_input_pipelines,
         )
 
 
@@ -110,6 +123,7 @@ def assemble(
     log.setup(environment.log)
     set_blas_threads(topology.local_size, topology.num_local_replicas, topology.node_cores)
     group = ProcessGroup.create(topology, environment)
+    alone = ProcessGroup(Topology.single(topology.devices), environment) if layout.alone else None
     problem: Exception | None = None
     try:
         given: object = options
@@ -118,7 +132,7 @@ def assemble(
             raise TypeError(explain(layout.name, "communication_options", expected=expected, got=got))
         implementation = None if options is None else options.implementation
         ops = make_cross_device_ops(implementation if cross_device_ops is None else cross_device_ops)
-        ops.bind(group)
+        ops.bind(alone or group)
         if check is not None:
             check(topology)
         if parameter_device is not None:
@@ -126,7 +140,7 @@ def assemble(
     except Exception as error:
         problem = error
     _agree(group, layout, (options, parameter_device), problem)
-    return Parts(layout, group, ops, options, parameter_device)
+    return Parts(layout, group, ops, options, parameter_device, sync_group=alone)
 
 
 def _agree(group: ProcessGroup, layout: Layout, settings: tuple[Any, ...], problem: Exception | None) -> None:

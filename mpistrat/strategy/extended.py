@@ -36,6 +36,8 @@ class StrategyExtended:
     Attributes:
         topology: ranks, nodes and devices.
         process_group: the ranks as those who act together.
+        sync_topology: the ranks whose replicas step together: all, or with parameter servers this one.
+        num_input_pipelines: how many workers read input.
         cross_device_ops: how values of the replicas become one.
         placement: where variables live.
         layout: what distinguishes this strategy from others.
@@ -57,9 +59,12 @@ class StrategyExtended:
         *,
         is_default: bool = False,
         shared: bool = False,
+        num_input_pipelines: int | None = None,
     ) -> None:
         """Hold the parts; `assemble` makes them. Not collective."""
         self.topology: Topology = group.topology
+        self.sync_topology: Topology = placement.group.topology
+        self.num_input_pipelines = self.topology.size if num_input_pipelines is None else num_input_pipelines
         self.process_group, self.cross_device_ops, self.placement = group, ops, placement
         self.layout, self.is_default, self.closed = layout, is_default, False
         self.optimizers: list[Any] = []
@@ -67,7 +72,7 @@ class StrategyExtended:
         self._options = options
         self._shared = shared
         self.frame = Frame(strategy)
-        self.replicas = [ReplicaContext(strategy, self, i) for i in range(self.topology.num_local_replicas)]
+        self.replicas = [ReplicaContext(strategy, self, i) for i in range(self.sync_topology.num_local_replicas)]
         frames = [replica.frame for replica in self.replicas]
         self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
         self._restored: dict[int, tuple[str, Mapping[str, Any]]] = {}  # states of optimizers not applied yet
@@ -77,7 +82,7 @@ class StrategyExtended:
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The devices of this rank, one replica each."""
-        return self._devices("worker_devices", self.topology.devices)
+        return self._devices("worker_devices", self.sync_topology.devices)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -307,6 +312,7 @@ class StrategyExtended:
         self.placement.close()
         if not self._shared:
             self.cross_device_ops.close()
+            self.placement.group.close()
             self.process_group.close()
             self.topology.close()
 

@@ -8,7 +8,15 @@ from typing import final
 from ..cluster.topology import Topology
 from ..errors import LayoutError, explain
 
-__all__ = ["CENTRAL_STORAGE", "MIRRORED", "MULTI_WORKER_MIRRORED", "ONE_DEVICE", "Layout", "check_layout"]
+__all__ = [
+    "CENTRAL_STORAGE",
+    "MIRRORED",
+    "MULTI_WORKER_MIRRORED",
+    "ONE_DEVICE",
+    "PARAMETER_SERVER",
+    "Layout",
+    "check_layout",
+]
 
 
 @final
@@ -21,6 +29,8 @@ class Layout:
         many_ranks, many_nodes: whether it accepts them.
         distributed: whether it may have several replicas.
         central: whether the node's leader alone keeps and updates the variables.
+        alone: whether the replicas of each rank step without those of other ranks.
+        least_ranks: how few it accepts.
     """
 
     name: str
@@ -28,18 +38,21 @@ class Layout:
     many_nodes: bool = False
     distributed: bool = True
     central: bool = False
+    alone: bool = False
+    least_ranks: int = 1
 
     def fits(self, ranks: int, nodes: int) -> bool:
         """Return whether the strategy accepts so many ranks on so many nodes. Not collective."""
-        return (self.many_ranks or ranks == 1) and (self.many_nodes or nodes == 1)
+        return (self.many_ranks or ranks == 1) and (self.many_nodes or nodes == 1) and ranks >= self.least_ranks
 
 
 ONE_DEVICE = Layout("OneDeviceStrategy", many_ranks=False, distributed=False)
 MIRRORED = Layout("MirroredStrategy")
 MULTI_WORKER_MIRRORED = Layout("MultiWorkerMirroredStrategy", many_nodes=True)
 CENTRAL_STORAGE = Layout("CentralStorageStrategy", central=True)
+PARAMETER_SERVER = Layout("ParameterServerStrategy", many_nodes=True, alone=True, least_ranks=2)
 
-_ALL = (ONE_DEVICE, MIRRORED, CENTRAL_STORAGE, MULTI_WORKER_MIRRORED)
+_ALL = (ONE_DEVICE, MIRRORED, CENTRAL_STORAGE, MULTI_WORKER_MIRRORED)  # what a synchronous program may use instead
 
 
 def check_layout(layout: Layout, topology: Topology) -> None:
@@ -52,11 +65,12 @@ def check_layout(layout: Layout, topology: Topology) -> None:
     if layout.fits(ranks, nodes):
         return
     fitting = ", ".join(other.name for other in _ALL if other.fits(ranks, nodes))
+    several = "ranks of one node" if layout.least_ranks == 1 else f"at least {layout.least_ranks} ranks"
     raise LayoutError(
         explain(
             layout.name,
             "comm",
-            expected="ranks of one node" if layout.many_ranks else "one rank",
+            expected=several if layout.many_ranks else "one rank",
             got=f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}",
             remedy=f"What fits: {fitting}",
             rank=topology.rank,

@@ -68,7 +68,7 @@ def copies_of_variables(extended: StrategyExtended, value: Any) -> Any:
     if isinstance(value, Variable):
         if value.synchronization is VariableSynchronization.ON_READ and not extended.is_default:
             return PerReplica(value.values)
-        return Mirrored(value.values) if extended.topology.num_replicas > 1 else value
+        return Mirrored(value.values) if extended.sync_topology.num_replicas > 1 else value
     if nest.is_nested(value):
         return nest.map_structure(lambda leaf: copies_of_variables(extended, leaf), value)
     return value
@@ -145,7 +145,7 @@ def _parts(extended: StrategyExtended, leaf: Any, *, repeat: bool) -> tuple[list
         mirrored = isinstance(leaf, Mirrored) and not repeat  # its SUM is refused below, in one place
         wrap: Callable[[list[Any]], Any] = Mirrored if mirrored else PerReplica
         return [as_array(value, "reduce") for value in leaf.values], wrap
-    array, replicas = as_array(leaf, "reduce"), extended.topology.num_local_replicas
+    array, replicas = as_array(leaf, "reduce"), extended.sync_topology.num_local_replicas
     if repeat:
         return [array] * replicas, PerReplica
     return [array], lambda sums: sums[0]

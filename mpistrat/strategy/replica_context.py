@@ -51,7 +51,7 @@ class ReplicaContext:
         strategy: the strategy that runs the step.
         replica_id_in_sync_group: number of this replica, from 0, by rank and then device.
         num_replicas_in_sync: replicas in all.
-        num_input_pipelines: workers that read input, which are the ranks.
+        num_input_pipelines: workers that read input: the ranks, but for parameter servers.
     """
 
     __slots__ = (
@@ -67,11 +67,11 @@ class ReplicaContext:
 
     def __init__(self, strategy: Strategy, extended: StrategyExtended, index: int) -> None:
         """Describe local replica `index`. Not collective; strategies make them."""
-        topology = extended.topology
+        topology = extended.sync_topology
         self.strategy = strategy
         self.replica_id_in_sync_group = topology.replica_offset + index
         self.num_replicas_in_sync = topology.num_replicas
-        self.num_input_pipelines = topology.size
+        self.num_input_pipelines = extended.num_input_pipelines
         self.frame = Frame(strategy, replica=self)
         self._cross_frame = Frame(strategy)
         self._extended = extended
@@ -80,7 +80,7 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """The device of this replica."""
-        return (self._extended.topology.devices[self._index],)
+        return (self._extended.sync_topology.devices[self._index],)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

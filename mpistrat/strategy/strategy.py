@@ -90,8 +90,8 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas, over all ranks."""
-        return self._extended.topology.num_replicas
+        """Number of replicas that step together: of all ranks, or with parameter servers of this worker."""
+        return self._extended.sync_topology.num_replicas
 
     # contexts
 
@@ -243,7 +243,7 @@ class Strategy:
             value_fn: gets a ValueContext, and returns a value or a nest.
         """
         context.expect_cross(self, "Strategy.distribute_values_from_function")
-        topology = self._extended.topology
+        topology = self._extended.sync_topology
         ids = range(topology.replica_offset, topology.replica_offset + topology.num_local_replicas)
         return self._extended.per_replica([value_fn(ValueContext(i, topology.num_replicas)) for i in ids])
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from ..comm.process_group import ProcessGroup
 from ..errors import explain
 from ..types import VariableAggregation, VariableSynchronization
 from .aggregation import check_kind
 from .memory import move_like
 from .mirrored_variable import MirroredVariable
-from .placement import Placement
+from .placement import Placement, Target
 from .sync_on_read_variable import SyncOnReadVariable
 from .values import initial_array, parse_dtype
 from .variable import Description, Variable
@@ -59,7 +60,7 @@ def _initial_value(
     if not callable(initial_value) or hasattr(initial_value, "__array__"):
         value = initial_array(initial_value, dtype)
         return value, (value.shape, value.dtype)
-    group = placement.group
+    group = placement.creators
     evaluates = group.topology.rank == 0
     result = initial_array(initial_value(), dtype) if evaluates else None
     with group.collective("initial_value", name):
@@ -77,31 +78,36 @@ def _check_shape(found: tuple[int, ...], wanted: Sequence[int | None] | None) ->
 
 
 def _make(placement: Placement, what: Description, value: np.ndarray | None) -> Variable:
-    group = placement.group
+    group = placement.creators
     kind = "on GPUs" if placement.arenas.on_gpu else "on CPUs"
     detail = (what.index, what.trainable, what.synchronization.name, what.aggregation.name, kind)
     with group.collective("Variable", what.name, what.dtype.name, what.shape, detail) as call:
-        variable: Variable
         if what.synchronization is VariableSynchronization.ON_READ:
-            own = SyncOnReadVariable(placement, what)
-            targets = [(copy.reshape(-1), 0, own.size) for copy in own.copies]
-            variable = own
+            variable, targets = _make_copies(placement, what)
         else:
-            size = int(np.prod(what.shape, dtype=np.int64))
-            has_gradients = what.trainable and what.dtype.kind not in "biu"
-            arena, offset = placement.arenas.allocate(size, what.dtype, has_gradients, what.name)
-            variable = MirroredVariable(placement, what, arena, offset)
-            targets = [(copy[offset : offset + size], *arena.writes(size)) for copy in arena.copies]
-        _fill(placement, targets, value, what)
+            variable, targets = (placement.make or _make_in_arena)(placement, what)
+        _fill(group, targets, value, what)
         group.node.barrier(call)
+    if group is not placement.group:  # who steps alone may read at once what another node stores
+        group.barrier(f"Variable {what.name!r}")
     return variable
 
 
-def _fill(
-    placement: Placement, targets: list[tuple[Any, int, int]], value: np.ndarray | None, what: Description
-) -> None:
+def _make_copies(placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
+    variable = SyncOnReadVariable(placement, what)
+    return variable, [(copy.reshape(-1), 0, variable.size) for copy in variable.copies]
+
+
+def _make_in_arena(placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
+    size = int(np.prod(what.shape, dtype=np.int64))
+    has_gradients = what.trainable and what.dtype.kind not in "biu"
+    arena, offset = placement.arenas.allocate(size, what.dtype, has_gradients, what.name)
+    variable = MirroredVariable(placement, what, arena, offset)
+    return variable, [(copy[offset : offset + size], *arena.writes(size)) for copy in arena.copies]
+
+
+def _fill(group: ProcessGroup, targets: list[Target], value: np.ndarray | None, what: Description) -> None:
     """Store global rank 0's numbers in the part [low, high) of each target, piece by piece. Collective, inside one."""
-    group = placement.group
     flat = None if value is None else value.reshape(-1)
     size = int(np.prod(what.shape, dtype=np.int64))
     step = max(1, PIECE // what.dtype.itemsize) if group.topology.size > 1 else max(1, size)

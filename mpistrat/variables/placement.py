@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,9 +11,12 @@ from ..cross_device.cross_device_ops import CrossDeviceOps
 from .allocator import ArenaAllocator
 
 if TYPE_CHECKING:
-    from .variable import Variable
+    from .variable import Description, Variable
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "Target"]
+
+Target = tuple[Any, int, int]  # a flat array, and the range of its elements that this rank stores
+Make = Callable[["Placement", "Description"], tuple["Variable", list[Target]]]
 
 
 @final
@@ -22,13 +25,17 @@ class Placement:
     """Where the variables of one strategy live, and through what they are aggregated.
 
     Args:
-        group: the strategy's ranks.
-        ops: how values of the replicas are reduced.
+        group: the ranks whose replicas step together.
+        ops: how values of those replicas are reduced.
         arenas: where variables get their memory.
         strategy: the strategy, as the frames of `context` name it; opaque here.
         devices: one for each local replica.
         distributed: False for a strategy that has one replica by its nature (the default, OneDeviceStrategy): there a
             write in replica context needs no aggregation, and writes what it was given.
+        world: all ranks of the strategy, where not all replicas step together.
+        make: returns a variable and where this rank stores its initial value; collective over `creators`, inside a
+            collective. Default: in the arenas.
+        make_step: takes an optimizer and variables, and returns a step like `FusedStep`, which is the default.
 
     Attributes:
         variables: all of them, in the order of creation, the same on every rank.
@@ -40,8 +47,16 @@ class Placement:
     strategy: Any
     devices: Sequence[str] = ("cpu:0",)
     distributed: bool = True
+    world: ProcessGroup | None = None
+    make: Make | None = None
+    make_step: Callable[..., Any] | None = None
     variables: list[Variable] = field(default_factory=list)
     _names: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def creators(self) -> ProcessGroup:
+        """The ranks that make variables together."""
+        return self.world or self.group
 
     def unique_name(self, name: str) -> str:
         """Return the name, with "_1", "_2", ... where it was given before. Not collective, if called by all alike."""

@@ -15,7 +15,7 @@ from .values import convert
 if TYPE_CHECKING:
     from .variable import Variable
 
-__all__ = ["ScatterMethods", "scatter"]
+__all__ = ["ScatterMethods", "row_numbers", "scatter"]
 
 _UFUNCS = {
     "add": np.add,
@@ -44,6 +44,20 @@ def scatter(op: str, rows: np.ndarray, first: int, indices: np.ndarray, updates:
         rows[indices - first] = updates
     else:
         _UFUNCS[op].at(rows, indices - first, updates)
+
+
+def row_numbers(shape: tuple[int, ...], indices: Any, function: str) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return flat row numbers of an array of that shape, and the shape of what reading them gives. Not collective.
+
+    Raises:
+        TypeError, IndexError: they are no integers, or no rows of it.
+
+    Example:
+        >>> row_numbers((5, 2), [[4, 0]], "f")
+        (array([4, 0]), (1, 2, 2))
+    """
+    array = _integers(indices, function)
+    return _flat_indices(shape, array[..., np.newaxis], function), array.shape + shape[1:]
 
 
 class ScatterMethods(ABC):

@@ -205,6 +205,14 @@ class Variable(ScatterMethods, _Operators, metaclass=_FrontDoor):
         """Return a copy, like `value`. Collective for ON_READ variables in cross-replica context only."""
         return self.array.copy()
 
+    def gathered(self) -> np.ndarray | None:
+        """Return a copy, at least on rank 0; None where this rank cannot read it. Collective; for files."""
+        return self.numpy()
+
+    def load(self, value: np.ndarray) -> None:
+        """Write a value that every rank has. Collective over all ranks of the strategy; for files."""
+        self.assign(value)
+
     # writing
 
     def assign(self, value: Any) -> Variable:
