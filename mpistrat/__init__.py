@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import cluster_resolver, context, data, errors, nn, optimizers, random
+from . import cluster_resolver, context, data, errors, nn, optimizers, partitioners, random
 from ._version import __version__
 from .cluster import ClusterSpec
 from .context import (
@@ -100,6 +100,7 @@ __all__ = [
     "errors",
     "nn",
     "optimizers",
+    "partitioners",
     "random",
     "rng",
     "show_config",

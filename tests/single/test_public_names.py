@@ -12,7 +12,7 @@ PACKAGE = """
     NcclAllReduce OneDeviceStrategy ReduceOp
     ReductionToOneDevice ReplicaContext RunOptions Strategy StrategyExtended ValueContext Variable VariableAggregation
     VariableSynchronization cluster_resolver data experimental_set_strategy get_replica_context get_strategy
-    has_strategy in_cross_replica_context nn optimizers
+    has_strategy in_cross_replica_context nn optimizers partitioners
 """
 STRATEGY = """
     cluster_resolver distribute_datasets_from_function experimental_distribute_dataset
@@ -28,6 +28,7 @@ RESOLVERS = """
     ClusterResolver ClusterSpec MPIClusterResolver SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver
     UnionClusterResolver UnionResolver
 """
+PARTITIONERS = "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner Partitioner"
 OPTIMIZERS = "Adagrad Adam AdamW Momentum RMSProp SGD"
 PLACES = [
     (ms, PACKAGE),
@@ -36,6 +37,7 @@ PLACES = [
     (ms.ReplicaContext, REPLICA),
     (ms.cluster_resolver, RESOLVERS),
     (ms.optimizers, OPTIMIZERS),
+    (ms.partitioners, PARTITIONERS),
 ]
 
 
@@ -45,6 +47,6 @@ def test_names(place, names):
 
 
 def test_what_is_listed_is_there():
-    for module in (ms, ms.cluster_resolver, ms.context, ms.data, ms.errors, ms.nn, ms.optimizers):
+    for module in (ms, ms.cluster_resolver, ms.context, ms.data, ms.errors, ms.nn, ms.optimizers, ms.partitioners):
         assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert len(set(ms.__all__)) == len(ms.__all__)
