@@ -14,6 +14,7 @@ from ...data.shards.convert import Conversion, convert, open_source
 from ...data.shards.files import manifest_path
 from ...data.shards.ranks import Ranks
 from ...data.shards.set_writer import SetWriter, set_pattern
+from ...data.shards.settings import ShardSettings
 from ...errors import explain
 from ...partition import block
 from ..command import DONE, Command
@@ -112,11 +113,11 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             got = f"one, {manifest_path(pattern)}"
             raise ValueError(explain("shards write", "TARGET", expected="no set there", got=got, remedy=remedy))
         source = open_source(asked)
-    writer = SetWriter(
-        "shards write", args.target, rows_per_shard=args.rows_per_shard, bytes_per_shard=args.bytes_per_shard,
-        layout=args.layout, compression=args.compression, chunk_rows=args.chunk_rows, attributes=source.attributes,
-        comm=ranks.comm,
+    settings = ShardSettings(
+        args.rows_per_shard, args.bytes_per_shard, args.layout, args.compression, chunk_rows=args.chunk_rows,
+        attributes=source.attributes,
     )  # fmt: skip
+    writer = SetWriter("shards write", args.target, settings, ranks.comm)
     first, stop = block(source.rows, ranks.size, ranks.rank)
     what = "writing" if ranks.size == 1 else "writing (rank 0)"
     with Meter(what, stop - first, "rows", silent=ranks.rank > 0) as meter, writer:

@@ -117,7 +117,7 @@ def convert(
     Raises:
         ValueError: for values that a dtype does not hold, and text where there can be none.
     """
-    for piece in _converted(source.pieces(*partition.block(source.rows, writer.size, writer.rank)), dtypes):
+    for piece in _converted(source.pieces(*partition.block(source.rows, writer.ranks.size, writer.ranks.rank)), dtypes):
         found = [name for name, array in piece.items() if array.dtype.kind in "UO"]
         if found and not text:
             remedy = "Add --layout chunked, which is not read by memory map; or leave text out with --select."

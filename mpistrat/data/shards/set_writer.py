@@ -7,34 +7,30 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from ...errors import ClosedError, ShardError, explain
 from ..spec import conform, spec_of_element, stack_rows
-from .columns import Columns, columns_of, content_bytes, fields_of, fit, named, spec_of_fields, varies
+from .columns import Columns, columns_of, content_bytes, fields_of, fit, named, spec_of_fields
 from .files import PathLike
 from .manifest import Field, ShardEntry
 from .new_shard import NewShard
 from .publish import publish
 from .ranks import Ranks
-from .storage_format import StorageFormat, positive, row_bytes
+from .settings import ShardSettings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["SHARD_BYTES", "Compression", "Layout", "SetWriter", "set_pattern"]
+__all__ = ["SetWriter", "set_pattern"]
 
-SHARD_BYTES = 1 << 30  # few, large shards: rows gathered over many files are slow
 _PENDING_BYTES = 1 << 20  # small pieces are collected up to so many bytes
 _PENDING_ROWS = 1 << 12  # and rows
-
-Layout = Literal["contiguous", "chunked"]
-Compression = Literal["gzip", "lzf"] | int
 
 
 def set_pattern(function: str, target: PathLike) -> Path:
@@ -58,41 +54,20 @@ class SetWriter:
 
     Args:
         function: what the user called, for errors; methods get it with what the user's argument is called.
-        target, rows_per_shard, bytes_per_shard, layout, compression, shuffle, fletcher32, chunk_rows, attributes, comm:
-            as `ShardWriter` says.
+        target, comm: as `ShardWriter` says.
+        settings: the other arguments.
     """
 
-    def __init__(
-        self,
-        function: str,
-        target: PathLike,
-        *,
-        rows_per_shard: int | None = None,
-        bytes_per_shard: int | None = None,
-        layout: Layout | None = None,
-        compression: Compression | None = None,
-        shuffle: bool | None = None,
-        fletcher32: bool | None = None,
-        chunk_rows: int | None = None,
-        attributes: Mapping[str, Mapping[str, Any]] | None = None,
-        comm: MPI.Intracomm | None = None,
-    ) -> None:
+    def __init__(self, function: str, target: PathLike, settings: ShardSettings, comm: MPI.Intracomm | None) -> None:
         self._function = function
-        self._ranks = Ranks(comm, function)
-        with self._ranks.together():
+        self.ranks = Ranks(comm, function)
+        with self.ranks.together():
             self._pattern = set_pattern(function, target)
-            self._storage = StorageFormat.checked(function, layout, compression, shuffle, fletcher32, chunk_rows)
-            if rows_per_shard is not None and bytes_per_shard is not None:
-                got = f"both {rows_per_shard} rows and {bytes_per_shard} bytes"
-                raise ValueError(explain(function, "", expected="rows_per_shard or bytes_per_shard", got=got))
-            self._rows_per_shard = (
-                None if rows_per_shard is None else positive(function, "rows_per_shard", rows_per_shard)
-            )
-            bytes_per_shard = SHARD_BYTES if bytes_per_shard is None else bytes_per_shard
-            self._bytes_per_shard = positive(function, "bytes_per_shard", bytes_per_shard)
-            self._attributes = {field: dict(values) for field, values in (attributes or {}).items()}
-        how = (self._storage, self._rows_per_shard, self._bytes_per_shard, self._attributes)
-        self._ranks.agree(f"{function} {str(self._pattern)!r} {how}")
+            self._storage = settings.storage(function)
+            self._settings = settings = settings.divided(function)
+            self._attributes = {field: dict(values) for field, values in (settings.attributes or {}).items()}
+        how = (self._storage, settings.rows_per_shard, settings.bytes_per_shard, self._attributes)
+        self.ranks.agree(f"{function} {str(self._pattern)!r} {how}")
         self._fields: dict[str, Field] | None = None
         self._spec: dict[str, Any] = {}
         self._pending: list[Columns] = []  # pieces that wait for more
@@ -103,22 +78,7 @@ class SetWriter:
         self._files: list[tuple[Path, ShardEntry]] = []
         self._failed = False
         self._closed = False
-        self._paths: list[Path] = []
-
-    @property
-    def paths(self) -> list[Path]:
-        """As `ShardWriter` says."""
-        return list(self._paths)
-
-    @property
-    def rank(self) -> int:
-        """As `ShardWriter` says."""
-        return self._ranks.rank
-
-    @property
-    def size(self) -> int:
-        """As `ShardWriter` says."""
-        return self._ranks.size
+        self.paths: list[Path] = []
 
     def write(self, rows: Any, where: str, argument: str) -> None:
         """Append rows. Not collective."""
@@ -172,10 +132,10 @@ class SetWriter:
             return
         self._closed = True
         try:
-            with self._ranks.together():
+            with self.ranks.together():
                 empty = self._finish()
                 self._pattern.parent.mkdir(parents=True, exist_ok=True)
-            self._paths = publish(self._ranks, self._function, self._pattern, self._fields, self._files, empty)
+            self.paths = publish(self.ranks, self._function, self._pattern, self._fields, self._files, empty)
         finally:
             self._discard()
 
@@ -190,7 +150,7 @@ class SetWriter:
         elif not self._closed:
             self._closed = True
             try:
-                self._ranks.exchange(f"{type(error).__name__}: {error}")  # the others wait in `close`
+                self.ranks.exchange(f"{type(error).__name__}: {error}")  # the others wait in `close`
             finally:
                 self._discard()
 
@@ -252,17 +212,11 @@ class SetWriter:
     def _capacity(self) -> int | None:
         """The most rows of a shard, where that is known."""
         assert self._fields is not None
-        if self._rows_per_shard is not None:
-            return self._rows_per_shard
-        if self._limit() is not None:
-            return None
-        return max(1, self._bytes_per_shard // max(1, sum(map(row_bytes, self._fields.values()))))
+        return self._settings.rows_of_shard(self._fields)
 
     def _limit(self) -> int | None:
         """The bytes at which a shard is full, where the bytes of a row are not known."""
-        assert self._fields is not None
-        varying = self._rows_per_shard is None and any(map(varies, self._fields.values()))
-        return self._bytes_per_shard if varying else None
+        return self._settings.bytes_per_shard if self._capacity() is None else None
 
     def _open_shard(self, capacity: int | None) -> NewShard:
         assert self._fields is not None

@@ -45,42 +45,6 @@ class StorageFormat:
     fletcher32: bool
     chunk_rows: int | None
 
-    @staticmethod
-    def checked(
-        function: str,
-        layout: str | None,
-        compression: str | int | None,
-        shuffle: bool | None,
-        fletcher32: bool | None,
-        chunk_rows: int | None,
-    ) -> StorageFormat:
-        """Return the format that a user's arguments ask for.
-
-        Raises:
-            ValueError: for arguments that do not exist or do not go together.
-        """
-        if layout not in (None, "contiguous", "chunked"):
-            raise ValueError(explain(function, "layout", expected='"contiguous" or "chunked"', got=repr(layout)))
-        level = isinstance(compression, int) and not isinstance(compression, bool) and 0 <= compression <= 9
-        if compression not in (None, "gzip", "lzf") and not level:
-            expected = 'None, "gzip", "lzf" or gzip\'s level 0 to 9'
-            raise ValueError(explain(function, "compression", expected=expected, got=repr(compression)))
-        chunked = layout == "chunked" or (layout is None and compression is not None)
-        for argument, value in (
-            ("compression", compression), ("shuffle", shuffle), ("fletcher32", fletcher32), ("chunk_rows", chunk_rows),
-        ):  # fmt: skip
-            if value not in (None, False) and not chunked:
-                expected = "none where data is contiguous: HDF5 has filters and checksums for chunks only"
-                remedy = 'Pass layout="chunked". Contiguous data is guarded by the digest in the manifest.'
-                raise ValueError(explain(function, argument, expected=expected, got=repr(value), remedy=remedy))
-        return StorageFormat(
-            chunked,
-            compression,
-            compression is not None if shuffle is None else bool(shuffle),
-            chunked if fletcher32 is None else bool(fletcher32),
-            None if chunk_rows is None else positive(function, "chunk_rows", chunk_rows),
-        )
-
     def check(self, function: str, argument: str, fields: Mapping[str, Field]) -> None:
         """Check that fields can be stored so.
 

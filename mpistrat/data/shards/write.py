@@ -10,10 +10,11 @@ from ... import partition
 from ...errors import explain
 from ..dataset import INFINITE, Dataset
 from ..spec import stack_rows
-from .columns import columns_of, fields_of, varies
+from .columns import columns_of, fields_of
 from .files import PathLike
-from .set_writer import SHARD_BYTES, Compression, Layout, SetWriter
-from .storage_format import positive, row_bytes
+from .set_writer import SetWriter
+from .settings import Compression, Layout, ShardSettings
+from .storage_format import positive
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -78,16 +79,14 @@ def write_shards(
         ['00000-of-00002.h5', '00001-of-00002.h5']
         1
     """
-    writer = SetWriter(
-        _NAME, target, rows_per_shard=rows_per_shard, bytes_per_shard=bytes_per_shard, layout=layout,
-        compression=compression, shuffle=shuffle, fletcher32=fletcher32, chunk_rows=chunk_rows, attributes=attributes,
-        comm=comm,
-    )  # fmt: skip
-    with writer:
+    settings = ShardSettings(
+        rows_per_shard, bytes_per_shard, layout, compression, shuffle, fletcher32, chunk_rows, attributes
+    )
+    with SetWriter(_NAME, target, settings, comm) as writer:
         if callable(data) and not isinstance(data, (Dataset, Mapping)):
-            data = data(writer.rank, writer.size)
+            data = data(writer.ranks.rank, writer.ranks.size)
         if isinstance(data, Mapping):
-            _write_arrays(writer, data, rows_per_shard, bytes_per_shard, num_shards)
+            _write_arrays(writer, data, settings, num_shards)
         else:
             if num_shards is not None:
                 remedy = "Pass rows_per_shard or bytes_per_shard."
@@ -100,32 +99,22 @@ def write_shards(
     return writer.paths
 
 
-def _write_arrays(
-    writer: SetWriter,
-    data: Mapping[str, Any],
-    rows_per_shard: int | None,
-    bytes_per_shard: int | None,
-    num_shards: int | None,
-) -> None:
+def _write_arrays(writer: SetWriter, data: Mapping[str, Any], settings: ShardSettings, num_shards: int | None) -> None:
     columns = columns_of(_NAME, "data", data)
     fields = fields_of(_NAME, "data", columns)
     rows = len(next(iter(columns.values())))
     if num_shards is not None:
-        if rows_per_shard is not None or bytes_per_shard is not None:
-            got = f"both {num_shards} shards and {rows_per_shard or bytes_per_shard} in each"
+        each = settings.rows_per_shard or settings.bytes_per_shard
+        if each is not None:
+            got = f"both {num_shards} shards and {each} in each"
             raise ValueError(explain(_NAME, "", expected="one of num_shards, rows_per_shard, bytes_per_shard", got=got))
-        writer.write_shards(columns, partition.bounds(rows, positive(_NAME, "num_shards", num_shards)), *_DATA)
-        return
-    if rows_per_shard is None and any(map(varies, fields.values())):
-        writer.write(data, *_DATA)
-        return
-    if rows_per_shard is None:
-        size = sum(map(row_bytes, fields.values()))
-        rows_per_shard = max(1, (bytes_per_shard or SHARD_BYTES) // max(1, size))
-    if rows:
-        writer.write_shards(columns, partition.blocks([(0, rows)], rows_per_shard), *_DATA)
+        bounds = partition.bounds(rows, positive(_NAME, "num_shards", num_shards))
+    elif rows and (step := settings.rows_of_shard(fields)) is not None:
+        bounds = partition.blocks([(0, rows)], step)
     else:
         writer.write(data, *_DATA)
+        return
+    writer.write_shards(columns, bounds, *_DATA)
 
 
 def _write_dataset(writer: SetWriter, dataset: Dataset) -> None:

@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from .files import PathLike
-from .set_writer import Compression, Layout, SetWriter
+from .set_writer import SetWriter
+from .settings import Compression, Layout, ShardSettings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -73,26 +74,25 @@ class ShardWriter:
         attributes: Mapping[str, Mapping[str, Any]] | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
-        self._set = SetWriter(
-            "ShardWriter", target, rows_per_shard=rows_per_shard, bytes_per_shard=bytes_per_shard, layout=layout,
-            compression=compression, shuffle=shuffle, fletcher32=fletcher32, chunk_rows=chunk_rows,
-            attributes=attributes, comm=comm,
-        )  # fmt: skip
+        settings = ShardSettings(
+            rows_per_shard, bytes_per_shard, layout, compression, shuffle, fletcher32, chunk_rows, attributes
+        )
+        self._set = SetWriter("ShardWriter", target, settings, comm)
 
     @property
     def paths(self) -> list[Path]:
         """Paths of the set's files, of all ranks, once the writer is closed; the same on every rank."""
-        return self._set.paths
+        return list(self._set.paths)
 
     @property
     def rank(self) -> int:
         """This rank's number among those that write the set."""
-        return self._set.rank
+        return self._set.ranks.rank
 
     @property
     def size(self) -> int:
         """How many ranks write the set."""
-        return self._set.size
+        return self._set.ranks.size
 
     def write(self, rows: Any) -> None:
         """Append rows. Not collective.
