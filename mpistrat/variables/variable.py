@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -15,17 +15,13 @@ from ..context import Frame
 from ..distributed_values import DistributedValues
 from ..errors import ClosedError, ContextError, explain
 from ..types import VariableAggregation, VariableSynchronization
+from .array_operators import ArrayOperators
 from .scatter import ScatterMethods
 
 if TYPE_CHECKING:
     from .arena import Arena
     from .mirrored_variable import MirroredVariable
     from .placement import Placement
-
-    # A base of any type lets a type checker accept the call of a class that has abstract methods.
-    _Operators: Any
-else:
-    from numpy.lib.mixins import NDArrayOperatorsMixin as _Operators
 
 __all__ = ["Description", "Variable"]
 
@@ -54,7 +50,7 @@ class _FrontDoor(ABCMeta):
         return super().__call__(*args, **kwargs)
 
 
-class Variable(ScatterMethods, _Operators, metaclass=_FrontDoor):
+class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
     """An array of a fixed shape and dtype that the current strategy keeps (TF: tf.Variable). Creation is collective.
 
     `Variable(initial_value, trainable=None, name=None, dtype=None, shape=None, synchronization=AUTO, aggregation=NONE,
@@ -147,21 +143,6 @@ class Variable(ScatterMethods, _Operators, metaclass=_FrontDoor):
     def constraint(self) -> Callable[[Any], Any] | None:
         """The function that optimizers apply after each update."""
         return self._description.constraint
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one copy."""
-        return self.size * self.dtype.itemsize
 
     @property
     def device(self) -> str:
@@ -281,70 +262,6 @@ class Variable(ScatterMethods, _Operators, metaclass=_FrontDoor):
         expected = "a trainable variable of a floating dtype"
         got = f"{self.dtype}, trainable={self.trainable}"
         raise ValueError(explain("Variable.grad", self.name, expected=expected, got=got))
-
-    # as an array
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = self.array
-        if self.placement.arenas.on_gpu:
-            raise TypeError("Variable: it lies on a GPU and does not become a NumPy array by itself: use v.numpy()")
-        if dtype is not None and np.dtype(dtype) != array.dtype:
-            if copy is False:
-                raise ValueError("Variable: another dtype cannot be had without a copy")
-            return array.astype(dtype)
-        return array.copy() if copy else array
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **kwargs: Any) -> Any:
-        targets = (out if isinstance(out, tuple) else (out,)) if out is not None else ()
-        if any(isinstance(target, Variable) for target in targets) or (
-            method == "at" and isinstance(inputs[0], Variable)
-        ):
-            self._refuse_in_place(f"numpy.{ufunc.__name__} with a Variable as output")
-        if targets:
-            kwargs["out"] = targets
-        arrays = (value.array if isinstance(value, Variable) else value for value in inputs)
-        return getattr(ufunc, method)(*arrays, **kwargs)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.array[index]
-
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        self._refuse_in_place("v[...] = value")
-
-    def _refuse_in_place(self, what: str) -> NoReturn:
-        expected = "a method that every rank calls"
-        remedy = "Use assign, assign_add, assign_sub or a scatter method"
-        raise TypeError(explain("Variable", self.name, expected=expected, got=what, remedy=remedy))
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a Variable without dimensions")
-        return self.shape[0]
-
-    def __iter__(self) -> Any:
-        return iter(self.array)
-
-    def __bool__(self) -> bool:
-        return bool(self.array)
-
-    def __int__(self) -> int:
-        return int(self.array)
-
-    def __float__(self) -> float:
-        return float(self.array)
-
-    def __complex__(self) -> complex:
-        return complex(self.array)
-
-    def __index__(self) -> int:
-        return self.array.__index__()
-
-    __hash__ = object.__hash__  # == compares elements, but as a key a variable stands for itself
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        remedy = "Use v.numpy() for its numbers, strategy.save(path) for all variables"
-        text = explain("Variable", self.name, expected="no pickling and no copying", got="an attempt", remedy=remedy)
-        raise TypeError(text)
 
     def __repr__(self) -> str:
         what = f"{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype}"
