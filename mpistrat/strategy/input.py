@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +16,57 @@ from ..comm.contract import by_rank
 from ..comm.device_copy import DeviceCopy
 from ..comm.process_group import ProcessGroup
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions, InputReplicationMode
-from ..data.distribution.distributed_dataset import distribute
+from ..data.distribution.auto_shard import auto_shard, deal_out, serve_only
+from ..data.distribution.distributed_dataset import Divide, distribute
+from ..data.distribution.distributed_iterator import Passes
 from ..data.distribution.from_function import call_dataset_fn
+from ..data.distribution.steps import NoSteps
 from ..data.distribution.workers import Workers
 from ..errors import CollectiveMismatchError, MpistratError, explain
 
-__all__ = ["distribute_dataset", "distribute_datasets_from_function"]
+__all__ = ["Division", "distribute_dataset", "distribute_datasets_from_function"]
 
 # What an error that one rank has raised is called on the others.
 _KINDS = {kind.__name__: kind for kind in (TypeError, ValueError, errors.DeviceError, errors.ShardError)}
 
 
-def distribute_dataset(group: ProcessGroup, dataset: Dataset, options: InputOptions | None) -> DistributedDataset:
+@final
+@dataclass(frozen=True)
+class Division:
+    """How a rank takes part in reading.
+
+    Attributes:
+        workers: who reads, and which of them this rank is.
+        divide: returns the steps of a dataset; None for a rank that reads nothing of a dataset function.
+        settings: of DistributedDataset.
+        in_sync: how many replicas step together; None for all.
+    """
+
+    workers: Workers
+    divide: Divide
+    settings: Mapping[str, Any]
+    in_sync: int | None = None
+
+    @classmethod
+    def together(cls, group: ProcessGroup) -> Division:
+        """Return the division of strategies whose ranks step together. Not collective."""
+        workers = Workers(group.topology.replicas_per_rank, group.topology.rank)
+        return cls(workers, auto_shard, {"sum_over_ranks": _sum_over_ranks(group)})
+
+    @classmethod
+    def alone(cls, workers: Workers, passes: Passes) -> Division:
+        """Return the division of a worker that steps alone. Not collective."""
+        return cls(workers, deal_out, {"passes": passes}, workers.num_local_replicas)
+
+    @classmethod
+    def serving(cls, workers: Workers, passes: Passes) -> Division:
+        """Return the division of a rank that serves those who step alone. Not collective."""
+        return cls(workers, serve_only, {"passes": passes}, 0)
+
+
+def distribute_dataset(
+    group: ProcessGroup, dataset: Dataset, options: InputOptions | None, division: Division
+) -> DistributedDataset:
     """See `Strategy.distribute_dataset`. Collective."""
     function = "distribute_dataset"
 
@@ -36,28 +76,38 @@ def distribute_dataset(group: ProcessGroup, dataset: Dataset, options: InputOpti
             remedy = "PER_REPLICA is for distribute_datasets_from_function."
             got = settings.replication_mode
             raise ValueError(explain(function, "options", expected="PER_WORKER", got=got, remedy=remedy))
-        return distribute(dataset, _workers(group), **_settings(group, settings))
+        return distribute(dataset, division.workers, division.divide, **_settings(group, settings, division))
 
     def described(made: DistributedDataset) -> tuple[str, str]:
-        elements = f"elements {made.element_spec}, {made.cardinality()} steps in an epoch"
+        steps = made.cardinality() if division.in_sync is None else dataset.cardinality()
+        elements = f"elements {made.element_spec}, {steps} steps in an epoch"
         alike, shown = zip(*_chain(dataset), (elements, elements), strict=True)
         return "\n".join(alike), "\n".join(shown)
 
     made = _agreed(group, function, make, described)
     bound = dataset.bind(group)
+    if bound is not dataset and division.in_sync is not None:
+        expected, got = 'cache("rank"): workers that step alone share no cache', 'cache("node") or cache("job")'
+        raise ValueError(explain(function, "dataset", expected=expected, got=got))
     return made if bound is dataset else make(bound)
 
 
 def distribute_datasets_from_function(
-    group: ProcessGroup, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
+    group: ProcessGroup,
+    dataset_fn: Callable[[InputContext], Any],
+    options: InputOptions | None,
+    division: Division,
 ) -> DistributedDataset:
     """See `Strategy.distribute_datasets_from_function`. Collective."""
     function = "distribute_datasets_from_function"
 
     def make() -> DistributedDataset:
         settings = _checked(options, function)
-        steps = call_dataset_fn(dataset_fn, _workers(group), InputReplicationMode(settings.replication_mode))
-        return DistributedDataset(steps, **_settings(group, settings))
+        workers, in_sync = division.workers, division.in_sync
+        if in_sync == 0:
+            return DistributedDataset(NoSteps(None, workers), **_settings(group, settings, division))
+        steps = call_dataset_fn(dataset_fn, workers, InputReplicationMode(settings.replication_mode), in_sync)
+        return DistributedDataset(steps, **_settings(group, settings, division))
 
     # What each worker makes may differ; only its success is told.
     return _agreed(group, function, make, lambda made: ("", ""))
@@ -72,16 +122,12 @@ def _checked(options: Any, function: str) -> InputOptions:
     return options
 
 
-def _workers(group: ProcessGroup) -> Workers:
-    return Workers(group.topology.replicas_per_rank, group.topology.rank)
-
-
-def _settings(group: ProcessGroup, options: InputOptions) -> dict[str, Any]:
+def _settings(group: ProcessGroup, options: InputOptions, division: Division) -> dict[str, Any]:
     devices = _devices(group.topology.devices) if options.fetch_to_device else None
     return {
         "devices": devices,
         "buffer_size": options.per_replica_buffer_size,
-        "sum_over_ranks": _sum_over_ranks(group),
+        **division.settings,
     }
 
 

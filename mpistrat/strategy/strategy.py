@@ -272,7 +272,7 @@ class Strategy:
         """
         self._extended.require_open("Strategy.distribute_dataset")
         context.expect_cross(self, "Strategy.distribute_dataset")
-        return strategy_input.distribute_dataset(self._extended.process_group, dataset, options)
+        return strategy_input.distribute_dataset(self._extended.process_group, dataset, options, self._division())
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -293,7 +293,12 @@ class Strategy:
         """
         self._extended.require_open("Strategy.distribute_datasets_from_function")
         context.expect_cross(self, "Strategy.distribute_datasets_from_function")
-        return strategy_input.distribute_datasets_from_function(self._extended.process_group, dataset_fn, options)
+        group = self._extended.process_group
+        return strategy_input.distribute_datasets_from_function(group, dataset_fn, options, self._division())
+
+    def _division(self) -> strategy_input.Division:
+        """How this rank takes part in reading."""
+        return strategy_input.Division.together(self._extended.process_group)
 
     # files
 

@@ -12,10 +12,10 @@ from ..options import AutoShardPolicy
 from ..stages.batched import Batched
 from ..stages.padded import Padded
 from .file_shard import FileShard
-from .steps import GlobalSteps, Steps, WorkerSteps
+from .steps import GlobalSteps, NoSteps, Steps, WorkerSteps
 from .workers import Workers
 
-__all__ = ["auto_shard"]
+__all__ = ["auto_shard", "deal_out", "serve_only"]
 
 
 def auto_shard(dataset: Dataset, workers: Workers) -> Steps:
@@ -24,13 +24,7 @@ def auto_shard(dataset: Dataset, workers: Workers) -> Steps:
     Raises:
         ValueError: where the dataset is not batched, or has not what the policy needs.
     """
-    if dataset.batching is None:
-        remedy = "Add .batch(global_batch_size), the rows of all replicas together."
-        raise _refusal("batches", "rows that are not batched", remedy)
-    policy = cast(AutoShardPolicy, dataset.options().auto_shard_policy or AutoShardPolicy.AUTO)
-    if dataset.shard_hinted != (policy is AutoShardPolicy.HINT):
-        expected = "shard(SHARD_HINT, SHARD_HINT) in the dataset under AutoShardPolicy.HINT, and only there"
-        raise _refusal(expected, f"{'it' if dataset.shard_hinted else 'none'} under {policy.name}")
+    policy = _policy(dataset)
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
         if workers.count > 1 and not (dataset.random_access or dataset.deterministic):
             remedy = "Map with deterministic=True, or let each worker read its own: FILE, OFF or HINT."
@@ -45,6 +39,45 @@ def auto_shard(dataset: Dataset, workers: Workers) -> Steps:
     else:
         shards = [_own_files(dataset, workers.count, worker) for worker in range(workers.count)]
     return WorkerSteps(_rebatched(shards, workers, policy.name), workers, policy.name)
+
+
+def deal_out(dataset: Dataset, workers: Workers) -> Steps:
+    """Return the steps of a worker that steps alone: whole batches, in turn under AUTO and DATA. Not collective.
+
+    A batch is what one worker's replicas take together. With FILE, OFF and HINT a worker reads batches of the files or
+    elements that the policy gives it. Workers may have different numbers of steps.
+
+    Raises:
+        ValueError: as `auto_shard`.
+    """
+    policy = _policy(dataset)
+    if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
+        own = dataset.shard(workers.count, workers.index)
+    elif policy is AutoShardPolicy.OFF:
+        own = dataset
+    elif policy is AutoShardPolicy.HINT:
+        own = dataset.with_shard(workers.count, workers.index)
+    else:
+        own = _own_files(dataset, workers.count, workers.index)
+    return GlobalSteps(own, Workers([workers.num_local_replicas]))
+
+
+def serve_only(dataset: Dataset, workers: Workers) -> Steps:
+    """Return the steps of a rank that reads nothing, after the checks of one that does. Not collective."""
+    _policy(dataset)
+    return NoSteps(dataset, workers)
+
+
+def _policy(dataset: Dataset) -> AutoShardPolicy:
+    """The policy that the dataset's options name, for a dataset that can have it."""
+    if dataset.batching is None:
+        remedy = "Add .batch(global_batch_size), the rows of all replicas together."
+        raise _refusal("batches", "rows that are not batched", remedy)
+    policy = cast(AutoShardPolicy, dataset.options().auto_shard_policy or AutoShardPolicy.AUTO)
+    if dataset.shard_hinted != (policy is AutoShardPolicy.HINT):
+        expected = "shard(SHARD_HINT, SHARD_HINT) in the dataset under AutoShardPolicy.HINT, and only there"
+        raise _refusal(expected, f"{'it' if dataset.shard_hinted else 'none'} under {policy.name}")
+    return policy
 
 
 def _refusal(expected: str, got: str, remedy: str = "") -> ValueError:

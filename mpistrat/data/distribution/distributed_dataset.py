@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from ...errors import explain
@@ -13,11 +13,13 @@ from ..spec import batch_spec
 from ..stats import InputStats, StageStats
 from .auto_shard import auto_shard
 from .device_prefetch import Device, DevicePrefetch, Loaded
-from .distributed_iterator import DistributedIterator, SumOverRanks, alone
+from .distributed_iterator import DistributedIterator, Passes, SumOverRanks, alone
 from .steps import Steps
 from .workers import Workers
 
 __all__ = ["DistributedDataset", "distribute"]
+
+Divide = Callable[[Dataset, Workers], Steps]
 
 
 @final
@@ -35,6 +37,7 @@ class DistributedDataset:
         buffer_size: steps that wait ready, beyond the one that is being read; 0 reads in the iterating thread. Steps
             that are read faster than a thread could hand them over are read there, too.
         sum_over_ranks: returns the elementwise sum of a small int64 array over all ranks; collective.
+        passes: who is told when an epoch begins and ends to be read.
     """
 
     def __init__(
@@ -44,8 +47,9 @@ class DistributedDataset:
         devices: Sequence[Device | None] | None = None,
         buffer_size: int = InputOptions.per_replica_buffer_size,
         sum_over_ranks: SumOverRanks = alone,
+        passes: Passes | None = None,
     ) -> None:
-        self._steps = steps
+        self._steps, self._passes = steps, passes
         self._prefetch = DevicePrefetch(devices)
         depth = steps.prefetch_depth
         self._depth = depth if depth is not None else buffer_size + 1 if buffer_size else 0
@@ -105,7 +109,8 @@ class DistributedDataset:
 
         reader = PositionReader(elements, self.cardinality(), self._epoch, self._depth, self._patience)
         self._epoch += 1
-        return DistributedIterator(reader, steps, prefetch, self._sum_over_ranks, self._stats, self.set_epoch)
+        told = self._sum_over_ranks, self._stats, self.set_epoch, self._passes
+        return DistributedIterator(reader, steps, prefetch, *told)
 
     def __str__(self) -> str:
         workers = self._steps.workers
@@ -118,12 +123,13 @@ class DistributedDataset:
         return "\n".join([*map(str, self._steps.datasets), division])
 
 
-def distribute(dataset: Dataset, workers: Workers, **settings: Any) -> DistributedDataset:
+def distribute(dataset: Dataset, workers: Workers, divide: Divide = auto_shard, **settings: Any) -> DistributedDataset:
     """Return a dataset divided by the policy of its options. Not collective.
 
     Args:
         dataset: a dataset after `batch`; its batches are those of all replicas together.
         workers: who reads.
+        divide: returns the steps of a dataset.
         settings: as for DistributedDataset.
 
     Raises:
@@ -141,7 +147,7 @@ def distribute(dataset: Dataset, workers: Workers, **settings: Any) -> Distribut
         got = type(given).__name__
         remedy = "Make one with ms.data.from_arrays or ms.data.HDF5Dataset."
         raise TypeError(explain("distribute_dataset", "dataset", expected="a Dataset", got=got, remedy=remedy))
-    steps = auto_shard(dataset, workers)
+    steps = divide(dataset, workers)
     _ = steps.row_spec, steps.cardinality()  # open the files
     return DistributedDataset(steps, **settings)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from .device_prefetch import DevicePrefetch, Loaded
 from .optional import Optional
 from .steps import Steps
 
-__all__ = ["DistributedIterator", "SumOverRanks", "alone"]
+__all__ = ["DistributedIterator", "Passes", "SumOverRanks", "alone"]
 
 SumOverRanks = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
@@ -25,6 +25,16 @@ SumOverRanks = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 def alone(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """The sum over one rank."""
     return counts
+
+
+class Passes(Protocol):
+    """Who is told when a dataset begins and ends to be read: parameter servers serve meanwhile."""
+
+    def begin_pass(self) -> None:
+        """Called before the first step is taken. Not collective."""
+
+    def end_pass(self) -> None:
+        """Called once after the last step, or when the iterator is closed or dropped. Not collective."""
 
 
 @final
@@ -46,6 +56,7 @@ class DistributedIterator(Iterator[Any]):
         sum_over_ranks: SumOverRanks,
         stats: InputStats,
         set_epoch: Callable[[int], None],
+        passes: Passes | None = None,
     ) -> None:
         self._reader = reader
         self._steps = steps
@@ -55,6 +66,7 @@ class DistributedIterator(Iterator[Any]):
         self._set_epoch = set_epoch
         self._ahead: tuple[Loaded, int, Any] | None = None  # the next step, where it was looked at
         self._ended = False
+        self._passes, self._pass_open = passes, False
         self._last: float | None = None  # when the loop last got something
         self.global_batch_size: int | None = None
 
@@ -89,8 +101,15 @@ class DistributedIterator(Iterator[Any]):
         """The next step, its rows over all replicas, and its element; StopIteration at the end of all ranks."""
         if self._ended:
             raise StopIteration
+        if self._passes is not None and not self._pass_open:
+            self._pass_open = True
+            self._passes.begin_pass()
         if self._ahead is None:
-            loaded = self._reader.peek()
+            try:
+                loaded = self._reader.peek()
+            except StopIteration:
+                self.close()
+                raise
             total = loaded.total
             if total is None:
                 mine = np.array([loaded.parts is not None, loaded.rows], np.int64)
@@ -163,3 +182,10 @@ class DistributedIterator(Iterator[Any]):
     def close(self) -> None:
         """End the thread that reads ahead. Dropping the iterator or reading it to its end does so too. Not collective."""
         self._reader.close()
+        if self._pass_open and self._passes is not None:
+            self._pass_open = False
+            self._passes.end_pass()
+
+    def __del__(self) -> None:
+        if self._pass_open:
+            self.close()

@@ -66,19 +66,25 @@ class InputContext:
 
 
 def call_dataset_fn(
-    dataset_fn: Callable[[InputContext], Any], workers: Workers, mode: InputReplicationMode
+    dataset_fn: Callable[[InputContext], Any], workers: Workers, mode: InputReplicationMode, in_sync: int | None = None
 ) -> FunctionSteps:
     """Call a dataset function once for this worker, or once for each of its replicas. Not collective.
+
+    Args:
+        dataset_fn: the function.
+        workers: who reads.
+        mode: how often it is called.
+        in_sync: how many replicas step together; default all.
 
     Raises:
         TypeError: it returns no iterable.
         ValueError: it returns a dataset of rows.
     """
     if mode is InputReplicationMode.PER_WORKER:
-        contexts = [InputContext(workers.count, workers.index, workers.num_replicas)]
+        contexts = [InputContext(workers.count, workers.index, in_sync or workers.num_replicas)]
     else:
         first, total = workers.replica_offset, workers.num_replicas
-        contexts = [InputContext(total, first + i, total) for i in range(workers.num_local_replicas)]
+        contexts = [InputContext(total, first + i, in_sync or total) for i in range(workers.num_local_replicas)]
     return FunctionSteps([dataset_fn(context) for context in contexts], workers)
 
 

@@ -17,7 +17,7 @@ from ..spec import row_count
 from ..successive import successive_batches
 from .workers import Workers, cut
 
-__all__ = ["GlobalSteps", "Step", "Steps", "WorkerSteps"]
+__all__ = ["GlobalSteps", "NoSteps", "Step", "Steps", "WorkerSteps"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,31 @@ class GlobalSteps(Steps):
 
     def describe(self) -> str:
         return "each batch cut into blocks (DATA)"
+
+
+class NoSteps(Steps):
+    """No steps at all, of a rank that only serves. It knows the dataset, so that its ranks can be compared."""
+
+    def __init__(self, dataset: Dataset | None, workers: Workers) -> None:
+        super().__init__(workers)
+        self._dataset = dataset
+
+    @property
+    def datasets(self) -> tuple[Dataset, ...]:
+        return () if self._dataset is None else (self._dataset,)
+
+    @property
+    def row_spec(self) -> Any:
+        return None if self._dataset is None else self._dataset.row_spec
+
+    def cardinality(self) -> int:
+        return 0
+
+    def elements(self, epoch: int, start: int) -> Iterator[Step]:
+        return iter(())
+
+    def describe(self) -> str:
+        return "read by workers only"
 
 
 class WorkerSteps(Steps):
