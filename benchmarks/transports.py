@@ -18,7 +18,8 @@ from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.parameter_server.choice import TRANSPORTS
 from mpistrat.parameter_server.layout import VariableSpec
 from mpistrat.parameter_server.parameter_servers import ParameterServers
-from mpistrat.parameter_server.server import Handlers, Server
+from mpistrat.parameter_server.push import Push
+from mpistrat.parameter_server.server import Server
 from mpistrat.parameter_server.transport import Port, Transport
 
 READS = {"4 KB": 1 << 10, "32 MB": 1 << 23}
@@ -104,14 +105,14 @@ def session(
 def serve(server: Server, writer: bool) -> str:
     """Serve; return what it cost and came to."""
 
-    def add(worker: int, variable: int, number: int, array: np.ndarray) -> None:
-        with server.writing(variable) as value:
-            value += array
+    def add(push: Push) -> None:
+        with server.writing(push.variable) as value:
+            value += push.values
 
     if writer:
         server.add_port(Writer(server), ())
     start, used = time.perf_counter(), time.process_time()
-    server.serve(Handlers(add))
+    server.serve(add)
     seconds, busy = time.perf_counter() - start, time.process_time() - used
     return f"{100 * busy / seconds:.1f} % of a core, {server.version(0)} writes in {seconds:.1f} s, {server.array(0)[0]:.0f}"
 

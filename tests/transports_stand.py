@@ -34,23 +34,19 @@ def parameter_servers(transport, specs=(), servers=1, abort_after=30.0, **settin
 
 
 def adding(server):
-    """Handlers that add what is pushed, and a list of (worker, variable, number)."""
-    from mpistrat.parameter_server.server import Handlers
-
+    """A handler that adds what is pushed, and a list of (worker, variable, number)."""
     seen = []
 
-    def apply(worker, variable, number, array):
-        seen.append((worker, variable, number))
-        assert not array.flags.writeable
-        with server.writing(variable) as value:
-            value += array
+    def apply(push):
+        seen.append((push.worker, push.variable, push.number))
+        assert not push.values.flags.writeable
+        with server.writing(push.variable) as value:
+            if push.rows is None:
+                value += push.values
+            else:
+                value[push.rows] += push.values
 
-    def apply_rows(worker, variable, number, rows, values):
-        seen.append((worker, variable, number))
-        with server.writing(variable) as value:
-            value[rows] += values
-
-    return Handlers(apply, apply_rows), seen
+    return apply, seen
 
 
 def run(ps, work, passes=1):
@@ -62,9 +58,9 @@ def run(ps, work, passes=1):
             for transport in ps.transports:
                 transport.leave()
         return results
-    handlers, seen = adding(ps.server)
+    handler, seen = adding(ps.server)
     for _ in range(passes):
-        ps.server.serve(handlers)
+        ps.server.serve(handler)
     return seen
 
 

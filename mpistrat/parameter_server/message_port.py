@@ -113,7 +113,7 @@ class MessagePort(Port):
         return moved
 
     def _take(self, worker: int, buffer: np.ndarray) -> None:
-        part = Part.read(buffer[:LINE])
+        part = Part.read(buffer)
         payload = self._assemblies[worker].add(part, buffer[LINE : LINE + part.nbytes])
         if payload is not None and part.kind in _QUESTIONS:
             self._taken[worker] += 1

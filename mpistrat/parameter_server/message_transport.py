@@ -8,8 +8,8 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from .layout import LINE, Place
-from .parts import Kind, cut
-from .transport import FINISHED, Pair, Transport, flat_bytes
+from .parts import Kind, Part, cut
+from .transport import Pair, Transport, flat_bytes
 
 __all__ = ["ACKNOWLEDGE", "DATA", "REPLY", "REQUEST", "SHORT", "MessageTransport", "chunks"]
 
@@ -50,40 +50,38 @@ class MessageTransport(Transport):
         return self._applied
 
     def publish_clock(self, steps: int) -> None:
-        self._post(Kind.CLOCK, 0, steps, 0, [])
+        self._post(Part(Kind.CLOCK, -1, steps), [])
 
     def clocks(self) -> np.ndarray:
         table = np.zeros(self.pair.layout.workers, np.int64)
-        self._ask(Kind.CLOCKS, 0, 0, [], flat_bytes(table))
+        self._ask(Part(Kind.CLOCKS, -1, 0), [], flat_bytes(table))
         return table
 
     def _read(self, place: Place, out: np.ndarray) -> int:
-        return self._ask(Kind.READ, place.index, 0, [], out)
+        return self._ask(Part(Kind.READ, place.index, 0), [], out)
 
     def _read_rows(self, place: Place, rows: np.ndarray, out: np.ndarray) -> int:
-        return self._ask(Kind.READ_ROWS, place.index, rows.size, [flat_bytes(rows)], flat_bytes(out))
+        return self._ask(Part(Kind.READ_ROWS, place.index, 0, rows.size), [flat_bytes(rows)], flat_bytes(out))
 
     def _add(self, place: Place, value: int) -> int:
-        return self._ask(Kind.ADD, place.index, 0, [], np.empty(0, np.uint8), value)
+        return self._ask(Part(Kind.ADD, place.index, value), [], np.empty(0, np.uint8))
 
-    def _leave(self, passes: int) -> None:
-        self.publish_clock(FINISHED)
-        self._post(Kind.LEAVE, 0, passes, 0, [])
+    def _leave(self, passes: int, clock: int) -> None:
+        self.publish_clock(clock)
+        self._post(Part(Kind.LEAVE, -1, passes), [])
         patience = self.pair.patience("leave")
         while self._taken < self._posted:  # all that this worker sent is read, and so are all answers
             self._listen()
             patience.pause()
 
-    def _ask(
-        self, kind: int, variable: int, rows: int, pieces: Sequence[np.ndarray], out: np.ndarray, value: int = 0
-    ) -> int:
+    def _ask(self, question: Part, pieces: Sequence[np.ndarray], out: np.ndarray) -> int:
         """Send a question; receive the data into `out`, and return the number that comes with it."""
         comm, source = self._comm, self.pair.server_rank
         short = out if out.nbytes <= SHORT else out[:0]
         requests = [comm.Irecv([self._reply[: LINE + short.nbytes], self._byte], source, REPLY)]
         for piece in chunks(out[short.nbytes :], self.pair.layout.chunk_bytes):
             requests.append(comm.Irecv([piece, self._byte], source, DATA))
-        self._post(kind, variable, value, rows, pieces)
+        self._post(question, pieces)
         self._finish(requests)
         number, taken, applied = self._numbers[:3].tolist()
         self._note(taken, applied)
@@ -101,18 +99,18 @@ class MessageTransport(Transport):
             else:
                 patience.pause()
 
-    def _post(self, kind: int, variable: int, number: int, rows: int, pieces: Sequence[np.ndarray]) -> None:
+    def _post(self, message: Part, pieces: Sequence[np.ndarray]) -> None:
         layout = self.pair.layout
-        for part, payload in cut(kind, variable, number, rows, pieces, layout.chunk_bytes):
+        for part, payload in cut(message, pieces, layout.chunk_bytes):
             self._wait_for_room()
             slot = self._posted % layout.slots
             buffer, at = self._buffers[slot], LINE
-            part.write(buffer[:LINE])
+            part.write(buffer)
             for piece in payload:
                 buffer[at : at + piece.nbytes] = piece
                 at += piece.nbytes
-            message = [buffer[:at], self._byte]
-            self._sending[slot] = self._comm.Isend(message, self.pair.server_rank, REQUEST)
+            data = [buffer[:at], self._byte]
+            self._sending[slot] = self._comm.Isend(data, self.pair.server_rank, REQUEST)
             self._posted += 1
 
     def _wait_for_room(self) -> None:

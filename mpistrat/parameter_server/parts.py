@@ -6,20 +6,26 @@ after the other, so the server needs no more memory for a worker than its larges
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from .layout import LINE
+__all__ = ["LARGEST_WHAT", "Assembly", "Kind", "Part", "cut"]
 
-__all__ = ["Assembly", "Kind", "Part", "cut"]
+LARGEST_WHAT = (1 << 47) - 1
+_WORDS = struct.Struct("<8q")  # a line
 
 
 class Kind:
-    """What a message is. The windows carry pushes only; the rest is done there by reading and writing words."""
+    """What a message is. The windows carry pushes only; the rest is done there by reading and writing words.
 
-    PUSH, PUSH_ROWS, READ, READ_ROWS, ADD, CLOCK, CLOCKS, LEAVE = range(1, 9)
+    `ENDS_STEP` is a flag beside `PUSH` and `PUSH_ROWS`: a commit goes with the push.
+    """
+
+    PUSH, PUSH_ROWS, COMMIT, READ, READ_ROWS, ADD, CLOCK, CLOCKS, LEAVE = range(1, 10)
+    ENDS_STEP = 0x80
 
 
 class Part(NamedTuple):
@@ -30,6 +36,7 @@ class Part(NamedTuple):
         variable: which one it is about.
         number: of the push; for other kinds a value.
         rows: how many rows the message is about.
+        what, version: what the worker says about the push, see `Push`.
         offset: of this part's payload in the message's.
         nbytes: of this part's payload.
         total: bytes of the message's payload.
@@ -38,37 +45,42 @@ class Part(NamedTuple):
     kind: int
     variable: int
     number: int
-    rows: int
-    offset: int
-    nbytes: int
-    total: int
+    rows: int = 0
+    what: int = 0
+    version: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    total: int = 0
 
-    def write(self, header: np.ndarray) -> None:
-        """Write the header into `LINE` bytes. Not collective."""
-        header.view(np.int64)[:7] = self
+    def write(self, memory: Any, at: int = 0) -> None:
+        """Write the header, `LINE` bytes, into bytes. Not collective."""
+        kind, variable, number, rows, what, version, offset, nbytes, total = self
+        _WORDS.pack_into(memory, at, what << 16 | kind, variable, number, rows, version, offset, nbytes, total)
 
     @classmethod
-    def read(cls, header: np.ndarray) -> Part:
+    def read(cls, memory: Any, at: int = 0) -> Part:
         """Return the header that `write` wrote. Not collective."""
-        return cls(*header[: LINE - 8].view(np.int64).tolist())
+        first, variable, number, rows, version, offset, nbytes, total = _WORDS.unpack_from(memory, at)
+        return cls(first & 0xFFFF, variable, number, rows, first >> 16, version, offset, nbytes, total)
 
 
-def cut(
-    kind: int, variable: int, number: int, rows: int, pieces: Sequence[np.ndarray], chunk_bytes: int
-) -> Iterator[tuple[Part, list[np.ndarray]]]:
+def cut(message: Part, pieces: Sequence[np.ndarray], chunk_bytes: int) -> Iterator[tuple[Part, list[np.ndarray]]]:
     """Yield the parts of a message, each with the bytes of its payload in pieces; at least one part. Not collective.
 
     Args:
-        kind, variable, number, rows: as in `Part`.
+        message: a header; offset and sizes are filled in.
         pieces: the payload, flat bytes, one piece after the other.
         chunk_bytes: most bytes in a part.
 
     Example:
-        >>> [(part.offset, part.nbytes) for part, _ in cut(1, 0, 1, 0, [np.zeros(5, np.uint8)], 2)]
+        >>> [(part.offset, part.nbytes) for part, _ in cut(Part(1, 0, 1), [np.zeros(5, np.uint8)], 2)]
         [(0, 2), (2, 2), (4, 1)]
     """
-    total = sum(piece.nbytes for piece in pieces)
-    for low in range(0, max(total, 1), chunk_bytes):
+    total = sum([piece.nbytes for piece in pieces])
+    if total <= chunk_bytes:
+        yield message._replace(nbytes=total, total=total), [piece for piece in pieces if piece.nbytes]
+        return
+    for low in range(0, total, chunk_bytes):
         high = min(low + chunk_bytes, total)
         payload, start = [], 0
         for piece in pieces:
@@ -76,7 +88,7 @@ def cut(
             if some.nbytes:
                 payload.append(some)
             start += piece.nbytes
-        yield Part(kind, variable, number, rows, low, high - low, total), payload
+        yield message._replace(offset=low, nbytes=high - low, total=total), payload
 
 
 @final

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import monotonic
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -16,28 +15,13 @@ from .gate import WriterGate
 from .layout import LINE, MailboxLayout, Place
 from .memory import ServerMemory
 from .parts import Kind, Part
+from .push import Handler, Push
 from .transport import Port
 from .waiting import Backoff
 
-__all__ = ["Handlers", "Server"]
+__all__ = ["Server"]
 
 _CHECK = 0.1  # seconds between two looks after workers that have gone
-
-
-@final
-@dataclass(frozen=True)
-class Handlers:
-    """What a server does with pushes. The arrays are read-only and valid during the call.
-
-    A handler that returns False has kept the push for later: it counts as applied when `Server.acknowledge` says so.
-
-    Args:
-        apply: called with worker, variable, number and array.
-        apply_rows: called with worker, variable, number, rows and values.
-    """
-
-    apply: Callable[[int, int, int, np.ndarray], Any]
-    apply_rows: Callable[[int, int, int, np.ndarray, np.ndarray], Any] | None = None
 
 
 @final
@@ -73,7 +57,7 @@ class Server:
         self._ports: list[Port] = []
         self._port_of: dict[int, Port] = {}
         self._received = [0] * layout.workers
-        self._handlers: Handlers | None = None
+        self._handler: Handler | None = None
 
     def add_port(self, port: Port, workers: Sequence[int]) -> None:
         """Serve workers by a port. `ParameterServers` calls it."""
@@ -128,17 +112,17 @@ class Server:
 
     # the loop
 
-    def serve(self, handlers: Handlers) -> None:
+    def serve(self, handler: Handler) -> None:
         """Apply what workers push until every worker has signed off from this pass. Not collective.
 
         Args:
-            handlers: what to do with pushes.
+            handler: what to do with pushes.
 
         Raises:
             PeerExitError: a worker has left the program without signing off.
         """
         self.passes += 1
-        self._handlers = handlers
+        self._handler = handler
         backoff, check, readers = Backoff(self.back_off), monotonic() + _CHECK, 0
         while True:
             self._progress()
@@ -172,24 +156,32 @@ class Server:
             return
         if part.number > expected:
             raise RuntimeError(f"push {part.number} of worker {worker} came where {expected} was to come")
-        kept = self.applied[worker] < self._received[worker]
         self._received[worker] = part.number
-        if self._apply(worker, part, payload) is not False and not kept:
+        applied = self._apply(worker, part, payload)
+        if applied and self.applied[worker] == part.number - 1:  # nothing before it is kept
             self.acknowledge(worker, part.number)
 
-    def _apply(self, worker: int, part: Part, payload: np.ndarray) -> Any:
-        handlers, spec = self._handlers, self._own(part.variable, "Server.serve").spec
-        if handlers is None:
-            raise RuntimeError("Server.serve: there are no handlers")
+    def _apply(self, worker: int, part: Part, payload: np.ndarray) -> bool:
+        """Call the handler; return whether it has applied the push."""
+        if self._handler is None:
+            raise RuntimeError("Server: a push came, and there is no handler")
+        applied = True
+        if part.kind != Kind.COMMIT:
+            applied = self._handler(self._push(worker, part, payload)) is not False
+        if part.kind == Kind.COMMIT or part.kind & Kind.ENDS_STEP:
+            commit = Push(worker, -1, part.number, part.what, part.version)
+            applied = self._handler(commit) is not False and applied
+        return applied
+
+    def _push(self, worker: int, part: Part, payload: np.ndarray) -> Push:
+        spec = self._own(part.variable, "Server").spec
         payload.flags.writeable = False
-        if part.kind == Kind.PUSH:
-            return handlers.apply(worker, part.variable, part.number, payload.view(spec.dtype).reshape(spec.shape))
-        if handlers.apply_rows is None:
-            got = f"rows of {spec.name!r} from worker {worker}"
-            raise RuntimeError(explain("Server.serve", "handlers", expected="apply_rows", got=got))
-        rows = payload[: 8 * part.rows].view(np.int64)
-        values = payload[8 * part.rows :].view(spec.dtype).reshape(part.rows, *spec.shape[1:])
-        return handlers.apply_rows(worker, part.variable, part.number, rows, values)
+        rows, shape = None, spec.shape
+        if part.kind & ~Kind.ENDS_STEP == Kind.PUSH_ROWS:
+            rows, payload = payload[: 8 * part.rows].view(np.int64), payload[8 * part.rows :]
+            shape = (part.rows, *shape[1:])
+        values = payload.view(spec.dtype).reshape(shape)
+        return Push(worker, part.variable, part.number, part.what, part.version, rows, values)
 
     def left(self, worker: int) -> int:
         """Return how many passes a worker has signed off from. Not collective."""

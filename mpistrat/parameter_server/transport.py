@@ -1,7 +1,8 @@
 """What a worker and a server say to each other, whatever carries it.
 
 - Pushes are numbered 1, 2, 3, … by each worker for each server. The server applies each once, in order; one that comes again is
-  ignored. It says which parts it has taken (their memory is free again) and which push is the last applied.
+  ignored. It says which parts it has taken (their memory is free again) and which push is the last applied. A commit is a
+  push without a payload; it ends a step, and costs nothing where it goes with the last push of the step.
 - A worker posts at most `slots` parts that the server has not taken: that bounds the memory of pushes and holds a worker back
   that is faster than the server.
 - Reads are whole: a variable, or the rows that are asked for, as it was between two writes of the server, with the number of
@@ -22,12 +23,13 @@ from ..comm.dtypes import accumulation_dtype, check_reducible
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
 from .layout import MailboxLayout, Place
-from .parts import Kind
+from .parts import LARGEST_WHAT, Kind, Part
 from .waiting import Patience
 
-__all__ = ["FINISHED", "Pair", "Port", "Transport", "flat_bytes", "sum_duplicate_rows"]
+__all__ = ["FINISHED", "FOR_GOOD", "Pair", "Port", "Transport", "flat_bytes", "sum_duplicate_rows"]
 
 FINISHED = 1 << 62  # the clock of a worker that has signed off
+FOR_GOOD = 1 << 62  # the passes of a worker that will not come back
 
 
 @final
@@ -100,7 +102,9 @@ class Transport(ABC):
         return self._read_rows(place, numbers, table)
 
     @final
-    def push(self, variable: int, number: int, array: Any) -> None:
+    def push(
+        self, variable: int, number: int, array: Any, *, what: int = 0, version: int = 0, commit: bool = False
+    ) -> None:
         """Send an array to the server, which applies it once. Returns when the array may be changed. Not collective.
 
         Args:
@@ -108,30 +112,59 @@ class Transport(ABC):
             number: of the push: the last one's + 1. A number that has been used sends the push again; the server
                 ignores it if it has come before.
             array: of the variable's dtype and shape.
+            what: an integer for the server's handler, 0 <= what < 2^47.
+            version: of the variable, for the handler, too.
+            commit: whether a commit goes with it.
         """
         place = self._place(variable, "push")
         array = np.asarray(array)
         self._check_array(place, "push", "array", array, place.spec.shape)
-        self._number(number, "push")
-        self._post(Kind.PUSH, variable, number, 0, [flat_bytes(np.ascontiguousarray(array))])
+        self._number(number, what, "push")
+        kind = Kind.PUSH | Kind.ENDS_STEP if commit else Kind.PUSH
+        pieces = [flat_bytes(np.ascontiguousarray(array))]
+        self._post(Part(kind, variable, number, 0, what, version), pieces)
 
     @final
-    def push_rows(self, variable: int, number: int, rows: Any, values: Any) -> None:
+    def push_rows(
+        self,
+        variable: int,
+        number: int,
+        rows: Any,
+        values: Any,
+        *,
+        what: int = 0,
+        version: int = 0,
+        commit: bool = False,
+        sum_duplicates: bool = True,
+    ) -> None:
         """Send rows to the server, which applies them once; rows that are named twice are summed first. Not collective.
 
         Args:
             variable: its number.
-            number: of the push, as in `push`.
+            number, what, version, commit: as in `push`.
             rows: integers, one dimension.
             values: array of the variable's dtype, with one row for each of `rows`.
+            sum_duplicates: False sends the rows as they are, in their order, repeated or not.
         """
         place = self._place(variable, "push_rows")
         numbers, values = self._check_rows(place, "push_rows", rows), np.asarray(values)
         self._check_array(place, "push_rows", "values", values, (numbers.size, *place.spec.shape[1:]))
-        numbers, values = sum_duplicate_rows(numbers, values, "push_rows")
-        self._number(number, "push_rows")
+        if sum_duplicates:
+            numbers, values = sum_duplicate_rows(numbers, values, "push_rows")
+        self._number(number, what, "push_rows")
+        kind = Kind.PUSH_ROWS | Kind.ENDS_STEP if commit else Kind.PUSH_ROWS
         pieces = [flat_bytes(numbers), flat_bytes(np.ascontiguousarray(values))]
-        self._post(Kind.PUSH_ROWS, variable, number, numbers.size, pieces)
+        self._post(Part(kind, variable, number, numbers.size, what, version), pieces)
+
+    @final
+    def commit(self, number: int, *, what: int = 0) -> None:
+        """Send a push without variable and payload: it ends a step. Not collective.
+
+        Args:
+            number, what: as in `push`.
+        """
+        self._number(number, what, "commit")
+        self._post(Part(Kind.COMMIT, -1, number, 0, what), [])
 
     @final
     def flush(self) -> None:
@@ -147,11 +180,18 @@ class Transport(ABC):
             patience.pause()
 
     @final
-    def leave(self) -> None:
-        """Flush, then sign off from this pass; the clock shows FINISHED. Not collective."""
+    def leave(self, *, for_good: bool = False, clock: int = FINISHED) -> None:
+        """Flush, then sign off from this pass. Not collective.
+
+        Args:
+            for_good: sign off from all passes; later calls do nothing.
+            clock: what to publish.
+        """
+        if self._passes == FOR_GOOD:
+            return
         self.flush()
-        self._passes += 1
-        self._leave(self._passes)
+        self._passes = FOR_GOOD if for_good else self._passes + 1
+        self._leave(self._passes, FINISHED if for_good else clock)
 
     @final
     def fetch_and_add(self, counter: int, value: int) -> int:
@@ -183,13 +223,13 @@ class Transport(ABC):
     def _read_rows(self, place: Place, rows: np.ndarray, out: np.ndarray) -> int: ...
 
     @abstractmethod
-    def _post(self, kind: int, variable: int, number: int, rows: int, pieces: Sequence[np.ndarray]) -> None: ...
+    def _post(self, message: Part, pieces: Sequence[np.ndarray]) -> None: ...
 
     @abstractmethod
     def _add(self, place: Place, value: int) -> int: ...
 
     @abstractmethod
-    def _leave(self, passes: int) -> None: ...
+    def _leave(self, passes: int, clock: int) -> None: ...
 
     def _place(self, variable: int, function: str, counter: bool = False) -> Place:
         places, server = self.pair.places, self.pair.server
@@ -224,7 +264,9 @@ class Transport(ABC):
             raise ValueError(explain(function, "rows", expected=expected, got=got))
         return np.ascontiguousarray(numbers, np.int64)
 
-    def _number(self, number: int, function: str) -> None:
+    def _number(self, number: int, what: int, function: str) -> None:
+        if not 0 <= what <= LARGEST_WHAT:
+            raise ValueError(explain(function, "what", expected=f"0 <= what <= {LARGEST_WHAT}", got=what))
         if not 1 <= number <= self.pushed + 1:
             expected = f"{self.pushed + 1}, or a number used before"
             raise ValueError(explain(function, "number", expected=expected, got=number))
@@ -258,7 +300,7 @@ def flat_bytes(array: np.ndarray) -> np.ndarray:
 
 
 def sum_duplicate_rows(rows: np.ndarray, values: np.ndarray, function: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row once, in ascending order where any was there twice, with the sum of its values. Not collective.
+    """Return each row once, in ascending order, with the sum of its values. Not collective.
 
     Sums are formed in `accumulation_dtype`, in the order of the values.
 
@@ -267,13 +309,13 @@ def sum_duplicate_rows(rows: np.ndarray, values: np.ndarray, function: str) -> t
         >>> rows.tolist(), values.tolist()
         ([1, 5], [2.0, 4.0])
     """
-    if rows.size < 2:
+    if (rows[1:] > rows[:-1]).all():
         return rows, values
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
     first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
     if first.all():
-        return rows, values
+        return ordered, values[order]
     check_reducible(values.dtype, function, "values")
     wide = values[order].astype(accumulation_dtype(values.dtype), copy=False)
     starts = np.flatnonzero(first)

@@ -51,7 +51,7 @@ class WindowPort(Port):
 
     def _take(self, worker: int, number: int) -> None:
         slot, memory = self._layout.slot(worker, number), self._mailbox.own
-        part = Part.read(memory[slot : slot + LINE])
+        part = Part.read(memory, slot)
         payload = self._assemblies[worker].add(part, memory[slot + LINE : slot + LINE + part.nbytes])
         if payload is not None:
             self._deliver(worker, part, payload)

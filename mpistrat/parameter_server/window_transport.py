@@ -11,8 +11,8 @@ from ..comm.window import Window
 from .gate import ReaderGate
 from .layout import LINE, Place
 from .memory import ServerMemory
-from .parts import cut
-from .transport import FINISHED, Pair, Transport
+from .parts import Part, cut
+from .transport import Pair, Transport
 
 __all__ = ["OneSidedTransport", "SharedWindowTransport"]
 
@@ -62,9 +62,9 @@ class _WindowTransport(Transport):
         )
 
     @final
-    def _post(self, kind: int, variable: int, number: int, rows: int, pieces: Sequence[np.ndarray]) -> None:
+    def _post(self, message: Part, pieces: Sequence[np.ndarray]) -> None:
         layout, worker, header = self.pair.layout, self.pair.worker, self._header
-        for part, payload in cut(kind, variable, number, rows, pieces, layout.chunk_bytes):
+        for part, payload in cut(message, pieces, layout.chunk_bytes):
             if self._posted - self._taken >= layout.slots:
                 self._wait_for_room()
             slot = layout.slot(worker, self._posted)
@@ -95,8 +95,8 @@ class _WindowTransport(Transport):
         return window.fetch_and_add(rank, place.offset, value)
 
     @final
-    def _leave(self, passes: int) -> None:
-        self.publish_clock(FINISHED)
+    def _leave(self, passes: int, clock: int) -> None:
+        self.publish_clock(clock)
         self._mailbox.put_word(self._rank, self.pair.layout.left(self.pair.worker), passes)
 
     def _slab(self, place: Place) -> Window:

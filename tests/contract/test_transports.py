@@ -88,13 +88,12 @@ def test_dtypes_and_shapes(transport, chunk_bytes):
     values = [rng.integers(0, 2, (*s, d.itemsize), np.uint8).view(d).reshape(s) for s, d in specs]
     with parameter_servers(transport, specs, chunk_bytes=chunk_bytes) as ps:
         if ps.server is not None:
-            from mpistrat.parameter_server.server import Handlers
 
-            def store(worker, variable, number, array):
-                with ps.server.writing(variable) as value:
-                    value[...] = array
+            def store(push):
+                with ps.server.writing(push.variable) as value:
+                    value[...] = push.values
 
-            ps.server.serve(Handlers(store))
+            ps.server.serve(store)
         else:
             transport = ps.transports[0]
             for index, value in enumerate(values):
@@ -149,13 +148,13 @@ def test_a_fast_worker_is_held_back(transport):
     """Never more pushes on their way than slots, and pushes of one worker do not wait for another's."""
     with parameter_servers(transport, [((100,), F4)], slots=2) as ps:
         if ps.server is not None:
-            handlers, seen = adding(ps.server)
+            handler, seen = adding(ps.server)
 
-            def slow(*push):
+            def slow(push):
                 time.sleep(0.002)
-                handlers.apply(*push)
+                handler(push)
 
-            ps.server.serve(type(handlers)(slow))
+            ps.server.serve(slow)
             assert len(seen) == 30 * len(ps.workers)
         else:
             link = ps.transports[0]
@@ -173,13 +172,11 @@ def test_a_push_may_be_kept_and_applied_later(transport):
     with parameter_servers(transport, [((2,), np.float64), ((3,), np.float64)]) as ps:
         workers = len(ps.workers)
         if ps.server is not None:
-            from mpistrat.parameter_server.server import Handlers
-
             kept = {}
 
-            def keep(worker, variable, number, array):
-                kept[worker, number] = variable, array.copy()
-                step = (number + 1) // 2
+            def keep(push):
+                kept[push.worker, push.number] = push.variable, push.values.copy()
+                step = (push.number + 1) // 2
                 if all((w, 2 * step) in kept for w in range(workers)):
                     for variable in (0, 1):
                         with ps.server.writing(variable) as value:
@@ -188,7 +185,7 @@ def test_a_push_may_be_kept_and_applied_later(transport):
                         ps.server.acknowledge(w, 2 * step)
                 return False
 
-            ps.server.serve(Handlers(keep))
+            ps.server.serve(keep)
             assert ps.server.version(0) == ps.server.version(1) == steps
         else:
             link, out = ps.transports[0], np.zeros(3)
@@ -310,3 +307,50 @@ def test_wrong_use_is_told(transport):
             assert ps.server.version(0) == 1
             with pytest.raises(ValueError, match="read-only"):
                 ps.server.array(0)[0] = 1
+
+
+@ranks(2, 3, 4)
+def test_pushes_carry_what_and_version_and_commits_keep_their_place(transport):
+    def what(worker, step):
+        return (worker + 1 << 40) + step
+
+    steps = 30
+    with parameter_servers(transport, [((3,), F4), ((5, 2), np.float64)], chunk_bytes=64) as ps:
+        if ps.server is not None:
+            seen = {worker: [] for worker in range(len(ps.workers))}
+
+            def note(push):
+                rows = None if push.rows is None else push.rows.tolist()
+                values = None if push.values is None else push.values.ravel().tolist()
+                seen[push.worker].append((push.variable, push.number, push.what, push.version, rows, values))
+
+            ps.server.serve(note)
+            for worker, pushes in seen.items():
+                expected = []
+                for step in range(steps):
+                    code, number = what(worker, step), 5 * step
+                    expected += [
+                        (0, number + 1, code, step, None, [step] * 3),
+                        (1, number + 2, code, 7, [1, 4], [1.0, 1.0, 2.0, 2.0]),
+                        (-1, number + 2, code, 7, None, None),
+                        (1, number + 3, 0, 0, [4, 1, 4], [0.0] * 6),
+                        (-1, number + 4, code + 1, 0, None, None),
+                        (0, number + 5, 0, 0, None, [0.5] * 3),
+                        (-1, number + 5, 0, 0, None, None),
+                    ]
+                assert pushes == expected
+        else:
+            worker, link = ps.group.topology.rank, ps.transports[0]
+            for step in range(steps):
+                code, number = what(worker, step), 5 * step
+                link.push(0, number + 1, np.full(3, step, F4), what=code, version=step)
+                values = np.array([[2.0, 2.0], [1.0, 1.0]])
+                link.push_rows(1, number + 2, [4, 1], values, what=code, version=7, commit=True)
+                link.push_rows(1, number + 3, [4, 1, 4], np.zeros((3, 2)), sum_duplicates=False)
+                link.commit(number + 4, what=code + 1)
+                link.commit(number + 4, what=code + 1)
+                link.push(0, number + 5, np.full(3, 0.5, F4), commit=True)
+            link.leave()
+            assert link.acknowledged() == 5 * steps
+            with pytest.raises(ValueError, match=f"commit: what: expected 0 <= what <= {2**47 - 1}, got -1"):
+                link.commit(link.pushed + 1, what=-1)

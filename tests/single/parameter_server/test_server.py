@@ -7,7 +7,7 @@ from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.parameter_server.layout import MailboxLayout, Place, VariableSpec
 from mpistrat.parameter_server.memory import ServerMemory
 from mpistrat.parameter_server.parts import Kind, Part
-from mpistrat.parameter_server.server import Handlers, Server
+from mpistrat.parameter_server.server import Server
 from mpistrat.parameter_server.transport import Port
 
 
@@ -22,7 +22,7 @@ class Pushes(Port):
             return False
         number = self.coming.pop(0)
         data = np.array([number], np.int64).view(np.uint8)
-        self.server.deliver(0, Part(Kind.PUSH, 0, number, 0, 0, 8, 8), data)
+        self.server.deliver(0, Part(Kind.PUSH, 0, number, nbytes=8, total=8), data)
         return True
 
     def acknowledge(self, worker, number):
@@ -49,7 +49,7 @@ def served():
         answers, applied = list(answers), []
         port.coming[:] = numbers
         mailbox.words[layout.left(0) // 8] += 1
-        server.serve(Handlers(lambda w, v, number, array: applied.append(number) or (answers and answers.pop(0))))
+        server.serve(lambda push: applied.append(push.number) or (answers and answers.pop(0)))
         return applied
 
     serve.server, serve.told = server, port.told
