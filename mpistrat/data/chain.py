@@ -157,13 +157,19 @@ class Chain(ABC):
     # What reading in order asks of it.
 
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Return an iterator over an epoch's elements from a position on. Not collective.
-
-        A dataset that reads in order overrides it, and makes the elements before `start` for nothing.
-        """
+        """Return an iterator over an epoch's elements from a position on. Not collective."""
+        if not self.random_access:
+            return self._in_order(epoch, start)
         if self.batching is not None:
-            yield from (rows for _, rows in successive_batches(self, epoch, start))
-            return
+            return (rows for _, rows in successive_batches(self, epoch, start))
+        return self._successive_rows(epoch, start)
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
+        """The same without random access: the elements before `start` are made for nothing."""
+        raise NotImplementedError(f"{self.describe()} needs random access")
+
+    def _successive_rows(self, epoch: int, start: int) -> Iterator[Any]:
+        """The same, of rows with random access."""
         length = self.cardinality()
         position, together = start, 1
         ahead = LookAhead(self)

@@ -47,7 +47,7 @@ class _Generated(Dataset):
     def cardinality(self) -> int:
         return UNKNOWN
 
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return itertools.islice(self._all(epoch), start, None)
 
     def _all(self, epoch: int) -> Iterator[Any]:

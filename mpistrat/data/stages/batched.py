@@ -99,9 +99,7 @@ class Batched(Stage):
             _ = self.row_spec  # raises for ragged rows
         return self._parent.source(epochs, positions)
 
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        if self.random_access:
-            return super().elements(epoch, start)
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         rows = self._parent.elements(epoch, start * self._batching.size)
         return (stack_rows(batch, self.row_spec, self._buffers) for batch in batches_of(rows, self._batching))
 

@@ -26,7 +26,7 @@ class BufferShuffled(Stage):
     def random_access(self) -> bool:
         return False
 
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return itertools.islice(self._all(epoch), start, None)
 
     def _all(self, epoch: int) -> Iterator[Any]:

@@ -213,7 +213,7 @@ class CachedInOrder(Stage):
     def random_access(self) -> bool:
         return False
 
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         kept = self._kept
         return self._first_pass(start) if kept is None else (_copy(element) for element in kept[start:])
 

@@ -33,7 +33,7 @@ class Filtered(Stage):
     def chunk_starts(self) -> None:
         return None
 
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return itertools.islice(filter(self._keeps, self._parent.elements(epoch)), start, None)
 
     def _keeps(self, element: Any) -> bool:

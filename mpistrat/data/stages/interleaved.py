@@ -82,7 +82,7 @@ class Interleaved(Stage):
     def chunk_starts(self) -> None:
         return None
 
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return itertools.islice(self._all(epoch), start, None)
 
     def _all(self, epoch: int) -> Iterator[Any]:

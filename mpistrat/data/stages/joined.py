@@ -177,9 +177,7 @@ class Joined(Dataset):
         for parent in self._parents:
             parent.keep(rows)
 
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        if self.random_access:
-            return super().elements(epoch, start)
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return self._join.elements(self._parents, epoch, start)
 
     def rebuild(self, parents: Sequence[Dataset]) -> Dataset:

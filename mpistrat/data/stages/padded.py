@@ -163,9 +163,7 @@ class Padded(Stage):
             out[i][tuple(slice(n) for n in row.shape)] = row
         return out
 
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        if self.random_access:
-            return super().elements(epoch, start)
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         rows = self._parent.elements(epoch, start * self._batching.size)
         return (self._pad_list(batch) for batch in batches_of(rows, self._batching))
 

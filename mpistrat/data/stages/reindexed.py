@@ -254,9 +254,7 @@ class Reindexed(Stage):
     def chunk_starts(self) -> NDArray[np.int64] | None:
         return self._order.chunks(self._parent.chunk_starts())
 
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        if self.random_access:
-            return super().elements(epoch, start)
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return self._order.elements(self._parent, epoch, start)
 
     def describe(self) -> str:

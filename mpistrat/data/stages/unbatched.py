@@ -76,9 +76,7 @@ class Unbatched(Stage):
     def chunk_starts(self) -> NDArray[Any] | None:
         return cut_chunks(self._rows.chunk_starts(), 0, self.cardinality()) if self._rows is not None else None
 
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        if self.random_access:
-            return super().elements(epoch, start)
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return itertools.islice(self._all(epoch), start, None)
 
     def _all(self, epoch: int) -> Iterator[Any]:

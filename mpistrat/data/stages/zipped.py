@@ -99,11 +99,6 @@ class Zipped(Dataset):
         for parent in self._parents:
             parent.keep(rows)
 
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        if self.random_access:
-            return super().elements(epoch, start)
-        return self._in_order(epoch, start)
-
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         together = zip(*(parent.elements(epoch, start) for parent in self._parents), strict=False)
         for position, elements in enumerate(together, start):
