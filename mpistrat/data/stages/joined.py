@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,9 @@ from ... import nest
 from ...errors import explain
 from ..buffers import RowBuffers
 from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset
-from .stage import cut_chunks
+from .stage import Combined, cut_chunks
 
-if TYPE_CHECKING:
-    from .batched import Batching
-
-__all__ = ["Concatenate", "Join", "Joined", "common_batching", "compare_specs", "total"]
+__all__ = ["Concatenate", "Join", "Joined", "compare_specs", "total"]
 
 Choices = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # which dataset, its epoch, its position
 
@@ -43,22 +40,6 @@ def total(counts: Sequence[int]) -> int:
     if INFINITE in counts:
         return INFINITE
     return UNKNOWN if UNKNOWN in counts else sum(counts)
-
-
-def common_batching(function: str, parents: Sequence[Dataset]) -> Batching | None:
-    """How the elements of all these datasets are batched; ValueError where some are rows and some are batches."""
-    batchings = [parent.batching for parent in parents]
-    first = batchings[0]
-    if all(batching == first for batching in batchings):
-        return first
-    if None in batchings:
-        remedy = "Call batch on all of them before, or on the result."
-        raise ValueError(
-            explain(function, "", expected="all rows or all batches", got="rows and batches", remedy=remedy)
-        )
-    from .batched import Batching
-
-    return Batching(max(batching.size for batching in batchings if batching is not None), drop_remainder=False)
 
 
 @final
@@ -96,23 +77,15 @@ class Concatenate:
         return "concatenate()"
 
 
-class Joined(Dataset):
+@final
+class Joined(Combined):
     """Several datasets as one."""
 
     def __init__(self, parents: Sequence[Dataset], join: Join) -> None:
-        self._parents = tuple(parents)
+        super().__init__(str(join), parents)
         self._join = join
         self._buffers = RowBuffers()
-        self._batching = common_batching(str(join), parents)
         self._checked = False
-
-    @property
-    def parents(self) -> tuple[Dataset, ...]:
-        return self._parents
-
-    @property
-    def batching(self) -> Batching | None:
-        return self._batching
 
     @property
     def row_spec(self) -> Any:
@@ -172,10 +145,6 @@ class Joined(Dataset):
             if each is not None and self._batching is None
         ]
         return self._join.chunks([each for each in known if each is not None]) if len(known) == len(starts) else None
-
-    def keep(self, rows: int) -> None:
-        for parent in self._parents:
-            parent.keep(rows)
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return self._join.elements(self._parents, epoch, start)

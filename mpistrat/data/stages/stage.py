@@ -1,18 +1,20 @@
-"""What most stages have in common: one parent, whose rows and addresses they pass on."""
+"""What stages have in common: one parent, whose rows and addresses they pass on, or several."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...errors import explain
 from ..dataset import Addresses, Dataset
 
 if TYPE_CHECKING:
     from .batched import Batching
 
-__all__ = ["Stage", "cut_chunks"]
+__all__ = ["Combined", "Stage", "cut_chunks"]
 
 
 def cut_chunks(starts: NDArray[np.int64] | None, low: int, high: int) -> NDArray[np.int64] | None:
@@ -61,3 +63,39 @@ class Stage(Dataset):
 
     def keep(self, rows: int) -> None:
         self._parent.keep(rows)
+
+
+class Combined(Dataset):
+    """A stage over several parents, whose elements are all rows or all batches; `function` is for errors."""
+
+    def __init__(self, function: str, parents: Sequence[Dataset]) -> None:
+        self._parents = tuple(parents)
+        self._batching = _common_batching(function, parents)
+
+    @property
+    def parents(self) -> tuple[Dataset, ...]:
+        return self._parents
+
+    @property
+    def batching(self) -> Batching | None:
+        return self._batching
+
+    def keep(self, rows: int) -> None:
+        for parent in self._parents:
+            parent.keep(rows)
+
+
+def _common_batching(function: str, parents: Sequence[Dataset]) -> Batching | None:
+    """How the elements of all these datasets are batched; ValueError where some are rows and some are batches."""
+    batchings = [parent.batching for parent in parents]
+    first = batchings[0]
+    if all(batching == first for batching in batchings):
+        return first
+    if None in batchings:
+        remedy = "Call batch on all of them before, or on the result."
+        raise ValueError(
+            explain(function, "", expected="all rows or all batches", got="rows and batches", remedy=remedy)
+        )
+    from .batched import Batching
+
+    return Batching(max(batching.size for batching in batchings if batching is not None), drop_remainder=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,16 +12,13 @@ from ... import nest
 from ...errors import explain
 from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset
 from ..spec import row_count
-from .joined import common_batching
-from .stage import cut_chunks
-
-if TYPE_CHECKING:
-    from .batched import Batching
+from .stage import Combined, cut_chunks
 
 __all__ = ["Zipped"]
 
 
-class Zipped(Dataset):
+@final
+class Zipped(Combined):
     """Elements made of one element of each dataset, as many as the shortest has.
 
     Rows have the same address in all datasets. A row of a batch has the batch's number times the largest size, plus its
@@ -29,17 +26,8 @@ class Zipped(Dataset):
     """
 
     def __init__(self, structure: Any) -> None:
+        super().__init__("zip", nest.flatten(structure))
         self._structure = structure
-        self._parents: tuple[Dataset, ...] = tuple(nest.flatten(structure))
-        self._batching = common_batching("zip", self._parents)
-
-    @property
-    def parents(self) -> tuple[Dataset, ...]:
-        return self._parents
-
-    @property
-    def batching(self) -> Batching | None:
-        return self._batching
 
     @property
     def row_spec(self) -> Any:
@@ -94,10 +82,6 @@ class Zipped(Dataset):
         starts = [cut_chunks(parent.chunk_starts(), 0, rows) for parent in self._parents]
         known = [each for each in starts if each is not None]
         return np.unique(np.concatenate(known)) if known else None
-
-    def keep(self, rows: int) -> None:
-        for parent in self._parents:
-            parent.keep(rows)
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         together = zip(*(parent.elements(epoch, start) for parent in self._parents), strict=False)
