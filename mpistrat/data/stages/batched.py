@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from ..dataset import Addresses, Dataset
 from ..spec import is_ragged, stack_rows
 from .stage import Stage
 
-__all__ = ["Batched", "Batching", "batches_of"]
+__all__ = ["Batched", "Batches", "Batching"]
 
 
 @dataclass(frozen=True)
@@ -28,44 +29,77 @@ class Batching:
     size: int
     drop_remainder: bool
 
-    def count(self, rows: int) -> int:
-        """How many batches so many rows make; a negative cardinality stays what it is."""
-        if rows < 0:
-            return rows
-        return rows // self.size if self.drop_remainder else -(-rows // self.size)
 
-    def locate(self, rows: int, epoch: int, position: int) -> Addresses:
-        """The addresses of the rows of one batch."""
-        start = position * self.size
-        stop = start + self.size if rows < 0 else min(start + self.size, rows)
-        positions = np.arange(start, stop, dtype=np.int64)
-        return np.full(positions.size, epoch, np.int64), positions
+class Batches(Stage):
+    """Batches of successive rows, of one shape or not."""
 
-    def depth(self, rows: int | None) -> int | None:
-        """How many batches to read ahead, from how many rows."""
-        return None if rows is None else -(-rows // self.size)
-
-
-def batches_of(rows: Iterator[Any], batching: Batching) -> Iterator[list[Any]]:
-    """Successive rows in lists, each a batch's."""
-    while len(batch := list(itertools.islice(rows, batching.size))) == batching.size:
-        yield batch
-    if batch and not batching.drop_remainder:
-        yield batch
-
-
-class Batched(Stage):
-    """Batches of successive rows."""
+    _function: str  # of Dataset, that makes it
 
     def __init__(self, parent: Dataset, batching: Batching) -> None:
         super().__init__(parent)
         self._batching = batching
         self._buffers = RowBuffers()
-        self._checked = False
+
+    @abstractmethod
+    def _over(self, parent: Dataset, batching: Batching) -> Dataset:
+        """The same stage over another parent or of another size."""
+
+    @abstractmethod
+    def _stack(self, rows: list[Any]) -> Any:
+        """The batch of some rows."""
 
     @property
     def batching(self) -> Batching:
         return self._batching
+
+    @property
+    def prefetch_depth(self) -> int | None:
+        rows = self._parent.prefetch_depth
+        return None if rows is None else -(-rows // self._batching.size)
+
+    def cardinality(self) -> int:
+        rows, size = self._parent.cardinality(), self._batching.size
+        if rows < 0:
+            return rows
+        return rows // size if self._batching.drop_remainder else -(-rows // size)
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        rows, size = self._parent.cardinality(), self._batching.size
+        start = position * size
+        positions = np.arange(start, start + size if rows < 0 else min(start + size, rows), dtype=np.int64)
+        return np.full(positions.size, epoch, np.int64), positions
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
+        size = self._batching.size
+        rows = self._parent.elements(epoch, start * size)
+        while len(batch := list(itertools.islice(rows, size))) == size:
+            yield self._stack(batch)
+        if batch and not self._batching.drop_remainder:
+            yield self._stack(batch)
+
+    def chunk_starts(self) -> None:
+        return None
+
+    def resized(self, size: int) -> Dataset:
+        """The same stage with batches of another size."""
+        return self._over(self._parent, replace(self._batching, size=size))
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return self._over(parents[0], self._batching)
+
+    def describe(self) -> str:
+        return f"{self._function}({self._batching.size}, drop_remainder={self._batching.drop_remainder})"
+
+
+@final
+class Batched(Batches):
+    """Batches of rows of one shape."""
+
+    _function = "batch"
+
+    def __init__(self, parent: Dataset, batching: Batching) -> None:
+        super().__init__(parent, batching)
+        self._checked = False
 
     @property
     def row_spec(self) -> Any:
@@ -79,16 +113,6 @@ class Batched(Stage):
             self._checked = True
         return spec
 
-    @property
-    def prefetch_depth(self) -> int | None:
-        return self._batching.depth(self._parent.prefetch_depth)
-
-    def cardinality(self) -> int:
-        return self._batching.count(self._parent.cardinality())
-
-    def locate(self, epoch: int, position: int) -> Addresses:
-        return self._batching.locate(self._parent.cardinality(), epoch, position)
-
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         if not self._checked:
             _ = self.row_spec  # raises for ragged rows
@@ -99,19 +123,8 @@ class Batched(Stage):
             _ = self.row_spec  # raises for ragged rows
         return self._parent.source(epochs, positions)
 
-    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
-        rows = self._parent.elements(epoch, start * self._batching.size)
-        return (stack_rows(batch, self.row_spec, self._buffers) for batch in batches_of(rows, self._batching))
+    def _over(self, parent: Dataset, batching: Batching) -> Dataset:
+        return Batched(parent, batching)
 
-    def chunk_starts(self) -> None:
-        return None
-
-    def resized(self, size: int) -> Dataset:
-        """The same stage with batches of another size."""
-        return Batched(self._parent, replace(self._batching, size=size))
-
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        return Batched(parents[0], self._batching)
-
-    def describe(self) -> str:
-        return f"batch({self._batching.size}, drop_remainder={self._batching.drop_remainder})"
+    def _stack(self, rows: list[Any]) -> Any:
+        return stack_rows(rows, self.row_spec, self._buffers)

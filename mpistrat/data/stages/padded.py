@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -11,11 +9,9 @@ from numpy.typing import NDArray
 
 from ... import nest
 from ...errors import explain
-from ..buffers import RowBuffers
-from ..dataset import Addresses, Dataset
+from ..dataset import Dataset
 from ..spec import ArraySpec, empty_rows, is_ragged, stack_rows
-from .batched import Batching, batches_of
-from .stage import Stage
+from .batched import Batches, Batching
 
 __all__ = ["Padded", "Padding"]
 
@@ -93,36 +89,23 @@ def _leaf(spec: ArraySpec, name: str, shape: Any, value: Any) -> tuple[ArraySpec
     return ArraySpec(shape, spec.dtype), value
 
 
-class Padded(Stage):
+@final
+class Padded(Batches):
     """Batches of successive rows, every array padded to a given shape or to the longest of the batch.
 
     Row p of what is below is address p here, too. Where the longest of a batch decides, a part of a batch is made of the
     whole one.
     """
 
-    def __init__(self, parent: Dataset, batching: Batching, padding: Padding) -> None:
-        super().__init__(parent)
-        self._batching = batching
-        self._padding = padding
-        self._buffers = RowBuffers()
+    _function = "padded_batch"
 
-    @property
-    def batching(self) -> Batching:
-        return self._batching
+    def __init__(self, parent: Dataset, batching: Batching, padding: Padding) -> None:
+        super().__init__(parent, batching)
+        self._padding = padding
 
     @property
     def row_spec(self) -> Any:
         return self._padding.spec(self._parent.row_spec)
-
-    @property
-    def prefetch_depth(self) -> int | None:
-        return self._batching.depth(self._parent.prefetch_depth)
-
-    def cardinality(self) -> int:
-        return self._batching.count(self._parent.cardinality())
-
-    def locate(self, epoch: int, position: int) -> Addresses:
-        return self._batching.locate(self._parent.cardinality(), epoch, position)
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         spec = self._parent.row_spec
@@ -163,23 +146,9 @@ class Padded(Stage):
             out[i][tuple(slice(n) for n in row.shape)] = row
         return out
 
-    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
-        rows = self._parent.elements(epoch, start * self._batching.size)
-        return (self._pad_list(batch) for batch in batches_of(rows, self._batching))
+    def _over(self, parent: Dataset, batching: Batching) -> Dataset:
+        return Padded(parent, batching, self._padding)
 
-    def _pad_list(self, rows: list[Any]) -> Any:
+    def _stack(self, rows: list[Any]) -> Any:
         spec = self._parent.row_spec
         return self._pad(stack_rows(rows, spec), spec)
-
-    def chunk_starts(self) -> None:
-        return None
-
-    def resized(self, size: int) -> Dataset:
-        """The same stage with batches of another size."""
-        return Padded(self._parent, replace(self._batching, size=size), self._padding)
-
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        return Padded(parents[0], self._batching, self._padding)
-
-    def describe(self) -> str:
-        return f"padded_batch({self._batching.size}, drop_remainder={self._batching.drop_remainder})"
