@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from ... import nest
 from ..block_order import BlockOrder
 from ..dataset import Addresses, Dataset
 from ..spec import ArraySpec
-from .stage import Stage
+from .reindexed import Reordered, ShuffleSettings
 
 __all__ = ["PSEUDO_CHUNK", "WINDOW_BYTES", "BlockShuffle", "BlockShuffled"]
 
@@ -23,25 +23,19 @@ PSEUDO_CHUNK = 64  # rows that stay together in a window where the data has no c
 
 
 @dataclass(frozen=True)
-class BlockShuffle:
-    """How to shuffle.
+class BlockShuffle(ShuffleSettings):
+    """A block shuffle."""
 
-    Attributes:
-        seed: of the order.
-        reshuffle_each_epoch: whether every epoch has an order of its own.
-        window_rows: elements that are mixed; None for as many as `window_bytes` hold.
-        window_bytes: bytes that are mixed.
-        why: why in blocks.
-    """
-
-    seed: int
-    reshuffle_each_epoch: bool
-    window_rows: int | None
+    window_rows: int | None  # elements that are mixed; None for as many as the bytes hold
     window_bytes: int
-    why: str
+
+    def __str__(self) -> str:
+        window = f"{self.window_bytes:,} bytes" if self.window_rows is None else f"{self.window_rows:,} elements"
+        return f"{super().__str__()}: in blocks, mixed in windows of {window}: {self.why}"
 
 
-class BlockShuffled(Stage):
+@final
+class BlockShuffled(Reordered):
     """Elements in the order of a block shuffle."""
 
     def __init__(self, parent: Dataset, shuffle: BlockShuffle) -> None:
@@ -67,29 +61,11 @@ class BlockShuffled(Stage):
                 self._made = BlockOrder(starts, window, self._shuffle.seed)
             return self._made
 
-    def _key(self, epoch: int) -> int:
-        return epoch if self._shuffle.reshuffle_each_epoch else 0
-
     def _source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
-        if epochs.size == 0 or epochs.min() == epochs.max():
-            return epochs, self._order.rows(self._key(int(epochs[0])) if epochs.size else 0, positions)
-        rows = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            own = epochs == epoch
-            rows[own] = self._order.rows(self._key(int(epoch)), positions[own])
-        return epochs, rows
-
-    def locate(self, epoch: int, position: int) -> Addresses:
-        here = np.array([epoch], np.int64), np.array([position], np.int64)
-        if self.batching is None:
-            return here
-        epochs, positions = self._source(*here)
-        return self._parent.locate(int(epochs[0]), int(positions[0]))
+        return self._shuffle.rows(epochs, positions, self._order.rows)
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        if self.batching is not None:
-            return self._parent.gather(epochs, positions)
-        rows = self._parent.gather(*self._source(epochs, positions))
+        rows = super().gather(epochs, positions)
         if self._in_turn and positions.size:
             self._expect_window(int(epochs[-1]), int(positions[-1]))
         return rows
@@ -100,18 +76,18 @@ class BlockShuffled(Stage):
             near = self._near(epochs, positions)
             if not near.any():
                 return
-            epochs, positions = self._source(epochs[near], positions[near])
-        self._parent.expect(epochs, positions)
+            epochs, positions = epochs[near], positions[near]
+        super().expect(epochs, positions)
 
     def _near(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which positions lie in the window that is read or in the next: for more there is no room."""
         epoch, window, _ = self._told
-        bound = self._order.window_end(self._key(epoch), window + 1) if epoch >= 0 else 0
+        bound = self._order.window_end(self._shuffle.key(epoch), window + 1) if epoch >= 0 else 0
         return (epochs == epoch) & (positions < bound)
 
     def _expect_window(self, epoch: int, position: int) -> None:
         """While a window is read, have the next one read ahead, chunk by chunk: two windows are held, no third."""
-        window, rows = self._order.ahead(self._key(epoch), position)
+        window, rows = self._order.ahead(self._shuffle.key(epoch), position)
         known = self._told[2] if self._told[:2] == (epoch, window) else 0
         self._told = (epoch, window, max(known, rows.size))
         if rows.size > known:
@@ -124,12 +100,7 @@ class BlockShuffled(Stage):
         return BlockShuffled(parents[0], self._shuffle)
 
     def describe(self) -> str:
-        how = self._shuffle
-        window = f"{how.window_bytes:,} bytes" if how.window_rows is None else f"{how.window_rows:,} elements"
-        return (
-            f"shuffle(seed={how.seed}, reshuffle_each_epoch={how.reshuffle_each_epoch}):"
-            f" in blocks, mixed in windows of {window}: {how.why}"
-        )
+        return str(self._shuffle)
 
 
 def _element_bytes(dataset: Dataset) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from ..options import SHARD_HINT
 from ..order import permute
 from .stage import Stage, cut_chunks
 
-__all__ = ["Order", "Reindexed", "Repeat", "Shard", "Shuffle", "Skip", "Take"]
+__all__ = ["Order", "Reindexed", "Reordered", "Repeat", "Shard", "Shuffle", "ShuffleSettings", "Skip", "Take"]
 
 
 class Order(Protocol):
@@ -37,25 +38,40 @@ class Order(Protocol):
 
 
 @dataclass(frozen=True)
-class Shuffle:
-    """A full shuffle; each epoch has its own order unless told otherwise."""
+class ShuffleSettings:
+    """What a full and a block shuffle have in common: a seed, whether epochs differ, and why it is of this kind."""
 
     seed: int
     reshuffle_each_epoch: bool
     why: str
 
+    def key(self, epoch: int) -> int:
+        """The epoch whose order an epoch has."""
+        return epoch if self.reshuffle_each_epoch else 0
+
+    def rows(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], order: Callable[..., Any]) -> Addresses:
+        """The addresses below, from a function that returns the rows of one epoch's positions."""
+        if epochs.size == 0 or epochs.min() == epochs.max():
+            return epochs, order(self.key(int(epochs[0]) if epochs.size else 0), positions)
+        rows = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            own = epochs == epoch
+            rows[own] = order(self.key(int(epoch)), positions[own])
+        return epochs, rows
+
+    def __str__(self) -> str:
+        return f"shuffle(seed={self.seed}, reshuffle_each_epoch={self.reshuffle_each_epoch})"
+
+
+@dataclass(frozen=True)
+class Shuffle(ShuffleSettings):
+    """A full shuffle."""
+
     def cardinality(self, below: int) -> int:
         return below
 
     def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
-        keys = epochs if self.reshuffle_each_epoch else np.zeros_like(epochs)
-        if keys.size == 0 or keys.min() == keys.max():
-            return epochs, permute(positions, below, seed=self.seed, epoch=int(keys[0]) if keys.size else 0)
-        shuffled = np.empty_like(positions)
-        for key in np.unique(keys):
-            own = keys == key
-            shuffled[own] = permute(positions[own], below, seed=self.seed, epoch=int(key))
-        return epochs, shuffled
+        return self.rows(epochs, positions, lambda key, own: permute(own, below, seed=self.seed, epoch=key))
 
     def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
         raise NotImplementedError("a full shuffle needs random access")
@@ -64,7 +80,7 @@ class Shuffle:
         return None
 
     def __str__(self) -> str:
-        return f"shuffle(seed={self.seed}, reshuffle_each_epoch={self.reshuffle_each_epoch}): full: {self.why}"
+        return f"{super().__str__()}: full: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -198,8 +214,33 @@ class Shard:
         return f"shard({names[0]}, {names[1]})"
 
 
-class Reindexed(Stage):
-    """A dataset in another order."""
+class Reordered(Stage):
+    """The elements of a parent in another order. Rows of batches have the addresses that they have below."""
+
+    @abstractmethod
+    def _source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
+        """Which elements below stand at some positions."""
+
+    def _below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
+        return self._source(epochs, positions) if self.batching is None else (epochs, positions)
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        here = np.array([epoch], np.int64), np.array([position], np.int64)
+        if self.batching is None:
+            return here
+        epochs, positions = self._source(*here)
+        return self._parent.locate(int(epochs[0]), int(positions[0]))
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        return self._parent.gather(*self._below(epochs, positions))
+
+    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        self._parent.expect(*self._below(epochs, positions))
+
+
+@final
+class Reindexed(Reordered):
+    """The elements in an `Order`, which takes no notice of what they are."""
 
     def __init__(self, parent: Dataset, order: Order) -> None:
         super().__init__(parent)
@@ -224,27 +265,8 @@ class Reindexed(Stage):
     def _source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
         return self._order.source(epochs, positions, self._parent.cardinality())
 
-    def locate(self, epoch: int, position: int) -> Addresses:
-        here = np.array([epoch], np.int64), np.array([position], np.int64)
-        if self.batching is None:
-            return here
-        epochs, positions = self._source(*here)
-        return self._parent.locate(int(epochs[0]), int(positions[0]))
-
-    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        if self.batching is None:
-            epochs, positions = self._source(epochs, positions)
-        return self._parent.gather(epochs, positions)
-
     def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
-        if self.batching is None:
-            epochs, positions = self._source(epochs, positions)
-        return self._parent.source(epochs, positions)
-
-    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        if self.batching is None:
-            epochs, positions = self._source(epochs, positions)
-        self._parent.expect(epochs, positions)
+        return self._parent.source(*self._below(epochs, positions))
 
     def check(self) -> None:
         if isinstance(self._order, Shard):

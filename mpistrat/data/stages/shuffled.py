@@ -76,7 +76,7 @@ def shuffled(
     if full:
         return Reindexed(dataset, Shuffle(seed, reshuffle_each_epoch, why))
     return BlockShuffled(
-        dataset, BlockShuffle(seed, reshuffle_each_epoch, buffer_size, window_bytes or WINDOW_BYTES, why)
+        dataset, BlockShuffle(seed, reshuffle_each_epoch, why, buffer_size, window_bytes or WINDOW_BYTES)
     )
 
 
