@@ -48,7 +48,7 @@ from .types import (
     VariableAggregation,
     VariableSynchronization,
 )
-from .variables import Variable
+from .variables import ShardedVariable, Variable
 
 __all__ = [
     # strategies
@@ -74,6 +74,7 @@ __all__ = [
     "IndexedSlices",
     "Mirrored",
     "PerReplica",
+    "ShardedVariable",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

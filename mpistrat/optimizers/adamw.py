@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from ..errors import explain
+from ..variables.sharded_variable import each_variable
 from .adam import adam_update
 from .optimizer import Optimizer
 from .schedules import LearningRateSchedule
@@ -67,7 +68,7 @@ class AdamW(Optimizer):
         if self.variables:
             expected, got = "a call before the first apply_gradients", "a later one"
             raise RuntimeError(explain("AdamW.exclude_from_weight_decay", "", expected=expected, got=got))
-        self._excluded.update(var_list or ())
+        self._excluded.update(v for _, v in each_variable((None, v) for v in var_list or ()))
         self._excluded_names.extend(re.compile(name) for name in var_names or ())
 
     def decay_of(self, variable: Variable) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 from .. import context
 from ..distributed_values import DistributedValues
 from ..errors import ContextError, explain
+from ..variables.sharded_variable import ShardedVariable, each_variable
 from .fused_step import FusedStep
 from .gradients import check_variables
 from .schedules import LearningRateSchedule
@@ -157,7 +158,10 @@ class Optimizer(ABC):
     # the front door
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Any, Variable]], *, experimental_aggregate_gradients: bool = True
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable | ShardedVariable]],
+        *,
+        experimental_aggregate_gradients: bool = True,
     ) -> int:
         """Sum gradients over all replicas and update the variables, in one pass. Collective; in replica context.
 
@@ -189,7 +193,7 @@ class Optimizer(ABC):
             expected, got = "a call in replica context", "one outside of it"
             remedy = "Call it in the function that strategy.run runs"
             raise ContextError(explain("apply_gradients", "", expected=expected, got=got, remedy=remedy))
-        pairs = _Pairs(list(grads_and_vars))
+        pairs = _Pairs(each_variable(grads_and_vars))
         replica.merge_call(self._apply, args=(pairs, bool(experimental_aggregate_gradients)))
         return self._iterations
 
@@ -225,16 +229,24 @@ class Optimizer(ABC):
 
     # state
 
-    def slots(self, variable: Variable) -> dict[str, np.ndarray]:
+    @property
+    def slot_start(self) -> float:
+        """The value of every slot before the first step."""
+        return self._slots.start
+
+    def slots(self, variable: Variable | ShardedVariable) -> dict[str, np.ndarray]:
         """Return new arrays with a variable's slots, whole, on the host; {} if it was never updated. Collective.
 
-        Slots of 16-bit variables are float32.
+        Slots of 16-bit variables are float32. A ShardedVariable has slots when all its parts have.
         """
+        if isinstance(variable, ShardedVariable):
+            parts = [self.slots(part) for part in variable.variables]
+            return {name: np.concatenate([part[name] for part in parts]) for name in self.slot_names if all(parts)}
         if not any(variable is known for known in self._variables):
             return {}
         return self._slots.read(variable)
 
-    def set_slots(self, variable: Variable, values: Mapping[str, Any]) -> None:
+    def set_slots(self, variable: Variable | ShardedVariable, values: Mapping[str, Any]) -> None:
         """Overwrite a variable's slots; each rank takes its part. Not collective, but every rank must do it.
 
         Args:
@@ -244,6 +256,11 @@ class Optimizer(ABC):
         Raises:
             ValueError: names or shapes do not fit.
         """
+        if isinstance(variable, ShardedVariable):
+            cut = {name: variable.cut(value, "Optimizer.set_slots") for name, value in values.items()}
+            for index, part in enumerate(variable.variables):
+                self.set_slots(part, {name: rows[index] for name, rows in cut.items()})
+            return
         self._slots.write(variable, values)
         if not any(variable is known for known in self._variables):
             self._variables.append(variable)

@@ -4,6 +4,8 @@
     /variables/NAME   one dataset each; the attribute dtype where HDF5 has no such type (bfloat16 as uint16)
     /optimizers/0     attributes name, iterations; slots/NAME/SLOT one dataset each
 
+A ShardedVariable is one dataset too, and so are its slots: whoever restores it may have other shards, or none.
+
 Rank 0 alone touches the file. It reads all of it before anything is written to a variable, so that a damaged file
 changes nothing.
 """
@@ -14,7 +16,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -53,14 +55,46 @@ def save(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
         raise OSError(f"Strategy.save: {os.fspath(path)}: {problem}")
 
 
-def _contents(extended: StrategyExtended) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield what is saved, by its path in the file, one variable or its slots at a time. Collective."""
+class _Place(NamedTuple):
+    """Which rows of which dataset a variable is: all of its own, or as a part of a ShardedVariable some of that one's."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]  # of the whole dataset
+
+
+class _Piece(NamedTuple):
+    """Rows of a dataset."""
+
+    key: str
+    shape: tuple[int, ...]  # of the whole dataset
+    start: int
+    array: np.ndarray | None  # None on ranks that do not write
+    fill: float = 0  # what rows are that never come
+
+
+def _places(extended: StrategyExtended) -> dict[str, _Place]:
+    """Return where each part of a ShardedVariable lies, by its name."""
+    return {
+        part.name: _Place(whole.name, start, whole.shape)
+        for whole in extended.placement.sharded
+        for part, start in zip(whole.variables, whole.offsets, strict=True)
+    }
+
+
+def _contents(extended: StrategyExtended) -> Iterator[_Piece]:
+    """Yield what is saved, one variable or one of its slots at a time. Collective."""
+    places = _places(extended)
     for variable in extended.variables:  # reading ON_READ variables is collective
-        yield f"variables/{_key(variable.name)}", variable.numpy()
+        name, start, shape = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
+        yield _Piece(f"variables/{_key(name)}", shape, start, variable.gathered())
     for index, optimizer in enumerate(extended.optimizers):
-        for name, slots in optimizer.each_slots():
-            for slot, array in slots.items():
-                yield f"optimizers/{index}/slots/{_key(name)}/{_key(slot)}", np.asarray(array)
+        for part, slots in optimizer.each_slots():
+            for slot, value in slots.items():
+                array = np.asarray(value)
+                name, start, shape = places.get(part) or _Place(part, 0, array.shape)
+                key = f"optimizers/{index}/slots/{_key(name)}/{_key(slot)}"
+                yield _Piece(key, shape, start, array, optimizer.slot_start)
 
 
 def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
@@ -82,15 +116,22 @@ def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
         raise OSError(f"Strategy.restore: {os.fspath(path)}: {found['problem']}")
     forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
     _check(extended, os.fspath(path), forms, found["optimizers"])
+    places = _places(extended)
     for variable in extended.variables:
-        key = f"variables/{_key(variable.name)}"
-        variable.assign(_shared(group, key, arrays.get(key), forms[key]))
+        place = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
+        key = f"variables/{_key(place.name)}"
+        variable.load(_shared(group, key, arrays.get(key), forms[key], place.start, variable.shape))
+    parts: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {
+        whole.name: [(v.name, start, v.shape) for v, start in zip(whole.variables, whole.offsets, strict=True)]
+        for whole in extended.placement.sharded
+    }
     for index, optimizer in enumerate(found["optimizers"]):
         prefix = f"optimizers/{index}/slots/"
         slots: dict[str, Contents] = {}
         for key in sorted(key for key in forms if key.startswith(prefix)):
-            name, slot = key.removeprefix(prefix).split("/")
-            slots.setdefault(_name(name), {})[_name(slot)] = _shared(group, key, arrays.get(key), forms[key])
+            name, slot = map(_name, key.removeprefix(prefix).split("/"))
+            for part, start, shape in parts.get(name, [(name, 0, forms[key][0])]):
+                slots.setdefault(part, {})[slot] = _shared(group, key, arrays.get(key), forms[key], start, shape)
         extended.restore_optimizer(index, optimizer["name"], {"iterations": optimizer["iterations"], "slots": slots})
 
 
@@ -98,14 +139,17 @@ def _check(
     extended: StrategyExtended, path: str, forms: Mapping[str, Form], optimizers: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raise ValueError, the same on every rank, unless the file has all that the program needs."""
-    problems = []
+    problems, places = [], _places(extended)
     for variable in extended.variables:
-        form = forms.get(f"variables/{_key(variable.name)}")
-        wanted = (variable.shape, variable.dtype.name)
+        place = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
+        form = forms.get(f"variables/{_key(place.name)}")
+        wanted = (place.shape, variable.dtype.name)
+        if place.start:  # it was said of the first part
+            continue
         if form is None:
-            problems.append(f"variable {variable.name!r} is not in it")
+            problems.append(f"variable {place.name!r} is not in it")
         elif form != wanted:
-            problems.append(f"variable {variable.name!r} is {form[1]} {form[0]} in it, here {wanted[1]} {wanted[0]}")
+            problems.append(f"variable {place.name!r} is {form[1]} {form[0]} in it, here {wanted[1]} {wanted[0]}")
     for index, optimizer in enumerate(extended.optimizers):
         name = optimizers[index]["name"] if index < len(optimizers) else None
         if name is None:
@@ -117,11 +161,17 @@ def _check(
         raise ValueError(explain("Strategy.restore", path, expected=expected, got="; ".join(problems)))
 
 
-def _shared(group: ProcessGroup, key: str, array: np.ndarray | None, form: Form) -> np.ndarray:
-    """Return rank 0's array on every rank. Collective."""
-    shape, dtype = form
-    with group.collective("restore", key, dtype, shape):
-        value = np.empty(shape, parse_dtype(dtype)) if array is None else np.ascontiguousarray(array).reshape(shape)
+def _shared(
+    group: ProcessGroup, key: str, array: np.ndarray | None, form: Form, start: int, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Return on every rank the rows of rank 0's array from `start` that make up that shape. Collective."""
+    dtype = form[1]
+    with group.collective("restore", key, dtype, shape, start):
+        if array is None:
+            value = np.empty(shape, parse_dtype(dtype))
+        else:
+            rows = array[start : start + shape[0]] if shape else array
+            value = np.ascontiguousarray(rows).reshape(shape)
         group.broadcast(value, root=0)
     return value
 
@@ -144,7 +194,7 @@ class _WriteError(Exception):
     """The file cannot be written; raised when everything was collected, since the other ranks take part in that."""
 
 
-def _write(path: Path, contents: Iterator[tuple[str, np.ndarray]], optimizers: Sequence[Optimizer]) -> None:
+def _write(path: Path, contents: Iterator[_Piece], optimizers: Sequence[Optimizer]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         try:
@@ -160,7 +210,7 @@ def _write(path: Path, contents: Iterator[tuple[str, np.ndarray]], optimizers: S
         raise _WriteError(f"{type(error).__name__}: {error}") from error
 
 
-def _fill(path: Path, contents: Iterator[tuple[str, np.ndarray]], optimizers: Sequence[Optimizer]) -> None:
+def _fill(path: Path, contents: Iterator[_Piece], optimizers: Sequence[Optimizer]) -> None:
     import h5py
 
     with h5py.File(path, "w") as file:
@@ -169,11 +219,16 @@ def _fill(path: Path, contents: Iterator[tuple[str, np.ndarray]], optimizers: Se
         for index, optimizer in enumerate(optimizers):
             about = {"name": optimizer.name, "iterations": optimizer.iterations}
             file.create_group(f"optimizers/{index}").attrs.update(about)
-        for key, array in contents:
-            if array.dtype.name == "bfloat16":
-                file.create_dataset(key, data=array.view(np.uint16)).attrs["dtype"] = "bfloat16"
-            else:
-                file.create_dataset(key, data=array)
+        for piece in contents:
+            array = np.asarray(piece.array)
+            as_bits = array.dtype.name == "bfloat16"
+            if piece.key not in file:
+                dtype = np.dtype(np.uint16) if as_bits else array.dtype
+                file.create_dataset(piece.key, piece.shape, dtype, fillvalue=dtype.type(piece.fill))
+                if as_bits:
+                    file[piece.key].attrs["dtype"] = "bfloat16"
+            rows = slice(piece.start, piece.start + len(array)) if array.ndim else ()
+            file[piece.key][rows] = array.view(np.uint16) if as_bits else array
 
 
 def _flush(path: Path, flags: int) -> None:

@@ -5,6 +5,7 @@ from .arena import Arena
 from .create import create_variable
 from .mirrored_variable import MirroredVariable
 from .placement import Placement
+from .sharded_variable import ShardedVariable
 from .sync_on_read_variable import SyncOnReadVariable
 from .variable import Variable
 
@@ -13,6 +14,7 @@ __all__ = [
     "ArenaAllocator",
     "MirroredVariable",
     "Placement",
+    "ShardedVariable",
     "SyncOnReadVariable",
     "Variable",
     "create_variable",

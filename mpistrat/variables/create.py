@@ -9,11 +9,14 @@ import numpy as np
 
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
+from ..partition import bounds
 from ..types import VariableAggregation, VariableSynchronization
 from .aggregation import check_kind
 from .memory import move_like
 from .mirrored_variable import MirroredVariable
+from .partitioners import check_partitions
 from .placement import Placement, Target
+from .sharded_variable import ShardedVariable
 from .sync_on_read_variable import SyncOnReadVariable
 from .values import initial_array, parse_dtype
 from .variable import Description, Variable
@@ -33,7 +36,7 @@ def create_variable(
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     aggregation: VariableAggregation = VariableAggregation.NONE,
     constraint: Callable[[Any], Any] | None = None,
-) -> Variable:
+) -> Variable | ShardedVariable:
     """Return a new variable of a strategy. Collective over its ranks. Arguments and errors: see `Variable`."""
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(explain("Variable", "name", expected="a text that is not empty", got=repr(name)))
@@ -44,11 +47,33 @@ def create_variable(
     value, form = _initial_value(placement, initial_value, parsed, unique)
     _check_shape(form[0], shape)
     synchronization, trainable = check_kind(synchronization, aggregation, trainable, form[1])
-    index = len(placement.variables)
-    what = Description(index, unique, *form, trainable, synchronization, aggregation, constraint)
-    variable = _make(placement, what, value)
-    placement.variables.append(variable)
-    return variable
+
+    def make(name: str, shape: tuple[int, ...], value: np.ndarray | None) -> Variable:
+        index = len(placement.variables)
+        what = Description(index, name, shape, form[1], trainable, synchronization, aggregation, constraint)
+        variable = _make(placement, what, value)
+        placement.variables.append(variable)
+        return variable
+
+    shards = 1 if synchronization is VariableSynchronization.ON_READ else _count_shards(placement, unique, form)
+    if shards == 1:
+        return make(unique, form[0], value)
+    if constraint is not None:
+        expected, got = "no constraint, which is a function of the whole array", f"one, and {shards} shards"
+        remedy = "Let the partitioner leave this variable whole"
+        raise ValueError(explain("Variable", f"{unique}: constraint", expected=expected, got=got, remedy=remedy))
+    parts = []
+    for index, (low, high) in enumerate(bounds(form[0][0], shards)):
+        rows = None if value is None else value[low:high]
+        parts.append(make(placement.unique_name(f"{unique}/part_{index}"), (high - low, *form[0][1:]), rows))
+    return ShardedVariable.of(parts, unique)
+
+
+def _count_shards(placement: Placement, name: str, form: tuple[tuple[int, ...], np.dtype]) -> int:
+    shape, dtype = form
+    if placement.partitioner is None or not shape:
+        return 1
+    return check_partitions(placement.partitioner(shape=shape, dtype=dtype), shape, name)
 
 
 def _initial_value(

@@ -128,8 +128,8 @@ class MaxSizePartitioner(Partitioner):
         return f"MaxSizePartitioner({self.max_shard_bytes}, {self.max_shards}, {self.bytes_per_string})"
 
 
-def check_partitions(result: Any, shape: Sequence[int]) -> int:
-    """Return into how many shards the rows are cut, of what a partitioner returned. Not collective.
+def check_partitions(result: Any, shape: Sequence[int], name: str = "result") -> int:
+    """Return into how many shards the rows of a variable are cut, of what a partitioner returned. Not collective.
 
     Raises:
         TypeError: no list of integers.
@@ -142,16 +142,16 @@ def check_partitions(result: Any, shape: Sequence[int]) -> int:
     shape = tuple(shape)
     if not isinstance(result, (list, tuple)) or not all(_is_integer(number) for number in result):
         expected = f"a list of {len(shape)} integers for shape {shape}"
-        raise TypeError(explain("variable_partitioner", "result", expected=expected, got=f"{result!r:.60}"))
+        raise TypeError(explain("variable_partitioner", name, expected=expected, got=f"{result!r:.60}"))
     if len(result) != len(shape) or any(number < 1 for number in result):
         expected = f"a number ≥ 1 for each axis of shape {shape}"
-        raise ValueError(explain("variable_partitioner", "result", expected=expected, got=result))
+        raise ValueError(explain("variable_partitioner", name, expected=expected, got=result))
     if any(number > 1 for number in result[1:]):
         expected = f"1 on all axes but the first, for shape {shape}"
-        raise ValueError(explain("variable_partitioner", "result", expected=expected, got=result))
+        raise ValueError(explain("variable_partitioner", name, expected=expected, got=result))
     if shape and result[0] > max(1, shape[0]):
         expected = f"at most {max(1, shape[0])} shards for shape {shape}"
-        raise ValueError(explain("variable_partitioner", "result", expected=expected, got=result))
+        raise ValueError(explain("variable_partitioner", name, expected=expected, got=result))
     return int(result[0]) if shape else 1
 
 

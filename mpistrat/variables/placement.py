@@ -11,6 +11,7 @@ from ..cross_device.cross_device_ops import CrossDeviceOps
 from .allocator import ArenaAllocator
 
 if TYPE_CHECKING:
+    from .sharded_variable import ShardedVariable
     from .variable import Description, Variable
 
 __all__ = ["Placement", "Target"]
@@ -36,9 +37,11 @@ class Placement:
         make: returns a variable and where this rank stores its initial value; collective over `creators`, inside a
             collective. Default: in the arenas.
         make_step: takes an optimizer and variables, and returns a step like `FusedStep`, which is the default.
+        partitioner: says into how many shards a variable is cut, see `partitioners`; default: none is cut.
 
     Attributes:
         variables: all of them, in the order of creation, the same on every rank.
+        sharded: those that several of the variables are together.
     """
 
     group: ProcessGroup
@@ -50,7 +53,9 @@ class Placement:
     world: ProcessGroup | None = None
     make: Make | None = None
     make_step: Callable[..., Any] | None = None
+    partitioner: Callable[..., Sequence[int]] | None = None
     variables: list[Variable] = field(default_factory=list)
+    sharded: list[ShardedVariable] = field(default_factory=list)
     _names: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -69,6 +74,8 @@ class Placement:
 
     def close(self) -> None:
         """Close every variable and let go of their memory. Not collective; comes before the group's `close`."""
+        for whole in self.sharded:
+            whole.close()
         for variable in self.variables:
             variable.close()
         self.arenas.close()

@@ -146,6 +146,13 @@ class ScatterMethods(ABC):
         """Return a new array of the rows with these numbers, in their order. Not collective for ON_WRITE variables."""
         return self.gather_nd(_integers(indices, "sparse_read")[..., np.newaxis])
 
+    def embedding_lookup(self, ids: Any) -> Any:
+        """Return a new array of the rows with these numbers, like `sparse_read`. Not collective for ON_WRITE variables.
+
+        TF: tf.nn.embedding_lookup. The shape is `ids.shape + v.shape[1:]`.
+        """
+        return self.sparse_read(ids)
+
     def gather_nd(self, indices: Any) -> Any:
         """Return a new array of what lies at the coordinates. Not collective for ON_WRITE variables."""
         indices = _integers(indices, "gather_nd")

@@ -1,0 +1,385 @@
+"""The ShardedVariable: variables that hold the rows of one array, block after block, and act as that array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..comm.arrays import array_module, as_array, on_device_of, to_host
+from ..errors import explain
+from ..types import IndexedSlices, VariableAggregation, VariableSynchronization
+from .array_operators import ArrayOperators
+from .memory import read_only, zeros
+from .rows import row_ranges, rows_of
+from .scatter import ScatterMethods, row_numbers
+from .values import as_flat, one_value
+from .variable import Variable
+
+if TYPE_CHECKING:
+    from .placement import Placement
+
+__all__ = ["ShardedVariable", "each_variable"]
+
+_KIND = ("dtype", "trainable", "synchronization", "aggregation")
+
+
+@final
+class ShardedVariable(ScatterMethods, ArrayOperators):
+    """Variables that hold the rows of one array, block after block, and act as that array (TF: ShardedVariable).
+
+    A strategy with a `variable_partitioner` makes them, so that several servers share a large variable. To NumPy it is an
+    array, like a `Variable`; it is written, saved and restored as one, into any number of parts. It is no `Variable`:
+    `v.variables` are its parts.
+
+    Reading fetches only the parts, and by numbers of rows only the rows, that are asked for. What comes from several parts
+    is a copy; each part is read as it is at that moment, so that a write by another worker may be in one part and not yet
+    in the other. Collective is what is collective for its parts.
+
+    Args:
+        variables: made in the scope of one strategy, of one dtype and kind, and one shape but for the first axis.
+        name: under which it is saved; one that was given before gets a suffix.
+
+    Raises:
+        TypeError: no list of variables.
+        ValueError: none; one without rows, twice, or in another ShardedVariable; variables that differ.
+
+    Attributes:
+        variables: the parts.
+        offsets: number of the first row of each part.
+        shape, dtype, placement: of the whole.
+
+    Example:
+        >>> parts = [ms.Variable([[1.0], [2.0]], name="a"), ms.Variable([[3.0]], name="b")]
+        >>> v = ShardedVariable(parts, name="table")
+        >>> v.assign_add([[10.0], [20.0], [30.0]])[::-1].tolist()
+        [[33.0], [22.0], [11.0]]
+    """
+
+    __slots__ = (
+        "__weakref__", "_bounds", "_ends", "_gradients", "_name", "dtype", "offsets", "placement", "shape", "variables",
+    )  # fmt: skip
+
+    def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
+        """Hold the parts. Not collective, but every rank must do it."""
+        _check(variables)
+        self._hold(variables, variables[0].placement.unique_name(name))
+
+    @classmethod
+    def of(cls, variables: Sequence[Variable], name: str) -> ShardedVariable:
+        """Return the variables as one, under a name that no other has. Not collective, but every rank must do it."""
+        self = cls.__new__(cls)
+        self._hold(variables, name)
+        return self
+
+    def _hold(self, variables: Sequence[Variable], name: str) -> None:
+        self.variables = tuple(variables)
+        first = self.variables[0]
+        ends = np.cumsum([v.shape[0] for v in self.variables])
+        self._name, self._ends = name, ends
+        self.offsets: tuple[int, ...] = (0, *ends[:-1].tolist())
+        self._bounds = tuple(zip(self.offsets, ends.tolist(), strict=True))
+        self.placement: Placement = first.placement
+        self.dtype = first.dtype
+        self.shape = (int(ends[-1]), *first.shape[1:])
+        self._gradients: dict[int, Any] = {}
+        self.placement.sharded.append(self)
+
+    # what it is
+
+    @property
+    def name(self) -> str:
+        """Its name; the parts that a strategy makes are called name/part_0, name/part_1, ..."""
+        return self._name
+
+    @property
+    def trainable(self) -> bool:
+        """Whether optimizers shall update it."""
+        return self.variables[0].trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """ON_WRITE or ON_READ."""
+        return self.variables[0].synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the replicas' values become one."""
+        return self.variables[0].aggregation
+
+    def part_of(self, rows: Any) -> np.ndarray:
+        """Return in which part each of these rows lies. Not collective.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        numbers, _ = row_numbers(self.shape, rows, "part_of")
+        return np.searchsorted(self._ends, numbers, side="right").reshape(np.shape(rows))
+
+    def _by_part(self, rows: np.ndarray) -> Iterator[tuple[Variable, np.ndarray, np.ndarray]]:
+        """Yield each part, the positions in `rows` of those that lie in it, and their numbers there."""
+        owners = np.searchsorted(self._ends, rows, side="right")
+        order = np.argsort(owners, kind="stable")
+        edges = np.searchsorted(owners[order], np.arange(len(self.variables) + 1))
+        for part, (variable, offset) in enumerate(zip(self.variables, self.offsets, strict=True)):
+            positions = order[edges[part] : edges[part + 1]]
+            yield variable, positions, rows[positions] - offset
+
+    # reading
+
+    @property
+    def array(self) -> Any:
+        """The numbers, read-only: of several parts a copy."""
+        if len(self.variables) == 1:
+            return self.variables[0].array
+        return read_only(self.value())
+
+    def numpy(self) -> np.ndarray:
+        """Return a copy, in the host's memory. Collective where reading a part is."""
+        if len(self.variables) == 1:
+            return self.variables[0].numpy()
+        return np.concatenate([to_host(v.array) for v in self.variables])
+
+    def value(self) -> Any:
+        """Return a copy, on the variables' device. Collective where reading a part is."""
+        if len(self.variables) == 1:
+            return self.variables[0].value()
+        return _joined([v.array for v in self.variables])
+
+    def read_value(self) -> Any:
+        """Return a copy, like `value`. Collective where reading a part is."""
+        return self.value()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        several = len(self.variables) > 1
+        if several and copy is False:
+            raise ValueError("ShardedVariable: an array of several parts cannot be had without a copy")
+        array = super().__array__(dtype, None if several else copy)
+        return array if array.flags.writeable or not copy else array.copy()
+
+    def __getitem__(self, index: Any) -> Any:
+        wanted = rows_of(index, self.shape)
+        if wanted is None:
+            return self.array[index]
+        rows, rest = wanted
+        block = self._range(rows) if isinstance(rows, range) else self._gather(rows)
+        return block[rest]
+
+    def _range(self, rows: range) -> Any:
+        """Return rows at equal distances, read from the parts in which there are any."""
+        if rows.step < 0:
+            return self._range(rows[::-1])[::-1]
+        slices = zip(self.variables, row_ranges(rows, self._bounds), strict=True)
+        pieces = [variable[piece] for variable, piece in slices if piece is not None]
+        return _joined(pieces) if pieces else zeros((0, *self.shape[1:]), self.dtype, self.variables[0].device)
+
+    def _gather(self, rows: np.ndarray) -> Any:
+        """Return rows by their numbers, read from the parts in which there are any."""
+        return self._collect(rows, self.shape[1:], lambda variable, at, local: variable.sparse_read(local))
+
+    def _collect(self, rows: np.ndarray, shape: tuple[int, ...], read: Callable[..., Any]) -> Any:
+        """Return what `read(part, positions, rows of the part)` gives for each row, of that shape, in their order."""
+        pieces = [(at, read(variable, at, local)) for variable, at, local in self._by_part(rows) if at.size]
+        if len(pieces) == 1:
+            return pieces[0][1]
+        if not pieces:
+            return zeros((0, *shape), self.dtype, self.variables[0].device)
+        first = pieces[0][1]
+        with on_device_of(first):
+            result = array_module(first).empty((rows.size, *shape), self.dtype)
+            for at, piece in pieces:
+                result[at] = piece
+        return result
+
+    def sparse_read(self, indices: Any) -> Any:
+        """Return a new array of the rows with these numbers, in their order. Not collective for ON_WRITE variables."""
+        rows, shape = row_numbers(self.shape, indices, "sparse_read")
+        return self._gather(rows).reshape(shape)
+
+    def gather_nd(self, indices: Any) -> Any:
+        """Return a new array of what lies at the coordinates. Not collective for ON_WRITE variables."""
+        array = to_host(as_array(indices, "Variable.gather_nd", "indices"))
+        if not array.ndim or not array.size or array.shape[-1] > self.ndim:
+            return super().gather_nd(indices)
+        rows, _ = row_numbers(self.shape, array[..., 0], "gather_nd")
+        flat, rest = array.reshape(rows.size, -1), self.shape[array.shape[-1] :]
+
+        def read(variable: Variable, at: np.ndarray, local: np.ndarray) -> Any:
+            return variable.gather_nd(np.column_stack([local, flat[at, 1:]]))
+
+        return self._collect(rows, rest, read).reshape(array.shape[:-1] + rest)
+
+    # writing
+
+    def assign(self, value: Any) -> ShardedVariable:
+        """Write a value, to each part its rows, and return the variable. See `Variable.assign`. Collective like it.
+
+        Raises:
+            As `Variable.assign`; a value that does not fit is refused before any part is written.
+        """
+        return self._update("assign", value)
+
+    def assign_add(self, value: Any) -> ShardedVariable:
+        """Add a value and return the variable. Collective like `Variable.assign_add`, whose errors it raises."""
+        return self._update("assign_add", value)
+
+    def assign_sub(self, value: Any) -> ShardedVariable:
+        """Subtract a value and return the variable. Collective like `Variable.assign_sub`, whose errors it raises."""
+        return self._update("assign_sub", value)
+
+    def _update(self, op: str, value: Any) -> ShardedVariable:
+        function = f"Variable.{op}"
+        whole = as_flat(one_value(value, function), self.shape, self.dtype, function).reshape(self.shape)
+        for variable, rows in zip(self.variables, self.cut(whole, function), strict=True):
+            getattr(variable, op)(rows)
+        return self
+
+    def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> ShardedVariable:
+        """Every part takes part, without rows too: for its replicas or ranks these may be others."""
+        if depth == 0:  # the whole, seen as one row
+            indices, depth = np.tile(np.arange(self.shape[0]), indices.size), 1
+            updates = updates.reshape(indices.size, int(np.prod(self.shape[1:], dtype=np.int64)))
+        height = int(np.prod(self.shape[1:depth], dtype=np.int64))
+        rows, inner = np.divmod(indices, max(height, 1))
+        for variable, at, local in self._by_part(rows):
+            variable._scatter(op, depth, local * height + inner[at], updates[at])
+        return self
+
+    # gradients
+
+    @property
+    def grad(self) -> Any:
+        """This replica's gradient: a writable array of the variable's shape; `apply_gradients` copies it to the parts.
+
+        Zero at first, and not cleared. `v.parts(g)`, or the pairs of `(part.grad, part)`, spare the memory and the copy.
+        Not collective. Raises what `Variable.grad` does.
+        """
+        return self.gradient(self.variables[0]._local_replica("grad"))
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        target = self.grad
+        if value is not target:
+            target[...] = value
+
+    def gradient(self, local_replica: int) -> Any:
+        """Return the gradient array of one local replica, writable. Not collective.
+
+        Raises:
+            ValueError: the variable has no gradients.
+        """
+        part = self.variables[0].gradient(local_replica)
+        if len(self.variables) == 1:
+            return part
+        if local_replica not in self._gradients:
+            with on_device_of(part):
+                self._gradients[local_replica] = array_module(part).zeros(self.shape, part.dtype)
+        return self._gradients[local_replica]
+
+    def parts(self, gradient: Any) -> list[tuple[Any, Variable]]:
+        """Return the gradient of each part with the part, as `apply_gradients` takes them. Not collective.
+
+        Args:
+            gradient: an array, of which views are returned; IndexedSlices, of which each part gets its rows, or none; or
+                None for all.
+
+        Raises:
+            ValueError: it has another shape, or rows that are not there.
+            TypeError: no array.
+        """
+        if gradient is None:
+            return [(None, variable) for variable in self.variables]
+        if isinstance(gradient, IndexedSlices):
+            return self._cut_slices(gradient)
+        return list(zip(self.cut(gradient, "apply_gradients"), self.variables, strict=True))
+
+    def cut(self, value: Any, function: str) -> list[Any]:
+        """Return the rows of each part of an array of the whole's shape, as views. Not collective.
+
+        Args:
+            value: the array.
+            function: the public caller to name in errors.
+
+        Raises:
+            ValueError: it has another shape.
+            TypeError: no array.
+        """
+        array = as_array(value, function, self.name)
+        if tuple(array.shape) != self.shape:
+            got = f"shape {tuple(array.shape)}"
+            raise ValueError(explain(function, self.name, expected=f"shape {self.shape}", got=got))
+        return [array[low:high] for low, high in self._bounds]
+
+    def _cut_slices(self, gradient: IndexedSlices) -> list[tuple[Any, Variable]]:
+        values = as_array(gradient.values, "apply_gradients", self.name)
+        indices = to_host(as_array(gradient.indices, "apply_gradients", self.name))
+        if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (indices.size, *self.shape[1:]):
+            expected = f"IndexedSlices with rows of shape {self.shape[1:]}"
+            got = f"values of shape {tuple(values.shape)}, indices of shape {indices.shape}"
+            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got))
+        if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < self.shape[0]):
+            expected, got = f"indices from 0 to {self.shape[0] - 1}", f"{int(indices.min())} to {int(indices.max())}"
+            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got))
+        found = self._by_part(indices.astype(np.int64, copy=False))
+        return [(IndexedSlices(values[at], local, variable.shape), variable) for variable, at, local in found]
+
+    # where it is used
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"of {len(self.variables)} parts"
+        return f"<ShardedVariable {self.name!r} shape={self.shape} dtype={self.dtype} {state}>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether the strategy was closed."""
+        return self.variables[0].closed
+
+    def close(self) -> None:
+        """Let go of the memory; every later use raises ClosedError. Not collective; the strategy calls it."""
+        self._gradients.clear()
+        for variable in self.variables:
+            variable.close()
+
+
+def each_variable(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return pairs of gradient and variable, with the parts in the place of each ShardedVariable. Not collective."""
+    found: list[tuple[Any, Any]] = []
+    for gradient, variable in pairs:
+        if isinstance(variable, ShardedVariable):
+            found.extend(variable.parts(gradient))
+        else:
+            found.append((gradient, variable))
+    return found
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    if len(pieces) == 1:
+        return pieces[0]
+    with on_device_of(pieces[0]):
+        return array_module(pieces[0]).concatenate(pieces)
+
+
+def _check(variables: Any) -> None:
+    function = "ShardedVariable"
+    if not isinstance(variables, (list, tuple)) or not all(isinstance(v, Variable) for v in variables):
+        raise TypeError(explain(function, "variables", expected="a list of Variables", got=f"{variables!r:.80}"))
+    if not variables:
+        raise ValueError(explain(function, "variables", expected="at least one", got="none"))
+    for v in variables:
+        if not v.shape:
+            raise ValueError(explain(function, v.name, expected="a variable with rows", got="a scalar"))
+        if v.placement is not variables[0].placement:
+            raise ValueError(explain(function, v.name, expected="variables of one strategy", got="one of another"))
+        for what in _KIND:
+            if getattr(v, what) != getattr(variables[0], what):
+                expected = f"{what} {getattr(variables[0], what)}, as {variables[0].name!r} has"
+                raise ValueError(explain(function, v.name, expected=expected, got=getattr(v, what)))
+        if v.shape[1:] != variables[0].shape[1:]:
+            expected = f"rows of shape {variables[0].shape[1:]}, as {variables[0].name!r} has"
+            raise ValueError(explain(function, v.name, expected=expected, got=v.shape[1:]))
+    taken = {id(v) for whole in variables[0].placement.sharded for v in whole.variables}
+    for v in variables:
+        if id(v) in taken:
+            raise ValueError(explain(function, v.name, expected="each variable in one place", got="it twice"))
+        taken.add(id(v))
