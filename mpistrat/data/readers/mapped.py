@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import take_rows
-from ..stats import StageStats
 from .joined_map import Piece, join
-from .reader import Contiguous, RowIndex, Storage
+from .reader import Contiguous, ContiguousReader, Storage
 
 __all__ = ["MappedReader"]
 
 
-class MappedReader:
-    """Rows of contiguous data, copied as bytes: alignment and byte order do not matter.
+@final
+class MappedReader(ContiguousReader):
+    """Rows of contiguous data out of as few arrays as the files allow.
 
     Raises:
         OSError: when the system does not map the files.
@@ -27,9 +27,7 @@ class MappedReader:
     reason = ""
 
     def __init__(self, storages: Sequence[Storage]) -> None:
-        self._index = RowIndex([storage.rows for storage in storages])
-        self._row_bytes = storages[0].row_bytes
-        self.counters = StageStats()
+        super().__init__(storages)
         self._array_of = np.zeros(len(storages), np.int64)  # which array has a file's rows
         self._shift = np.zeros(len(storages), np.int64)  # what takes a row's number to its place in that array
         self._arrays: list[NDArray[np.uint8]] = []
@@ -45,11 +43,7 @@ class MappedReader:
             waiting = [shard for shard, first in firsts.items() if first is None]
         self.kind = "memory map" if len(self._arrays) <= 1 else f"{len(self._arrays)} memory maps"
 
-    def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
-        if out.nbytes == 0:
-            return
-        flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self._row_bytes)
-        self.counters.add(bytes_read=flat.nbytes)
+    def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
         shards = self._index.shard_of(rows)
         places = rows + self._shift[shards]
         if len(self._arrays) == 1:
@@ -62,15 +56,6 @@ class MappedReader:
                 take_rows(self._arrays[number], places[own], flat[own[0] : own[-1] + 1])
             else:
                 flat[own] = self._arrays[number].take(places[own], axis=0, mode="clip")
-
-    def expect(self, rows: NDArray[np.int64]) -> None:
-        pass
-
-    def keep(self, rows: int) -> None:
-        pass
-
-    def chunk_starts(self) -> None:
-        return None
 
 
 def _piece(storage: Storage) -> Piece:

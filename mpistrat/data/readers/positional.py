@@ -5,22 +5,22 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShardError, explain
-from ..stats import StageStats
 from .open_files import open_bytes
-from .reader import Contiguous, RowIndex, Storage
+from .reader import Contiguous, ContiguousReader, Storage
 
 __all__ = ["PositionalReader"]
 
 _BUFFERS = 1024  # that one call may fill, on Linux and macOS
 
 
-class PositionalReader:
+@final
+class PositionalReader(ContiguousReader):
     """Rows of contiguous data. Rows that are neighbours in a file are one read, each into its own place.
 
     Args:
@@ -31,18 +31,11 @@ class PositionalReader:
     kind = "pread"
 
     def __init__(self, storages: Sequence[Storage], reason: str = "") -> None:
-        self._storages = storages
-        self._index = RowIndex([storage.rows for storage in storages])
-        self._row_bytes = storages[0].row_bytes
-        self.counters = StageStats()
+        super().__init__(storages)
         self._files = open_bytes()
         self.reason = reason
 
-    def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
-        if out.nbytes == 0:
-            return
-        flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self._row_bytes)
-        self.counters.add(bytes_read=flat.nbytes)
+    def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
         order = np.argsort(rows, kind="stable")
         ordered = rows[order]
         again = np.flatnonzero(np.diff(ordered) == 0) + 1  # rows that were asked for more than once
@@ -84,15 +77,6 @@ class PositionalReader:
         remedy = "The file was cut while it was read: copy it again, or write the shards again."
         expected = f"bytes at {position}"
         return ShardError(explain("HDF5Dataset", storage.where, expected=expected, got=got, remedy=remedy))
-
-    def expect(self, rows: NDArray[np.int64]) -> None:
-        pass
-
-    def keep(self, rows: int) -> None:
-        pass
-
-    def chunk_starts(self) -> None:
-        return None
 
 
 def _runs(

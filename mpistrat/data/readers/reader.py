@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..shards.manifest import Field
+from ..stats import StageStats
 from .chunks import Chunks
 from .open_files import ShardFile
 
-__all__ = ["Contiguous", "FieldReader", "Layout", "OnlyHDF5", "Pointers", "RowIndex", "Storage"]
+__all__ = ["Contiguous", "ContiguousReader", "FieldReader", "Layout", "OnlyHDF5", "Pointers", "RowIndex", "Storage"]
 
 
 @dataclass(frozen=True)
@@ -125,3 +127,33 @@ class FieldReader(Protocol):
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
         """Return where the pieces that are read as a whole begin, then the number of rows; None if rows are cheap."""
+
+
+class ContiguousReader(ABC):
+    """Rows of contiguous data, copied as bytes: alignment and byte order do not matter, and single rows are cheap."""
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        self._storages = storages
+        self._index = RowIndex([storage.rows for storage in storages])
+        self._row_bytes = storages[0].row_bytes
+        self.counters = StageStats()
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+        if out.nbytes == 0:
+            return
+        flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self._row_bytes)
+        self.counters.add(bytes_read=flat.nbytes)
+        self._copy(rows, flat)
+
+    @abstractmethod
+    def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
+        """Copy the bytes of rows, at least one, each to its place."""
+
+    def expect(self, rows: NDArray[np.int64]) -> None:  # noqa: B027 - there is nothing to prepare
+        pass
+
+    def keep(self, rows: int) -> None:  # noqa: B027
+        pass
+
+    def chunk_starts(self) -> None:
+        return None
