@@ -112,7 +112,8 @@ def serve(server: Server, writer: bool) -> str:
     if writer:
         server.add_port(Writer(server), ())
     start, used = time.perf_counter(), time.process_time()
-    server.serve(add)
+    server.start(add)
+    server.wait()
     seconds, busy = time.perf_counter() - start, time.process_time() - used
     return f"{100 * busy / seconds:.1f} % of a core, {server.version(0)} writes in {seconds:.1f} s, {server.array(0)[0]:.0f}"
 

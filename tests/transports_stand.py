@@ -59,8 +59,9 @@ def run(ps, work, passes=1):
                 transport.leave()
         return results
     handler, seen = adding(ps.server)
+    ps.server.start(handler)
     for _ in range(passes):
-        ps.server.serve(handler)
+        ps.server.wait()
     return seen
 
 
@@ -111,7 +112,8 @@ def check_whole_reads(ps, reads, seconds):
     """While a server writes at full speed, each read is whole, of its version, and no older than the last one."""
     if ps.server is not None:
         ps.server.add_port(Writer(ps.server), ())
-        ps.server.serve(adding(ps.server)[0])
+        ps.server.start(adding(ps.server)[0])
+        ps.server.wait()
         return None
     spec, transport = ps.places[0].spec, ps.transports[0]
     out, last, accepted = np.zeros(spec.shape, spec.dtype), 0, 0

@@ -4,7 +4,7 @@ The mailbox of a server, in bytes:
 
 | what | written by | words |
 |---|---|---|
-| a line for each worker | that worker | gate, posted, left, clock |
+| a line for each worker | that worker | gate, posted, left, clock, signed |
 | a line for each worker | the server | taken, applied |
 | slots for each worker | that worker | header and payload of one part of a message |
 
@@ -25,7 +25,7 @@ from ..errors import explain
 __all__ = ["LINE", "MailboxLayout", "Place", "VariableSpec", "aligned"]
 
 LINE = 64
-_GATE, _POSTED, _LEFT, _CLOCK = 0, 8, 16, 24
+_GATE, _POSTED, _LEFT, _CLOCK, _SIGNED = 0, 8, 16, 24, 32
 _TAKEN, _APPLIED = 0, 8
 
 
@@ -139,6 +139,10 @@ class MailboxLayout:
     def clock(self, worker: int) -> int:
         """How many steps the worker has finished."""
         return worker * LINE + _CLOCK
+
+    def signed(self, worker: int) -> int:
+        """How many pushes the worker had sent when it signed off last."""
+        return worker * LINE + _SIGNED
 
     def taken(self, worker: int) -> int:
         """How many parts of the worker the server has taken."""

@@ -134,6 +134,7 @@ class MessagePort(Port):
             words[layout.clock(worker) // 8] = part.number
             self._mailbox.sync()
         elif part.kind == Kind.LEAVE:
+            words[layout.signed(worker) // 8] = part.version
             words[layout.left(worker) // 8] = part.number
         else:
             self._deliver(worker, part, payload)
@@ -143,17 +144,16 @@ class MessagePort(Port):
         if part.kind == Kind.READ:
             return self._snapshot(part.variable)
         if part.kind == Kind.READ_ROWS:
-            table = self._server.array(part.variable)
-            rows = np.take(table, payload.view(np.int64), axis=0)
-            return self._server.version(part.variable), flat_bytes(rows)
+            version, rows = self._server.read_rows(part.variable, payload.view(np.int64))
+            return version, flat_bytes(rows)
         if part.kind == Kind.ADD:
             return self._server.fetch_and_add(part.variable, part.number), np.empty(0, np.uint8)
         return 0, flat_bytes(self._server.clocks())
 
     def _snapshot(self, variable: int) -> tuple[int, np.ndarray]:
-        version = self._server.version(variable)
-        if self._snapshots.get(variable, (-1,))[0] != version:
-            self._snapshots[variable] = version, flat_bytes(self._server.array(variable).copy())
+        if self._snapshots.get(variable, (-1,))[0] != self._server.version(variable):
+            copy = np.empty_like(self._server.array(variable))
+            self._snapshots[variable] = self._server.read(variable, copy), flat_bytes(copy)
         return self._snapshots[variable]
 
     def _reply(self, worker: int, number: int, data: np.ndarray) -> None:

@@ -68,7 +68,7 @@ class MessageTransport(Transport):
 
     def _leave(self, passes: int, clock: int) -> None:
         self.publish_clock(clock)
-        self._post(Part(Kind.LEAVE, -1, passes), [])
+        self._post(Part(Kind.LEAVE, -1, passes, version=self.pushed), [])
         patience = self.pair.patience("leave")
         while self._taken < self._posted:  # all that this worker sent is read, and so are all answers
             self._listen()

@@ -50,7 +50,7 @@ class ParameterServers:
         workers, servers: ranks.
         choice: the transport of each (worker, server).
         places: the variables, by number.
-        server: on a server its variables and loop, else None.
+        server: on a server its variables and its service, to be started; else None.
         transports: on a worker its connection with each server, else empty.
     """
 
@@ -74,6 +74,7 @@ class ParameterServers:
         log.once(logging.INFO, "parameter servers: " + self.describe())
         self.places: list[Place] = []
         self.server: Server | None = None
+        self._threads = _several_threads()
         self.transports: list[Transport] = []
         self._slabs: list[ServerMemory] = []
         self._used = self._room = [0] * len(self.servers)
@@ -113,7 +114,7 @@ class ParameterServers:
         by_windows = [w for w in range(len(self.workers)) if w not in by_messages]
         server = self.server = Server(
             self.group, index, self.workers, self._layout, self.places, self._mailbox, self._slabs, by_windows,
-            self._comm.Iprobe, back_off,
+            self._comm.Iprobe, back_off, self._threads,
         )  # fmt: skip
         if by_windows:
             server.add_port(WindowPort(by_windows, self._layout, self._mailbox, server.deliver), by_windows)
@@ -175,15 +176,20 @@ class ParameterServers:
         return describe(self.choice, self.workers, self.servers)
 
     def close(self) -> None:
-        """Free the windows and the communicator. Collective the first time; flush or leave before.
+        """Have the workers sign off for good, end the servers, and free windows and communicator. Collective the first time.
 
         Views of variables that a server kept stay valid memory. The group's `close()` calls it.
         """
         if self._comm is None:
             return
-        self.transports.clear()
-        self.server = None
         with self.group.collective("ParameterServers.close"):
+            for transport in self.transports:
+                transport.leave(for_good=True)
+            self.transports.clear()
+            if self.server is not None:
+                self.server.wait(None)
+                self.server.stop()
+                self.server = None
             for memory in (*self._slabs, self._mailbox):
                 memory.close()
         self._slabs.clear()
@@ -193,6 +199,8 @@ class ParameterServers:
     def leave(self) -> None:
         """Let go of the others, at the end of the program. Not collective."""
         self.transports.clear()
+        if self.server is not None:
+            self.server.stop()
         self.server = self._comm = None
 
     def _check_open(self) -> None:
@@ -208,6 +216,12 @@ def _check_roles(group: ProcessGroup, workers: Sequence[int], servers: Sequence[
             raise LayoutError(explain("ParameterServers", name, expected=expected, got=list(ranks)))
     if both := sorted(set(workers) & set(servers)):
         raise LayoutError(explain("ParameterServers", "servers", expected="other ranks than the workers", got=both))
+
+
+def _several_threads() -> bool:
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
 
 
 def _check_sizes(slots: int, chunk_bytes: int, back_off: float) -> None:

@@ -1,10 +1,9 @@
-"""A server: its variables, who may write them when, and the loop that applies what workers push."""
+"""A server: its variables, who may write them when, and how it applies what workers push."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from time import monotonic
 from typing import final
 
 import numpy as np
@@ -12,26 +11,27 @@ import numpy as np
 from ..comm.process_group import ProcessGroup
 from ..errors import PeerExitError, explain
 from .gate import WriterGate
-from .layout import LINE, MailboxLayout, Place
+from .layout import MailboxLayout, Place
 from .memory import ServerMemory
 from .parts import Kind, Part
 from .push import Handler, Push
-from .transport import Port
-from .waiting import Backoff
+from .service import Rounds, Service
+from .transport import FOR_GOOD, Port
+from .turns import Turns
 
 __all__ = ["Server"]
 
-_CHECK = 0.1  # seconds between two looks after workers that have gone
-
 
 @final
-class Server:
-    """The variables of one server and its loop. `ParameterServers` makes it. Not collective, all of it; one thread.
+class Server(Rounds):
+    """The variables of one server, and its service. `ParameterServers` makes it. Not collective, all of it.
+
+    From `start` to `stop` a thread takes what workers push, calls the handler, and answers reads, whatever the program does
+    meanwhile. Where MPI allows one thread only, this happens inside `wait`.
 
     Attributes:
         index: among the servers.
-        back_off: seconds of the longest sleep while nothing comes.
-        passes: how many passes have begun.
+        passes: how many passes `wait` has waited for, or does.
         applied: for each worker the number of its last push that is applied, as are all before it.
     """
 
@@ -47,9 +47,17 @@ class Server:
         readers: Sequence[int],
         progress: Callable[[], object],
         back_off: float,
+        threads: bool,
     ) -> None:
-        """Args as the attributes; `readers` are the workers that read this rank's memory themselves."""
-        self.index, self.back_off, self.passes = index, back_off, 0
+        """Args as the attributes.
+
+        Also:
+            readers: the workers that read this rank's memory themselves.
+            progress: lets MPI carry out what others do to this rank's memory.
+            back_off: seconds of the longest sleep while nothing comes.
+            threads: whether MPI may be called by several threads at a time.
+        """
+        self.index, self.passes = index, 0
         self.applied = [0] * layout.workers
         self._group, self._worker_ranks, self._layout = group, tuple(worker_ranks), layout
         self._places, self._mailbox, self._slabs, self._progress = places, mailbox, slabs, progress
@@ -58,6 +66,12 @@ class Server:
         self._port_of: dict[int, Port] = {}
         self._received = [0] * layout.workers
         self._handler: Handler | None = None
+        self._on_leave: Callable[[int], object] | None = None
+        self._left, self._readers = [0] * layout.workers, 0
+        self._gone: set[int] = set()
+        self._target = 0
+        self._turns = Turns()
+        self._service = Service(self, back_off, threads)
 
     def add_port(self, port: Port, workers: Sequence[int]) -> None:
         """Serve workers by a port. `ParameterServers` calls it."""
@@ -67,10 +81,23 @@ class Server:
     # variables
 
     def array(self, variable: int) -> np.ndarray:
-        """Return a read-only view of a variable. Not collective."""
+        """Return a read-only view of a variable, for the handler: to others it shows halves of writes. Not collective."""
         array = self._view(self._own(variable, "Server.array"))
         array.flags.writeable = False
         return array
+
+    def read(self, variable: int, out: np.ndarray) -> int:
+        """Copy a variable, whole, into an array of its shape, and return its version. Not collective."""
+        view = self._view(self._own(variable, "Server.read"))
+        with self._turns:
+            np.copyto(out, view, casting="no")
+            return self.version(variable)
+
+    def read_rows(self, variable: int, rows: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return the version of a variable and a copy of rows of it, all of that version. Not collective."""
+        view = self._view(self._own(variable, "Server.read_rows"))
+        with self._turns:
+            return self.version(variable), np.take(view, rows, axis=0)
 
     def version(self, variable: int) -> int:
         """Return how often a variable was written. Not collective."""
@@ -85,69 +112,87 @@ class Server:
         """
         place = self._own(variable, "Server.writing")
         slab, word = self._slabs[place.slab], place.version // 8
-        self._gate.wait(place.index, place.spec.nbytes)
-        slab.words[word] += 1
-        slab.sync()
-        yield self._view(place)
-        slab.sync()
-        slab.words[word] += 1
-        slab.sync()
+        with self._turns:
+            self._gate.wait(place.index, place.spec.nbytes)
+            slab.words[word] += 1
+            slab.sync()
+            yield self._view(place)
+            slab.sync()
+            slab.words[word] += 1
+            slab.sync()
 
     def fetch_and_add(self, counter: int, value: int) -> int:
         """Add to a counter, atomically, and return what it was. Not collective."""
         place = self._own(counter, "Server.fetch_and_add", counter=True)
         slab = self._slabs[place.slab]
-        found = slab.atomic(self._group.topology.rank)
-        if found is not None:  # never by a plain store: workers may be adding, too
-            return found[0].fetch_and_add(found[1], place.offset, value)
-        before = slab.words[place.offset // 8]
-        slab.words[place.offset // 8] = before + value
-        return before
+        with self._turns:
+            found = slab.atomic(self._group.topology.rank)
+            if found is not None:  # never by a plain store: workers may be adding, too
+                return found[0].fetch_and_add(found[1], place.offset, value)
+            before = slab.words[place.offset // 8]
+            slab.words[place.offset // 8] = before + value
+            return before
+
+    # workers
 
     def clocks(self) -> np.ndarray:
         """Return the finished steps of every worker that has published them; int64. Not collective."""
-        self._mailbox.sync()
+        with self._turns:
+            self._mailbox.sync()
         words, layout = self._mailbox.words, self._layout
         return np.array([words[layout.clock(w) // 8] for w in range(layout.workers)], np.int64)
 
-    # the loop
-
-    def serve(self, handler: Handler) -> None:
-        """Apply what workers push until every worker has signed off from this pass. Not collective.
-
-        Args:
-            handler: what to do with pushes.
-
-        Raises:
-            PeerExitError: a worker has left the program without signing off.
-        """
-        self.passes += 1
-        self._handler = handler
-        backoff, check, readers = Backoff(self.back_off), monotonic() + _CHECK, 0
-        while True:
-            self._progress()
-            left = self._all_left()
-            moved = [port.poll() for port in self._ports]
-            if any(moved):
-                backoff.reset()
-            elif left and not any(port.busy() for port in self._ports):
-                return
-            else:
-                reading = self._gate.readers()
-                if reading != readers:  # who reads by one-sided calls may need this rank
-                    readers = reading
-                    backoff.reset()
-                if backoff.pause() and monotonic() > check:
-                    check = monotonic() + _CHECK
-                    self._check_workers()
+    def left(self, worker: int) -> int:
+        """Return how many passes a worker has signed off from; FOR_GOOD when it will not come back. Not collective."""
+        return FOR_GOOD if worker in self._gone else self._mailbox.words[self._layout.left(worker) // 8]
 
     def acknowledge(self, worker: int, number: int) -> None:
-        """Say that a worker's pushes up to a number are applied, after a handler kept some. Not collective."""
+        """Say that a worker's pushes up to a number are applied, after a handler kept some. For handlers. Not collective."""
         if not self.applied[worker] <= number <= self._received[worker]:
             expected = f"{self.applied[worker]} <= number <= {self._received[worker]}"
             raise ValueError(explain("Server.acknowledge", "number", expected=expected, got=number))
         self.applied[worker] = number
         self._port_of[worker].acknowledge(worker, number)
+
+    # the service
+
+    def start(self, handler: Handler, on_leave: Callable[[int], object] | None = None) -> None:
+        """Begin to serve. Not collective.
+
+        Args:
+            handler: what to do with pushes.
+            on_leave: called with each worker that has signed off, from a pass or for good; `left` tells.
+        """
+        self._handler, self._on_leave = handler, on_leave
+        self._service.start(f"mpistrat-server-{self.index}", self._turns.own_rounds)
+
+    def wait(self, passes: int | None = 1) -> None:
+        """Wait until every worker has signed off from so many further passes, or for good. Not collective.
+
+        A worker that has left the program, after it signed off from a pass and pushed nothing more, has left for good.
+
+        Args:
+            passes: None for all: until every worker has left for good.
+
+        Raises:
+            PeerExitError: a worker has left the program without signing off.
+        """
+        if passes is not None:
+            self.passes += passes
+        self._target = FOR_GOOD if passes is None else self.passes
+        self._service.wait(self._all_left)
+
+    def _all_left(self) -> bool:
+        return all(self.left(worker) >= self._target for worker in range(self._layout.workers))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the program is in `wait`. Not collective."""
+        return self._service.waiting
+
+    def stop(self) -> None:
+        """End the service; nothing is applied or answered any more. Not collective."""
+        self._service.stop()
 
     def deliver(self, worker: int, part: Part, payload: np.ndarray) -> None:
         """Apply a push if it has not come before. The ports call it. Not collective."""
@@ -183,22 +228,46 @@ class Server:
         values = payload.view(spec.dtype).reshape(shape)
         return Push(worker, part.variable, part.number, part.what, part.version, rows, values)
 
-    def left(self, worker: int) -> int:
-        """Return how many passes a worker has signed off from. Not collective."""
-        return self._mailbox.words[self._layout.left(worker) // 8]
+    # the rounds of the service
 
-    def _all_left(self) -> bool:
-        words, passes = self._mailbox.words, self.passes
-        step, first = LINE // 8, self._layout.left(0) // 8
-        return all(words[first + worker * step] >= passes for worker in range(self._layout.workers))
+    def poll(self) -> bool:
+        """See `Rounds.poll`."""
+        self._turns.give_way()
+        self._progress()
+        moved = False
+        for port in self._ports:
+            moved = port.poll() or moved
+        return moved
 
-    def _check_workers(self) -> None:
+    def rest(self) -> bool:
+        """See `Rounds.rest`."""
+        changed = False
+        for worker, before in enumerate(self._left):
+            if (left := self.left(worker)) != before:
+                self._left[worker], changed = left, True
+                if self._on_leave is not None:
+                    self._on_leave(worker)
+        readers = self._gate.readers()  # who reads by one-sided calls may need this rank
+        changed, self._readers = changed or readers != self._readers, readers
+        return changed
+
+    def busy(self) -> bool:
+        """See `Rounds.busy`."""
+        return any(port.busy() for port in self._ports)
+
+    def check(self) -> None:
+        """See `Rounds.check`."""
         for worker, rank in enumerate(self._worker_ranks):
-            if self._group.has_left(rank) and self.left(worker) < self.passes:
+            if not self._group.has_left(rank) or self.left(worker) >= self._target:
+                continue
+            signed = self._mailbox.words[self._layout.signed(worker) // 8]
+            if not self.left(worker) or self._received[worker] > signed:
+                what = "the last pass" if self._target == FOR_GOOD else f"pass {self._target}"
                 raise PeerExitError(
-                    f"worker {worker} (rank {rank}) left the program without signing off from pass {self.passes} of "
-                    f"server {self.index} (rank {self._group.topology.rank})"
+                    f"worker {worker} (rank {rank}) left the program without signing off from {what} of server "
+                    f"{self.index} (rank {self._group.topology.rank})"
                 )
+            self._gone.add(worker)
 
     def _view(self, place: Place) -> np.ndarray:
         memory = self._slabs[place.slab].own[place.offset : place.offset + place.spec.nbytes]

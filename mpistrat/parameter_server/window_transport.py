@@ -97,6 +97,7 @@ class _WindowTransport(Transport):
     @final
     def _leave(self, passes: int, clock: int) -> None:
         self.publish_clock(clock)
+        self._mailbox.put_word(self._rank, self.pair.layout.signed(self.pair.worker), self.pushed)
         self._mailbox.put_word(self._rank, self.pair.layout.left(self.pair.worker), passes)
 
     def _slab(self, place: Place) -> Window:

@@ -93,7 +93,8 @@ def test_dtypes_and_shapes(transport, chunk_bytes):
                 with ps.server.writing(push.variable) as value:
                     value[...] = push.values
 
-            ps.server.serve(store)
+            ps.server.start(store)
+            ps.server.wait()
         else:
             transport = ps.transports[0]
             for index, value in enumerate(values):
@@ -154,7 +155,8 @@ def test_a_fast_worker_is_held_back(transport):
                 time.sleep(0.002)
                 handler(push)
 
-            ps.server.serve(slow)
+            ps.server.start(slow)
+            ps.server.wait()
             assert len(seen) == 30 * len(ps.workers)
         else:
             link = ps.transports[0]
@@ -185,7 +187,8 @@ def test_a_push_may_be_kept_and_applied_later(transport):
                         ps.server.acknowledge(w, 2 * step)
                 return False
 
-            ps.server.serve(keep)
+            ps.server.start(keep)
+            ps.server.wait()
             assert ps.server.version(0) == ps.server.version(1) == steps
         else:
             link, out = ps.transports[0], np.zeros(3)
@@ -324,7 +327,8 @@ def test_pushes_carry_what_and_version_and_commits_keep_their_place(transport):
                 values = None if push.values is None else push.values.ravel().tolist()
                 seen[push.worker].append((push.variable, push.number, push.what, push.version, rows, values))
 
-            ps.server.serve(note)
+            ps.server.start(note)
+            ps.server.wait()
             for worker, pushes in seen.items():
                 expected = []
                 for step in range(steps):

@@ -53,7 +53,8 @@ with ranks_and_servers(abort_after=ABORT) as ps:
     rank = ps.group.topology.rank
     if ps.server is not None:
         SERVER
-        ps.server.serve(adding(ps.server)[0])
+        ps.server.start(adding(ps.server)[0])
+        ps.server.wait()
     else:
         link = ps.transports[0]
         link.push(0, 1, np.ones(1000, np.float32))

@@ -40,7 +40,7 @@ def served():
     mailbox = ServerMemory(group, None, [0], [layout.nbytes], False, False, "mailbox")
     slab = ServerMemory(group, None, [0], [256], False, False, "variables")
     places = [Place(0, VariableSpec("v", (1,), np.dtype(np.int64)), 0, 64)]
-    server = Server(group, 0, [0], layout, places, mailbox, [slab], [], lambda: None, 1e-3)
+    server = Server(group, 0, [0], layout, places, mailbox, [slab], [], lambda: None, 1e-3, threads=False)
     port = Pushes()
     port.server = server
     server.add_port(port, [0])
@@ -49,7 +49,8 @@ def served():
         answers, applied = list(answers), []
         port.coming[:] = numbers
         mailbox.words[layout.left(0) // 8] += 1
-        server.serve(lambda push: applied.append(push.number) or (answers and answers.pop(0)))
+        server.start(lambda push: applied.append(push.number) or (answers and answers.pop(0)))
+        server.wait()
         return applied
 
     serve.server, serve.told = server, port.told

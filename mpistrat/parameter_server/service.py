@@ -1,0 +1,140 @@
+"""The thread in which a server works, whatever its program does meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from time import monotonic
+from typing import final
+
+from .waiting import Backoff
+
+__all__ = ["Rounds", "Service"]
+
+_CHECK = 0.1  # seconds between two looks after workers that have gone
+_LAST_SENDS = 2.0  # seconds at the end for what is on its way to workers
+
+
+class Rounds(ABC):
+    """What a service does, again and again. Not collective, all of it."""
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Do what there is to do. Return whether there was anything."""
+
+    @abstractmethod
+    def rest(self) -> bool:
+        """Look, when there was nothing, after what else may have changed. Return whether it has."""
+
+    @abstractmethod
+    def busy(self) -> bool:
+        """Return whether something is still on its way to a worker."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise an error if what is waited for cannot come."""
+
+
+@final
+class Service:
+    """Runs rounds in a thread of its own from `start` to `stop`; without threads inside `wait`.
+
+    An error of a round ends the service. `wait` raises it; when nobody is in `wait`, it ends the job, as any exception does
+    that nobody catches.
+
+    Args:
+        rounds: what to do.
+        back_off: seconds of the longest sleep while there is nothing to do.
+        threads: whether there may be a thread: MPI must allow MPI_THREAD_MULTIPLE.
+
+    Attributes:
+        waiting: whether anybody is in `wait`.
+    """
+
+    def __init__(self, rounds: Rounds, back_off: float, threads: bool) -> None:
+        self.waiting = False
+        self._rounds, self._back_off, self._threads = rounds, back_off, threads
+        self._thread: threading.Thread | None = None
+        self._stop = False
+        self._done: Callable[[], bool] = _never
+        self._change = threading.Condition()
+        self._error: BaseException | None = None
+
+    def start(self, name: str, first: Callable[[], None]) -> None:
+        """Start the thread, where there may be one; later calls do nothing. Not collective.
+
+        Args:
+            name: of the thread.
+            first: what it does first.
+        """
+        if self._threads and self._thread is None and not self._stop:
+            started = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(first, started), name=name, daemon=True)
+            self._thread.start()
+            started.wait()
+
+    def stop(self) -> None:
+        """End the thread, once nothing is on its way any more, or two seconds later. Not collective; it may be repeated."""
+        self._stop = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2 * _LAST_SENDS)
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Wait until something is done, which one of the rounds brings about. Not collective.
+
+        Raises:
+            BaseException: what a round raised.
+        """
+        self._done, self.waiting = done, True
+        try:
+            if self._thread is None:
+                self._work(lambda: done() and not self._rounds.busy())
+                return
+            with self._change:
+                self._change.wait_for(lambda: self._error is not None or done())
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.waiting, self._done = False, _never
+
+    def _run(self, first: Callable[[], None], started: threading.Event) -> None:
+        first()
+        started.set()
+        try:
+            self._work(lambda: self._stop)
+            self._finish()
+        except BaseException as error:
+            with self._change:
+                self._error = error
+                waiting = self.waiting
+                self._change.notify_all()
+            if not waiting:
+                raise
+
+    def _work(self, until: Callable[[], bool]) -> None:
+        rounds, backoff, next_check = self._rounds, Backoff(self._back_off), monotonic() + _CHECK
+        while True:
+            if rounds.poll():
+                backoff.reset()
+                continue
+            if rounds.rest():
+                backoff.reset()
+            if until():
+                return
+            if self._thread is not None and self._done():
+                with self._change:
+                    self._change.notify_all()
+            if backoff.pause() and self.waiting and monotonic() > next_check:
+                next_check = monotonic() + _CHECK
+                rounds.check()
+
+    def _finish(self) -> None:
+        backoff, end = Backoff(self._back_off), monotonic() + _LAST_SENDS
+        while self._rounds.busy() and monotonic() < end:
+            if not self._rounds.poll():
+                backoff.pause()
+
+
+def _never() -> bool:
+    return False
