@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,8 @@ from numpy.typing import NDArray
 from .. import nest
 from ..errors import explain
 from .buffers import RowBuffers
-from .dataset import Addresses, Dataset
+from .dataset import Dataset
+from .source import RowSource
 from .spec import spec_of_rows
 
 __all__ = ["from_arrays", "take_rows"]
@@ -30,7 +30,8 @@ def take_rows(array: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -
         out[...] = array[rows]  # take would first copy the whole array
 
 
-class _Arrays(Dataset):
+@final
+class _Arrays(RowSource):
     """Rows of arrays in memory."""
 
     def __init__(self, arrays: Any, length: int) -> None:
@@ -40,22 +41,11 @@ class _Arrays(Dataset):
         self._buffers = RowBuffers()
 
     @property
-    def parents(self) -> tuple[Dataset, ...]:
-        return ()
-
-    @property
-    def batching(self) -> None:
-        return None
-
-    @property
     def row_spec(self) -> Any:
         return self._row_spec
 
     def cardinality(self) -> int:
         return self._length
-
-    def locate(self, epoch: int, position: int) -> Addresses:
-        return np.array([epoch], np.int64), np.array([position], np.int64)
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         picked = []
@@ -63,9 +53,6 @@ class _Arrays(Dataset):
             picked.append(self._buffers.empty(field, (positions.size, *array.shape[1:]), array.dtype))
             take_rows(array, positions, picked[-1])
         return nest.pack_like(self._arrays, picked)
-
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        return self
 
     def describe(self) -> str:
         leaves = zip(nest.paths(self._arrays), nest.flatten(self.row_spec), strict=True)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
 
 from .. import nest
 from ..errors import explain
 from .dataset import UNKNOWN, Dataset
+from .source import RowSource
 from .spec import ArraySpec, conform, spec_of_element
 
 __all__ = ["from_generator"]
 
 
-class _Generated(Dataset):
+@final
+class _Generated(RowSource):
     """What a function's iterator gives."""
 
     def __init__(self, function: Callable[..., Iterable[Any]], element_spec: Any) -> None:
@@ -25,16 +27,8 @@ class _Generated(Dataset):
         self._start = _epoch_argument(function)
 
     @property
-    def parents(self) -> tuple[Dataset, ...]:
-        return ()
-
-    @property
     def random_access(self) -> bool:
         return False
-
-    @property
-    def batching(self) -> None:
-        return None
 
     @property
     def row_spec(self) -> Any:
@@ -64,9 +58,6 @@ class _Generated(Dataset):
                 why = "as element_spec says" if self._given else "as the first element was: give element_spec otherwise"
                 raise ValueError(f"from_generator: element {position}: {error} ({why})") from None
             yield arrays
-
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        return self
 
     def describe(self) -> str:
         name = getattr(self._function, "__name__", None) or type(self._function).__name__

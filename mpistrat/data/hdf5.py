@@ -17,11 +17,11 @@ from .. import nest
 from ..cluster.communicator import running_mpi
 from ..errors import MissingDependencyError, explain
 from .buffers import RowBuffers
-from .dataset import Addresses, Dataset
 from .readers.choice import READERS, choose_reader
 from .readers.open_files import open_hdf5_files
 from .shards.files import PathLike, resolve
 from .shards.shard_set import ShardSet, open_shards
+from .source import RowSource
 from .spec import ArraySpec
 from .stats import StageStats
 
@@ -45,7 +45,7 @@ class _Opened:
         self.buffers = RowBuffers()
 
 
-class HDF5Dataset(Dataset):
+class HDF5Dataset(RowSource):
     """The rows of HDF5 files, one file after the other. Not collective: every rank opens the files by itself.
 
     The files may be shards that `write_shards` wrote, or others: any datasets with a common first axis, in any groups.
@@ -147,14 +147,6 @@ class HDF5Dataset(Dataset):
         return total
 
     @property
-    def parents(self) -> tuple[Dataset, ...]:
-        return ()
-
-    @property
-    def batching(self) -> None:
-        return None
-
-    @property
     def row_spec(self) -> Any:
         opened = self._open()
 
@@ -176,9 +168,6 @@ class HDF5Dataset(Dataset):
             shard.check()
         for source in opened.sources:
             source.check()
-
-    def locate(self, epoch: int, position: int) -> Addresses:
-        return np.array([epoch], np.int64), np.array([position], np.int64)
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         opened = self._open()
@@ -227,9 +216,6 @@ class HDF5Dataset(Dataset):
     def keep(self, rows: int) -> None:
         for reader in self._open().readers.values():
             reader.keep(rows)
-
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        return self
 
     def describe(self) -> str:
         opened = self._opened
