@@ -146,3 +146,92 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
             strategy.save(path)
     assert path.read_bytes() == old
     assert [p.name for p in tmp_path.iterdir()] == ["x.h5"]
+
+
+def cut(shards):
+    return ms.partitioners.FixedShardsPartitioner(shards) if shards else None
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3), (5, 2)])
+def test_shards_are_saved_and_restored_as_one(tmp_path, before, after):
+    """As training that was not interrupted, and whichever shards the variable had."""
+    path = tmp_path / "model.h5"
+
+    def made(strategy, shards):
+        strategy.extended.placement.partitioner = cut(shards)
+        return model(strategy), ms.optimizers.Adagrad(0.1)
+
+    with without_mpi() as strategy:
+        variables, optimizer = made(strategy, before)
+        assert isinstance(variables["w"], ms.ShardedVariable) == bool(before)
+        train(strategy, variables, optimizer, 3)
+        strategy.save(path)
+        slots = optimizer.slots(variables["w"])
+        train(strategy, variables, optimizer, 2)
+        expected = variables["w"].numpy()
+    with h5py.File(path) as file:
+        assert set(file["variables"]) == {"dense%2Fw", "%2E", "50%25"}
+        assert file["variables/dense%2Fw"].shape == (5, 3)
+        np.testing.assert_array_equal(file["optimizers/0/slots/dense%2Fw/accumulator"], slots["accumulator"])
+    with without_mpi() as strategy:
+        variables, optimizer = made(strategy, after)
+        strategy.restore(path)
+        strategy.save(tmp_path / "again.h5")  # slots that wait for their optimizer are not saved
+        train(strategy, variables, optimizer, 2)
+        np.testing.assert_array_equal(variables["w"], expected)
+        strategy.restore(path)
+        for name, array in optimizer.slots(variables["w"]).items():
+            np.testing.assert_array_equal(array, slots[name])
+        train(strategy, variables, optimizer, 2)
+        np.testing.assert_array_equal(variables["w"], expected)
+
+
+def test_slots_of_a_shard_that_was_never_trained_begin_anew(tmp_path):
+    with without_mpi() as strategy, strategy.scope():
+        strategy.extended.placement.partitioner = cut(2)
+        v, optimizer = ms.Variable(np.ones((4, 1)), name="v"), ms.optimizers.Adagrad(0.1, 0.25)
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones((2, 1)), v.variables[0])]))
+        strategy.save(tmp_path / "x.h5")
+    with without_mpi() as strategy, strategy.scope():
+        v, optimizer = ms.Variable(np.ones((4, 1)), name="v"), ms.optimizers.Adagrad(0.1, 0.25)
+        strategy.restore(tmp_path / "x.h5")
+        strategy.run(lambda: optimizer.apply_gradients([(np.zeros((4, 1)), v)]))
+        assert optimizer.slots(v)["accumulator"].ravel().tolist() == [1.25, 1.25, 0.25, 0.25]
+
+
+def test_shards_of_another_shape_or_dtype(tmp_path):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    array = np.arange(10).reshape(5, 2).astype(ml_dtypes.bfloat16)
+    with without_mpi() as strategy, strategy.scope():
+        strategy.extended.placement.partitioner = cut(3)
+        v = ms.Variable(array, name="v")
+        empty = ms.Variable(np.zeros((0, 2)), name="empty")
+        strategy.save(tmp_path / "x.h5")
+        v.assign(np.zeros_like(array))
+        strategy.restore(tmp_path / "x.h5")
+        assert v.numpy().tobytes() == array.tobytes() and empty.shape == (0, 2)
+    half, single = array[:4], array.astype(np.float32)
+    for other, text in [(half, r"'v' is bfloat16 \(5, 2\) in it, here bfloat16 \(4, 2\)$"), (single, "here float32")]:
+        with without_mpi() as strategy, strategy.scope():
+            strategy.extended.placement.partitioner = cut(2)
+            ms.Variable(other, name="v")
+            with pytest.raises(ValueError, match=text):
+                strategy.restore(tmp_path / "x.h5")
+
+
+def test_a_failed_save_of_shards(tmp_path, monkeypatch):
+    with without_mpi() as strategy:
+        strategy.extended.placement.partitioner = cut(3)
+        variables = model(strategy)
+        strategy.save(tmp_path / "x.h5")
+        old = (tmp_path / "x.h5").read_bytes()
+
+        def full(*args):
+            raise OSError("no space left")
+
+        monkeypatch.setattr(h5py.Dataset, "__setitem__", full)
+        with pytest.raises(OSError, match="no space left"):
+            strategy.save(tmp_path / "x.h5")
+        assert (tmp_path / "x.h5").read_bytes() == old
+        strategy.restore(tmp_path / "x.h5")
+        assert variables["w"].numpy()[4, 2] == 14
