@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import cluster_resolver, context, data, errors, nn, optimizers, partitioners, random
+from . import cluster_resolver, context, coordinator, data, errors, nn, optimizers, partitioners, random
 from ._version import __version__
 from .cluster import ClusterSpec
 from .context import (
@@ -62,6 +62,7 @@ __all__ = [
     "ReplicaContext",
     "ValueContext",
     "context",
+    "coordinator",
     "get_replica_context",
     "get_strategy",
     "global_batch_size",

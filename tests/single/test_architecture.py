@@ -23,18 +23,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The floor of each folder; files beside the folders are floor 0, or front doors that only re-export, which floor 8 uses.
 FLOORS = {
     "cluster": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4, "parameter_server": 5, "optimizers": 5,
-    "strategy": 6, "training": 7, "adapters": 8, "cli": 8, "examples": 8,
+    "strategy": 6, "coordinator": 7, "training": 7, "adapters": 8, "cli": 8, "examples": 8,
 }  # fmt: skip
 
 # Where a library beyond NumPy may be imported at all. A pickle could run a stranger's code.
 ALLOWED = {
     "mpi4py": {"cluster", "comm", "cross_device", "data", "variables", "parameter_server", "optimizers", "strategy",
-               "training", "cli", "examples"},
+               "coordinator", "training", "cli", "examples"},
     "h5py": {"data", "strategy", "training", "cli", "examples"},
     "cupy": {"cluster", "comm", "cross_device"},
     "sklearn": {"examples"},
     "matplotlib": {"training", "cli", "examples"},
     "torch": {"adapters"}, "jax": {"adapters"}, "keras": {"adapters"}, "tensorflow": {"adapters"},
+    "cloudpickle": {"coordinator"},  # only for functions that the chief of the same job sends, and their results
     "pickle": set(), "marshal": set(), "shelve": set(), "dill": set(),
 }  # fmt: skip
 
@@ -114,13 +115,13 @@ def python(program: str) -> str:
 
 
 def test_importing_the_package_starts_no_mpi_and_loads_no_large_library():
-    late = ["mpi4py.MPI", "h5py", "cupy", "sklearn", "matplotlib", "torch", "jax", "tensorflow"]
+    late = ["mpi4py.MPI", "h5py", "cupy", "cloudpickle", "sklearn", "matplotlib", "torch", "jax", "tensorflow"]
     found = python(f"import sys, mpistrat; print([name for name in {late} if name in sys.modules])")
     assert found.strip() == "[]"
 
 
 def test_the_package_imports_without_any_optional_library():
-    absent = ["cupy", "sklearn", "matplotlib", "ml_dtypes", "xxhash", "torch", "jax", "tensorflow"]
+    absent = ["cupy", "cloudpickle", "sklearn", "matplotlib", "ml_dtypes", "xxhash", "torch", "jax", "tensorflow"]
     python(
         f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
         "import mpistrat as ms\n"

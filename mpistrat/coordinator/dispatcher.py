@@ -1,0 +1,402 @@
+"""The chief's end: gives closures to workers, takes their answers, and keeps what is not answered yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, final
+
+from .. import log
+from ..comm.process_group import ProcessGroup
+from ..errors import CollectiveTimeoutError, PeerExitError
+from ..parameter_server.waiting import Backoff
+from .channel import Channel, Message
+from .closure import Closure, RemoteValue, RemoteValueStatus
+from .closure_queue import ClosureQueue
+from .errors import ClosureCancelledError, RemoteError, RemoteTraceback
+from .protocol import Kind, pack_call
+
+__all__ = ["FIRST", "Dispatcher"]
+
+FIRST = float("inf")  # the priority of what must be done before everything else, and is never cancelled
+_AHEAD = 4  # calls that a worker has at a time while they are quick
+_QUICK = 0.01  # seconds
+_CHECK = 0.05  # seconds between two looks after ranks that left
+
+
+@final
+class _Worker:
+    """What the chief knows of a worker."""
+
+    def __init__(self, index: int, rank: int) -> None:
+        self.index, self.rank = index, rank
+        self.calls: dict[int, Closure] = {}  # that are not answered, by their number among this worker's
+        self.sent = self.answered = 0
+        self.seconds = FIRST  # that the last one took
+        self.serves = False
+        self.since = 0.0  # when the first call was sent
+
+    @property
+    def room(self) -> bool:
+        """Whether it shall get another call. Long ones stay here, where any worker may take them."""
+        return len(self.calls) < (_AHEAD if self.seconds < _QUICK else 1)
+
+
+@final
+class Dispatcher:
+    """Carries closures to workers and values back. Not collective; on the chief.
+
+    Any thread may drive it: those that wait for something do, and where MPI allows it a thread of its own does while
+    the program computes.
+
+    Args:
+        group: all ranks.
+        channel: the chief's.
+        workers: ranks.
+        servers: ranks that follow orders, but run no closures.
+        unpack: returns the value of what a worker sent.
+
+    Attributes:
+        queue_size: closures that wait for a worker at most.
+        threaded: whether it goes on while the program computes.
+        lock: held while anything here changes.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        channel: Channel,
+        workers: Sequence[int],
+        servers: Sequence[int],
+        unpack: Callable[[bytes], Any],
+    ) -> None:
+        from mpi4py import MPI
+
+        self.lock = threading.RLock()
+        self._group, self._channel, self._unpack = group, channel, unpack
+        self._workers = [_Worker(index, rank) for index, rank in enumerate(workers)]
+        self._alive = {worker.rank: worker for worker in self._workers}
+        self._servers = list(servers)
+        self.queue_size, self._queue = 1, ClosureQueue(len(workers))
+        self._waiting: dict[RemoteValue, list[Closure]] = {}  # closures by an input that is missing
+        self._count = self._parked = self._pending = self._held = 0
+        self._error: BaseException | None = None
+        self._finished: list[RemoteValue] = []
+        self._next_check = 0.0
+        self.threaded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._stopping = False
+
+    # what the coordinator does
+
+    def submit(
+        self,
+        coordinator: Any,
+        what: str,
+        data: bytes,
+        inputs: Sequence[RemoteValue] = (),
+        worker: int | None = None,
+        priority: float = 0,
+        isolated: bool = False,
+        start: Callable[[], bool] | None = None,
+        callback: Callable[[RemoteValue], None] | None = None,
+    ) -> RemoteValue:
+        """Put a function into the queue and return its value; wait while the queue is full. Not collective.
+
+        Args: see `Closure`; the value belongs to `coordinator`, and `callback` gets it once it is there, or aborted.
+
+        Raises:
+            What a closure before it raised, unless this one is isolated.
+        """
+        if not isolated:
+            self.raise_error()
+        if priority != FIRST:
+            self.drive(lambda: self._size() < self.queue_size or (self._error is not None and not isolated))
+            if not isolated:
+                self.raise_error()
+        with self.lock:
+            if not self._alive:
+                raise PeerExitError(f"{what} cannot be run: all workers have left the program")
+            self._count += 1
+            value = RemoteValue(coordinator, self._count)
+            if callback is not None:
+                value._callbacks.append(callback)
+            closure = Closure(self._count, what, data, list(inputs), value, worker, priority, isolated, start)
+            self._pending += not isolated
+            self._enter(closure)
+            self._dispatch()
+        self._start()
+        return value
+
+    def join(self) -> None:
+        """Wait until every closure has run. Not collective.
+
+        Raises:
+            What the first closure that failed raised, once.
+        """
+        self.drive(lambda: not self._pending or self._error is not None)
+        self.raise_error()
+
+    def done(self) -> bool:
+        """Return whether every closure has run. Not collective."""
+        self.progress()
+        return not self._pending
+
+    def raise_error(self) -> None:
+        """Raise what a closure raised, once, after those that run have ended. Not collective."""
+        if self._error is None:
+            return
+        self.drive(lambda: not self._running())
+        with self.lock:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def wait_for(self, value: RemoteValue, timeout: float | None = None) -> Any:
+        """Return a value: `RemoteValue.get`. Not collective."""
+        if not self.drive(lambda: value.status is not RemoteValueStatus.NOT_READY, timeout):
+            raise TimeoutError(f"RemoteValue.get: not ready after {timeout:g} s")
+        if value._error is not None:
+            raise value._error
+        if value._value is None and value._data is not None:
+            value._value = self._unpack(value._data)
+        return value._value
+
+    def order(self, data: bytes) -> None:
+        """Have all other ranks do something that is collective, which the chief then does. Not collective.
+
+        Closures that run are waited for; those in the queue come after it.
+        """
+        self._hold_and_send(Kind.ORDER, 0, data)
+
+    def end(self) -> None:
+        """Cancel what waits, wait for what runs, and let the others go on. Not collective."""
+        with self.lock:
+            self._cancel(ClosureCancelledError("the coordinator was closed"), everything=True)
+        self._hold_and_send(Kind.END)
+        self._stop()
+
+    def leave(self) -> None:
+        """Let the others go, at the end of the program. Not collective; waits for nobody."""
+        self._stop()
+        with self.lock:
+            for rank in self._followers():
+                self._channel.send(rank, Kind.END, extra=1)
+            self._channel.poll()
+
+    # driving
+
+    def drive(self, until: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Carry on until something holds; return whether it does. Not collective."""
+        deadline = None if timeout is None else monotonic() + timeout
+        backoff = Backoff()
+        while not until():
+            if self.progress():
+                backoff.reset()
+            elif deadline is not None and monotonic() > deadline:
+                return until()
+            else:
+                backoff.pause()
+        return True
+
+    def progress(self) -> bool:
+        """Take what has come and send what can be sent; return whether anything happened. Not collective."""
+        with self.lock:
+            moved = self._receive()
+            now = monotonic()
+            if now > self._next_check:
+                self._next_check = now + _CHECK
+                self._check(now)
+            self._dispatch()
+            finished, self._finished = self._finished, []
+        for value in finished:
+            for callback in value._callbacks:
+                callback(value)
+        return moved
+
+    def _start(self) -> None:
+        if self.threaded and self._thread is None and not self._stopping:
+            self._thread = threading.Thread(target=self._run, name="mpistrat-coordinator", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _run(self) -> None:
+        backoff = Backoff()
+        while not self._stopping:
+            self._wake.clear()
+            if not self._size() and not self._running() and not self._channel.sending():
+                self._wake.wait()
+            elif self.progress():
+                backoff.reset()
+            else:
+                backoff.pause()
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _running(self) -> int:
+        return sum(len(worker.calls) for worker in self._workers)
+
+    def _size(self) -> int:
+        return len(self._queue) + self._parked
+
+    def _followers(self) -> list[int]:
+        return [*self._alive, *self._servers]
+
+    def _hold_and_send(self, kind: Kind, extra: int = 0, data: bytes = b"") -> None:
+        with self.lock:
+            self._held += 1
+        try:
+            self.drive(lambda: not self._running())
+            with self.lock:
+                for rank in self._followers():
+                    self._channel.send(rank, kind, 0, extra, data)
+        finally:
+            with self.lock:
+                self._held -= 1
+        self.drive(lambda: not self._channel.sending())
+
+    # inside the lock
+
+    def _enter(self, closure: Closure) -> None:
+        """Put a closure where it belongs: into the queue, or beside the inputs that it waits for."""
+        for value in closure.inputs:
+            if value.status is RemoteValueStatus.ABORTED:
+                self._abort(closure, _no_argument(closure))
+                return
+        missing = [value for value in closure.inputs if value.status is RemoteValueStatus.NOT_READY]
+        closure.missing = len(missing)
+        if not missing:
+            self._queue.push(closure)
+            return
+        self._parked += 1
+        for value in missing:
+            self._waiting.setdefault(value, []).append(closure)
+
+    def _dispatch(self) -> None:
+        while self._queue and not self._held:
+            for worker in sorted(self._alive.values(), key=lambda worker: len(worker.calls)):
+                closure = self._queue.pop(worker.index) if worker.room else None
+                if closure is not None:
+                    self._start_on(worker, closure)
+                    break
+            else:
+                return
+
+    def _start_on(self, worker: _Worker, closure: Closure) -> None:
+        start, closure.start = closure.start, None
+        if start is not None and not start():
+            self._abort(closure, ClosureCancelledError(f"{closure.what} was cancelled"))
+            return
+        worker.sent += 1
+        worker.since = worker.since or monotonic()
+        worker.calls[worker.sent] = closure
+        inputs = [(value._number, value._data or b"") for value in closure.inputs]
+        self._channel.send(worker.rank, Kind.CALL, worker.sent, worker.answered, pack_call(inputs, closure.data))
+
+    def _receive(self) -> bool:
+        messages = self._channel.poll()
+        for message in messages:
+            worker = self._alive.get(message.rank)
+            if worker is None:
+                continue
+            worker.serves = True
+            if message.kind in (Kind.RESULT, Kind.FAILED):
+                self._take(worker, message)
+        return bool(messages)
+
+    def _take(self, worker: _Worker, message: Message) -> None:
+        closure = worker.calls.pop(message.number, None)
+        if closure is None:
+            return
+        worker.answered, worker.seconds = message.number, message.extra / 1e6
+        if message.kind == Kind.RESULT:
+            closure.value._finish(message.payload)
+            self._settle(closure)
+        else:
+            self._abort(closure, self._unpack_error(message.payload))
+
+    def _unpack_error(self, payload: bytes) -> BaseException:
+        data, text = self._unpack(payload)
+        try:
+            error = RemoteError(text) if data is None else self._unpack(data)
+        except Exception:  # of a class that is not here
+            return RemoteError(text)
+        error.__cause__ = RemoteTraceback(f"\n{text}")
+        return error
+
+    def _abort(self, closure: Closure, error: BaseException, cancelled: bool = False) -> None:
+        closure.value._abort(error)
+        first = not (closure.isolated or cancelled) and self._error is None
+        if first:
+            self._error = error
+        self._settle(closure)
+        if first:
+            self._cancel(ClosureCancelledError(f"cancelled, because {closure.what} failed: {error}"))
+
+    def _settle(self, closure: Closure) -> None:
+        """Go on with those that waited for a value, now that it is there or will never be."""
+        value = closure.value
+        self._pending -= not closure.isolated
+        self._finished.append(value)
+        for waiting in self._waiting.pop(value, ()):
+            if waiting.value.status is not RemoteValueStatus.NOT_READY:
+                continue
+            waiting.missing -= 1
+            if value.status is RemoteValueStatus.ABORTED:
+                self._parked -= 1
+                self._abort(waiting, _no_argument(waiting))
+            elif not waiting.missing:
+                self._parked -= 1
+                self._queue.push(waiting)
+
+    def _cancel(self, error: BaseException, everything: bool = False) -> None:
+        """Cancel what waits; what concerns nobody else goes on, unless everything is to be cancelled."""
+        parked = {id(closure): closure for closures in self._waiting.values() for closure in closures}
+        for closure in (*self._queue.take(), *parked.values()):
+            if closure.value.status is not RemoteValueStatus.NOT_READY:
+                continue
+            if everything or not (closure.isolated or closure.priority == FIRST):
+                self._parked -= id(closure) in parked
+                self._abort(closure, error, isinstance(error, ClosureCancelledError))
+            elif id(closure) not in parked:
+                self._queue.push(closure)
+
+    def _check(self, now: float) -> None:
+        """Look after workers that left the program, and after those that never began to serve."""
+        gone = [worker for worker in self._alive.values() if self._group.has_left(worker.rank)]
+        if gone:
+            self._receive()  # what they said before
+        for worker in gone:
+            self._lose(worker)
+        for rank in [rank for rank in self._servers if self._group.has_left(rank)]:
+            self._servers.remove(rank)
+            self._channel.give_up(rank)
+        limit = self._group.environment.abort_after
+        for worker in list(self._alive.values()):
+            if worker.calls and not worker.serves and now - worker.since > limit:
+                self._lose(worker, f"does not serve after {limit:g} s: every rank must call serve() or close()")
+
+    def _lose(self, worker: _Worker, why: str = "left the program") -> None:
+        del self._alive[worker.rank]
+        self._channel.give_up(worker.rank)
+        name = f"worker {worker.index} (rank {worker.rank})"
+        calls, worker.calls = list(worker.calls.values()), {}
+        log.logger.warning("%s %s: %d of its functions are run by others", name, why, len(calls))
+        left = PeerExitError if "left" in why else CollectiveTimeoutError
+        for closure in (*calls, *self._queue.take(worker.index)):
+            if closure.worker is None and self._alive:
+                self._queue.push(closure)
+            else:
+                self._abort(closure, left(f"{closure.what} cannot be run: {name} {why}"))
+        if not self._alive:
+            self._cancel(left(f"all workers are gone; {name} {why}"), everything=True)
+
+
+def _no_argument(closure: Closure) -> ClosureCancelledError:
+    return ClosureCancelledError(f"{closure.what} cannot be run: a RemoteValue among its arguments failed")

@@ -1,0 +1,95 @@
+"""Messages of any length arrive in order; a call runs once however often it comes."""
+
+import contextlib
+import time
+
+import numpy as np
+import pytest
+from coordinator_stand import Stand
+
+from mpistrat.coordinator.channel import CHUNK, FIRST, Channel
+from mpistrat.coordinator.follower import Follower
+from mpistrat.coordinator.home import Home
+from mpistrat.coordinator.pickling import dumps, loads
+from mpistrat.coordinator.protocol import Kind, pack_call
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+
+
+def gathered(channel, count, seconds=20):
+    """So many messages, in the order of arrival."""
+    messages, until = [], time.monotonic() + seconds
+    while len(messages) < count and time.monotonic() < until:
+        messages += channel.poll()
+    return messages
+
+
+def test_messages_of_any_length():
+    stand = Stand()
+    comm = stand.topology.comm.Dup()
+    channel = Channel(comm)
+    sizes = [0, 1, FIRST - 1, FIRST, FIRST + 1, FIRST + CHUNK, FIRST + CHUNK + 1, 3 * CHUNK, 5]
+    payloads = [np.random.default_rng(n).integers(0, 256, n, np.uint8).tobytes() for n in sizes]
+    for rank in range(comm.size):
+        if rank != comm.rank:
+            for number, payload in enumerate(payloads):
+                channel.send(rank, comm.rank, number, -number, payload)
+    messages = gathered(channel, (comm.size - 1) * len(sizes))
+    for rank in range(comm.size):
+        if rank != comm.rank:
+            mine = [m for m in messages if m.rank == rank]
+            assert [(m.kind, m.number, m.extra) for m in mine] == [(rank, n, -n) for n in range(len(sizes))]
+            assert [m.payload for m in mine] == payloads
+    while channel.sending():
+        channel.poll()
+    comm.Barrier()
+    comm.Free()
+    stand.close()
+
+
+def log_number(home, number):
+    home.resources.setdefault("seen", []).append(number)
+    return number
+
+
+def seen_numbers(home):
+    return home.resources["seen"]
+
+
+def test_222_calls_and_20_duplicates_run_once_each():
+    stand = Stand()
+    comm = stand.topology.comm.Dup()
+    channel, home = Channel(comm), Home(stand)
+    if comm.rank:
+        follower = Follower(
+            stand.extended.process_group, channel, 0, comm.rank - 1, home, contextlib.nullcontext, lambda: None
+        )
+        assert follower.serve()
+        assert len(follower._answers) <= 223 - 150  # those up to 150 were acknowledged
+    else:
+
+        def call(fn, *args):
+            return pack_call([], dumps((fn, (home, *args), {}), home.reduce))
+
+        duplicates = set(np.random.default_rng(5).choice(np.arange(151, 223), 20, replace=False).tolist())
+        for rank in range(1, comm.size):
+            for number in range(1, 223):
+                answered = 150 if number > 160 else 0
+                channel.send(rank, Kind.CALL, number, answered, call(log_number, number))
+                if number in duplicates:
+                    channel.send(rank, Kind.CALL, number, answered, call(log_number, number))
+            channel.send(rank, Kind.CALL, 100, 150, call(log_number, 100))  # nobody waits for it any more
+            channel.send(rank, Kind.CALL, 223, 150, call(seen_numbers))
+            channel.send(rank, Kind.END)
+        messages = gathered(channel, (comm.size - 1) * (1 + 222 + 20 + 1))
+        for rank in range(1, comm.size):
+            hello, *answers, seen = [m for m in messages if m.rank == rank]
+            assert hello.kind == Kind.HELLO
+            assert {m.kind for m in answers} == {Kind.RESULT}
+            numbers = [m.number for m in answers]
+            assert sorted(numbers) == sorted([*range(1, 223), *duplicates])
+            assert all(loads(m.payload, home.resolve) == m.number for m in answers)
+            assert loads(seen.payload, home.resolve) == list(range(1, 223))
+    comm.Barrier()
+    comm.Free()
+    stand.close()
