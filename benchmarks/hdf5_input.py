@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +86,16 @@ class Share:
     rows: int
     rank: int
     size: int
+    _opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False, repr=False, compare=False)
 
     @functools.cached_property
     def datasets(self) -> list[h5py.Dataset]:
         """The open datasets, one a file."""
-        return [h5py.File(path)["x"] for path in self.paths]
+        return [self._opened.enter_context(h5py.File(path))["x"] for path in self.paths]
+
+    def close(self) -> None:
+        """Close the files that were opened here."""
+        self._opened.close()
 
     @functools.cached_property
     def maps(self) -> list[np.ndarray]:
@@ -201,7 +206,7 @@ class _Rows:
     """A map-style dataset of torch over h5py rows, or over memory maps a batch at a time. Workers open files themselves."""
 
     def __init__(self, share: Share, mapped: bool) -> None:
-        self.share, self.mapped = Share(share.case, share.paths, share.rows, share.rank, share.size), mapped
+        self.share, self.mapped = share, mapped
         if mapped:
             self.__getitems__ = self._gather
 
@@ -303,10 +308,9 @@ def measure(comm: Any, case: Case, megabytes: int, seconds: float, rounds: int) 
         rates: dict[str, list[float]] = {}
         for _ in range(rounds):
             for label, reader in contenders(case).items():
-                own = replace(share)  # with files of its own: HDF5 shares the caches of open ones
-                rates.setdefault(label, []).append(rate(comm, own, reader, seconds))
-                for dataset in own.__dict__.get("datasets", ()):
-                    dataset.file.close()
+                # With files of its own: HDF5 shares the caches of open ones.
+                with contextlib.closing(replace(share)) as own:
+                    rates.setdefault(label, []).append(rate(comm, own, reader, seconds))
         comm.Barrier()
     return {label: statistics.median(values) for label, values in rates.items()}
 
