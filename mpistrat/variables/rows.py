@@ -31,9 +31,10 @@ def rows_of(index: Any, shape: tuple[int, ...]) -> tuple[range | np.ndarray, tup
         >>> rows_of([3, -1, 3], (5,))
         (array([3, 4]), (array([0, 1, 0]),))
     """
-    first, *rest = (
-        index if isinstance(index, tuple) and index else (Ellipsis,) if isinstance(index, tuple) else (index,)
-    )
+    index = index if isinstance(index, tuple) else (index,)
+    if not index:
+        return None
+    first, *rest = index
     length = shape[0]
     if isinstance(first, slice):
         return range(*first.indices(length)), (slice(None), *rest)

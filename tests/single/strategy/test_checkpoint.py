@@ -215,8 +215,9 @@ def test_shards_of_another_shape_or_dtype(tmp_path):
         with without_mpi() as strategy, strategy.scope():
             strategy.extended.placement.partitioner = cut(2)
             ms.Variable(other, name="v")
-            with pytest.raises(ValueError, match=text):
+            with pytest.raises(ValueError, match=text) as error:
                 strategy.restore(tmp_path / "x.h5")
+            assert str(error.value).count("'v'") == 1
 
 
 def test_a_failed_save_of_shards(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -368,7 +369,10 @@ def test_a_strategy_with_a_partitioner_cuts_its_variables():
         assert isinstance(ms.Variable([1.0]), ms.Variable)  # and nothing is cut into one
         on_read = ms.VariableSynchronization.ON_READ
         assert isinstance(ms.Variable([1.0, 2.0], synchronization=on_read), ms.Variable)
-    assert v.closed and v.variables[4].closed and "closed" in repr(v)
+        gradient = weakref.ref(made.grad)
+        assert gradient() is not None
+        strategy.close()
+    assert v.closed and v.variables[4].closed and "closed" in repr(v) and gradient() is None
     for use in (lambda: v.numpy(), lambda: v[0], lambda: v.assign(array), lambda: v.grad):
         with pytest.raises(ms.errors.ClosedError):
             use()
