@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
-from typing import final
+from typing import Any, final
 
 from ..comm.window import Window
 from .waiting import Patience
@@ -40,14 +40,14 @@ class ReaderGate:
         self._mailbox, self._rank, self._offset, self._patience = mailbox, rank, offset, patience
         self._number = 0
 
-    def read(self, variable: int, slab: Window, version: int, copy: Callable[[], None]) -> int:
+    def read(self, variable: int, slab: Window, version: int, copy: Callable[..., None], *args: Any) -> int:
         """Copy until the copy is whole; return the version of what was copied.
 
         Args:
             variable: its number.
             slab: the window with the variable.
             version: offset of the version word.
-            copy: copies what is read.
+            copy: copies what is read; called with `args`.
         """
         mailbox, rank, offset = self._mailbox, self._rank, self._offset
         try:
@@ -61,7 +61,7 @@ class ReaderGate:
                         patience.pause()
                         before = slab.get_word(rank, version)
                 slab.sync()
-                copy()
+                copy(*args)
                 slab.sync()
                 if slab.get_word(rank, version) == before:
                     return before >> 1
@@ -81,7 +81,7 @@ class WriterGate:
     """
 
     def __init__(
-        self, words: memoryview, offsets: Sequence[int], sync: Callable[[], None], progress: Callable[[], object]
+        self, words: memoryview, offsets: Sequence[int], sync: Callable[[], object], progress: Callable[[], object]
     ) -> None:
         self._words, self._places = words, [offset // 8 for offset in offsets]
         self._sync, self._progress = sync, progress

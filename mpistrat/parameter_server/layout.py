@@ -14,6 +14,8 @@ the bytes of the variable.
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -70,15 +72,15 @@ class VariableSpec:
             got = f"{self.dtype} of shape {self.shape}"
             raise ValueError(explain("VariableSpec", "counter", expected="int64 of shape ()", got=got))
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """The size in bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """The size in bytes of one row, an entry of the first dimension."""
-        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 @final

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -32,6 +32,7 @@ class ServerMemory:
     Attributes:
         own: this rank's segment; empty on a worker.
         words: the same as words.
+        sync: makes this rank's stores seen, and sees what others stored; to be called between the two.
         shared, remote: the windows; None where nobody needs them.
     """
 
@@ -61,6 +62,8 @@ class ServerMemory:
         window = self.shared or self.remote
         self.own = np.zeros(mine, np.uint8) if window is None else window.own
         self.words = words_of(self.own)
+        syncs = [window.sync for window in (self.shared, self.remote) if window is not None]
+        self.sync: Callable[[], object] = syncs[0] if len(syncs) == 1 else lambda: [sync() for sync in syncs]
 
     def window(self, name: str, server_rank: int) -> tuple[Window, int]:
         """Return the window of a transport, and the rank that a server has in it. Not collective."""
@@ -74,13 +77,6 @@ class ServerMemory:
         """Return the one window for atomic operations, and a server's rank in it; None without windows. Not collective."""
         name = "one_sided" if self.remote is not None else "shared_window"
         return None if self.shared is None and self.remote is None else self.window(name, server_rank)
-
-    def sync(self) -> None:
-        """Make this rank's stores seen, and see what others stored. Not collective."""
-        if self.shared is not None:
-            self.shared.sync()
-        if self.remote is not None:
-            self.remote.sync()
 
     def populate(self, low: int, high: int) -> None:
         """Have the system find memory for a range of each server's own segment; ranges differ. Collective.
@@ -99,3 +95,4 @@ class ServerMemory:
             if window is not None:
                 window.close()
         self.remote = self.shared = None
+        self.sync = lambda: None

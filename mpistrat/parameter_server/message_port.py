@@ -57,30 +57,35 @@ class MessagePort(Port):
         self._assemblies = {worker: Assembly() for worker in self._rank_of}
         self._coming: dict[int, deque[tuple[Any, np.ndarray]]] = {worker: deque() for worker in self._rank_of}
         self._taken = dict.fromkeys(self._rank_of, 0)
+        self._owed: set[int] = set()  # workers to be told what was taken and applied
         self._spare: list[np.ndarray] = []
         self._sending: list[tuple[Any, np.ndarray]] = []  # requests, each with the memory that it reads
         self._stalled = False
         self._snapshots: dict[int, tuple[int, np.ndarray]] = {}
         self._any, self._byte, self._status = MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
 
-    def poll(self) -> bool:
-        self._send_on()
-        moved = self._match()
+    def poll(self) -> int:
+        if self._sending:
+            self._send_on()
+        moved, waiting = self._match(), 0
         for worker, coming in self._coming.items():
-            if coming and coming[0][0].Test():
+            waiting += len(coming)
+            while coming and coming[0][0].Test():
                 _, buffer = coming.popleft()
                 self._take(worker, buffer)
                 self._spare.append(buffer)
                 moved = True
-        if not self._sending:
+        if self._owed:
+            self._answer()
+        if self._snapshots and not self._sending:
             self._snapshots.clear()
-        return moved
+        return waiting if moved else 0
 
     def acknowledge(self, worker: int, number: int) -> None:
-        self._answer(worker)
+        self._owed.add(worker)
 
     def busy(self) -> bool:
-        return bool(self._sending) or any(self._coming.values())
+        return bool(self._sending or self._owed) or any(self._coming.values())
 
     def _send_on(self) -> None:
         """Give what is being sent some time, as long as it gets on: MPI sends large messages only while it is called.
@@ -106,27 +111,30 @@ class MessagePort(Port):
         moved = False
         self._comm.Iprobe(self._any, REQUEST)  # what this call takes from the network the next one finds
         while (message := self._comm.Improbe(self._any, REQUEST, self._status)) is not None:
-            worker = self._worker_of[self._status.source]
             buffer = self._spare.pop() if self._spare else np.zeros(LINE + self._layout.chunk_bytes, np.uint8)
-            self._coming[worker].append((message.Irecv([buffer, self._byte]), buffer))
+            request = message.Irecv([buffer, self._byte])
+            self._coming[self._worker_of[self._status.source]].append((request, buffer))
             moved = True
         return moved
 
     def _take(self, worker: int, buffer: np.ndarray) -> None:
         part = Part.read(buffer)
         payload = self._assemblies[worker].add(part, buffer[LINE : LINE + part.nbytes])
+        self._taken[worker] += 1
         if payload is not None and part.kind in _QUESTIONS:
-            self._taken[worker] += 1
             self._reply(worker, *self._find(worker, part, payload))
+            self._owed.discard(worker)  # the reply has told
             return
+        self._owed.add(worker)
         if payload is not None:
             self._handle(worker, part, payload)
-        self._taken[worker] += 1
-        self._answer(worker)
 
-    def _answer(self, worker: int) -> None:
-        answer = np.array([self._taken[worker], self._server.applied[worker]], np.int64)
-        self._send(worker, ACKNOWLEDGE, flat_bytes(answer))
+    def _answer(self) -> None:
+        """Tell workers what was taken and applied; several parts, and a push that is taken and applied, in one answer."""
+        for worker in self._owed:
+            answer = np.array([self._taken[worker], self._server.applied[worker]], np.int64)
+            self._send(worker, ACKNOWLEDGE, flat_bytes(answer))
+        self._owed.clear()
 
     def _handle(self, worker: int, part: Part, payload: np.ndarray) -> None:
         words, layout = self._mailbox.words, self._layout

@@ -61,7 +61,8 @@ class MessageTransport(Transport):
         return self._ask(Part(Kind.READ, place.index, 0), [], out)
 
     def _read_rows(self, place: Place, rows: np.ndarray, out: np.ndarray) -> int:
-        return self._ask(Part(Kind.READ_ROWS, place.index, 0, rows.size), [flat_bytes(rows)], flat_bytes(out))
+        question = Part(Kind.READ_ROWS, place.index, 0, rows.size, nbytes=rows.nbytes, total=rows.nbytes)
+        return self._ask(question, [flat_bytes(rows)], flat_bytes(out))
 
     def _add(self, place: Place, value: int) -> int:
         return self._ask(Part(Kind.ADD, place.index, value), [], np.empty(0, np.uint8))

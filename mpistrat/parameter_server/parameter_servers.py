@@ -188,7 +188,7 @@ class ParameterServers:
             self.transports.clear()
             if self.server is not None:
                 self.server.wait(None)
-                self.server.stop()
+                self.server.close()
                 self.server = None
             for memory in (*self._slabs, self._mailbox):
                 memory.close()

@@ -7,7 +7,7 @@ after the other, so the server needs no more memory for a worker than its larges
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -64,31 +64,34 @@ class Part(NamedTuple):
         return cls(first & 0xFFFF, variable, number, rows, first >> 16, version, offset, nbytes, total)
 
 
-def cut(message: Part, pieces: Sequence[np.ndarray], chunk_bytes: int) -> Iterator[tuple[Part, list[np.ndarray]]]:
-    """Yield the parts of a message, each with the bytes of its payload in pieces; at least one part. Not collective.
+def cut(message: Part, pieces: Sequence[np.ndarray], chunk_bytes: int) -> Iterable[tuple[Part, Sequence[np.ndarray]]]:
+    """Return the parts of a message, each with the bytes of its payload in pieces; at least one part. Not collective.
 
     Args:
-        message: a header; offset and sizes are filled in.
+        message: the header of the whole message: `nbytes` and `total` are those of the payload.
         pieces: the payload, flat bytes, one piece after the other.
         chunk_bytes: most bytes in a part.
 
     Example:
-        >>> [(part.offset, part.nbytes) for part, _ in cut(Part(1, 0, 1), [np.zeros(5, np.uint8)], 2)]
+        >>> message = Part(1, 0, 1, nbytes=5, total=5)
+        >>> [(part.offset, part.nbytes) for part, _ in cut(message, [np.zeros(5, np.uint8)], 2)]
         [(0, 2), (2, 2), (4, 1)]
     """
-    total = sum([piece.nbytes for piece in pieces])
-    if total <= chunk_bytes:
-        yield message._replace(nbytes=total, total=total), [piece for piece in pieces if piece.nbytes]
-        return
-    for low in range(0, total, chunk_bytes):
-        high = min(low + chunk_bytes, total)
+    if message.total <= chunk_bytes:
+        return ((message, pieces),)
+    return _cut(message, pieces, chunk_bytes)
+
+
+def _cut(message: Part, pieces: Sequence[np.ndarray], chunk_bytes: int) -> Iterator[tuple[Part, Sequence[np.ndarray]]]:
+    for low in range(0, message.total, chunk_bytes):
+        high = min(low + chunk_bytes, message.total)
         payload, start = [], 0
         for piece in pieces:
             some = piece[max(low - start, 0) : max(high - start, 0)]
             if some.nbytes:
                 payload.append(some)
             start += piece.nbytes
-        yield message._replace(offset=low, nbytes=high - low, total=total), payload
+        yield message._replace(offset=low, nbytes=high - low), payload
 
 
 @final

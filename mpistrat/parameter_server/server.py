@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from time import perf_counter
+from types import TracebackType
 from typing import final
 
 import numpy as np
 
 from ..comm.process_group import ProcessGroup
-from ..errors import PeerExitError, explain
+from ..errors import ClosedError, PeerExitError, explain
 from .gate import WriterGate
 from .layout import MailboxLayout, Place
 from .memory import ServerMemory
 from .parts import Kind, Part
 from .push import Handler, Push
 from .service import Rounds, Service
+from .stats import ServerStats, count
 from .transport import FOR_GOOD, Port
 from .turns import Turns
 
 __all__ = ["Server"]
+
+
+@final
+class _Held:
+    """A variable that this server holds; also the context in which it is written."""
+
+    __slots__ = ("_gate", "_place", "_sync", "_turns", "_view", "array", "dtype", "shape", "word", "words")
+
+    def __init__(self, place: Place, slab: ServerMemory, gate: WriterGate, turns: Turns) -> None:
+        self.shape, self.dtype = place.spec.shape, place.spec.dtype
+        self.words, self.word = slab.words, place.version // 8
+        memory = slab.own[place.offset : place.offset + place.spec.nbytes]
+        self._view = memory.view(self.dtype).reshape(self.shape)
+        self.array = self._view[...]
+        self.array.flags.writeable = False
+        self._place, self._sync, self._gate, self._turns = place, slab.sync, gate, turns
+
+    def __enter__(self) -> np.ndarray:
+        self._turns.acquire()
+        try:
+            self._gate.wait(self._place.index, self._place.spec.nbytes)
+            self.words[self.word] += 1
+            self._sync()
+        except BaseException:
+            self._turns.release()
+            raise
+        return self._view
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._sync()
+            self.words[self.word] += 1
+            self._sync()
+        self._turns.release()
 
 
 @final
@@ -33,6 +72,7 @@ class Server(Rounds):
         index: among the servers.
         passes: how many passes `wait` has waited for, or does.
         applied: for each worker the number of its last push that is applied, as are all before it.
+        stats: what it did.
     """
 
     def __init__(
@@ -70,8 +110,11 @@ class Server(Rounds):
         self._left, self._readers = [0] * layout.workers, 0
         self._gone: set[int] = set()
         self._target = 0
+        self._held: dict[int, _Held] = {}
+        self._closed = False
         self._turns = Turns()
-        self._service = Service(self, back_off, threads)
+        self.stats = ServerStats(layout.workers)
+        self._service = Service(self, back_off, threads, self.stats)
 
     def add_port(self, port: Port, workers: Sequence[int]) -> None:
         """Serve workers by a port. `ParameterServers` calls it."""
@@ -82,48 +125,36 @@ class Server(Rounds):
 
     def array(self, variable: int) -> np.ndarray:
         """Return a read-only view of a variable, for the handler: to others it shows halves of writes. Not collective."""
-        array = self._view(self._own(variable, "Server.array"))
-        array.flags.writeable = False
-        return array
+        return (self._held.get(variable) or self._hold(variable, "array")).array
 
     def read(self, variable: int, out: np.ndarray) -> int:
         """Copy a variable, whole, into an array of its shape, and return its version. Not collective."""
-        view = self._view(self._own(variable, "Server.read"))
+        held = self._held.get(variable) or self._hold(variable, "read")
         with self._turns:
-            np.copyto(out, view, casting="no")
-            return self.version(variable)
+            np.copyto(out, held.array, casting="no")
+            return held.words[held.word] >> 1
 
     def read_rows(self, variable: int, rows: np.ndarray) -> tuple[int, np.ndarray]:
         """Return the version of a variable and a copy of rows of it, all of that version. Not collective."""
-        view = self._view(self._own(variable, "Server.read_rows"))
+        held = self._held.get(variable) or self._hold(variable, "read_rows")
         with self._turns:
-            return self.version(variable), np.take(view, rows, axis=0)
+            return held.words[held.word] >> 1, np.take(held.array, rows, axis=0)
 
     def version(self, variable: int) -> int:
         """Return how often a variable was written. Not collective."""
-        place = self._own(variable, "Server.version")
-        return self._slabs[place.slab].words[place.version // 8] >> 1
+        held = self._held.get(variable) or self._hold(variable, "version")
+        return held.words[held.word] >> 1
 
-    @contextmanager
-    def writing(self, variable: int) -> Iterator[np.ndarray]:
-        """Give a writable view of a variable for the time of the context; nobody reads a half of what it writes.
+    def writing(self, variable: int) -> AbstractContextManager[np.ndarray]:
+        """Return a context with a writable view of a variable; nobody reads a half of what is written in it.
 
         An error inside leaves the variable closed to readers, because it may be half written. Not collective.
         """
-        place = self._own(variable, "Server.writing")
-        slab, word = self._slabs[place.slab], place.version // 8
-        with self._turns:
-            self._gate.wait(place.index, place.spec.nbytes)
-            slab.words[word] += 1
-            slab.sync()
-            yield self._view(place)
-            slab.sync()
-            slab.words[word] += 1
-            slab.sync()
+        return self._held.get(variable) or self._hold(variable, "writing")
 
     def fetch_and_add(self, counter: int, value: int) -> int:
         """Add to a counter, atomically, and return what it was. Not collective."""
-        place = self._own(counter, "Server.fetch_and_add", counter=True)
+        place = self._own(counter, "fetch_and_add", counter=True)
         slab = self._slabs[place.slab]
         with self._turns:
             found = slab.atomic(self._group.topology.rank)
@@ -191,8 +222,14 @@ class Server(Rounds):
         return self._service.waiting
 
     def stop(self) -> None:
-        """End the service; nothing is applied or answered any more. Not collective."""
+        """End the service: nothing is applied or answered any more. Not collective."""
         self._service.stop()
+
+    def close(self) -> None:
+        """End the service, and let go of the memory. Not collective."""
+        self.stop()
+        self._closed = True
+        self._held.clear()
 
     def deliver(self, worker: int, part: Part, payload: np.ndarray) -> None:
         """Apply a push if it has not come before. The ports call it. Not collective."""
@@ -208,25 +245,32 @@ class Server(Rounds):
 
     def _apply(self, worker: int, part: Part, payload: np.ndarray) -> bool:
         """Call the handler; return whether it has applied the push."""
-        if self._handler is None:
+        handler, kind, stats, start = self._handler, part.kind, self.stats, perf_counter()
+        if handler is None:
             raise RuntimeError("Server: a push came, and there is no handler")
         applied = True
-        if part.kind != Kind.COMMIT:
-            applied = self._handler(self._push(worker, part, payload)) is not False
-        if part.kind == Kind.COMMIT or part.kind & Kind.ENDS_STEP:
-            commit = Push(worker, -1, part.number, part.what, part.version)
-            applied = self._handler(commit) is not False and applied
+        if kind != Kind.COMMIT:
+            count(stats.pushes[worker], part.variable, part.total)
+            applied = handler(self._push(worker, part, payload)) is not False
+        if kind >= Kind.ENDS_STEP or kind == Kind.COMMIT:
+            stats.commits[worker] += 1
+            applied = handler(Push(worker, -1, part.number, part.what, part.version)) is not False and applied
+        stats.busy += perf_counter() - start
         return applied
 
     def _push(self, worker: int, part: Part, payload: np.ndarray) -> Push:
-        spec = self._own(part.variable, "Server").spec
+        held = self._held.get(part.variable) or self._hold(part.variable, "push")
         payload.flags.writeable = False
-        rows, shape = None, spec.shape
-        if part.kind & ~Kind.ENDS_STEP == Kind.PUSH_ROWS:
-            rows, payload = payload[: 8 * part.rows].view(np.int64), payload[8 * part.rows :]
-            shape = (part.rows, *shape[1:])
-        values = payload.view(spec.dtype).reshape(shape)
+        if part.kind & ~Kind.ENDS_STEP == Kind.PUSH:
+            values = payload.view(held.dtype).reshape(held.shape)
+            return Push(worker, part.variable, part.number, part.what, part.version, None, values)
+        rows = payload[: 8 * part.rows].view(np.int64)
+        values = payload[8 * part.rows :].view(held.dtype).reshape(part.rows, *held.shape[1:])
         return Push(worker, part.variable, part.number, part.what, part.version, rows, values)
+
+    def count_staleness(self, push: Push) -> None:
+        """Count how many versions older than now the one was that a push was computed from. For handlers. Not collective."""
+        self.stats.stale(push.worker, push.variable, self.version(push.variable) - push.version)
 
     # the rounds of the service
 
@@ -234,10 +278,12 @@ class Server(Rounds):
         """See `Rounds.poll`."""
         self._turns.give_way()
         self._progress()
-        moved = False
+        waiting = 0
         for port in self._ports:
-            moved = port.poll() or moved
-        return moved
+            waiting += port.poll()
+        if waiting > self.stats.most_waiting:
+            self.stats.most_waiting = waiting
+        return waiting > 0
 
     def rest(self) -> bool:
         """See `Rounds.rest`."""
@@ -269,14 +315,17 @@ class Server(Rounds):
                 )
             self._gone.add(worker)
 
-    def _view(self, place: Place) -> np.ndarray:
-        memory = self._slabs[place.slab].own[place.offset : place.offset + place.spec.nbytes]
-        return memory.view(place.spec.dtype).reshape(place.spec.shape)
+    def _hold(self, variable: int, function: str) -> _Held:
+        place = self._own(variable, function)
+        held = self._held[variable] = _Held(place, self._slabs[place.slab], self._gate, self._turns)
+        return held
 
     def _own(self, variable: int, function: str, counter: bool = False) -> Place:
+        if self._closed:
+            raise ClosedError(f"Server.{function}: closed")
         place = self._places[variable]
         if place.spec.server != self.index or place.spec.counter != counter:
             what = "counter" if counter else "variable"
             got = f"{'counter' if place.spec.counter else 'variable'} {place.spec.name!r} of server {place.spec.server}"
-            raise ValueError(explain(function, what, expected=f"a {what} of server {self.index}", got=got))
+            raise ValueError(explain(f"Server.{function}", what, expected=f"a {what} of server {self.index}", got=got))
         return place

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import final
 
+from .stats import ServerStats
 from .waiting import Backoff
 
 __all__ = ["Rounds", "Service"]
@@ -47,13 +48,15 @@ class Service:
         rounds: what to do.
         back_off: seconds of the longest sleep while there is nothing to do.
         threads: whether there may be a thread: MPI must allow MPI_THREAD_MULTIPLE.
+        stats: where idle time is counted.
 
     Attributes:
         waiting: whether anybody is in `wait`.
     """
 
-    def __init__(self, rounds: Rounds, back_off: float, threads: bool) -> None:
+    def __init__(self, rounds: Rounds, back_off: float, threads: bool, stats: ServerStats) -> None:
         self.waiting = False
+        self._stats = stats
         self._rounds, self._back_off, self._threads = rounds, back_off, threads
         self._thread: threading.Thread | None = None
         self._stop = False
@@ -114,10 +117,15 @@ class Service:
 
     def _work(self, until: Callable[[], bool]) -> None:
         rounds, backoff, next_check = self._rounds, Backoff(self._back_off), monotonic() + _CHECK
+        idle_since = 0.0
         while True:
             if rounds.poll():
+                if idle_since:
+                    self._stats.idle += perf_counter() - idle_since
+                    idle_since = 0.0
                 backoff.reset()
                 continue
+            idle_since = idle_since or perf_counter()
             if rounds.rest():
                 backoff.reset()
             if until():

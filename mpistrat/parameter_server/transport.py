@@ -22,8 +22,9 @@ import numpy as np
 from ..comm.dtypes import accumulation_dtype, check_reducible
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
-from .layout import MailboxLayout, Place
+from .layout import MailboxLayout, Place, VariableSpec
 from .parts import LARGEST_WHAT, Kind, Part
+from .stats import TransportStats, count
 from .waiting import Patience
 
 __all__ = ["FINISHED", "FOR_GOOD", "Pair", "Port", "Transport", "flat_bytes", "sum_duplicate_rows"]
@@ -65,6 +66,7 @@ class Transport(ABC):
         name: of the transport.
         pair: who talks to whom.
         pushed: the number of the last push.
+        stats: what was exchanged.
     """
 
     name: ClassVar[str]
@@ -72,7 +74,9 @@ class Transport(ABC):
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.pushed = 0
+        self.stats = TransportStats()
         self._passes = 0
+        self._found: dict[int, Place] = {}
 
     @final
     def read(self, variable: int, out: np.ndarray) -> int:
@@ -83,8 +87,12 @@ class Transport(ABC):
             out: C-contiguous array of the variable's dtype and shape.
         """
         place = self._place(variable, "read")
-        self._check_array(place, "read", "out", out, place.spec.shape)
-        return self._read(place, flat_bytes(_contiguous(out, "read")))
+        spec = place.spec
+        if type(out) is not np.ndarray or out.dtype != spec.dtype or out.shape != spec.shape:
+            _check_array(spec, "read", "out", out, spec.shape)
+        version = self._read(place, flat_bytes(_contiguous(out, "read")))
+        count(self.stats.pulls, variable, spec.nbytes)
+        return version
 
     @final
     def read_rows(self, variable: int, rows: Any, out: np.ndarray) -> int:
@@ -97,9 +105,11 @@ class Transport(ABC):
         """
         place = self._place(variable, "read_rows")
         numbers = self._check_rows(place, "read_rows", rows)
-        self._check_array(place, "read_rows", "out", out, (numbers.size, *place.spec.shape[1:]))
+        _check_array(place.spec, "read_rows", "out", out, (numbers.size, *place.spec.shape[1:]))
         table = flat_bytes(_contiguous(out, "read_rows")).reshape(numbers.size, place.spec.row_bytes)
-        return self._read_rows(place, numbers, table)
+        version = self._read_rows(place, numbers, table)
+        count(self.stats.pulls, variable, table.nbytes)
+        return version
 
     @final
     def push(
@@ -116,13 +126,17 @@ class Transport(ABC):
             version: of the variable, for the handler, too.
             commit: whether a commit goes with it.
         """
-        place = self._place(variable, "push")
-        array = np.asarray(array)
-        self._check_array(place, "push", "array", array, place.spec.shape)
-        self._number(number, what, "push")
-        kind = Kind.PUSH | Kind.ENDS_STEP if commit else Kind.PUSH
-        pieces = [flat_bytes(np.ascontiguousarray(array))]
-        self._post(Part(kind, variable, number, 0, what, version), pieces)
+        spec = self._place(variable, "push").spec
+        if type(array) is not np.ndarray or array.dtype != spec.dtype or array.shape != spec.shape:
+            array = np.asarray(array)
+            _check_array(spec, "push", "array", array, spec.shape)
+        if number != self.pushed + 1 or not 0 <= what <= LARGEST_WHAT:
+            self._check_number(number, what, "push")
+        kind, nbytes = Kind.PUSH | Kind.ENDS_STEP if commit else Kind.PUSH, spec.nbytes
+        pieces = (flat_bytes(np.ascontiguousarray(array)),)
+        self._post(Part(kind, variable, number, 0, what, version, 0, nbytes, nbytes), pieces)
+        self.pushed = max(self.pushed, number)
+        count(self.stats.pushes, variable, nbytes)
 
     @final
     def push_rows(
@@ -148,13 +162,15 @@ class Transport(ABC):
         """
         place = self._place(variable, "push_rows")
         numbers, values = self._check_rows(place, "push_rows", rows), np.asarray(values)
-        self._check_array(place, "push_rows", "values", values, (numbers.size, *place.spec.shape[1:]))
+        _check_array(place.spec, "push_rows", "values", values, (numbers.size, *place.spec.shape[1:]))
         if sum_duplicates:
             numbers, values = sum_duplicate_rows(numbers, values, "push_rows")
-        self._number(number, what, "push_rows")
-        kind = Kind.PUSH_ROWS | Kind.ENDS_STEP if commit else Kind.PUSH_ROWS
-        pieces = [flat_bytes(numbers), flat_bytes(np.ascontiguousarray(values))]
-        self._post(Part(kind, variable, number, numbers.size, what, version), pieces)
+        self._check_number(number, what, "push_rows")
+        kind, nbytes = Kind.PUSH_ROWS | Kind.ENDS_STEP if commit else Kind.PUSH_ROWS, numbers.nbytes + values.nbytes
+        pieces = flat_bytes(numbers), flat_bytes(np.ascontiguousarray(values))
+        self._post(Part(kind, variable, number, numbers.size, what, version, 0, nbytes, nbytes), pieces)
+        self.pushed = max(self.pushed, number)
+        count(self.stats.pushes, variable, nbytes)
 
     @final
     def commit(self, number: int, *, what: int = 0) -> None:
@@ -163,8 +179,9 @@ class Transport(ABC):
         Args:
             number, what: as in `push`.
         """
-        self._number(number, what, "commit")
-        self._post(Part(Kind.COMMIT, -1, number, 0, what), [])
+        self._check_number(number, what, "commit")
+        self._post(Part(Kind.COMMIT, -1, number, 0, what), ())
+        self.pushed = max(self.pushed, number)
 
     @final
     def flush(self) -> None:
@@ -232,6 +249,14 @@ class Transport(ABC):
     def _leave(self, passes: int, clock: int) -> None: ...
 
     def _place(self, variable: int, function: str, counter: bool = False) -> Place:
+        place = self._found.get(variable)
+        if place is None or counter:
+            place = self._find(variable, function, counter)
+            if not counter:
+                self._found[variable] = place
+        return place
+
+    def _find(self, variable: int, function: str, counter: bool) -> Place:
         places, server = self.pair.places, self.pair.server
         if not 0 <= variable < len(places):
             raise ValueError(explain(function, "variable", expected=f"0 <= variable < {len(places)}", got=variable))
@@ -243,14 +268,6 @@ class Transport(ABC):
             expected, got = ("a counter", "a variable") if counter else ("a variable", "a counter")
             raise ValueError(explain(function, "variable", expected=expected, got=f"{got}, {place.spec.name!r}"))
         return place
-
-    def _check_array(self, place: Place, function: str, argument: str, array: Any, shape: tuple[int, ...]) -> None:
-        expected = f"{place.spec.dtype} of shape {shape} for {place.spec.name!r}"
-        if getattr(array, "dtype", None) != place.spec.dtype:
-            got = f"dtype {getattr(array, 'dtype', type(array).__name__)}"
-            raise TypeError(explain(function, argument, expected=expected, got=got))
-        if array.shape != shape:
-            raise ValueError(explain(function, argument, expected=expected, got=f"shape {array.shape}"))
 
     def _check_rows(self, place: Place, function: str, rows: Any) -> np.ndarray:
         numbers = np.asarray(rows)
@@ -264,21 +281,20 @@ class Transport(ABC):
             raise ValueError(explain(function, "rows", expected=expected, got=got))
         return np.ascontiguousarray(numbers, np.int64)
 
-    def _number(self, number: int, what: int, function: str) -> None:
+    def _check_number(self, number: int, what: int, function: str) -> None:
         if not 0 <= what <= LARGEST_WHAT:
             raise ValueError(explain(function, "what", expected=f"0 <= what <= {LARGEST_WHAT}", got=what))
         if not 1 <= number <= self.pushed + 1:
             expected = f"{self.pushed + 1}, or a number used before"
             raise ValueError(explain(function, "number", expected=expected, got=number))
-        self.pushed = max(self.pushed, number)
 
 
 class Port(ABC):
     """A server's end of the connections with all workers that use one transport. Not collective, all of it."""
 
     @abstractmethod
-    def poll(self) -> bool:
-        """Take what has come, at most one part of each worker. Return whether anything had. Not collective."""
+    def poll(self) -> int:
+        """Take what has come, a few parts of each worker. Return how many waited, 0 if none was taken. Not collective."""
 
     @abstractmethod
     def acknowledge(self, worker: int, number: int) -> None:
@@ -320,6 +336,16 @@ def sum_duplicate_rows(rows: np.ndarray, values: np.ndarray, function: str) -> t
     wide = values[order].astype(accumulation_dtype(values.dtype), copy=False)
     starts = np.flatnonzero(first)
     return ordered[starts], np.add.reduceat(wide, starts, axis=0, dtype=wide.dtype).astype(values.dtype, copy=False)
+
+
+def _check_array(spec: VariableSpec, function: str, argument: str, array: Any, shape: tuple[int, ...]) -> None:
+    if getattr(array, "dtype", None) == spec.dtype and array.shape == shape:
+        return
+    expected = f"{spec.dtype} of shape {shape} for {spec.name!r}"
+    if getattr(array, "dtype", None) != spec.dtype:
+        got = f"dtype {getattr(array, 'dtype', type(array).__name__)}"
+        raise TypeError(explain(function, argument, expected=expected, got=got))
+    raise ValueError(explain(function, argument, expected=expected, got=f"shape {array.shape}"))
 
 
 def _contiguous(out: np.ndarray, function: str) -> np.ndarray:

@@ -35,7 +35,8 @@ class Turns:
         while self._wanted:
             sleep(_NAP)
 
-    def __enter__(self) -> None:
+    def acquire(self) -> None:
+        """Wait for one's turn. Not collective."""
         if get_ident() == self._owner:
             self._lock.acquire()
             return
@@ -49,9 +50,16 @@ class Turns:
         finally:
             self._wanted = False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def release(self) -> None:
+        """End one's turn. Not collective."""
         self._lock.release()
         if get_ident() != self._owner:
             self._others.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

@@ -33,31 +33,39 @@ class WindowPort(Port):
         mailbox: ServerMemory,
         deliver: Callable[[int, Part, np.ndarray], None],
     ) -> None:
-        self._layout, self._mailbox, self._deliver = layout, mailbox, deliver
-        self._workers = [(worker, layout.posted(worker) // 8, layout.taken(worker) // 8) for worker in workers]
-        self._assemblies = {worker: Assembly() for worker in workers}
+        self._mailbox, self._deliver = mailbox, deliver
+        self._workers = [
+            (
+                worker,
+                layout.posted(worker) // 8,
+                layout.taken(worker) // 8,
+                [layout.slot(worker, i) for i in range(layout.slots)],
+                Assembly(),
+            )
+            for worker in workers
+        ]
+        self._applied = {worker: layout.applied(worker) // 8 for worker in workers}
 
-    def poll(self) -> bool:
-        words, mailbox, moved = self._mailbox.words, self._mailbox, False
-        mailbox.sync()
-        for worker, posted, taken in self._workers:
-            if words[posted] > words[taken]:
-                mailbox.sync()
-                self._take(worker, words[taken])
-                words[taken] += 1
-                mailbox.sync()
-                moved = True
-        return moved
-
-    def _take(self, worker: int, number: int) -> None:
-        slot, memory = self._layout.slot(worker, number), self._mailbox.own
-        part = Part.read(memory, slot)
-        payload = self._assemblies[worker].add(part, memory[slot + LINE : slot + LINE + part.nbytes])
-        if payload is not None:
-            self._deliver(worker, part, payload)
+    def poll(self) -> int:
+        words, memory, sync, found = self._mailbox.words, self._mailbox.own, self._mailbox.sync, 0
+        sync()
+        for worker, posted, taken, slots, assembly in self._workers:
+            number = words[taken]
+            if words[posted] == number:
+                continue
+            found += words[posted] - number
+            sync()
+            slot = slots[number % len(slots)]
+            part = Part.read(memory, slot)
+            payload = assembly.add(part, memory[slot + LINE : slot + LINE + part.nbytes])
+            if payload is not None:
+                self._deliver(worker, part, payload)
+            words[taken] = number + 1
+            sync()
+        return found
 
     def acknowledge(self, worker: int, number: int) -> None:
-        self._mailbox.words[self._layout.applied(worker) // 8] = number
+        self._mailbox.words[self._applied[worker]] = number
         self._mailbox.sync()
 
     def busy(self) -> bool:

@@ -28,13 +28,17 @@ class _WindowTransport(Transport):
         gate = layout.gate(worker)
         self._gate = ReaderGate(self._mailbox, self._rank, gate, lambda: pair.patience("read"))
         self._header = np.zeros(LINE, np.uint8)
+        self._chunk_bytes, self._slots = layout.chunk_bytes, [layout.slot(worker, i) for i in range(layout.slots)]
+        self._posted_at, self._taken_at = layout.posted(worker), layout.taken(worker)
+        self._applied_at = layout.applied(worker)
+        self._slab_of: dict[int, Window] = {}
         self._posted = self._taken = 0
         self._acknowledged = 0
 
     @final
     def acknowledged(self) -> int:
         if self._acknowledged < self.pushed:
-            self._acknowledged = self._mailbox.get_word(self._rank, self.pair.layout.applied(self.pair.worker))
+            self._acknowledged = self._mailbox.get_word(self._rank, self._applied_at)
         return self._acknowledged
 
     @final
@@ -52,36 +56,34 @@ class _WindowTransport(Transport):
     @final
     def _read(self, place: Place, out: np.ndarray) -> int:
         slab = self._slab(place)
-        return self._gate.read(place.index, slab, place.version, lambda: slab.get(self._rank, place.offset, out))
+        return self._gate.read(place.index, slab, place.version, slab.get, self._rank, place.offset, out)
 
     @final
     def _read_rows(self, place: Place, rows: np.ndarray, out: np.ndarray) -> int:
         slab = self._slab(place)
-        return self._gate.read(
-            place.index, slab, place.version, lambda: slab.get_rows(self._rank, place.offset, rows, out)
-        )
+        return self._gate.read(place.index, slab, place.version, slab.get_rows, self._rank, place.offset, rows, out)
 
     @final
     def _post(self, message: Part, pieces: Sequence[np.ndarray]) -> None:
-        layout, worker, header = self.pair.layout, self.pair.worker, self._header
-        for part, payload in cut(message, pieces, layout.chunk_bytes):
-            if self._posted - self._taken >= layout.slots:
+        mailbox, header, slots = self._mailbox, self._header, self._slots
+        for part, payload in cut(message, pieces, self._chunk_bytes):
+            if self._posted - self._taken >= len(slots):
                 self._wait_for_room()
-            slot = layout.slot(worker, self._posted)
+            slot = slots[self._posted % len(slots)]
             part.write(header)
             puts, at = [(slot, header)], slot + LINE
             for piece in payload:
                 puts.append((at, piece))
                 at += piece.nbytes
-            self._mailbox.put(self._rank, puts)
+            mailbox.put(self._rank, puts)
             self._posted += 1
-            self._mailbox.put_word(self._rank, layout.posted(worker), self._posted)
+            mailbox.put_word(self._rank, self._posted_at, self._posted)
 
     def _wait_for_room(self) -> None:
-        taken, patience = self.pair.layout.taken(self.pair.worker), None
+        patience = None
         while True:
-            self._taken = self._mailbox.get_word(self._rank, taken)
-            if self._posted - self._taken < self.pair.layout.slots:
+            self._taken = self._mailbox.get_word(self._rank, self._taken_at)
+            if self._posted - self._taken < len(self._slots):
                 return
             patience = patience or self.pair.patience("push")
             patience.pause()
@@ -101,7 +103,10 @@ class _WindowTransport(Transport):
         self._mailbox.put_word(self._rank, self.pair.layout.left(self.pair.worker), passes)
 
     def _slab(self, place: Place) -> Window:
-        return self._slabs[place.slab].window(self.name, self.pair.server_rank)[0]
+        window = self._slab_of.get(place.slab)
+        if window is None:
+            window = self._slab_of[place.slab] = self._slabs[place.slab].window(self.name, self.pair.server_rank)[0]
+        return window
 
 
 @final
