@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..comm.dtypes import accumulation_dtype
 from ..cross_device.cross_device_ops import BLOCK
 from ..partition import blocks, merge
 from ..variables.arena import ALIGNMENT_BYTES, Arena
 from ..variables.memory import move_like
+from .block_update import BlockUpdate
 from .gradients import Pairs, place_gradients
 from .slots import SlotStore, owners
 
@@ -129,15 +129,13 @@ class _Part:
     def __init__(self, optimizer: Optimizer, arena: Arena, variables: Sequence[Variable], slots: SlotStore) -> None:
         self.arena = arena
         self.square = 0.0
-        self._optimizer = optimizer
         # Variables are padded with zeros, which every rule leaves as they are: what lies side by side is one range.
         unit = max(1, ALIGNMENT_BYTES // arena.dtype.itemsize)
         padded = {v.offset: min(-(-(v.offset + v.size) // unit) * unit, arena.size) for v in variables}
         self.ranges = merge(list(padded.items()))
         self._decays = _decays((v.offset, padded[v.offset], optimizer.decay_of(v)) for v in variables)
         self._slots = slots.of(arena)
-        self._narrow = accumulation_dtype(arena.dtype) != arena.dtype
-        *self._scratch, self._wide, self._block = self._slots.scratch
+        self._rule = BlockUpdate(optimizer, arena.dtype, self._slots.scratch)
 
     @property
     def gradients(self) -> Any:
@@ -146,20 +144,13 @@ class _Part:
     def begin(self, step: int, rate: float) -> None:
         """Set what is the same for all blocks of a step. Not collective."""
         self.square = 0.0
-        self._step, self._rate = step, rate
+        self._rule.begin(step, rate)
 
     def update(self, low: int, high: int, gradient: Any) -> None:
         """Update elements [low, high) by their gradient, which is overwritten. Not collective."""
-        target = weights = self.arena.values[low:high]
-        gradient = move_like(gradient, target)
-        if self._narrow:
-            weights = self._wide[: high - low]
-            weights[...] = target
-        if self._decays:
-            self._decay(low, high, weights)
-        self._optimizer.update(gradient, weights, self._slots.part(low, high), self._step, self._rate, self._scratch)
-        if self._narrow:
-            target[...] = weights
+        target = self.arena.values[low:high]
+        slots, decays = self._slots.part(low, high), self._decays_of(low, high) if self._decays else ()
+        self._rule.update(target, move_like(gradient, target), slots, decays)
         for copy in self.arena.copies[1:]:
             copy[low:high] = move_like(target, copy)
 
@@ -183,24 +174,25 @@ class _Part:
 
     def take_local(self, consume: Consume) -> None:
         """Hand out this rank's slice of the first local replica's gradients, as a reduction would. Not collective."""
-        source, block = self.gradients.local[0], self._block
+        source, block = self.gradients.local[0], self._rule.block
         for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
             block[: high - low] = source[low:high]
             consume(low, high, block[: high - low])
 
     def _store(self) -> tuple[Any, int]:
         """Return where sums are kept, and which element of the arena comes first there."""
-        if not self._narrow:
+        if not self._rule.narrow:
             return self.gradients.local[0], 0
         return self._slots.kept(), self._slots.low
 
-    def _decay(self, low: int, high: int, weights: Any) -> None:
+    def _decays_of(self, low: int, high: int) -> Iterator[tuple[int, int, float]]:
+        """Yield what decays of the elements [low, high), counted from `low`."""
         first = max(0, bisect_right(self._decays, (low, math.inf, 0.0)) - 1)
         for begin, end, decay in self._decays[first:]:
             if begin >= high:
                 break
-            piece = weights[max(begin, low) - low : max(min(end, high) - low, 0)]
-            np.multiply(piece, 1 - decay * self._rate, out=piece)
+            if end > low:
+                yield max(begin - low, 0), min(int(end), high) - low, decay
 
 
 def _decays(segments: Iterable[tuple[int, int, float]]) -> list[tuple[int, float, float]]:

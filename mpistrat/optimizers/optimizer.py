@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -21,8 +23,10 @@ from .slots import SlotStore
 if TYPE_CHECKING:
     from ..variables.variable import Variable
 
-__all__ = ["Optimizer"]
+__all__ = ["Optimizer", "find"]
 
+_ordinals = itertools.count()
+_known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
 
 
@@ -68,6 +72,7 @@ class Optimizer(ABC):
     ) -> None:
         if global_clipnorm is not None and not global_clipnorm > 0:
             raise ValueError(explain(type(self).__name__, "global_clipnorm", expected="> 0", got=global_clipnorm))
+        self._count()
         self.name = name or type(self).__name__.lower()
         self.slot_names = tuple(slot_names)
         self.global_clipnorm = None if global_clipnorm is None else float(global_clipnorm)
@@ -79,6 +84,15 @@ class Optimizer(ABC):
         self._strategy: Any = None
         self._rate: float | LearningRateSchedule
         self.learning_rate = learning_rate
+
+    def _count(self) -> None:
+        self._ordinal = next(_ordinals)
+        _known[self._ordinal] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, which is an optimizer of its own and counted like any other. Not collective."""
+        self.__dict__.update(state)
+        self._count()
 
     # the rule
 
@@ -112,7 +126,7 @@ class Optimizer(ABC):
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step. May be set to a number or a schedule, on every rank alike."""
-        return float(self._rate(self._iterations)) if isinstance(self._rate, LearningRateSchedule) else self._rate
+        return self.rate_at(self._iterations + 1)
 
     @learning_rate.setter
     def learning_rate(self, value: float | LearningRateSchedule) -> None:
@@ -125,6 +139,10 @@ class Optimizer(ABC):
         self._rate = value
         self._describe_steps()
 
+    def rate_at(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 1. Not collective."""
+        return float(self._rate(step - 1)) if isinstance(self._rate, LearningRateSchedule) else self._rate
+
     @property
     def iterations(self) -> int:
         """Number of steps that were taken. May be set, on every rank alike."""
@@ -134,6 +152,23 @@ class Optimizer(ABC):
     def iterations(self, value: int) -> None:
         self._iterations = self._counted_from = int(value)
         self._describe_steps()
+
+    def count_step(self) -> None:
+        """Count a step that was taken for this optimizer elsewhere. Not collective."""
+        self._iterations += 1
+
+    @property
+    def ordinal(self) -> int:
+        """How many optimizers this process had made before: the same program names one by it on every rank.
+
+        Copies, by `copy.deepcopy` or from a pickle, count as well: make them on every rank or on none.
+        """
+        return self._ordinal
+
+    @property
+    def pending_slots(self) -> dict[str, dict[str, Any]]:
+        """What `set_state` gave for variables that were not updated since, by name of variable."""
+        return self._slots.pending
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -305,6 +340,17 @@ class Optimizer(ABC):
         if not 0 <= value < 1:
             raise ValueError(explain(type(self).__name__, argument, expected="0 ≤ value < 1", got=value))
         return float(value)
+
+
+def find(ordinal: int) -> Optimizer | None:
+    """Return the optimizer with an ordinal, if this process has made it and still has it. Not collective.
+
+    Example:
+        >>> optimizer = ms.optimizers.SGD(0.1)
+        >>> find(optimizer.ordinal) is optimizer
+        True
+    """
+    return _known.get(ordinal)
 
 
 def _numbers(thing: object) -> str:

@@ -1,0 +1,216 @@
+"""An optimizer on whole variables of one process, each updated on its own: what a parameter server does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..comm.arrays import as_array
+from ..comm.dtypes import accumulation_dtype
+from ..cross_device.arithmetic import add_all
+from ..cross_device.cross_device_ops import BLOCK
+from ..errors import explain
+from .block_update import BlockUpdate
+
+if TYPE_CHECKING:
+    from .optimizer import Optimizer
+
+__all__ = ["LocalUpdates"]
+
+
+@final
+class LocalUpdates:
+    """Updates whole variables, and keeps their slots beside them. One thread at a time.
+
+    From the gradients of one process it makes bit for bit what `apply_gradients` makes there.
+
+    Rows that are updated leave all other rows, and their slots, as they are, as LazyAdam does. Adam with a dense gradient
+    is another thing: there the other rows go on moving by their momentum, and their slots fade. The same holds for every
+    rule with a momentum or a mean, and for AdamW's decay. With SGD without momentum and with Adagrad it makes no
+    difference.
+
+    Args:
+        optimizer: whose rule, rate and number of steps it uses.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._rooms: dict[np.dtype, _Room] = {}
+        self._kept: dict[Any, _Kept] = {}
+
+    # steps
+
+    @property
+    def iterations(self) -> int:
+        """Number of steps that were counted."""
+        return self._optimizer.iterations
+
+    def count_step(self) -> None:
+        """Count a step that is complete. Not collective."""
+        self._optimizer.count_step()
+
+    # updates
+
+    def dense(self, variable: Any, weights: np.ndarray, gradients: Sequence[np.ndarray], step: int) -> None:
+        """Update a variable by the sum of gradients, from the first to the last. Not collective.
+
+        Args:
+            variable: with `name`, `shape` and `dtype`; slots are kept for it.
+            weights: C-contiguous array of that shape and dtype, changed in place.
+            gradients: arrays like it, which are not changed.
+            step: number of the step, counted from 1.
+        """
+        kept = self._begin(variable, step)
+        flat, parts = weights.reshape(-1), [gradient.reshape(-1) for gradient in gradients]
+        if flat.size <= BLOCK:
+            kept.update(flat, kept.slots, parts)
+            return
+        for low in range(0, flat.size, BLOCK):
+            kept.update_range(flat, low, low + BLOCK, [part[low : low + BLOCK] for part in parts])
+
+    def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
+        """Update some rows of a variable, and leave the others alone. Not collective.
+
+        Args:
+            variable, weights, step: as for `dense`.
+            rows: (k,) integers, each row once.
+            values: their gradients, k rows, of the variable's dtype or of that in which its gradients are summed.
+        """
+        kept = self._begin(variable, step)
+        width = weights.size // max(len(weights), 1)
+        if not rows.size or not width:
+            return
+        values = values.reshape(-1, width)
+        if width <= BLOCK:
+            table, count = weights.reshape(-1, width), BLOCK // width
+            for low in range(0, rows.size, count):
+                kept.update_rows(table, rows[low : low + count], values[low : low + count])
+            return
+        flat = weights.reshape(-1)
+        for row, value in zip(rows.tolist(), values, strict=True):
+            for low in range(0, width, BLOCK):
+                high = min(low + BLOCK, width)
+                kept.update_range(flat, row * width + low, row * width + high, [value[low:high]])
+
+    def _begin(self, variable: Any, step: int) -> _Kept:
+        kept = self._known(variable) or self._meet(variable)
+        kept.room.rule.begin(step, self._optimizer.rate_at(step))
+        return kept
+
+    # slots
+
+    def slots(self, variable: Any) -> dict[str, np.ndarray]:
+        """Return a variable's slots, whole, not copied; {} if it was never updated. Not collective.
+
+        Slots of 16-bit variables are float32.
+        """
+        kept = self._known(variable)
+        return {} if kept is None else {name: slot.reshape(variable.shape) for name, slot in kept.slots.items()}
+
+    def set_slots(self, variable: Any, values: Mapping[str, Any]) -> None:
+        """Overwrite a variable's slots. Not collective.
+
+        Args:
+            variable: as for `dense`.
+            values: arrays of the variable's shape, one for each of the optimizer's `slot_names`.
+
+        Raises:
+            ValueError: names or shapes do not fit.
+        """
+        function, names = "LocalUpdates.set_slots", self._optimizer.slot_names
+        if set(values) != set(names):
+            expected, got = f"slots {', '.join(names) or '(none)'}", ", ".join(values) or "none"
+            raise ValueError(explain(function, variable.name, expected=expected, got=got))
+        arrays = {name: as_array(values[name], function, name) for name in names}
+        for name, array in arrays.items():
+            if array.shape != variable.shape:
+                expected, got = f"{name} of shape {variable.shape}", f"shape {tuple(array.shape)}"
+                raise ValueError(explain(function, variable.name, expected=expected, got=got))
+        kept = self._kept.get(variable) or self._meet(variable)
+        for name, array in arrays.items():
+            kept.slots[name][...] = array.reshape(-1)
+
+    def _known(self, variable: Any) -> _Kept | None:
+        """What is kept for a variable, if anything is; slots that wait for it in the optimizer come first."""
+        waiting = self._optimizer.pending_slots
+        if waiting and variable.name in waiting:
+            self.set_slots(variable, waiting.pop(variable.name))
+        return self._kept.get(variable)
+
+    def _meet(self, variable: Any) -> _Kept:
+        dtype = np.dtype(variable.dtype)
+        room = self._rooms.get(dtype)
+        if room is None:
+            room = self._rooms[dtype] = _Room(self._optimizer, dtype)
+        kept = self._kept[variable] = _Kept(self._optimizer, variable, room)
+        return kept
+
+
+@final
+class _Room:
+    """Room to compute in, for all variables of a dtype.
+
+    Attributes:
+        rule: the optimizer's.
+        weights: a block of the variables' dtype, made when it is asked for.
+        slots: for each slot a block of the dtype in which gradients are summed.
+    """
+
+    def __init__(self, optimizer: Optimizer, dtype: np.dtype) -> None:
+        self._dtype, self._wide, self._names = dtype, accumulation_dtype(dtype), optimizer.slot_names
+        self.rule = BlockUpdate(optimizer, dtype, [np.empty(BLOCK, self._wide) for _ in range(4)])
+        self._blocks: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
+
+    def blocks(self, size: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return room for so many weights and their slots. Not collective."""
+        if self._blocks is None:
+            slots = {name: np.empty(BLOCK, self._wide) for name in self._names}
+            self._blocks = np.empty(BLOCK, self._dtype), slots
+        weights, slots = self._blocks
+        return weights[:size], {name: block[:size] for name, block in slots.items()}
+
+
+@final
+class _Kept:
+    """What is kept for a variable.
+
+    Attributes:
+        slots: flat arrays.
+        room: what it shares with the other variables of its dtype.
+    """
+
+    def __init__(self, optimizer: Optimizer, variable: Any, room: _Room) -> None:
+        self.room, self._decay = room, optimizer.decay_of(variable)
+        size, start = int(np.prod(variable.shape, dtype=np.int64)), optimizer.slot_start
+        dtype = room.rule.block.dtype
+        # Of zeros the system gives only those pages that are touched: slots of rows that are never pushed cost nothing.
+        self.slots = {
+            name: np.full(size, start, dtype) if start else np.zeros(size, dtype) for name in optimizer.slot_names
+        }
+
+    def update(self, target: np.ndarray, slots: Mapping[str, np.ndarray], gradients: Sequence[np.ndarray]) -> None:
+        """Update a block of weights and its slots by the sum of gradients. Not collective."""
+        rule, size = self.room.rule, target.size
+        block = rule.block[:size]
+        add_all(gradients, block)
+        rule.update(target, block, slots, ((0, size, self._decay),) if self._decay else ())
+
+    def update_range(self, flat: np.ndarray, low: int, high: int, gradients: Sequence[np.ndarray]) -> None:
+        """Update the elements [low, high) of a variable, at most a block. Not collective."""
+        self.update(flat[low:high], {name: slot[low:high] for name, slot in self.slots.items()}, gradients)
+
+    def update_rows(self, table: np.ndarray, rows: np.ndarray, gradients: np.ndarray) -> None:
+        """Update rows of a variable, at most a block: fetch them and their slots, update, and put them back."""
+        shape = rows.size, table.shape[1]
+        target, slots = self.room.blocks(shape[0] * shape[1])
+        tables = {name: slot.reshape(table.shape) for name, slot in self.slots.items()}
+        # All rows are there, so clipping changes none; the default mode would go through one more copy.
+        np.take(table, rows, axis=0, out=target.reshape(shape), mode="clip")
+        for name, slot in slots.items():
+            np.take(tables[name], rows, axis=0, out=slot.reshape(shape), mode="clip")
+        self.update(target, slots, [gradients.reshape(-1)])
+        table[rows] = target.reshape(shape)
+        for name, slot in slots.items():
+            tables[name][rows] = slot.reshape(shape)

@@ -1,0 +1,96 @@
+"""What a push does to a variable, and how a push says it in one integer."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from ..errors import explain
+from ..variables.scatter import scatter
+
+__all__ = ["Operation", "apply_operation", "pack", "unpack"]
+
+
+class Operation(enum.IntEnum):
+    """What is done to a variable.
+
+    A GRADIENT is given to an optimizer. ASSIGN, ASSIGN_ADD and ASSIGN_SUB take a whole array; the others rows, each of
+    which acts on its own when a row comes several times: of several SCATTER_UPDATEs of a row the last one stays.
+    """
+
+    GRADIENT = 1
+    ASSIGN = 2
+    ASSIGN_ADD = 3
+    ASSIGN_SUB = 4
+    SCATTER_UPDATE = 5
+    SCATTER_ADD = 6
+    SCATTER_SUB = 7
+    SCATTER_MUL = 8
+    SCATTER_DIV = 9
+    SCATTER_MIN = 10
+    SCATTER_MAX = 11
+
+
+_OPERATIONS = {int(operation): operation for operation in Operation}
+_SCATTERS = {o: o.name.removeprefix("SCATTER_").lower() for o in Operation if o.name.startswith("SCATTER_")}
+
+
+def pack(operation: Operation, optimizer: int = 0) -> int:
+    """Return the integer that a push carries as its `what`. Not collective.
+
+    Args:
+        operation: what to do; it fills the low byte.
+        optimizer: of a GRADIENT, which optimizer's it is; at least 0.
+
+    Example:
+        >>> unpack(pack(Operation.GRADIENT, 3))
+        (<Operation.GRADIENT: 1>, 3)
+    """
+    return optimizer << 8 | operation
+
+
+def unpack(what: int) -> tuple[Operation, int]:
+    """Return the operation and the optimizer that `pack` packed. Not collective.
+
+    Raises:
+        ValueError: there is no such operation.
+    """
+    operation = _OPERATIONS.get(what & 0xFF)
+    if operation is None:
+        raise ValueError(explain("unpack", "what", expected="an integer that pack made", got=what))
+    return operation, what >> 8
+
+
+def apply_operation(operation: Operation, array: np.ndarray, rows: np.ndarray | None, values: np.ndarray) -> None:
+    """Change an array in place by any operation but GRADIENT. Not collective.
+
+    Args:
+        operation: what to do.
+        array: C-contiguous.
+        rows: (k,) int64; None for ASSIGN, ASSIGN_ADD and ASSIGN_SUB. They count rows of the array seen as rows of the
+            shape that one entry of `values` has.
+        values: of the array's dtype and shape, or k rows.
+
+    Raises:
+        ValueError: an operation on a whole array with rows, or one on rows without.
+
+    Example:
+        >>> array = np.zeros((2, 2))
+        >>> apply_operation(Operation.SCATTER_ADD, array, np.array([1, 1]), np.array([[1.0, 2.0], [10.0, 20.0]]))
+        >>> array.tolist()
+        [[0.0, 0.0], [11.0, 22.0]]
+    """
+    op = _SCATTERS.get(operation)
+    if operation is Operation.GRADIENT or (op is None) != (rows is None):
+        got = f"{operation.name} {'of a whole array' if rows is None else 'of rows'}"
+        raise ValueError(explain("apply_operation", "operation", expected="one that fits", got=got))
+    if rows is not None and op is not None:
+        if array.size:
+            scatter(op, array.reshape(-1, *values.shape[1:]), 0, rows, values)
+    elif operation is Operation.ASSIGN:
+        np.copyto(array, values)
+    elif operation is Operation.ASSIGN_ADD:
+        np.add(array, values, out=array)
+    else:
+        np.subtract(array, values, out=array)

@@ -1,0 +1,125 @@
+"""What a server does with what workers push: writes at once, gradients by an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from ..comm.dtypes import accumulation_dtype
+from ..variables.memory import read_only
+from .operations import Operation, apply_operation, unpack
+from .push import Push
+from .server import Server
+
+__all__ = ["Updater", "Updates"]
+
+
+class Updater(Protocol):
+    """An optimizer on this server. `variable` is what `Updates` found for the number of a variable."""
+
+    @property
+    def iterations(self) -> int:
+        """Number of steps that are complete."""
+
+    def count_step(self) -> None:
+        """Count a step that is complete. Not collective."""
+
+    def dense(self, variable: Any, weights: np.ndarray, gradients: Sequence[np.ndarray], step: int) -> None:
+        """Update a variable by the sum of gradients of all of it. Not collective."""
+
+    def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
+        """Update rows of a variable, each of which is named once. Not collective."""
+
+
+@final
+class Updates:
+    """The handler of a server's pushes: all are applied as they come. Not collective, all of it.
+
+    The gradients of a worker's step, from its first push to its commit, are all applied as step n + 1, where n steps of all
+    workers were complete when it began. Each commit completes one. A variable's constraint is applied to all of it after
+    every gradient, of some rows too.
+
+    Args:
+        server: whose variables are written.
+        find: returns what applies the optimizer of a key; asked once for each step of a worker.
+        variable: returns what is known of a variable, by number: an object with a `constraint`, for the updaters.
+    """
+
+    def __init__(self, server: Server, find: Callable[[int], Updater], variable: Callable[[int], Any]) -> None:
+        self._server, self._find, self._variable = server, find, variable
+        self._variables: dict[int, Any] = {}
+        self._steps: list[dict[int, tuple[Updater, int]]] = [{} for _ in server.applied]
+
+    def __call__(self, push: Push) -> bool:
+        """Do what a push says, and return True: it is done."""
+        operation, key = unpack(push.what)
+        if operation is not Operation.GRADIENT:
+            self.write(push)
+            return True
+        steps = self._steps[push.worker]
+        updater, step = steps.get(key) or self.begin(key)
+        if push.variable < 0:
+            steps.pop(key, None)
+            updater.count_step()
+        else:
+            steps[key] = updater, step
+            self.apply(updater, step, [push])
+        return True
+
+    def begin(self, key: int) -> tuple[Updater, int]:
+        """Return what applies the optimizer of a key, and the number of the step that begins."""
+        updater = self._find(key)
+        return updater, updater.iterations + 1
+
+    def write(self, push: Push) -> None:
+        """Assign, add or scatter."""
+        assert push.values is not None
+        with self._server.writing(push.variable) as array:
+            apply_operation(unpack(push.what)[0], array, push.rows, push.values)
+
+    def apply(self, updater: Updater, step: int, pushes: Sequence[Push]) -> None:
+        """Update a variable by the sum of gradients, from the first to the last.
+
+        Args:
+            updater: what applies them.
+            step: its number.
+            pushes: of one variable, each of all of it or of rows.
+        """
+        number = pushes[0].variable
+        variable = self._variables.get(number)
+        if variable is None:
+            variable = self._variables[number] = self._variable(number)
+        for push in pushes:
+            self._server.count_staleness(push)
+        with self._server.writing(number) as weights:
+            if pushes[0].rows is None and len(pushes) == 1:
+                updater.dense(variable, weights, (pushes[0].values,), step)  # type: ignore[arg-type]
+            elif all(push.rows is not None for push in pushes):
+                updater.rows(variable, weights, *_sum_of_rows(pushes), step)
+            else:
+                updater.dense(variable, weights, [_whole(push, weights) for push in pushes], step)
+            if variable.constraint is not None:
+                weights[...] = variable.constraint(read_only(weights))
+
+
+def _sum_of_rows(pushes: Sequence[Push]) -> tuple[Any, Any]:
+    """Return the rows of all pushes, each once and ascending, and the sums of their values, in `accumulation_dtype`."""
+    if len(pushes) == 1:
+        return pushes[0].rows, pushes[0].values
+    rows = np.unique(np.concatenate([push.rows for push in pushes]))
+    first: Any = pushes[0].values
+    total = np.zeros((rows.size, *first.shape[1:]), accumulation_dtype(first.dtype))
+    for push in pushes:
+        total[np.searchsorted(rows, push.rows)] += push.values  # type: ignore[arg-type]
+    return rows, total
+
+
+def _whole(push: Push, like: np.ndarray) -> Any:
+    """Return a gradient of all of a variable: rows that were not pushed have none."""
+    if push.rows is None:
+        return push.values
+    whole = np.zeros_like(like)
+    whole[push.rows] = push.values
+    return whole
