@@ -33,6 +33,7 @@ from .strategy import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
+    ParameterServerStrategy,
     ReplicaContext,
     Strategy,
     StrategyExtended,
@@ -56,6 +57,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "Strategy",
     "StrategyExtended",
     # contexts

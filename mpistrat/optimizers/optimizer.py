@@ -78,7 +78,8 @@ class Optimizer(ABC):
         self.global_clipnorm = None if global_clipnorm is None else float(global_clipnorm)
         self._iterations = 0
         self._counted_from = 0  # steps are counted alike, but may be set otherwise on one rank
-        self._slots = SlotStore(self.slot_names, float(slot_start))
+        self._slot_start = float(slot_start)
+        self._slots = SlotStore(self)
         self._steps: dict[tuple[int, ...], FusedStep] = {}
         self._variables: list[Variable] = []
         self._strategy: Any = None
@@ -245,8 +246,12 @@ class Optimizer(ABC):
         step.run(aggregate)
         self._iterations += 1
 
-    def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> FusedStep:
-        chosen, left_out = check_variables(strategy, pairs)
+    def join(self, strategy: Any) -> None:
+        """Serve the variables of a strategy from now on; strategies and the first step do it. Not collective.
+
+        Raises:
+            ValueError: it serves another strategy.
+        """
         if self._strategy is None:
             strategy.extended.register_optimizer(self)
             self._strategy = strategy
@@ -254,6 +259,10 @@ class Optimizer(ABC):
             expected, got = "the strategy of the earlier steps", "another one"
             remedy = "Make an optimizer for each strategy"
             raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
+
+    def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> FusedStep:
+        chosen, left_out = check_variables(strategy, pairs)
+        self.join(strategy)
         known = set(map(id, self._variables))
         new = [variable for variable in chosen if id(variable) not in known]
         make = chosen[0].placement.make_step
@@ -267,7 +276,7 @@ class Optimizer(ABC):
     @property
     def slot_start(self) -> float:
         """The value of every slot before the first step."""
-        return self._slots.start
+        return self._slot_start
 
     def slots(self, variable: Variable | ShardedVariable) -> dict[str, np.ndarray]:
         """Return new arrays with a variable's slots, whole, on the host; {} if it was never updated. Collective.
@@ -277,7 +286,7 @@ class Optimizer(ABC):
         if isinstance(variable, ShardedVariable):
             parts = [self.slots(part) for part in variable.variables]
             return {name: np.concatenate([part[name] for part in parts]) for name in self.slot_names if all(parts)}
-        if not any(variable is known for known in self._variables):
+        if variable.placement.slots is None and not any(variable is known for known in self._variables):
             return {}
         return self._slots.read(variable)
 
@@ -312,10 +321,23 @@ class Optimizer(ABC):
 
         What `set_state` gave for variables that were not updated since is among them.
         """
+        keeper = self._keeper()
+        if keeper is not None:
+            yield from keeper.each(self)
+            return
         yield from self._slots.pending.items()
         if self.slot_names:
             for variable in self._variables:
                 yield variable.name, self._slots.read(variable)
+
+    def all_iterations(self) -> int:
+        """Return the number of steps that all ranks took, together where they step together. Collective."""
+        keeper = self._keeper()
+        return self._iterations if keeper is None else keeper.iterations(self)
+
+    def _keeper(self) -> Any:
+        """What keeps the slots elsewhere, if anything does."""
+        return None if self._strategy is None else self._strategy.extended.placement.slots
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `get_state` gave, on any layout. Not collective, but every rank must do it.

@@ -16,6 +16,7 @@ from ..variables.memory import move_like
 if TYPE_CHECKING:
     from ..variables.arena import Arena
     from ..variables.variable import Variable
+    from .optimizer import Optimizer
 
 __all__ = ["ArenaSlots", "SlotStore", "owners"]
 
@@ -69,14 +70,8 @@ class SlotStore:
         pending: slots of variables that the optimizer has not met yet, by name of variable.
     """
 
-    def __init__(self, names: tuple[str, ...], start: float) -> None:
-        """Not collective.
-
-        Args:
-            names: of the slots.
-            start: the value of every slot before the first step.
-        """
-        self.names, self.start = names, start
+    def __init__(self, owner: Optimizer) -> None:
+        self.names, self.start, self._owner = owner.slot_names, owner.slot_start, owner
         self.pending: dict[str, dict[str, Any]] = {}
         self._arenas: dict[Arena, ArenaSlots] = {}
 
@@ -89,6 +84,9 @@ class SlotStore:
 
     def read(self, variable: Variable) -> dict[str, np.ndarray]:
         """Return a variable's slots, whole, on every rank. Collective."""
+        keeper = variable.placement.slots
+        if keeper is not None:
+            return keeper.read(self._owner, variable)
         arena = _arena_of(variable)
         low, high = variable.offset, variable.offset + variable.size
         mine = arena.owned([(low, high)])
@@ -115,6 +113,10 @@ class SlotStore:
             expected = f"slots {', '.join(self.names) or '(none)'}"
             got = ", ".join(values) or "none"
             raise ValueError(explain("Optimizer.set_slots", variable.name, expected=expected, got=got))
+        keeper = variable.placement.slots
+        if keeper is not None:
+            keeper.write(self._owner, variable, values)
+            return
         arena, low = _arena_of(variable), variable.offset
         for name in self.names:
             array = as_array(values[name], "Optimizer.set_slots", name)

@@ -7,6 +7,7 @@ from .loss import compute_average_loss, scale_regularization_loss
 from .mirrored import MirroredStrategy
 from .multi_worker_mirrored import MultiWorkerMirroredStrategy
 from .one_device import OneDeviceStrategy
+from .parameter_server import ParameterServerStrategy
 from .replica_context import ReplicaContext, ValueContext
 from .scope import set_strategy
 from .show_config import show_config
@@ -18,6 +19,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "ReplicaContext",
     "Strategy",
     "StrategyExtended",

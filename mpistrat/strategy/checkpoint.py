@@ -25,7 +25,6 @@ from ..errors import explain
 from ..variables.values import parse_dtype
 
 if TYPE_CHECKING:
-    from ..optimizers.optimizer import Optimizer
     from .extended import StrategyExtended
 
 __all__ = ["restore", "save"]
@@ -41,9 +40,10 @@ def save(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
     group, problem = extended.process_group, ""
     with group.collective("save", detail=os.fspath(path)):
         pass
+    optimizers = [{"name": o.name, "iterations": o.all_iterations()} for o in extended.optimizers]
     if group.topology.rank == 0:
         try:
-            _write(Path(path), _contents(extended), extended.optimizers)
+            _write(Path(path), _contents(extended), optimizers)
         except _WriteError as error:
             problem = str(error)
     else:
@@ -194,7 +194,7 @@ class _WriteError(Exception):
     """The file cannot be written; raised when everything was collected, since the other ranks take part in that."""
 
 
-def _write(path: Path, contents: Iterator[_Piece], optimizers: Sequence[Optimizer]) -> None:
+def _write(path: Path, contents: Iterator[_Piece], optimizers: Sequence[Mapping[str, Any]]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         try:
@@ -210,14 +210,13 @@ def _write(path: Path, contents: Iterator[_Piece], optimizers: Sequence[Optimize
         raise _WriteError(f"{type(error).__name__}: {error}") from error
 
 
-def _fill(path: Path, contents: Iterator[_Piece], optimizers: Sequence[Optimizer]) -> None:
+def _fill(path: Path, contents: Iterator[_Piece], optimizers: Sequence[Mapping[str, Any]]) -> None:
     import h5py
 
     with h5py.File(path, "w") as file:
         file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
         file.create_group("variables")
-        for index, optimizer in enumerate(optimizers):
-            about = {"name": optimizer.name, "iterations": optimizer.iterations}
+        for index, about in enumerate(optimizers):
             file.create_group(f"optimizers/{index}").attrs.update(about)
         for piece in contents:
             array = np.asarray(piece.array)

@@ -15,7 +15,7 @@ from ..distributed_values import DistributedValues, Mirrored, PerReplica, regrou
 from ..errors import ClosedError, ContextError, explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp
-from ..variables import Placement, Variable, create_variable
+from ..variables import Placement, ShardedVariable, Variable, create_variable
 from .aliases import with_aliases
 from .layout import Layout
 from .reductions import as_scalar, copies_of_variables
@@ -106,7 +106,7 @@ class StrategyExtended:
         """The variables made in this strategy's scope, in that order, the same on every rank."""
         return tuple(self.placement.variables)
 
-    def create_variable(self, *args: Any, **kwargs: Any) -> Variable:
+    def create_variable(self, *args: Any, **kwargs: Any) -> Variable | ShardedVariable:
         """Return a new variable; `ms.Variable(...)` ends here. Collective; in a step all replicas make it together."""
         self.require_open("Variable")
         if context.in_update_context():
@@ -116,7 +116,7 @@ class StrategyExtended:
             return create_variable(self.placement, *args, **kwargs)
         index = self.replicas.index(context.current().replica)
 
-        def together(posts: list[Any]) -> list[Variable]:
+        def together(posts: list[Any]) -> list[Variable | ShardedVariable]:
             first_args, first_kwargs = posts[0]
             return [create_variable(self.placement, *first_args, **first_kwargs)] * len(posts)
 
@@ -149,7 +149,7 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether a variable was made in this strategy's scope. Not collective."""
-        return isinstance(v, Variable) and v.placement is self.placement
+        return isinstance(v, (Variable, ShardedVariable)) and v.placement is self.placement
 
     def value_container(self, value: Any) -> Any:
         """Return the variable that a component belongs to: here they are the same. Not collective."""

@@ -37,6 +37,7 @@ class Placement:
         make: returns a variable and where this rank stores its initial value; collective over `creators`, inside a
             collective. Default: in the arenas.
         make_step: takes an optimizer and variables, and returns a step like `FusedStep`, which is the default.
+        slots: reads and writes what optimizers keep, where that is not beside the arenas.
         partitioner: says into how many shards a variable is cut, see `partitioners`; default: none is cut.
 
     Attributes:
@@ -53,6 +54,7 @@ class Placement:
     world: ProcessGroup | None = None
     make: Make | None = None
     make_step: Callable[..., Any] | None = None
+    slots: Any = None
     partitioner: Callable[..., Sequence[int]] | None = None
     variables: list[Variable] = field(default_factory=list)
     sharded: list[ShardedVariable] = field(default_factory=list)

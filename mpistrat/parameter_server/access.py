@@ -1,0 +1,273 @@
+"""How a rank gets at the variables: a worker by its connections with the servers, a server in its own memory."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, final
+
+import numpy as np
+
+from ..errors import ContextError, explain
+from .operations import Operation, apply_operation, pack
+from .parameter_servers import ParameterServers
+from .server import Server
+from .transport import FINISHED
+
+__all__ = ["Access", "ServerAccess", "WorkerAccess"]
+
+
+class Access(ABC):
+    """Reads and writes of one rank. Not collective, all of it; threads take turns.
+
+    Attributes:
+        step: the number of the training step that runs, counted from 1; 0 outside.
+        lock: held while this rank talks to servers.
+    """
+
+    def __init__(self, servers: ParameterServers) -> None:
+        self.step = 0
+        self.lock = threading.RLock()
+        self._servers, self._places = servers, servers.places
+
+    @final
+    def holder(self, variable: int) -> int:
+        """Return the rank in whose memory a variable lies. Not collective."""
+        return self._servers.servers[self._places[variable].spec.server]
+
+    @final
+    def holds(self, variable: int) -> bool:
+        """Return whether a variable lies in this rank's memory. Not collective."""
+        return self.holder(variable) == self._servers.group.topology.rank
+
+    @final
+    def reaches(self, variable: int, rank: int) -> bool:
+        """Return whether a rank can read a variable: every worker, and the server that holds it. Not collective."""
+        return rank in self._servers.workers or rank == self.holder(variable)
+
+    @abstractmethod
+    def read(self, variable: int, out: np.ndarray) -> int:
+        """Copy a variable, whole, and return its version; what this rank wrote before is in it. Not collective."""
+
+    @abstractmethod
+    def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
+        """Copy rows of a variable, all of one version, and return it. Not collective."""
+
+    @abstractmethod
+    def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
+        """Assign, add or subtract an array. Not collective."""
+
+    @abstractmethod
+    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray) -> None:
+        """Change parts of a variable. Not collective.
+
+        Args:
+            variable: its number.
+            operation: what to do.
+            rows: numbers of rows of the variable seen as an array (n, c).
+            values: (k, c).
+        """
+
+
+@final
+class WorkerAccess(Access):
+    """A worker's way to the variables.
+
+    - Reading waits until what this worker pushed before to the same server is applied: it sees its own writes.
+    - With `max_staleness` a step begins only when this worker's finished steps of the pass exceed the slowest worker's by
+      no more than that. What a finished step pushed is applied. A clock is the number of the pass times 2^32 plus the
+      finished steps of the pass, so that workers with more steps in a pass do not get ahead of the others for ever.
+
+    Args:
+        servers: the connections.
+        max_staleness: see above; None for no bound. With 0 the servers themselves keep the workers in step.
+    """
+
+    def __init__(self, servers: ParameterServers, max_staleness: int | None = None) -> None:
+        super().__init__(servers)
+        self._transports = servers.transports
+        self._limit = max_staleness or None
+        self._steps = self._passes = self._finished = self._open = 0
+        self._left = False
+        if self._limit is not None:
+            self._publish()
+
+    # steps
+
+    def begin_step(self) -> None:
+        """Begin a training step, after waiting for slower workers. Not collective."""
+        if self._limit is not None:
+            self._wait_for_the_slowest(self._limit)
+        self._steps += 1
+        self.step = self._steps
+
+    def end_step(self) -> None:
+        """End the step. Not collective."""
+        self.step = 0
+
+    def _wait_for_the_slowest(self, limit: int) -> None:
+        with self.lock:
+            keeper, patience = self._transports[0], None
+            clock = self._clock()
+            while clock - int(keeper.clocks().min()) > limit:
+                patience = patience or keeper.pair.patience("a wait for slower workers")
+                patience.pause()
+
+    def _clock(self) -> int:
+        return (self._passes << 32) + self._finished
+
+    def _publish(self) -> None:
+        self._transports[0].publish_clock(self._clock())
+
+    # passes
+
+    def begin_pass(self) -> None:
+        """Note that a dataset is being read. Several at a time are one pass. Not collective."""
+        self._open += 1
+
+    def end_pass(self) -> None:
+        """Sign off from the pass at every server when no dataset is read any more. Not collective."""
+        self._open -= 1
+        if self._open or self._left:
+            return
+        with self.lock:
+            self._passes += 1
+            self._finished = 0
+            for transport in self._transports:
+                transport.leave(clock=self._clock() if self._limit is not None else FINISHED)
+
+    def leave(self) -> None:
+        """Sign off for good: nothing is pushed after it. Not collective."""
+        if self._left:
+            return
+        self._left = True
+        with self.lock:
+            for transport in self._transports:
+                transport.leave(for_good=True)
+
+    # reading
+
+    def read(self, variable: int, out: np.ndarray) -> int:
+        """See `Access.read`."""
+        with self.lock:
+            return self._up_to_date(variable).read(variable, out)
+
+    def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
+        """See `Access.read_rows`."""
+        with self.lock:
+            return self._up_to_date(variable).read_rows(variable, rows, out)
+
+    def _up_to_date(self, variable: int) -> Any:
+        transport = self._transports[self._places[variable].spec.server]
+        transport.flush()
+        return transport
+
+    # writing
+
+    def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
+        """See `Access.write`."""
+        with self.lock:
+            transport = self._transport(variable)
+            transport.push(variable, transport.pushed + 1, array, what=pack(operation))
+
+    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray) -> None:
+        """See `Access.write_rows`."""
+        with self.lock:
+            transport = self._transport(variable)
+            summed = operation in (Operation.SCATTER_ADD, Operation.SCATTER_SUB)
+            transport.push_rows(
+                variable, transport.pushed + 1, rows, values, what=pack(operation), sum_duplicates=summed
+            )
+
+    def push(self, variable: int, gradient: np.ndarray, optimizer: int, version: int, last: bool) -> None:
+        """Send a gradient, which was computed from a version of the variable. Not collective.
+
+        Args:
+            variable: its number.
+            gradient: of its shape and dtype.
+            optimizer: the key of the optimizer that applies it.
+            version: of the variable.
+            last: whether it is this step's last to its server, which counts the step then.
+        """
+        with self.lock:
+            transport = self._transport(variable)
+            what = pack(Operation.GRADIENT, optimizer)
+            transport.push(variable, transport.pushed + 1, gradient, what=what, version=version, commit=last)
+
+    def push_rows(
+        self, variable: int, rows: np.ndarray, values: np.ndarray, optimizer: int, version: int, last: bool
+    ) -> None:
+        """Send a gradient that has these rows only; rows that are named twice are summed. Not collective."""
+        with self.lock:
+            transport, what = self._transport(variable), pack(Operation.GRADIENT, optimizer)
+            number = transport.pushed + 1
+            if rows.size:
+                transport.push_rows(variable, number, rows, values, what=what, version=version, commit=last)
+            elif last:
+                transport.commit(number, what=what)
+
+    def finish_step(self, optimizer: int, others: Iterable[int]) -> None:
+        """Say that all gradients of a step were sent. Not collective.
+
+        Args:
+            optimizer: its key.
+            others: servers that hold variables of the optimizer and got no gradient: they count the step, too.
+        """
+        with self.lock:
+            for server in others:
+                transport = self._transports[server]
+                transport.commit(transport.pushed + 1, what=pack(Operation.GRADIENT, optimizer))
+            self._finished += 1
+            if self._limit is not None:
+                self.flush()
+                self._publish()
+
+    def _transport(self, variable: int) -> Any:
+        return self._transports[self._places[variable].spec.server]
+
+    def flush(self) -> None:
+        """Wait until all that this worker pushed is applied. Not collective."""
+        with self.lock:
+            for transport in self._transports:
+                transport.flush()
+
+
+@final
+class ServerAccess(Access):
+    """A server's way to its own variables. Those of other servers are out of its reach."""
+
+    def __init__(self, server: Server, servers: ParameterServers) -> None:
+        super().__init__(servers)
+        self._server = server
+
+    def read(self, variable: int, out: np.ndarray) -> int:
+        """See `Access.read`."""
+        self._check(variable, "read")
+        return self._server.read(variable, out)
+
+    def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
+        """See `Access.read_rows`."""
+        self._check(variable, "read")
+        version, out[...] = self._server.read_rows(variable, rows)
+        return version
+
+    def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
+        """See `Access.write`."""
+        self._check(variable, "assign")
+        with self._server.writing(variable) as value:
+            apply_operation(operation, value, None, array)
+
+    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray) -> None:
+        """See `Access.write_rows`."""
+        self._check(variable, "scatter")
+        with self._server.writing(variable) as value:
+            apply_operation(operation, value, rows, values)
+
+    def _check(self, variable: int, function: str) -> None:
+        if not self.holds(variable):
+            spec = self._places[variable].spec
+            remedy = "Let a worker do it: `if not strategy.is_server:`"
+            expected = f"a worker, or server {spec.server}, which holds it"
+            got = f"a call on server {self._server.index}"
+            raise ContextError(explain(f"Variable.{function}", spec.name, expected=expected, got=got, remedy=remedy))

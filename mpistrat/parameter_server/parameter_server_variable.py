@@ -1,0 +1,201 @@
+"""The variable that lies on a parameter server."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..buffer_pool import BufferPool
+from ..types import IndexedSlices
+from ..variables.aggregation import aggregate, aggregate_slices, check_replica_write, check_scatter
+from ..variables.memory import zeros
+from ..variables.scatter import row_numbers
+from ..variables.values import as_flat, one_value
+from ..variables.variable import Description, Variable
+from .access import Access
+from .operations import Operation
+
+if TYPE_CHECKING:
+    from ..variables.placement import Placement
+
+__all__ = ["ParameterServerVariable"]
+
+_OPERATIONS = {
+    "assign": Operation.ASSIGN,
+    "assign_add": Operation.ASSIGN_ADD,
+    "assign_sub": Operation.ASSIGN_SUB,
+}
+_SCATTERS = {op: Operation[f"SCATTER_{op.upper()}"] for op in ("update", "add", "sub", "mul", "div", "min", "max")}
+_POOL = BufferPool(kept=8)
+
+
+@final
+class ParameterServerVariable(Variable):
+    """A variable that one server holds, and every worker reads and writes without waiting for other workers.
+
+    Reading copies the whole variable from its server, as it was between two writes, with all that this worker wrote
+    before. In a step (`strategy.run`) the first read does so, and later ones of the step give the same numbers; outside
+    every read asks the server. Writing returns when the value was handed over; the server applies it once. Neither is
+    collective. In replica context what the worker's own replicas write is aggregated first.
+
+    Attributes:
+        number: of the variable among all that the servers hold.
+        server: the number of the server that holds it.
+        version: how often the server had written the variable when this rank read it last.
+    """
+
+    __slots__ = ("_access", "_gradients", "_seen", "_snapshot", "number", "server", "version")
+
+    def __init__(
+        self, placement: Placement, description: Description, number: int, server: int, access: Access
+    ) -> None:
+        """Hold on to the way there. Not collective."""
+        self._hold(placement, description)
+        self.number, self.server, self.version = number, server, 0
+        self._access: Access | None = access
+        self._snapshot: Any = None
+        self._seen = 0
+        self._gradients: list[Any] | None = None
+
+    # reading
+
+    @property
+    def array(self) -> Any:
+        """The numbers, read-only: as this step saw them first, or outside of a step as they are now. Not collective."""
+        access = self._access
+        if access is not None and access.step and self._seen == access.step:
+            return self._snapshot
+        return self._pull()
+
+    def _pull(self) -> Any:
+        self._require_open()
+        access = self._access
+        assert access is not None
+        with access.lock:
+            step = access.step
+            if step and self._seen == step:  # another replica was quicker
+                return self._snapshot
+            self._snapshot = None  # its memory may be used again
+            out = _POOL.empty(self.size, self.dtype).reshape(self.shape)
+            self.version = access.read(self.number, out)
+            out.flags.writeable = False
+            if step:
+                self._snapshot, self._seen = out, step
+            return out
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What each local replica reads: the same array. Not collective."""
+        return (self.array,) * self.placement.group.topology.num_local_replicas
+
+    @property
+    def num_copies(self) -> int:
+        """Physical copies that this rank writes to: the server's."""
+        self._require_open()
+        return 1
+
+    def sparse_read(self, indices: Any) -> Any:
+        """Return a new array of the rows with these numbers, in their order; only they travel. Not collective."""
+        rows, shape = row_numbers(self.shape, indices, "sparse_read")
+        access = self._access
+        if access is None or (access.step and self._seen == access.step):
+            return self.array[rows].reshape(shape)
+        out = np.empty((rows.size, *self.shape[1:]), self.dtype)
+        with access.lock:
+            self.version = access.read_rows(self.number, rows, out)
+        return out.reshape(shape)
+
+    # writing
+
+    def _update(self, op: str, value: Any) -> Variable:
+        function = f"Variable.{op}"
+        frame = self._frame(op)
+        if frame.replica is None:
+            self._write(op, as_flat(one_value(value, function), self.shape, self.dtype, function))
+            return self
+        check_replica_write(self, function)
+        array = as_flat(value, self.shape, self.dtype, function).reshape(self.shape)
+        frame.replica.merge_call(functools.partial(self._merge, op), args=(array,))
+        return self
+
+    def _merge(self, op: str, strategy: Any, value: Any) -> None:
+        total = aggregate(self, self._per_replica(value))
+        self._write(op, as_flat(total, self.shape, self.dtype, f"Variable.{op}"))
+
+    def _write(self, op: str, flat: Any) -> None:
+        access = self._access
+        assert access is not None
+        with access.lock:
+            access.write(self.number, _OPERATIONS[op], np.ascontiguousarray(flat).reshape(self.shape))
+            self._seen = 0  # the step reads anew, and sees it
+
+    def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> Variable:
+        frame = self._frame(f"scatter_{op}")
+        delta = IndexedSlices(updates, indices)
+        if frame.replica is None:
+            self._write_rows(op, depth, delta)
+            return self
+        check_scatter(self, op)
+        frame.replica.merge_call(functools.partial(self._merge_rows, op, depth), args=(delta,))
+        return self
+
+    def _merge_rows(self, op: str, depth: int, strategy: Any, delta: Any) -> None:
+        self._write_rows(op, depth, aggregate_slices(self, self._per_replica(delta)))
+
+    def _write_rows(self, op: str, depth: int, delta: IndexedSlices) -> None:
+        access = self._access
+        assert access is not None
+        rows = np.asarray(delta.indices, np.int64)
+        with access.lock:
+            access.write_rows(self.number, _SCATTERS[op], rows, np.ascontiguousarray(delta.values))
+            self._seen = 0
+
+    # gradients
+
+    def gradient(self, local_replica: int) -> Any:
+        """Return the gradient array of one local replica, writable: what is pushed. Not collective.
+
+        Raises:
+            ValueError: the variable has no gradients.
+        """
+        if self._gradients is None:
+            self._require_open()
+            if not self.trainable or self.dtype.kind in "biu":
+                return super().gradient(local_replica)
+            self._gradients = [zeros(self.shape, self.dtype, device) for device in self.placement.devices]
+        return self._gradients[local_replica]
+
+    # files
+
+    def gathered(self) -> np.ndarray | None:
+        """See `Variable.gathered`."""
+        access, group = self._access, self.placement.creators
+        assert access is not None
+        if access.reaches(self.number, rank=0):
+            return self.numpy() if group.topology.rank == 0 else None
+        with group.collective("gathered", self.name, self.dtype, self.shape):
+            value = self.numpy() if access.holds(self.number) else np.empty(self.shape, self.dtype)
+            group.broadcast(value, access.holder(self.number))
+        return value
+
+    def load(self, value: np.ndarray) -> None:
+        """See `Variable.load`."""
+        group = self.placement.creators
+        with group.collective("load", self.name, self.dtype, self.shape):
+            access = self._access
+            assert access is not None
+            if access.holds(self.number):
+                flat = as_flat(value, self.shape, self.dtype, "Variable.load")
+                access.write(self.number, Operation.ASSIGN, np.ascontiguousarray(flat).reshape(self.shape))
+        group.barrier("load")
+
+    @property
+    def closed(self) -> bool:
+        """Whether the strategy was closed."""
+        return self._access is None
+
+    def close(self) -> None:
+        """Let go of the memory; every later use raises ClosedError. Not collective; the strategy calls it."""
+        self._access = self._snapshot = self._gradients = None

@@ -1,0 +1,88 @@
+"""Which ranks are workers and which are parameter servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from ..cluster import ClusterResolver, ClusterSpec
+from ..cluster.roles import id_in_cluster, validate
+from ..comm.process_group import ProcessGroup
+from ..errors import ClusterError, explain
+
+__all__ = ["Roles", "is_server"]
+
+_NAME = "ParameterServerStrategy"
+
+
+@final
+@dataclass(frozen=True)
+class Roles:
+    """The ranks of each role.
+
+    Attributes:
+        workers: the chief if there is one, then the workers, in the order of their tasks.
+        servers: the parameter servers, in the order of their tasks.
+    """
+
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+
+    @classmethod
+    def of_counts(cls, size: int, num_ps: int) -> Roles:
+        """Return the roles when the last ranks are the servers. Not collective.
+
+        Raises:
+            ClusterError: no worker or no server is left.
+
+        Example:
+            >>> Roles.of_counts(4, 1)
+            Roles(workers=(0, 1, 2), servers=(3,))
+        """
+        if type(num_ps) is not int or not 1 <= num_ps < size:
+            expected = f"at least 1 and less than the {size} ranks, for there must be a worker"
+            remedy = "Start more ranks: workers and servers are counted together"
+            raise ClusterError(explain(_NAME, "num_ps", expected=expected, got=num_ps, remedy=remedy))
+        return cls(tuple(range(size - num_ps)), tuple(range(size - num_ps, size)))
+
+    @classmethod
+    def gather(cls, group: ProcessGroup, resolver: ClusterResolver) -> Roles:
+        """Return the roles that every rank's resolver tells of its own task. Collective.
+
+        Raises:
+            ClusterError: on every rank, when a rank has no task or two have the same, or no worker or server is left.
+        """
+        mine = f"{resolver.task_type or ''} {resolver.task_id if resolver.task_id is not None else ''}"
+        with group.collective(_NAME, "roles"):
+            told = [text.split() for text in group.all_gather_text(mine)]
+        tasks: dict[tuple[str, int], int] = {}
+        for rank, words in enumerate(told):
+            task = (words[0], int(words[1])) if len(words) == 2 else None
+            if task is None or task[0] not in ("chief", "worker", "ps") or task in tasks:
+                twice = f", which rank {tasks[task]} is, too" if task in tasks else ""
+                expected = f"chief, worker or ps for rank {rank}, each task once"
+                got = f"{' '.join(words) or 'no task'}{twice}"
+                remedy = "Evaluators are a job of their own" if words[:1] == ["evaluator"] else ""
+                raise ClusterError(explain(_NAME, "cluster_resolver", expected=expected, got=got, remedy=remedy))
+            tasks[task] = rank
+        workers = tuple(tasks[task] for task in sorted(tasks) if task[0] != "ps")  # "chief" comes before "worker"
+        servers = tuple(tasks[task] for task in sorted(tasks) if task[0] == "ps")
+        if not workers or not servers:
+            got = f"{len(workers)} and {len(servers)}"
+            remedy = "Give num_ps, or MPIClusterResolver(jobs={'worker': 3, 'ps': 1})"
+            raise ClusterError(
+                explain(_NAME, "cluster_resolver", expected="workers and servers", got=got, remedy=remedy)
+            )
+        return cls(workers, servers)
+
+
+def is_server(resolver: ClusterResolver) -> bool:
+    """Return whether this rank is a parameter server, as its resolver tells. Not collective.
+
+    Raises:
+        ClusterError: the cluster's roles are not legal.
+    """
+    spec: ClusterSpec = validate(resolver.cluster_spec())
+    if spec and resolver.task_type in ("chief", "worker") and resolver.task_id is not None:
+        id_in_cluster(spec, resolver.task_type, resolver.task_id)
+    return resolver.task_type == "ps"

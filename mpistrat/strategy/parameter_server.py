@@ -1,0 +1,387 @@
+"""ParameterServerStrategy: workers that train without waiting for each other, and servers that hold the variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from time import sleep
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
+from ..cluster.communicator import check_comm, running_mpi
+from ..cross_device.cross_device_ops import CrossDeviceOps
+from ..data.distribution.workers import Workers
+from ..errors import ContextError, MpistratError, explain
+from ..optimizers.local_updates import LocalUpdates
+from ..optimizers.optimizer import find
+from ..options import CommunicationOptions, RunOptions
+from ..parameter_server.access import Access, ServerAccess, WorkerAccess
+from ..parameter_server.layout import VariableSpec
+from ..parameter_server.parameter_server_variable import ParameterServerVariable
+from ..parameter_server.parameter_servers import ParameterServers
+from ..parameter_server.placing import PLACEMENTS
+from ..parameter_server.report import ParameterServerStats, gather_stats
+from ..parameter_server.roles import Roles, is_server
+from ..parameter_server.updates import Updates
+from ..variables import Placement, Variable
+from ..variables.placement import Target
+from .assemble import assemble
+from .input import Division
+from .layout import PARAMETER_SERVER
+from .push_step import ORDINALS, PushStep, optimizer_key
+from .server_slots import ServerSlots
+from .strategy import Strategy
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from ..optimizers.optimizer import Optimizer
+    from ..variables.variable import Description
+
+__all__ = ["ParameterServerStrategy"]
+
+_NAME = "ParameterServerStrategy"
+
+
+@final
+class ParameterServerStrategy(Strategy):
+    """Asynchronous training: servers hold the variables, workers read them and push updates (TF: ParameterServerStrategy).
+
+    Every rank runs the same program. Creating the strategy and variables, `save`, `restore` and `close` are collective over
+    all ranks. Else a worker waits for no other worker: its replicas are the only ones in sync, `run`, `reduce` and
+    `gather` concern them alone, and `apply_gradients` sums over them and pushes once. The server applies a push once, by
+    the optimizer that the same program made there.
+
+    On a server rank iterating a distributed dataset serves the workers until all have left the pass, and yields nothing.
+    A worker leaves a pass when its loop ends, by `break` or an exception, too. Servers answer reads and writes before,
+    between and after passes as well.
+
+    `dataset.batch(n)` is what one worker pushes for: the batches of a dataset are dealt out to the workers in turn, each
+    row once in an epoch.
+
+    Args:
+        cluster_resolver: who is worker, chief or ps; default what TF_CONFIG says, if it is set and names ps tasks.
+        variable_partitioner: cuts large variables into shards on several servers, see `ms.partitioners`.
+        num_ps: without a resolver: so many ranks, the last ones, are servers; default 1.
+        max_staleness: a worker begins a step only when its finished steps exceed the slowest worker's by at most this
+            number; None for no bound. With 0 the servers keep a step's pushes, sum them in worker order and apply them
+            once: synchronous training.
+        backup_workers: with max_staleness=0: a step is complete without this many workers' pushes, which are dropped.
+        placement: which server gets the next variable: "round_robin", or "bytes" for the one that has least.
+        transport: "shared_window", "one_sided" or "messages" for all; default chosen for each worker and server.
+        communication_options, cross_device_ops: how the worker's own replicas are reduced.
+        comm: communicator, duplicated here; default COMM_WORLD.
+        devices: this rank's, as for MirroredStrategy; servers use none.
+
+    Raises:
+        ClusterError: on every rank, when there is no worker or no server, or the roles contradict each other.
+        ValueError: on every rank, for another placement, transport or staleness.
+        LayoutError: there is one rank only.
+
+    Example:
+        >>> strategy = ms.ParameterServerStrategy(num_ps=1)  # doctest: +SKIP
+
+    Source: Li et al., https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu.
+
+    Attributes:
+        workers, servers: their ranks.
+        is_server: whether this rank is a server.
+        worker_index: this worker's number, None on a server.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        num_ps: int | None = None,
+        max_staleness: int | None = None,
+        backup_workers: int = 0,
+        placement: str = "round_robin",
+        transport: str = "",
+        communication_options: CommunicationOptions | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        comm: MPI.Intracomm | None = None,
+        devices: Sequence[str] | str | None = None,
+    ) -> None:
+        resolver = cluster_resolver if cluster_resolver is not None else _from_environment(num_ps)
+        ranks = check_comm(running_mpi(_NAME), comm, _NAME)
+        count = 1 if num_ps is None else num_ps
+
+        def check(topology: Topology) -> None:
+            if resolver is not None and num_ps is not None:
+                got = "both"
+                raise ValueError(explain(_NAME, "num_ps", expected="num_ps or cluster_resolver", got=got))
+            if resolver is None:
+                Roles.of_counts(topology.size, count)
+            _check_settings(max_staleness, backup_workers, placement)
+
+        here = _serves(resolver, ranks.rank, ranks.size, count)
+        settings = (max_staleness, backup_workers, placement, transport)
+        parts = assemble(
+            PARAMETER_SERVER, comm, "cpu:0" if here else devices, cross_device_ops, communication_options, check=check
+        )
+        group = parts.group
+        with group.collective(_NAME, detail=settings):
+            pass
+        roles = Roles.of_counts(group.topology.size, count) if resolver is None else Roles.gather(group, resolver)
+        if resolver is None:
+            jobs = {"worker": list(roles.workers), "ps": list(roles.servers)}
+            resolver = MPIClusterResolver(group.topology.comm, jobs)
+        self.workers, self.servers = roles.workers, roles.servers
+        rank = group.topology.rank
+        self.is_server = rank in roles.servers
+        self.worker_index = None if self.is_server else roles.workers.index(rank)
+        self._parameter_servers = ParameterServers(group, roles.workers, roles.servers, transport=transport)
+        self._access = self._make_access(max_staleness, backup_workers)
+        self._place = PLACEMENTS[placement](len(roles.servers))
+        super().__init__(
+            replace(parts, make=self._make, make_step=self._make_step, num_input_pipelines=len(roles.workers))
+        )
+        placement_of = self._extended.placement
+        placement_of.partitioner = variable_partitioner
+        placement_of.slots = ServerSlots(
+            group,
+            roles.servers,
+            self._updates if self.is_server else None,
+            lambda: placement_of.variables,
+        )
+        self.cluster_resolver = resolver
+
+    def _make_access(self, max_staleness: int | None, backup_workers: int) -> Access:
+        server = self._parameter_servers.server
+        if server is None:
+            return WorkerAccess(self._parameter_servers, max_staleness)
+        self._updaters: dict[Optimizer, LocalUpdates] = {}
+        server.start(Updates(server, self._find, self._by_number))
+        return ServerAccess(server, self._parameter_servers)
+
+    # who
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers, the chief included."""
+        return len(self.workers)
+
+    @property
+    def num_ps(self) -> int:
+        """Number of servers."""
+        return len(self.servers)
+
+    # variables, on all ranks
+
+    def _make(self, placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
+        """Give a variable a place on a server. Collective."""
+        servers = self._parameter_servers
+        spec = VariableSpec(what.name, what.shape, what.dtype, self._place(what.shape, what.dtype))
+        (number,) = servers.add_variables([spec])
+        variable = ParameterServerVariable(placement, what, number, spec.server, self._access)
+        if not self._access.holds(number):
+            return variable, []
+        with servers.server.writing(number) as memory:  # type: ignore[union-attr]  # nobody can read it yet
+            flat = memory.reshape(-1)
+        return variable, [(flat, 0, flat.size)]
+
+    def _by_number(self, number: int) -> Any:
+        return next(v for v in self._extended.variables if getattr(v, "number", None) == number)
+
+    # steps, on workers
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Call a step once on each replica of this worker, and return what they return. Not collective.
+
+        With `max_staleness` it begins when the slowest worker is near enough. See `Strategy.run`.
+
+        Raises:
+            ContextError: on a server.
+        """
+        access = self._worker("run")
+        access.begin_step()
+        try:
+            return super().run(fn, args, kwargs, options)
+        finally:
+            access.end_step()
+
+    def _worker(self, function: str) -> WorkerAccess:
+        access = self._access
+        if isinstance(access, WorkerAccess):
+            return access
+        remedy = "Iterate a distributed dataset, which gives a server nothing, or write `if not strategy.is_server:`"
+        got = f"a call on rank {self.rank}, a parameter server"
+        raise ContextError(explain(f"{_NAME}.{function}", "", expected="a worker", got=got, remedy=remedy))
+
+    def _make_step(self, optimizer: Optimizer, variables: Sequence[Any]) -> PushStep:
+        return PushStep(optimizer, self, variables, self._worker("apply_gradients"))
+
+    # serving, on servers
+
+    def serve(self, passes: int | None = 1) -> None:
+        """Serve the workers until all have left one pass, or for good. Not collective; on servers.
+
+        A worker leaves a pass when its loop over a distributed dataset ends, or by `leave`, and for good when it closes the
+        strategy or ends its program. Iterating a distributed dataset calls this.
+
+        Args:
+            passes: how many to wait for; None for all there are.
+
+        Raises:
+            ContextError: on a worker.
+            PeerExitError: a worker left the program in the middle of a pass.
+        """
+        self._extended.require_open(f"{_NAME}.serve")
+        server = self._parameter_servers.server
+        if server is None:
+            got = f"a call on rank {self.rank}, a worker"
+            raise ContextError(explain(f"{_NAME}.serve", "", expected="a parameter server", got=got))
+        server.wait(passes)
+
+    def leave(self) -> None:
+        """Leave a pass that is not the loop over a distributed dataset, which leaves by itself. Not collective; on workers.
+
+        A program that steps without a dataset calls it when its servers, which are in `serve`, shall go on.
+
+        Raises:
+            ContextError: on a server.
+
+        Example:
+            >>> if strategy.is_server:  # doctest: +SKIP
+            ...     strategy.serve()
+            ... else:
+            ...     for _ in range(100):
+            ...         strategy.run(step)
+            ...     strategy.leave()
+        """
+        self._extended.require_open(f"{_NAME}.leave")
+        access = self._worker("leave")
+        access.begin_pass()
+        access.end_pass()
+
+    def _find(self, key: int) -> LocalUpdates:
+        """Return what applies the optimizer that a worker names; its program may be ahead of this one's."""
+        ordinal = key % ORDINALS
+        server = self._parameter_servers.server
+        while True:
+            optimizer = find(ordinal)
+            if optimizer is not None:
+                updates = self._updates(optimizer)  # which takes over what was restored
+                if optimizer_key(optimizer) == key:
+                    return updates
+            if server is None or server.waiting:  # this program has made all that it will make before the pass
+                self._refuse(ordinal, optimizer)
+            sleep(1e-4)
+
+    def _updates(self, optimizer: Optimizer) -> LocalUpdates:
+        """Return what applies an optimizer on this server."""
+        if optimizer not in self._updaters:
+            self._updaters[optimizer] = LocalUpdates(optimizer)
+            optimizer.join(self)
+        return self._updaters[optimizer]
+
+    def _refuse(self, ordinal: int, optimizer: Optimizer | None) -> NoReturn:
+        got = "none" if optimizer is None else f"another one: {optimizer.describe()}"
+        remedy = "Run the same program on every rank: make optimizers, and change their numbers, on servers too"
+        expected = f"on rank {self.rank} the optimizer that a worker applies, number {ordinal} in its program"
+        raise MpistratError(explain("apply_gradients", "optimizer", expected=expected, got=got, remedy=remedy))
+
+    # input
+
+    def _division(self) -> Division:
+        """Batches are dealt out to the workers; a server serves a pass and reads nothing."""
+        replicas = self._extended.process_group.topology.replicas_per_rank
+        workers = Workers([replicas[rank] for rank in self.workers], self.worker_index or 0)
+        return (Division.serving if self.is_server else Division.alone)(workers, self)
+
+    def begin_pass(self) -> None:
+        """Begin to read a dataset: on a server, serve until all workers have left the pass. Not collective."""
+        if isinstance(self._access, WorkerAccess):
+            self._access.begin_pass()
+        else:
+            self.serve()
+
+    def end_pass(self) -> None:
+        """Leave the pass. Not collective."""
+        if isinstance(self._access, WorkerAccess) and not self._extended.closed:
+            self._access.end_pass()
+
+    # what happened
+
+    def stats(self) -> ParameterServerStats:
+        """Return what all workers and servers have exchanged so far: a table, when printed. Collective over all ranks.
+
+        Example:
+            >>> print(strategy.stats())  # doctest: +SKIP
+        """
+        self._extended.require_open(f"{_NAME}.stats")
+        return gather_stats(self._parameter_servers)
+
+    # files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all variables, and all that optimizers keep, to one HDF5 file. Collective. See `Strategy.save`.
+
+        Each variable is written as it is between two updates. Call it when all ranks have left a pass for a file of one
+        moment.
+        """
+        self._extended.require_open("Strategy.save")
+        if isinstance(self._access, WorkerAccess):
+            self._access.flush()
+        self._agree_on_optimizers()
+        super().save(path)
+
+    def _agree_on_optimizers(self) -> None:
+        """Let every rank know all optimizers that any rank has applied, in the order in which they were made. Collective."""
+        extended = self._extended
+        with extended.process_group.collective("save", "optimizers"):
+            mine = " ".join(str(optimizer.ordinal) for optimizer in extended.optimizers)
+            told = extended.process_group.all_gather_text(mine)
+        for ordinal in sorted({int(word) for text in told for word in text.split()}):
+            optimizer = find(ordinal)
+            if optimizer is None:
+                self._refuse(ordinal, None)
+            optimizer.join(self)
+        extended.optimizers.sort(key=lambda optimizer: optimizer.ordinal)
+
+    # its life
+
+    def close(self) -> None:
+        """Leave for good, when all that was pushed is applied; then as `Strategy.close`. Collective the first time."""
+        if isinstance(self._access, WorkerAccess) and not self._extended.closed:
+            self._access.leave()
+        super().close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(explain(_NAME, "", expected="no copy.deepcopy", got="one", remedy="Make another strategy"))
+
+
+def _from_environment(num_ps: int | None) -> ClusterResolver | None:
+    """The resolver of TF_CONFIG, where that says who is a server and the program does not."""
+    if num_ps is not None or not os.environ.get("TF_CONFIG"):
+        return None
+    resolver = TFConfigClusterResolver()
+    return resolver if "ps" in resolver.cluster_spec().jobs else None
+
+
+def _serves(resolver: ClusterResolver | None, rank: int, size: int, num_ps: int) -> bool:
+    """Whether this rank will be a server, as far as it can be seen before the ranks have talked."""
+    if resolver is not None:
+        return is_server(resolver)
+    return type(num_ps) is int and rank >= size - num_ps
+
+
+def _check_settings(max_staleness: int | None, backup_workers: int, placement: str) -> None:
+    for name, value, optional in (("max_staleness", max_staleness, True), ("backup_workers", backup_workers, False)):
+        if not (value is None and optional) and (type(value) is not int or value < 0):
+            expected = f"an integer of at least 0{' or None' * optional}"
+            raise ValueError(explain(_NAME, name, expected=expected, got=repr(value)))
+    if backup_workers and max_staleness != 0:
+        expected, got = "max_staleness=0 with backup workers", repr(max_staleness)
+        raise ValueError(explain(_NAME, "max_staleness", expected=expected, got=got))
+    if placement not in PLACEMENTS:
+        raise ValueError(explain(_NAME, "placement", expected=f"one of {', '.join(PLACEMENTS)}", got=repr(placement)))

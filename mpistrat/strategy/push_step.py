@@ -1,0 +1,115 @@
+"""One training step with parameter servers: sum the worker's gradients, send each to its server, say that the step ends."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..comm.arrays import to_host
+from ..distributed_values import DistributedValues, PerReplica
+from ..optimizers.gradients import checked
+from ..parameter_server.access import WorkerAccess
+from ..parameter_server.parameter_server_variable import ParameterServerVariable
+from ..types import IndexedSlices, ReduceOp
+
+if TYPE_CHECKING:
+    from ..cross_device.cross_device_ops import CrossDeviceOps
+    from ..optimizers.optimizer import Optimizer
+
+__all__ = ["ORDINALS", "PushStep", "optimizer_key"]
+
+ORDINALS = 1 << 16
+
+
+def optimizer_key(optimizer: Optimizer) -> int:
+    """Return the number by which worker and server name an optimizer: which one was made, and what it is like. Not collective.
+
+    The same program makes the same optimizers in the same order on every rank.
+    """
+    return optimizer.ordinal % ORDINALS + ORDINALS * (zlib.crc32(optimizer.describe().encode()) & 0x3FFFFF)
+
+
+@final
+class PushStep:
+    """The step of one optimizer on one set of variables, on a worker. Nothing in it waits for other workers.
+
+    Attributes:
+        strategy: whose variables they are; opaque.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, strategy: Any, variables: Sequence[ParameterServerVariable], access: WorkerAccess
+    ) -> None:
+        self.strategy = strategy
+        self._optimizer, self._variables, self._access = optimizer, tuple(variables), access
+        placement = variables[0].placement
+        self._ops: CrossDeviceOps = placement.ops
+        self._replicas: Sequence[Sequence[tuple[Any, Any]]] = ()
+        servers = [variable.server for variable in variables]
+        self._reached = set(servers)
+        self._last = [server not in servers[i + 1 :] for i, server in enumerate(servers)]
+        self.describe()
+
+    def describe(self) -> None:
+        """Say again which optimizer it is, after its numbers have changed. Not collective."""
+        self._key = optimizer_key(self._optimizer)
+
+    def place(self, replicas: Sequence[Sequence[tuple[Any, Any]]], key: tuple[int, ...]) -> None:
+        """Take the gradients that the local replicas handed over. Not collective; arguments as `place_gradients`."""
+        self._replicas = replicas
+
+    def run(self, aggregate: bool) -> None:
+        """Send the gradients. Not collective; in cross-replica context.
+
+        Args:
+            aggregate: whether gradients are summed over the worker's replicas; else they are equal on all already.
+        """
+        replicas, self._replicas = self._replicas, ()
+        own = [[(g, v) for g, v in pairs if g is not None] for pairs in replicas[: None if aggregate else 1]]
+        gradients = [self._sum([checked(pairs[i][0], v) for pairs in own]) for i, (_, v) in enumerate(own[0])]
+        if self._optimizer.global_clipnorm is not None:
+            gradients = _clip(gradients, self._optimizer.global_clipnorm)
+        for variable, gradient, last in zip(self._variables, gradients, self._last, strict=True):
+            self._push(variable, gradient, last)
+        self._access.finish_step(self._key, self._servers() - self._reached)
+
+    def _sum(self, gradients: list[Any]) -> Any:
+        if len(gradients) == 1:
+            return gradients[0]
+        total = self._ops.reduce(ReduceOp.SUM, PerReplica(gradients))
+        return total.values[0] if isinstance(total, DistributedValues) else total
+
+    def _push(self, variable: ParameterServerVariable, gradient: Any, last: bool) -> None:
+        access, dtype = self._access, variable.dtype
+        if isinstance(gradient, IndexedSlices):
+            rows = np.asarray(to_host(gradient.indices), np.int64)
+            values = np.asarray(to_host(gradient.values)).astype(dtype, copy=False)
+            access.push_rows(variable.number, rows, values, self._key, variable.version, last)
+        else:
+            array = np.asarray(to_host(gradient)).astype(dtype, copy=False)
+            access.push(variable.number, array, self._key, variable.version, last)
+
+    def _servers(self) -> set[int]:
+        """The servers that hold any variable of the optimizer: all of them count its steps."""
+        if len(self._optimizer.variables) == len(self._variables):
+            return self._reached
+        return {variable.server for variable in self._optimizer.variables}
+
+
+def _clip(gradients: list[Any], limit: float) -> list[Any]:
+    """Scale gradients together so that their norm does not exceed a limit; NaN in one makes all NaN."""
+    arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
+    norm = math.sqrt(sum(float(np.square(a, dtype=np.float64).sum()) for a in map(to_host, arrays)))
+    if norm <= limit:
+        return gradients
+    scale = limit / norm if math.isfinite(norm) else math.nan
+    return [
+        IndexedSlices(g.values * g.values.dtype.type(scale), g.indices, g.dense_shape)
+        if isinstance(g, IndexedSlices)
+        else g * g.dtype.type(scale)
+        for g in gradients
+    ]

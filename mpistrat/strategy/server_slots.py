@@ -1,0 +1,80 @@
+"""What optimizers keep on parameter servers: the slots beside the variables, brought to whoever saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..comm.dtypes import accumulation_dtype
+from ..comm.process_group import ProcessGroup
+from ..optimizers.local_updates import LocalUpdates
+
+if TYPE_CHECKING:
+    from ..optimizers.optimizer import Optimizer
+    from ..parameter_server.parameter_server_variable import ParameterServerVariable
+
+__all__ = ["ServerSlots"]
+
+
+@final
+class ServerSlots:
+    """Reads and writes slots that lie on servers. Collective over all ranks, but for `write`.
+
+    Args:
+        group: all ranks.
+        servers: the ranks of the servers.
+        updates: on a server, returns what applies an optimizer here; None elsewhere.
+        variables: returns the strategy's variables.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        servers: tuple[int, ...],
+        updates: Callable[[Optimizer], LocalUpdates] | None,
+        variables: Callable[[], list[Any]],
+    ) -> None:
+        self._group, self._servers, self._updates, self._variables = group, servers, updates, variables
+
+    def each(self, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+        """Yield the name and the slots of each variable that the optimizer has updated. Collective."""
+        variables = [v for v in self._variables() if hasattr(v, "server")]
+        mine = [int(bool(self._slots_here(optimizer, variable))) for variable in variables]
+        with self._group.collective("optimizer.slots", optimizer.name, detail=len(variables)):
+            having: list[int] = self._group.all_gather_int(mine).max(axis=0).tolist()
+        for variable, has in zip(variables, having, strict=True):
+            if has:
+                yield variable.name, self.read(optimizer, variable)
+
+    def read(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
+        """Return new arrays with a variable's slots on every rank. Collective."""
+        found = self._slots_here(optimizer, variable)
+        dtype, result = accumulation_dtype(variable.dtype), {}
+        with self._group.collective("optimizer.slots", variable.name, dtype, variable.shape, optimizer.slot_names):
+            for name in optimizer.slot_names:
+                array = np.zeros(variable.shape, dtype)
+                if name in found:
+                    array[...] = found[name]
+                self._group.broadcast(array, self._servers[variable.server])
+                result[name] = array
+        return result
+
+    def write(self, optimizer: Optimizer, variable: ParameterServerVariable, values: Mapping[str, Any]) -> None:
+        """Overwrite a variable's slots where it lies. Not collective, but every rank must do it."""
+        if self._updates is not None and self._here(variable):
+            self._updates(optimizer).set_slots(variable, values)
+
+    def iterations(self, optimizer: Optimizer) -> int:
+        """Return how many steps the servers have taken with an optimizer, the largest number. Collective."""
+        with self._group.collective("optimizer.iterations", optimizer.name):
+            return self._group.agree(optimizer.iterations if self._updates is not None else 0, "max")
+
+    def _here(self, variable: ParameterServerVariable) -> bool:
+        return self._servers[variable.server] == self._group.topology.rank
+
+    def _slots_here(self, optimizer: Optimizer, variable: ParameterServerVariable) -> Mapping[str, np.ndarray]:
+        if self._updates is None or not self._here(variable):
+            return {}
+        return self._updates(optimizer).slots(variable)
