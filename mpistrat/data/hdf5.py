@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import nest
-from ..cluster.communicator import running_mpi
-from ..errors import MissingDependencyError, explain
+from ..errors import explain
 from .buffers import RowBuffers
 from .readers.choice import READERS, choose_reader
+from .readers.mpi_io import check_mpi_io
 from .readers.open_files import open_hdf5_files
 from .shards.files import PathLike, resolve
 from .shards.shard_set import ShardSet, open_shards
@@ -67,13 +67,15 @@ class HDF5Dataset(RowSource):
             otherwise is read in the same way under all of these. "h5py": everything through h5py.
         on_error: "raise", or "skip" to leave out files that cannot be opened or do not match the others; `skipped`
             names them. Every rank must see the same files: `fingerprint` tells whether two ranks do.
-        driver: "mpio" to read everything through MPI-IO, where h5py was built with MPI; MPI must be running.
+        driver: "mpio" to read everything through h5py and MPI-IO, each rank by itself, where h5py was built with MPI.
+            MPI must be running, with MPI_THREAD_MULTIPLE; nothing is read after its end. No virtual datasets.
 
     Raises:
         ShardError: for a missing, truncated or damaged file, for one that does not match the others or the manifest,
             and for data that lies in other files; naming the file, what was expected and what came; at once where no
             file need be opened for it, else when something is first asked of the dataset.
         MissingDependencyError: for driver="mpio" where h5py was built without MPI.
+        LayoutError: for driver="mpio" where MPI is not running, or was started for fewer threads.
 
     Example:
         >>> import tempfile
@@ -251,20 +253,11 @@ def _one_of(argument: str, value: object, allowed: Sequence[str]) -> None:
 def _check_driver(driver: str | None, reader: str) -> None:
     if driver is None:
         return
-    import h5py
-
     _one_of("driver", driver, ("mpio",))
     if reader in ("mmap", "pread"):
         expected = f'reader="auto" or "h5py" with driver={driver!r}, which reads everything through h5py'
         raise ValueError(explain("HDF5Dataset", "reader", expected=expected, got=repr(reader)))
-    if not h5py.get_config().mpi:
-        got, expected = f"h5py {h5py.__version__} without MPI", "an h5py that was built with MPI"
-        remedy = (
-            "Build one against a parallel HDF5 (HDF5_MPI=ON CC=mpicc pip install --no-binary=h5py h5py), or leave"
-            " driver out: the ranks then read the files independently of each other."
-        )
-        raise MissingDependencyError(explain("HDF5Dataset", "driver", expected=expected, got=got, remedy=remedy))
-    running_mpi("HDF5Dataset")
+    check_mpi_io()
 
 
 def _structure(fields: Fields) -> Any:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Chunks"]
 
+_ASKED_FOR = 2048  # chunks at most that are asked for one by one: each answer takes HDF5 longer than the one before
 _FAR = 1 << 61  # behind the end of every file: what a damaged one says may not even fit an integer
 
 
@@ -50,14 +51,14 @@ class Chunks:
         pipeline = Pipeline.of(dataset)
         if isinstance(pipeline, str):
             return pipeline
-        if not hasattr(dataset.id, "chunk_iter"):
-            return "this h5py does not tell where chunks lie"
+        rows = int(dataset.chunks[0])
+        count = -(-int(dataset.shape[0]) // rows)
+        if not hasattr(dataset.id, "chunk_iter") and (count > _ASKED_FOR or not hasattr(dataset.id, "get_chunk_info")):
+            return f"{count} chunks, which an HDF5 before 1.12.3 does not list"
         if dataset.file.userblock_size:  # in some versions of HDF5 only, addresses of chunks count from behind it
             return "a user block"
         if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):
             return "a type that NumPy has not"
-        rows = int(dataset.chunks[0])
-        count = -(-int(dataset.shape[0]) // rows)
         offsets, sizes = np.full(count, -1, np.int64), np.zeros(count, np.int64)
         masks = np.zeros(count, np.uint32)
 
@@ -67,7 +68,11 @@ class Chunks:
                 offsets[place] = min(chunk.byte_offset, _FAR)
                 sizes[place], masks[place] = min(chunk.size, _FAR), chunk.filter_mask
 
-        dataset.id.chunk_iter(note)  # asking for one chunk after the other takes ever longer
+        if hasattr(dataset.id, "chunk_iter"):
+            dataset.id.chunk_iter(note)
+        else:
+            for number in range(dataset.id.get_num_chunks()):
+                note(dataset.id.get_chunk_info(number))
         partial = dataset.shape[0] % rows
         if pipeline.filters and partial and sizes[-1] == rows * row_bytes and not masks[-1]:
             # A file may say that its last, partial chunk is not filtered; h5py does not tell us.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ShardError, explain
+from ...errors import MpistratError, ShardError, explain
 from ..arrays import take_rows
 from ..stats import StageStats
 from .open_files import OpenFiles
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["LibraryReader"]
 
 _KEPT = 1 << 24  # bytes of pieces that are kept at least
+_AT_ONCE = 1 << 30  # bytes read in one go at most: MPI-IO counts them in 31 bits
 
 
 class LibraryReader:
@@ -65,10 +66,11 @@ class LibraryReader:
     def _blocks(self, shard: int, pieces: list[int]) -> Iterator[tuple[int, NDArray[Any]]]:
         """The rows of some pieces of a file: those kept one by one, and runs of those that are not."""
         piece_rows = self._storages[shard].piece_rows
+        longest = max(1, _AT_ONCE // max(1, piece_rows * self._storages[shard].row_bytes))
         run: list[int] = []
         for piece in [*pieces, None]:
             kept = None if piece is None else self._recall(shard, piece)
-            if run and (piece is None or kept is not None or piece != run[-1] + 1):
+            if run and (piece is None or kept is not None or piece != run[-1] + 1 or len(run) == longest):
                 yield run[0] * piece_rows, self._load(shard, run[0], run[-1] + 1)
                 run = []
             if kept is not None and piece is not None:
@@ -90,7 +92,7 @@ class LibraryReader:
         try:
             with self._files.lend(storage.file) as file:
                 block = _rows(file[storage.name], storage, start, stop)
-        except ShardError:
+        except MpistratError:
             raise
         except Exception as error:  # h5py raises many kinds for damaged data
             expected = f"rows {start} to {stop - 1}"

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from ...errors import ShardError, explain
+from ...errors import ClosedError, ShardError, explain
+from .mpi_io import before_mpi_ends, mpi_io_options
 
 if TYPE_CHECKING:
     import h5py
@@ -21,6 +22,8 @@ __all__ = ["Descriptor", "OpenFiles", "ShardFile", "open_bytes", "open_hdf5", "o
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _KEPT_OPEN = 128  # files kept open: sets of shards may have more files than a process may open
+_KEPT_OPEN_BY_MPI = 32  # each takes two of MPICH's 2048 communicators, and MPICH 4.0 crashes where none is left
+_PATIENCE = 10.0  # seconds that the end of MPI waits for what is being read
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,7 @@ def open_hdf5(path: Path, driver: str | None = None) -> h5py.File:
     """
     import h5py
 
-    options = {}
-    if driver == "mpio":
-        from mpi4py import MPI
-
-        options = {"driver": driver, "comm": MPI.COMM_SELF}  # no rank waits for another
+    options = mpi_io_options(path) if driver == "mpio" else {}
     try:
         return h5py.File(path, "r", **options)
     except OSError as error:
@@ -93,29 +92,55 @@ class OpenFiles(Generic[Handle]):
 
     Args:
         opener: opens a file.
+        keep: how many files are kept open that nobody has.
     """
 
-    def __init__(self, opener: Callable[[ShardFile], Handle]) -> None:
+    def __init__(self, opener: Callable[[ShardFile], Handle], keep: int = _KEPT_OPEN) -> None:
         self._opener = opener
-        self._lock = threading.Lock()
+        self._keep = keep
+        self._changed = threading.Condition(threading.Lock())
+        self._closed = False
+        self._lent = 0
         self._idle: list[tuple[Path, Handle]] = []  # the one used last at the end
         weakref.finalize(self, _close, self._idle).atexit = False
 
     @contextmanager
     def lend(self, file: ShardFile) -> Iterator[Handle]:
         """Lend a file, open, for as long as the context lasts."""
-        with self._lock:
-            found = next((i for i, (path, _) in enumerate(self._idle) if path == file.path), None)
-            handle = None if found is None else self._idle.pop(found)[1]
-        if handle is None:
-            handle = self._open(file)
+        handle = self._take(file)
         try:
+            if handle is None:
+                handle = self._open(file)
             yield handle
         finally:
-            with self._lock:
+            self._give_back(file, handle)
+
+    def close(self) -> None:
+        """Close all files, as soon as nobody has one any more, and lend none from now on."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._lent, _PATIENCE)
+            idle, self._idle[:] = list(self._idle), []
+        _close(idle)
+
+    def _take(self, file: ShardFile) -> Handle | None:
+        with self._changed:
+            if self._closed:
+                got = "a file that was closed, as MPI ended"
+                raise ClosedError(explain("HDF5Dataset", str(file.path), expected="an open file", got=got))
+            self._lent += 1
+            found = next((i for i, (path, _) in enumerate(self._idle) if path == file.path), None)
+            return None if found is None else self._idle.pop(found)[1]
+
+    def _give_back(self, file: ShardFile, handle: Handle | None) -> None:
+        with self._changed:
+            self._lent -= 1
+            if handle is not None:
                 self._idle.append((file.path, handle))
-                oldest = [self._idle.pop(0)] if len(self._idle) > _KEPT_OPEN else []
-            _close(oldest)
+            oldest = [self._idle.pop(0)] if len(self._idle) > self._keep else []
+            if self._closed:
+                self._changed.notify_all()
+        _close(oldest)
 
     def _open(self, file: ShardFile) -> Handle:
         try:
@@ -123,7 +148,7 @@ class OpenFiles(Generic[Handle]):
         except ShardError as error:
             if getattr(error.__cause__, "errno", None) not in _TOO_MANY:
                 raise
-            with self._lock:
+            with self._changed:
                 idle, self._idle[:] = list(self._idle), []
             _close(idle)
             return self._opener(file)
@@ -167,4 +192,8 @@ def open_hdf5_files(driver: str | None = None) -> OpenFiles[h5py.File]:
         file.check()
         return open_hdf5(file.path, driver)
 
-    return OpenFiles(opener)
+    if driver is None:
+        return OpenFiles(opener)
+    files = OpenFiles(opener, _KEPT_OPEN_BY_MPI)
+    before_mpi_ends(files.close)
+    return files

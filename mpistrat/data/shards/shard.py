@@ -45,6 +45,7 @@ class Shard:
 
     def __init__(self, path: Path, names: Sequence[str] | None, declared: Set[Path], driver: str | None) -> None:
         self.path = path
+        self._driver = driver
         try:
             self._file = ShardFile.of(path)
         except OSError as error:
@@ -90,6 +91,8 @@ class Shard:
                 raise self._error("", f"a dataset {name!r}", f"datasets {all_names(file)[0]}")
             if not dataset.shape:
                 raise Refused("a dataset without rows")
+            if dataset.is_virtual and self._driver == "mpio":
+                raise Refused("a virtual dataset, which HDF5 does not read through MPI-IO: leave driver out")
             field = field_of(dataset)
             self.sources |= check_storage(dataset, self.path, declared)
         except Refused as refused:
