@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -63,6 +64,7 @@ class LocalUpdates:
             step: number of the step, counted from 1.
         """
         kept = self._begin(variable, step)
+        kept.fill()
         flat, parts = weights.reshape(-1), [gradient.reshape(-1) for gradient in gradients]
         if flat.size <= BLOCK:
             kept.update(flat, kept.slots, parts)
@@ -78,7 +80,8 @@ class LocalUpdates:
             rows: (k,) integers, each row once.
             values: their gradients, k rows, of the variable's dtype or of that in which its gradients are summed.
         """
-        kept = self._begin(variable, step)
+        kept = self._begin(variable, step, by_rows=True)
+        kept.fill(rows)
         width = weights.size // max(len(weights), 1)
         if not rows.size or not width:
             return
@@ -94,8 +97,8 @@ class LocalUpdates:
                 high = min(low + BLOCK, width)
                 kept.update_range(flat, row * width + low, row * width + high, [value[low:high]])
 
-    def _begin(self, variable: Any, step: int) -> _Kept:
-        kept = self._known(variable) or self._meet(variable)
+    def _begin(self, variable: Any, step: int, by_rows: bool = False) -> _Kept:
+        kept = self._known(variable) or self._meet(variable, by_rows)
         kept.room.rule.begin(step, self._optimizer.rate_at(step))
         return kept
 
@@ -107,7 +110,10 @@ class LocalUpdates:
         Slots of 16-bit variables are float32.
         """
         kept = self._known(variable)
-        return {} if kept is None else {name: slot.reshape(variable.shape) for name, slot in kept.slots.items()}
+        if kept is None:
+            return {}
+        kept.fill()
+        return {name: slot.reshape(variable.shape) for name, slot in kept.slots.items()}
 
     def set_slots(self, variable: Any, values: Mapping[str, Any]) -> None:
         """Overwrite a variable's slots. Not collective.
@@ -129,6 +135,7 @@ class LocalUpdates:
                 expected, got = f"{name} of shape {variable.shape}", f"shape {tuple(array.shape)}"
                 raise ValueError(explain(function, variable.name, expected=expected, got=got))
         kept = self._kept.get(variable) or self._meet(variable)
+        kept.fill()
         for name, array in arrays.items():
             kept.slots[name][...] = array.reshape(-1)
 
@@ -139,12 +146,12 @@ class LocalUpdates:
             self.set_slots(variable, waiting.pop(variable.name))
         return self._kept.get(variable)
 
-    def _meet(self, variable: Any) -> _Kept:
+    def _meet(self, variable: Any, by_rows: bool = False) -> _Kept:
         dtype = np.dtype(variable.dtype)
         room = self._rooms.get(dtype)
         if room is None:
             room = self._rooms[dtype] = _Room(self._optimizer, dtype)
-        kept = self._kept[variable] = _Kept(self._optimizer, variable, room)
+        kept = self._kept[variable] = _Kept(self._optimizer, variable, room, by_rows)
         return kept
 
 
@@ -181,14 +188,24 @@ class _Kept:
         room: what it shares with the other variables of its dtype.
     """
 
-    def __init__(self, optimizer: Optimizer, variable: Any, room: _Room) -> None:
-        self.room, self._decay = room, optimizer.decay_of(variable)
-        size, start = int(np.prod(variable.shape, dtype=np.int64)), optimizer.slot_start
-        dtype = room.rule.block.dtype
-        # Of zeros the system gives only those pages that are touched: slots of rows that are never pushed cost nothing.
-        self.slots = {
-            name: np.full(size, start, dtype) if start else np.zeros(size, dtype) for name in optimizer.slot_names
-        }
+    def __init__(self, optimizer: Optimizer, variable: Any, room: _Room, by_rows: bool) -> None:
+        self.room, self._decay, self._start = room, optimizer.decay_of(variable), optimizer.slot_start
+        size, make = int(np.prod(variable.shape, dtype=np.int64)), _untouched if by_rows else np.zeros
+        self.slots = {name: make(size, room.rule.block.dtype) for name in optimizer.slot_names}
+        # Which rows, if any, still have zeros in the place of the slots' start.
+        self._empty = np.ones(variable.shape[:1] or 1, np.bool_) if self._start and self.slots else None
+
+    def fill(self, rows: np.ndarray | None = None) -> None:
+        """Give slots their start where they have had none yet: those of some rows, or all. Not collective."""
+        if self._empty is None:
+            return
+        new = np.flatnonzero(self._empty) if rows is None else rows[self._empty[rows]]
+        if new.size:
+            for slot in self.slots.values():
+                slot.reshape(len(self._empty), -1)[new] = self._start
+        self._empty[new] = False
+        if rows is None:
+            self._empty = None
 
     def update(self, target: np.ndarray, slots: Mapping[str, np.ndarray], gradients: Sequence[np.ndarray]) -> None:
         """Update a block of weights and its slots by the sum of gradients. Not collective."""
@@ -214,3 +231,14 @@ class _Kept:
         table[rows] = target.reshape(shape)
         for name, slot in slots.items():
             tables[name][rows] = slot.reshape(shape)
+
+
+def _untouched(size: int, dtype: np.dtype) -> np.ndarray:
+    """Return flat zeros of which only those take memory that are touched: what most rows of a large table never are.
+
+    NumPy asks the system for pages so large that a few rows touch them all.
+    """
+    memory = mmap.mmap(-1, max(size * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype, size)

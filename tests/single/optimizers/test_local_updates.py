@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import mmap
+import os
 import pickle
 import threading
 
@@ -151,6 +153,37 @@ def test_rows_of_16_bit_weights_take_sums_in_float32():
     values = np.array([[2049.0, 1.0]], np.float32)  # 2049 is no float16
     LocalUpdates(ms.optimizers.SGD(1.0)).rows(Weights(start), array, np.array([2]), values, 1)
     assert array.tolist() == [[1, 1], [1, 1], [-2048, 0], [1, 1]]
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
+@pytest.mark.parametrize("rule", ["adam", "adagrad"])
+def test_a_large_table_of_which_few_rows_are_updated_takes_little_memory(rule):
+    table = np.frombuffer(mmap.mmap(-1, 1 << 28), np.float32).reshape(-1, 16)  # 256 MB, each slot as well
+    updates, weights = LocalUpdates(RULES[rule](ms.optimizers)), Weights(table)
+    before = resident_bytes()
+    rows = np.arange(0, len(table), len(table) // 100)
+    updates.rows(weights, table, rows, np.ones((len(rows), 16), np.float32), 1)
+    assert resident_bytes() - before < 64 << 20
+    assert np.flatnonzero(table[:, 0]).tolist() == rows.tolist()
+
+
+def test_rows_first_and_all_of_a_variable_later():
+    start, rows = random(1, (6, 2), np.float32), np.array([1, 4])
+    updates, weights, array = LocalUpdates(ms.optimizers.Adagrad(0.5)), Weights(start), start.copy()
+    updates.rows(weights, array, rows, random(2, (2, 2), np.float32), 1)
+    updates.dense(weights, array, [random(3, (6, 2), np.float32)], 2)
+    again, expected = LocalUpdates(ms.optimizers.Adagrad(0.5)), start.copy()
+    gradient = np.zeros_like(start)  # with Adagrad rows without a gradient stay anyway
+    gradient[rows] = random(2, (2, 2), np.float32)
+    again.dense(weights, expected, [gradient], 1)
+    again.dense(weights, expected, [random(3, (6, 2), np.float32)], 2)
+    assert array.tobytes() == expected.tobytes()
+    assert updates.slots(weights)["accumulator"].tobytes() == again.slots(weights)["accumulator"].tobytes()
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])

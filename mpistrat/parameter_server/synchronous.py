@@ -1,0 +1,212 @@
+"""What a server does with pushes when its workers train in step: it keeps a step's gradients until all have sent theirs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+
+from ..errors import CollectiveMismatchError, explain
+from .operations import Operation, unpack
+from .push import Push
+from .server import Server
+from .updates import Updater, Updates
+
+__all__ = ["SynchronousUpdates"]
+
+Gradients = dict[int, Push]  # by number of variable
+
+
+@final
+class SynchronousUpdates:
+    """The handler of a server whose workers train in step. Not collective, all of it.
+
+    - Gradients are copied and acknowledged as they come. A commit is acknowledged when its step is complete: when every
+      worker that has not left the pass has committed it. Then each variable is updated once, by the sum of its gradients
+      in the order of the workers, bit for bit what synchronous training makes of them.
+    - What a worker pushes after a commit waits behind it, so that its pushes act in the order in which it sent them. All
+      other pushes act at once.
+    - The pass is the earliest that any worker is in. A worker that has left it is not waited for; what it pushes for the
+      next one waits until the others get there.
+    - With backup workers a step is complete without the last ones, as many as there are backup workers. What these push
+      for it comes too late: the step of that worker is acknowledged, dropped and counted (as TensorFlow's
+      SyncReplicasOptimizer does, by server). A worker's step comes in time unless another one was completed since its
+      last commit was acknowledged. It also does if all variables whose gradients it has were read after that: their
+      pushes carry the version that the worker had read.
+    - Each server decides on its own which workers' gradients a step has.
+
+    Args:
+        server, find, variable: as for `Updates`.
+        backup_workers: how many of the workers that are in the pass are not waited for.
+
+    Raises:
+        ValueError: no worker is left to wait for.
+
+    Attributes:
+        dropped: for each worker, how many of its steps came too late.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        find: Callable[[int], Updater],
+        variable: Callable[[int], Any],
+        backup_workers: int = 0,
+    ) -> None:
+        if not 0 <= backup_workers < len(server.applied):
+            expected = f"0 <= backup_workers < {len(server.applied)}, the number of workers"
+            raise ValueError(explain("SynchronousUpdates", "backup_workers", expected=expected, got=backup_workers))
+        self.dropped = [0] * len(server.applied)
+        self._server, self._backup_workers = server, backup_workers
+        self._updates = Updates(server, find, variable)
+        self._workers = [_Worker() for _ in server.applied]
+        self._completed: dict[int, int] = {}  # steps, by key of the optimizer
+        self._versions: dict[tuple[int, int], int] = {}  # of a variable after the last step, by that key and its number
+        self._spare: dict[int, list[np.ndarray]] = {}  # memory for gradients, by number of variable
+
+    def __call__(self, push: Push) -> bool:
+        """Take a push. Return whether it counts as applied; False if the server will be told later."""
+        worker = self._workers[push.worker]
+        if worker.committed is not None:
+            worker.later.append(self._copy(push))
+            return False
+        if self._take(worker, push, copied=False):
+            return True
+        self._complete()
+        return False
+
+    def on_leave(self, worker: int) -> None:
+        """Complete the steps that waited for a worker that has left, from a pass or for good."""
+        self._complete()
+
+    def _take(self, worker: _Worker, push: Push, copied: bool) -> bool:
+        """Do what a push says, or keep it for its step. Return False for a commit."""
+        operation, key = unpack(push.what)
+        if operation is not Operation.GRADIENT:
+            self._updates.write(push)
+            if copied:
+                self._free(push)
+        elif push.variable < 0:
+            worker.committed, worker.number = key, push.number
+            return False
+        else:
+            step = worker.gradients.setdefault(key, {})
+            if push.variable in step:  # of a step that broke off
+                self._free(step.pop(push.variable))
+            step[push.variable] = push if copied else self._copy(push)
+        return True
+
+    # steps
+
+    def _complete(self) -> None:
+        """Complete all steps that can be."""
+        while self._drop_late() or self._complete_one():
+            pass
+
+    def _complete_one(self) -> bool:
+        passes = [self._server.left(number) for number in range(len(self._workers))]
+        current = min(passes)
+        active = [worker for worker, left in zip(self._workers, passes, strict=True) if left == current]
+        keys = {worker.committed: None for worker in active if worker.committed is not None}
+        needed = max(1, len(active) - self._backup_workers)
+        for key in keys:
+            together = [worker for worker in active if worker.committed == key]
+            if len(together) >= needed:
+                self._apply(key, together)
+                return True
+        if len(keys) > 1 and all(worker.committed is not None for worker in active):
+            remedy = "Call apply_gradients of the same optimizers, in the same order, on every worker"
+            got = f"{len(keys)} in one step"
+            raise CollectiveMismatchError(
+                explain("apply_gradients", "optimizer", expected="the same on all workers", got=got, remedy=remedy)
+            )
+        return False
+
+    def _apply(self, key: int, workers: list[_Worker]) -> None:
+        updater, step = self._updates.begin(key)
+        gradients = [worker.gradients.pop(key, {}) for worker in workers]
+        for variable in sorted(set().union(*gradients)):
+            pushes = [of[variable] for of in gradients if variable in of]
+            self._updates.apply(updater, step, pushes)
+            self._versions[key, variable] = self._server.version(variable)
+            for push in pushes:
+                self._free(push)
+        updater.count_step()
+        self._completed[key] = self._completed.get(key, 0) + 1
+        for worker in workers:
+            self._resume(worker)
+
+    def _resume(self, worker: _Worker) -> None:
+        """Acknowledge a commit, and go on with what the worker pushed after it."""
+        key, done = worker.committed, worker.number
+        assert key is not None
+        worker.committed, worker.began[key] = None, self._completed.get(key, 0)
+        while worker.later and worker.committed is None:
+            push = worker.later.popleft()
+            # A commit may have come with a push, and has its number then.
+            done = push.number if self._take(worker, push, copied=True) else push.number - 1
+        number = self._workers.index(worker)
+        if done > self._server.applied[number]:
+            self._server.acknowledge(number, done)
+
+    # what comes too late
+
+    def _drop_late(self) -> bool:
+        if not self._backup_workers:
+            return False
+        late = [worker for worker in self._workers if self._is_late(worker)]
+        for worker in late:
+            for push in worker.gradients.pop(worker.committed, {}).values():  # type: ignore[arg-type]
+                self._free(push)
+            self.dropped[self._workers.index(worker)] += 1
+            self._resume(worker)
+        return bool(late)
+
+    def _is_late(self, worker: _Worker) -> bool:
+        key = worker.committed
+        if key is None or worker.began.get(key, 0) >= self._completed.get(key, 0):
+            return False
+        gradients = worker.gradients.get(key, {}).values()
+        fresh = [push.version >= self._versions.get((key, push.variable), 0) for push in gradients]
+        return not fresh or not all(fresh)
+
+    # memory
+
+    def _copy(self, push: Push) -> Push:
+        """Return a push that stays valid."""
+        if push.values is None:
+            return push
+        if push.rows is not None:
+            return push._replace(rows=push.rows.copy(), values=push.values.copy())
+        spare = self._spare.setdefault(push.variable, [])
+        memory = spare.pop() if spare else np.empty_like(push.values)
+        np.copyto(memory, push.values)
+        return push._replace(values=memory)
+
+    def _free(self, push: Push) -> None:
+        if push.rows is None and push.values is not None:
+            self._spare[push.variable].append(push.values)
+
+
+@final
+class _Worker:
+    """What is kept of a worker's pushes.
+
+    Attributes:
+        gradients: of its step, by key of the optimizer.
+        committed: the key of the optimizer whose step it has ended, while that is not complete.
+        number: of that commit.
+        later: what it pushed after it.
+        began: how many steps were complete, by key, when its last commit was acknowledged.
+    """
+
+    __slots__ = ("began", "committed", "gradients", "later", "number")
+
+    def __init__(self) -> None:
+        self.gradients: dict[int, Gradients] = {}
+        self.committed: int | None = None
+        self.number = 0
+        self.later: deque[Push] = deque()
+        self.began: dict[int, int] = {}
