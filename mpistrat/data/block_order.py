@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .locality import LOCALITIES, localities
 from .order import permute
 
 __all__ = ["BlockOrder"]
@@ -28,6 +29,13 @@ class _Epoch(NamedTuple):
     starts: NDArray[np.int64]  # the position of each one's first row, and the number of rows
     windows: NDArray[np.int64]  # at which chunk each window begins, and the number of chunks
     window_starts: NDArray[np.int64]  # the position of each window's first row, and the number of rows
+
+
+class _Mixed(NamedTuple):
+    """What stands at some places of a window."""
+
+    rows: NDArray[np.int64]
+    localities: NDArray[np.int64]
 
 
 class BlockOrder:
@@ -53,7 +61,7 @@ class BlockOrder:
         self._seed = seed
         # What was made last. Threads replace the whole dict, and lose at most what another one has just made.
         self._epochs: dict[int, _Epoch] = {}
-        self._blocks: dict[tuple[int, int, int], NDArray[np.int64]] = {}
+        self._blocks: dict[tuple[int, int, int], _Mixed] = {}
 
     def __len__(self) -> int:
         return int(self._chunk_starts[-1])
@@ -79,8 +87,19 @@ class BlockOrder:
         Raises:
             IndexError: for a position outside.
         """
+        return self._mixed(epoch, positions).rows
+
+    def localities(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a number in [0, LOCALITIES) for each: where its row stood in its window, unmixed. Not collective.
+
+        Raises:
+            IndexError: for a position outside.
+        """
+        return self._mixed(epoch, positions).localities
+
+    def _mixed(self, epoch: int, positions: NDArray[np.int64]) -> _Mixed:
         if not positions.size:
-            return np.empty(0, np.int64)
+            return _Mixed(np.empty(0, np.int64), np.empty(0, np.int64))
         low, high = int(positions.min()), int(positions.max())
         if low < 0 or high >= len(self):
             raise IndexError(f"BlockOrder.rows: positions: expected integers in [0, {len(self)})")
@@ -89,58 +108,68 @@ class BlockOrder:
         if first == last:
             return self._in_window(epoch, first, positions - order.window_starts[first])
         windows = np.searchsorted(order.window_starts, positions, side="right") - 1
-        rows = np.empty_like(positions)
+        mixed = _Mixed(np.empty_like(positions), np.empty_like(positions))
         for window in np.unique(windows).tolist():
             own = np.flatnonzero(windows == window)
-            rows[own] = self._in_window(epoch, window, positions[own] - order.window_starts[window])
-        return rows
+            found = self._in_window(epoch, window, positions[own] - order.window_starts[window])
+            mixed.rows[own], mixed.localities[own] = found
+        return mixed
 
-    def _in_window(self, epoch: int, window: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows at some places of a window."""
+    def _in_window(self, epoch: int, window: int, offsets: NDArray[np.int64]) -> _Mixed:
         first, last = int(offsets.min()) // _BLOCK, int(offsets.max()) // _BLOCK
         if last - first > 1:
-            return self._make_rows(epoch, window, offsets)
+            return self._mix(epoch, window, offsets)
         # Successive batches: their rows are made many at a time.
         blocks = [self._block(epoch, window, block) for block in range(first, last + 1)]
-        table = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        return table[offsets - first * _BLOCK]
+        tables = blocks[0] if len(blocks) == 1 else map(np.concatenate, zip(*blocks, strict=True))
+        return _Mixed(*(table[offsets - first * _BLOCK] for table in tables))
 
-    def _block(self, epoch: int, window: int, block: int) -> NDArray[np.int64]:
+    def _block(self, epoch: int, window: int, block: int) -> _Mixed:
         key = (epoch, window, block)
         found = self._blocks.get(key)
         if found is None:
             start, stop = self._epoch(epoch).window_starts[window : window + 2]
             offsets = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, int(stop - start)))
-            found = self._make_rows(epoch, window, offsets)
+            found = self._mix(epoch, window, offsets)
             self._blocks = dict([*self._blocks.items(), (key, found)][-_BLOCKS_HELD:])
         return found
 
-    def _make_rows(self, epoch: int, window: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _mix(self, epoch: int, window: int, offsets: NDArray[np.int64]) -> _Mixed:
         order = self._epoch(epoch)
         start, stop = (int(bound) for bound in order.window_starts[window : window + 2])
         first, last = (int(bound) for bound in order.windows[window : window + 2])
-        places = start + permute(offsets, stop - start, seed=self._seed, epoch=epoch, window=window)
+        inside = permute(offsets, stop - start, seed=self._seed, epoch=epoch, window=window)
+        places = start + inside
         at = first + np.searchsorted(order.starts[first:last], places, side="right") - 1
-        return self._chunk_starts[order.chunks[at]] + (places - order.starts[at])
+        rows = self._chunk_starts[order.chunks[at]] + (places - order.starts[at])
+        return _Mixed(rows, localities(inside, stop - start))
 
     def window_end(self, epoch: int, window: int) -> int:
         """Return the position behind a window; behind the last one for those that come after it. Not collective."""
         ends = self._epoch(epoch).window_starts
         return int(ends[min(window + 1, len(ends) - 1)])
 
-    def ahead(self, epoch: int, position: int) -> tuple[int, NDArray[np.int64]]:
-        """Return what to read while the window of a position is read: the next window's chunks, a part of them. Not collective.
+    def ahead(
+        self, epoch: int, position: int, near: tuple[int, int] = (0, LOCALITIES - 1)
+    ) -> tuple[int, int, NDArray[np.int64]]:
+        """Return what to read while the window of a position is read: chunks of the next window. Not collective.
 
-        The part grows with the position, so that reading ahead is spread over the window.
+        Their number grows with the position, so that reading ahead is spread over the window.
+
+        Args:
+            epoch, position: what is read.
+            near: the lowest and the highest locality of what is read: such rows of the next window will be read, too.
 
         Returns:
-            The window, and the first rows of those chunks; no rows in the last window.
+            The window, at which place in the epoch's order those chunks begin, and their first rows; none in the last
+            window.
         """
         order = self._epoch(epoch)
         window = int(np.searchsorted(order.window_starts, position, side="right")) - 1
         if window + 2 >= len(order.windows):
-            return window, np.empty(0, np.int64)
+            return window, 0, np.empty(0, np.int64)
         start, stop = (int(bound) for bound in order.window_starts[window : window + 2])
         first, last = (int(bound) for bound in order.windows[window + 1 : window + 3])
-        count = -(-(position + 1 - start) * (last - first) // (stop - start))
-        return window, self._chunk_starts[order.chunks[first : first + count]]
+        low, high = (first + number * (last - first) // LOCALITIES for number in near)
+        count = -(-(position + 1 - start) * (high + 1 - low) // (stop - start))
+        return window, low, self._chunk_starts[order.chunks[low : low + count]]

@@ -141,6 +141,14 @@ class Chain(ABC):
         """
         return self, epochs, positions
 
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Return a number in [0, LOCALITIES) for each row, near for rows of the same chunks, or None. Not collective.
+
+        A batch whose rows are sorted by it can be cut into parts that need few chunks each. It depends on an address
+        only, and is None for all of them where no shuffle puts the rows of chunks apart.
+        """
+        return None
+
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:  # noqa: B027
         """Take note that the rows at these addresses will be gathered soon: a source may read ahead. Not collective."""
 

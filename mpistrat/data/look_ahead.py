@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from .chain import Addresses, Chain
 
-__all__ = ["LOOK_AHEAD", "LookAhead"]
+__all__ = ["LOOK_AHEAD", "LocatedBatch", "LookAhead"]
 
 LOOK_AHEAD = 2  # batches: one would leave a decoding thread idle as it ends, more only hold more memory
 
-Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are ours
+
+class LocatedBatch(NamedTuple):
+    """A batch, or our part of it: who makes its rows, and their addresses there."""
+
+    total: int  # rows of the whole batch
+    source: Chain
+    epochs: NDArray[np.int64]
+    positions: NDArray[np.int64]
 
 
 class LookAhead:
@@ -22,26 +31,26 @@ class LookAhead:
 
     Args:
         dataset: what is read.
-        part: which rows of a batch this rank reads; None for all.
     """
 
-    def __init__(self, dataset: Chain, part: Part | None = None) -> None:
+    def __init__(self, dataset: Chain) -> None:
         self._dataset = dataset
-        self._part = part
-        self._told = -1  # the last position that the source has heard of, in this epoch
         self._useful = dataset.random_access and _reads_chunks(dataset)
 
-    def batch(self, epoch: int, position: int) -> None:
-        """Take note that a batch is about to be read. Not collective."""
-        if not self._useful:
-            return
-        length = self._dataset.cardinality()
-        stop = position + LOOK_AHEAD + 1
-        for following in range(max(position, self._told) + 1, stop if length < 0 else min(stop, length)):
-            epochs, positions = self._dataset.locate(epoch, following)
-            start, end = self._part(positions.size) if self._part else (0, positions.size)
-            self._dataset.expect(epochs[start:end], positions[start:end])
-        self._told = stop - 1
+    def batches(self, located: Iterator[LocatedBatch]) -> Iterator[LocatedBatch]:
+        """Yield the same batches, each but the first announced some batches before. Not collective."""
+        return self._announced(located) if self._useful else located
+
+    @staticmethod
+    def _announced(located: Iterator[LocatedBatch]) -> Iterator[LocatedBatch]:
+        waiting: deque[LocatedBatch] = deque()
+        for batch in located:
+            if waiting:
+                batch.source.expect(batch.epochs, batch.positions)
+            waiting.append(batch)
+            if len(waiting) > LOOK_AHEAD:
+                yield waiting.popleft()
+        yield from waiting
 
     def rows(self, addresses: Addresses) -> None:
         """Take note that rows will be read soon. Not collective."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .look_ahead import LookAhead, Part
+from .locality import by_locality
+from .look_ahead import LocatedBatch, LookAhead
 
 if TYPE_CHECKING:
     from .chain import Chain
 
-__all__ = ["successive_batches"]
+__all__ = ["Part", "successive_batches"]
 
 _TOGETHER = 4096  # rows: finding out costs the same for one batch and for many small ones
+
+Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are ours
 
 
 def successive_batches(dataset: Chain, epoch: int, start: int, part: Part | None = None) -> Iterator[tuple[int, Any]]:
@@ -23,25 +26,36 @@ def successive_batches(dataset: Chain, epoch: int, start: int, part: Part | None
     Args:
         dataset: with random access, after `batch`.
         epoch, start: where to begin.
-        part: which rows of a batch of so many are ours; None for all.
+        part: which rows of a batch of so many are ours, once they stand in the order of their locality; None for all, in
+            the order of the dataset.
     """
+    for total, source, epochs, positions in LookAhead(dataset).batches(_located(dataset, epoch, start, part)):
+        yield total, source.gather(epochs, positions)
+
+
+def _located(dataset: Chain, epoch: int, start: int, part: Part | None) -> Iterator[LocatedBatch]:
+    """Where the rows of the batches, or our part of each, are made."""
     length = dataset.cardinality()
-    ahead = LookAhead(dataset, part)
+    nothing = np.empty(0, np.int64)
+    sort = part is not None and dataset.locality(nothing, nothing) is not None
     position, together = start, 1
     while length < 0 or position < length:
         stop = position + together if length < 0 else min(position + together, length)
         located = [dataset.locate(epoch, each) for each in range(position, stop)]
         counts = [positions.size for _, positions in located]
+        epochs = np.concatenate([each for each, _ in located])
+        positions = np.concatenate([each for _, each in located])
+        ends = np.cumsum(counts).tolist()
         if part is not None:
-            ours = [slice(*part(count)) for count in counts]
-            located = [(epochs[own], rows[own]) for (epochs, rows), own in zip(located, ours, strict=True)]
-        ends = np.cumsum([positions.size for _, positions in located]).tolist()
-        source, epochs, positions = dataset.source(
-            np.concatenate([each for each, _ in located]), np.concatenate([each for _, each in located])
-        )
+            ranges = [(end - count, *part(count)) for count, end in zip(counts, ends, strict=True)]
+            own = np.concatenate([np.arange(first + low, first + high) for first, low, high in ranges])
+            if sort and (numbers := dataset.locality(epochs, positions)) is not None:
+                own = by_locality(numbers, counts)[own]
+            epochs, positions = epochs[own], positions[own]
+            ends = np.cumsum([high - low for _, low, high in ranges]).tolist()
+        source, epochs, positions = dataset.source(epochs, positions)
         low = 0
-        for number, (count, high) in enumerate(zip(counts, ends, strict=True)):
-            ahead.batch(epoch, position + number)
-            yield count, source.gather(epochs[low:high], positions[low:high])
+        for count, high in zip(counts, ends, strict=True):
+            yield LocatedBatch(count, source, epochs[low:high], positions[low:high])
             low = high
         position, together = stop, max(1, min(2 * together, _TOGETHER * (stop - position) // max(1, ends[-1])))

@@ -1,4 +1,4 @@
-"""Real ranks read compressed shards in the order of a block shuffle: the order of one rank, each chunk once a rank."""
+"""Real ranks read compressed shards in the order of a block shuffle: the order of one rank, each chunk by few ranks."""
 
 import numpy as np
 import pytest
@@ -15,6 +15,8 @@ def strategy():
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_ranks_share_the_order_of_a_block_shuffle(strategy, mpi_tmp_path):
     from mpistrat.data import HDF5Dataset, write_shards
+    from mpistrat.data.distribution.distributed_dataset import distribute
+    from mpistrat.data.distribution.workers import Workers
 
     if strategy.rank == 0:
         write_shards(mpi_tmp_path / "rows", {"x": np.arange(500)}, num_shards=3, compression="gzip", chunk_rows=16)
@@ -23,18 +25,37 @@ def test_ranks_share_the_order_of_a_block_shuffle(strategy, mpi_tmp_path):
     dataset = files.shuffle(100, seed=3).batch(24)
     distributed = strategy.distribute_dataset(dataset)
     assert "in blocks" in str(distributed)
-    alone = HDF5Dataset(mpi_tmp_path / "rows", "x").shuffle(100, seed=3).batch(24)
+    whole = HDF5Dataset(mpi_tmp_path / "rows", "x").shuffle(100, seed=3).batch(24)
+    alone = distribute(whole, Workers([1]))
     for _ in range(2):
         seen = []
-        for expected, batch in zip(alone, distributed, strict=True):
+        for rows, expected, batch in zip(whole, alone, distributed, strict=True):
+            assert sorted(rows.tolist()) == sorted(expected.tolist())
             counts = np.empty(strategy.comm.size, np.int64)
             strategy.comm.Allgather(np.array([len(batch)], np.int64), counts)
-            whole = np.empty(counts.sum(), np.int64)
-            strategy.comm.Allgatherv(np.ascontiguousarray(batch), [whole, counts])
-            assert whole.tolist() == expected.tolist()
-            seen += whole.tolist()
+            together = np.empty(counts.sum(), np.int64)
+            strategy.comm.Allgatherv(np.ascontiguousarray(batch), [together, counts])
+            assert together.tolist() == expected.tolist()
+            seen += together.tolist()
         assert sorted(seen) == list(range(500))
     assert 0 < files.counters.chunk_reads <= len(files.chunk_starts()) - 1  # all of it fits into what is kept
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_ranks_divide_the_chunks_of_a_window(strategy, mpi_tmp_path):
+    from mpistrat.data import HDF5Dataset, write_shards
+
+    if strategy.rank == 0:
+        write_shards(mpi_tmp_path / "rows", {"x": np.arange(6400)}, num_shards=2, compression="gzip", chunk_rows=16)
+    strategy.comm.Barrier()
+    files = HDF5Dataset(mpi_tmp_path / "rows", "x")
+    for _ in strategy.distribute_dataset(files.shuffle(1600, seed=3).batch(128)):
+        pass
+    read = files.counters.chunk_reads  # of 400 chunks, in 4 windows of 100
+    assert 400 / strategy.size <= read <= 400 / strategy.size + (strategy.size > 1) * 4 * 20
+    total = np.array([read], np.int64)
+    strategy.comm.Allreduce(np.array([read], np.int64), total)
+    assert total[0] >= 400
 
 
 @pytest.mark.ranks(2, 3)

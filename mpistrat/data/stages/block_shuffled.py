@@ -42,9 +42,11 @@ class BlockShuffled(Reordered):
         super().__init__(parent)
         self._shuffle = shuffle
         self._made: BlockOrder | None = None
+        self._of_chunks = False  # whether what is mixed are the chunks of the data; known once the order is made
         self._lock = threading.Lock()
         self._in_turn = False  # whether somebody tells what is read next: then the windows come in turn
-        self._told = (-1, -1, 0)  # epoch, window, and how many chunks of the next one the source has heard of
+        # Epoch, window, and from which to which place of the next one's chunks the source has heard of them.
+        self._told = (-1, -1, 0, 0)
 
     @property
     def _order(self) -> BlockOrder:
@@ -52,6 +54,7 @@ class BlockShuffled(Reordered):
             if self._made is None:
                 rows = self._parent.cardinality()
                 starts = self._parent.chunk_starts() if self.batching is None else None
+                self._of_chunks = starts is not None
                 if starts is None:
                     starts = np.append(np.arange(0, rows, PSEUDO_CHUNK), rows)
                 window = self._shuffle.window_rows
@@ -67,7 +70,7 @@ class BlockShuffled(Reordered):
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         rows = super().gather(epochs, positions)
         if self._in_turn and positions.size:
-            self._expect_window(int(epochs[-1]), int(positions[-1]))
+            self._expect_window(epochs, positions)
         return rows
 
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
@@ -81,17 +84,32 @@ class BlockShuffled(Reordered):
 
     def _near(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which positions lie in the window that is read or in the next: for more there is no room."""
-        epoch, window, _ = self._told
+        epoch, window = self._told[:2]
         bound = self._order.window_end(self._shuffle.key(epoch), window + 1) if epoch >= 0 else 0
         return (epochs == epoch) & (positions < bound)
 
-    def _expect_window(self, epoch: int, position: int) -> None:
-        """While a window is read, have the next one read ahead, chunk by chunk: two windows are held, no third."""
-        window, rows = self._order.ahead(self._shuffle.key(epoch), position)
-        known = self._told[2] if self._told[:2] == (epoch, window) else 0
-        self._told = (epoch, window, max(known, rows.size))
-        if rows.size > known:
-            self._parent.expect(np.full(rows.size - known, epoch, np.int64), rows[known:])
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        order = self._order
+        if not self._of_chunks:
+            return super().locality(epochs, positions)
+        return self._shuffle.rows(epochs, positions, order.localities)[1]
+
+    def _expect_window(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        """While a window is read, have the next one read ahead, chunk by chunk: two windows are held, no third.
+
+        Where ranks divide batches by locality, this one reads as much of the next window as of this.
+        """
+        epoch = int(epochs.max())
+        here = positions[epochs == epoch]
+        numbers = self._order.localities(self._shuffle.key(epoch), here)
+        near = int(numbers.min()), int(numbers.max())
+        window, low, rows = self._order.ahead(self._shuffle.key(epoch), int(here.max()), near)
+        high = low + rows.size
+        told_from, told_to = self._told[2:] if self._told[:2] == (epoch, window) else (low, low)
+        new = np.concatenate((rows[: max(0, told_from - low)], rows[max(0, told_to - low) :]))
+        self._told = (epoch, window, min(low, told_from), max(high, told_to))
+        if new.size:
+            self._parent.expect(np.full(new.size, epoch, np.int64), new)
 
     def chunk_starts(self) -> None:
         return None

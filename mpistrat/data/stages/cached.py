@@ -131,6 +131,9 @@ class Cached(Stage):
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         """Nothing: what is missing is read by one rank, and who that is shows when it is gathered."""
 
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        return None
+
     def chunk_starts(self) -> None:
         return None
 

@@ -131,6 +131,17 @@ class Joined(Combined):
                 whole[places] = leaf
         return nest.pack_like(self._parents[0].row_spec, out)
 
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        which, own, inside = self._source(epochs, positions)
+        out = np.empty(positions.size, np.int64)
+        for number, parent in enumerate(self._parents):
+            places = np.flatnonzero(which == number)
+            found = parent.locality(own[places], inside[places])
+            if found is None:
+                return None  # whichever rows these are: an order must not depend on that
+            out[places] = found
+        return out
+
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         which, own, inside = self._source(epochs, positions)
         for number in np.unique(which):

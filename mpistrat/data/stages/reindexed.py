@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ...errors import explain
 from ..chain import Source
 from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset
+from ..locality import localities
 from ..options import SHARD_HINT
 from ..order import permute
 from .stage import Stage, cut_chunks
@@ -234,6 +235,9 @@ class Reordered(Stage):
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         return self._parent.gather(*self._below(epochs, positions))
 
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        return self._parent.locality(*self._below(epochs, positions))
+
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         self._parent.expect(*self._below(epochs, positions))
 
@@ -267,6 +271,11 @@ class Reindexed(Reordered):
 
     def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
         return self._parent.source(*self._below(epochs, positions))
+
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        if isinstance(self._order, Shuffle) and self.batching is None and self._parent.chunk_starts() is not None:
+            return localities(self._source(epochs, positions)[1], self._parent.cardinality())
+        return super().locality(epochs, positions)
 
     def check(self) -> None:
         if isinstance(self._order, Shard):

@@ -55,6 +55,9 @@ class Stage(Dataset):
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         return self._parent.gather(epochs, positions)
 
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        return self._parent.locality(epochs, positions)
+
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         self._parent.expect(epochs, positions)
 

@@ -69,6 +69,9 @@ class Unbatched(Stage):
             raise NotImplementedError(f"{self.describe()} reads in order")
         return self._rows
 
+    def locality(self, epochs: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any] | None:
+        return self._rows_below().locality(epochs, positions)
+
     def expect(self, epochs: NDArray[Any], positions: NDArray[Any]) -> None:
         if self._rows is not None:
             self._rows.expect(epochs, positions)

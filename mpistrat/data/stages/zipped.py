@@ -71,6 +71,10 @@ class Zipped(Combined):
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         return self._pack([parent.gather(*addresses) for parent, addresses in self._gathers(epochs, positions)])
 
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        found = (parent.locality(*addresses) for parent, addresses in self._gathers(epochs, positions))
+        return next((numbers for numbers in found if numbers is not None), None)
+
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         for parent, addresses in self._gathers(epochs, positions):
             parent.expect(*addresses)

@@ -188,11 +188,11 @@ def test_what_is_read_ahead_is_the_next_window_in_step_with_this_one() -> None:
     for number, (low, high) in enumerate(itertools.pairwise(bounds)):
         known: list[int] = []
         for position in range(low, high):
-            window, ahead = order.ahead(0, position)
+            window, _, ahead = order.ahead(0, position)
             assert window == number
             assert ahead[: len(known)].tolist() == known  # it only grows
             known = ahead.tolist()
         following = rows[high : bounds[number + 2]] if high < bounds[-1] else rows[:0]
         assert sorted(chunk_of[known].tolist()) == sorted(set(chunk_of[following].tolist()))
-        halfway = order.ahead(0, (low + high) // 2)[1]
+        halfway = order.ahead(0, (low + high) // 2)[2]
         assert len(halfway) <= len(known) / 2 + 1.5
