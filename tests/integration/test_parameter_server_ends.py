@@ -110,3 +110,99 @@ def test_a_killed_rank_ends_the_job(mpi_run, transport, rank):
     parts = {"WORKER": kill if rank == 1 else "pass", "SERVER": server if rank == 3 else "pass", "ABORT": "30.0"}
     result = mpi_run(program(transport, STAY, **parts), 4, timeout=40)
     assert result.returncode not in (0, None), result
+
+
+# the thread of a server
+
+PROGRAM = """
+import threading
+stand = ranks_and_servers()
+ps = stand.__enter__()
+if ps.server is not None:
+    add, seen = adding(ps.server)
+    ps.server.start(HANDLER)
+    SERVER
+else:
+    link, out = ps.transports[0], np.zeros(1000, np.float32)
+    for number in range(1, 31):
+        link.push(0, number, np.ones(1000, np.float32))
+        link.flush()
+        assert link.read(0, out) >= number
+    WORKER
+print("done", flush=True)
+END
+"""
+WHOLE = "assert (ps.server.array(0) == 90).all(), ps.server.array(0)"
+
+
+def whole(transport, **parts):
+    parts = {"HANDLER": "add", "SERVER": "pass", "WORKER": "pass", "END": "pass", **parts}
+    return program(transport, PROGRAM, **parts)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_in_the_thread_ends_the_job_whatever_the_program_does(mpi_run, transport):
+    """The server's main thread sleeps, and the workers wait for it."""
+    handler = "lambda push: add(push) or 1 // (push.number - 20)"
+    result = mpi_run(whole(transport, HANDLER=handler, SERVER="time.sleep(60)"), 4, timeout=30)
+    assert result.returncode not in (0, None), result
+    assert "rank 3 of 4: the job ends on this exception in mpistrat-server-0" in result.stderr, result
+    assert "in <lambda>" in result.stderr, result
+    for rank in range(3):
+        assert f"rank {rank} of 4: the job ends because of rank 3: ZeroDivisionError" in result.stderr, result
+    assert result.seconds < 20
+
+
+GOOD_ENDS = {"by itself": "pass", "by sys.exit": "sys.exit(0)"}
+
+
+@pytest.mark.parametrize(
+    ("transport", "end"), [(transport, "by itself") for transport in TRANSPORTS] + [("messages", "by sys.exit")]
+)
+def test_a_program_may_end_without_closing(mpi_run, transport, end):
+    """Workers sign off from their pass and end; the server waits until all have gone, and ends."""
+    text = whole(transport, WORKER="link.leave()", SERVER=f"ps.server.wait(None); {WHOLE}", END=GOOD_ENDS[end])
+    result = mpi_run(text, 4, timeout=40)
+    assert result.returncode == 0, result
+    assert all("done" in result.out[rank] for rank in range(4)), result
+    assert not result.stderr.strip(), result
+
+
+def test_an_exception_in_the_servers_program_ends_the_job(mpi_run):
+    text = whole("shared_window", WORKER="time.sleep(60)", SERVER="time.sleep(1); raise ValueError('mine')")
+    result = mpi_run(text, 4, timeout=30)
+    assert result.returncode not in (0, None), result
+    assert "ValueError: mine" in result.stderr, result
+
+
+@pytest.mark.parametrize("transport", ["shared_window", "messages"])
+def test_a_worker_that_ends_early_holds_nobody_up(mpi_run, transport):
+    """It signs off from a pass and ends its program; the others go on, pass after pass."""
+    worker = """link.leave()
+    for _ in range(0 if link.pair.worker == 1 else 3):
+        link.push(0, link.pushed + 1, np.ones(1000, np.float32))
+        link.leave()"""
+    server = "ps.server.wait(4); assert (ps.server.array(0) == 96).all(), ps.server.array(0)"
+    result = mpi_run(whole(transport, WORKER=worker, SERVER=server), 4, timeout=40)
+    assert result.returncode == 0, result
+    assert "done" in result.out[3], result
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_without_threads_a_server_serves_while_it_waits(mpi_run, transport):
+    text = "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n" + whole(
+        transport,
+        WORKER="link.leave()",
+        SERVER=f"assert threading.active_count() == 1; ps.server.wait(); {WHOLE}",
+        END="next(stand.gen, None)",
+    )
+    result = mpi_run(text, 4, timeout=40)
+    assert result.returncode == 0, result
+    assert all("done" in result.out[rank] for rank in range(4)), result
+
+
+def test_a_slow_handler_is_waited_for_no_longer_than_that(mpi_run):
+    text = whole("messages", HANDLER="lambda push: time.sleep(60)", SERVER="ps.server.wait()")
+    result = mpi_run(text.replace("ranks_and_servers()", "ranks_and_servers(abort_after=3.0)"), 4, timeout=30)
+    assert result.returncode not in (0, None), result
+    assert "waited 3 s" in result.stderr, result
