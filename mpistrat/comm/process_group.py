@@ -256,7 +256,7 @@ class ProcessGroup:
         """Tell the others, at the end of the program, that this rank takes part in nothing any more. Not collective."""
         if self.closed or self._private is None:
             return
-        for attachment in self._attached:
+        for attachment in reversed(self._attached):
             _note_leaving(attachment)
         self.node.leave()
         domains: dict[int, list[int]] = {}

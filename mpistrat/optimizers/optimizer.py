@@ -14,6 +14,7 @@ import numpy as np
 from .. import context
 from ..distributed_values import DistributedValues
 from ..errors import ContextError, explain
+from ..variables.placement import ORDINAL_STEP
 from ..variables.sharded_variable import ShardedVariable, each_variable
 from .fused_step import FusedStep
 from .gradients import check_variables
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Optimizer", "find"]
 
-_ordinals = itertools.count()
+_ordinals = itertools.count(step=ORDINAL_STEP)
 _known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
 
@@ -87,7 +88,8 @@ class Optimizer(ABC):
         self.learning_rate = learning_rate
 
     def _count(self) -> None:
-        self._ordinal = next(_ordinals)
+        placement = context.get_strategy().extended.placement if context.has_strategy() else None
+        self._ordinal = next(_ordinals if placement is None or placement.ordinals is None else placement.ordinals)
         _known[self._ordinal] = self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -160,9 +162,10 @@ class Optimizer(ABC):
 
     @property
     def ordinal(self) -> int:
-        """How many optimizers this process had made before: the same program names one by it on every rank.
+        """A number by which the same program names an optimizer on every rank: those of a scope are counted.
 
-        Copies, by `copy.deepcopy` or from a pickle, count as well: make them on every rank or on none.
+        In the scope of a ParameterServerStrategy each has its own count, elsewhere there is one. Copies, by
+        `copy.deepcopy` or from a pickle, count as well: make them on every rank or on none.
         """
         return self._ordinal
 

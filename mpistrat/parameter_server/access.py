@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 import numpy as np
 
+from ..comm.process_group import ProcessGroup
 from ..errors import ContextError, explain
 from .operations import Operation, apply_operation, pack
 from .parameter_servers import ParameterServers
@@ -75,18 +77,23 @@ class WorkerAccess(Access):
     """A worker's way to the variables.
 
     - Reading waits until what this worker pushed before to the same server is applied: it sees its own writes.
+    - Workers in sync are one worker to the others: their first rank reads for all in a step, and writes and pushes for all.
+      In a step reading is collective over them, and so is writing everywhere.
     - With `max_staleness` a step begins only when this worker's finished steps of the pass exceed the slowest worker's by
       no more than that. What a finished step pushed is applied. A clock is the number of the pass times 2^32 plus the
       finished steps of the pass, so that workers with more steps in a pass do not get ahead of the others for ever.
 
     Args:
         servers: the connections.
+        sync_group: the ranks that step together.
         max_staleness: see above; None for no bound. With 0 the servers themselves keep the workers in step.
     """
 
-    def __init__(self, servers: ParameterServers, max_staleness: int | None = None) -> None:
+    def __init__(self, servers: ParameterServers, sync_group: ProcessGroup, max_staleness: int | None = None) -> None:
         super().__init__(servers)
         self._transports = servers.transports
+        self._sync_group = sync_group if sync_group.topology.size > 1 else None
+        self._leads = sync_group.topology.rank == 0
         self._limit = max_staleness or None
         self._steps = self._passes = self._finished = self._open = 0
         self._left = False
@@ -97,7 +104,7 @@ class WorkerAccess(Access):
 
     def begin_step(self) -> None:
         """Begin a training step, after waiting for slower workers. Not collective."""
-        if self._limit is not None:
+        if self._limit is not None and self._leads:
             self._wait_for_the_slowest(self._limit)
         self._steps += 1
         self.step = self._steps
@@ -138,6 +145,10 @@ class WorkerAccess(Access):
                 transport.leave(clock=self._clock() if self._limit is not None else FINISHED)
 
     def leave(self) -> None:
+        """Sign off for good at the end of the program. Not collective; the group calls it."""
+        self.leave_for_good()
+
+    def leave_for_good(self) -> None:
         """Sign off for good: nothing is pushed after it. Not collective."""
         if self._left:
             return
@@ -146,12 +157,24 @@ class WorkerAccess(Access):
             for transport in self._transports:
                 transport.leave(for_good=True)
 
+    def close(self) -> None:
+        """Sign off for good; the group calls it. Collective, like closing the group."""
+        self.leave_for_good()
+
     # reading
 
     def read(self, variable: int, out: np.ndarray) -> int:
         """See `Access.read`."""
         with self.lock:
-            return self._up_to_date(variable).read(variable, out)
+            if self._sync_group is None or not self.step:
+                return self._up_to_date(variable).read(variable, out)
+            version = np.zeros(1, np.int64)
+            with self._sync_group.collective("read", detail=variable):
+                if self._leads:
+                    version[0] = self._up_to_date(variable).read(variable, out)
+                self._sync_group.broadcast(out)
+                self._sync_group.broadcast(version)
+            return int(version[0])
 
     def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
         """See `Access.read_rows`."""
@@ -167,18 +190,29 @@ class WorkerAccess(Access):
 
     def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
         """See `Access.write`."""
-        with self.lock:
-            transport = self._transport(variable)
-            transport.push(variable, transport.pushed + 1, array, what=pack(operation))
+        with self._by_one() as leads:
+            if leads:
+                transport = self._transport(variable)
+                transport.push(variable, transport.pushed + 1, array, what=pack(operation))
 
     def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray) -> None:
         """See `Access.write_rows`."""
+        with self._by_one() as leads:
+            if leads:
+                transport = self._transport(variable)
+                summed = operation in (Operation.SCATTER_ADD, Operation.SCATTER_SUB)
+                number = transport.pushed + 1
+                transport.push_rows(variable, number, rows, values, what=pack(operation), sum_duplicates=summed)
+
+    @contextlib.contextmanager
+    def _by_one(self) -> Iterator[bool]:
+        """Let the first of the workers in sync do something, which all see when they leave the context."""
         with self.lock:
-            transport = self._transport(variable)
-            summed = operation in (Operation.SCATTER_ADD, Operation.SCATTER_SUB)
-            transport.push_rows(
-                variable, transport.pushed + 1, rows, values, what=pack(operation), sum_duplicates=summed
-            )
+            yield self._leads
+            if self._sync_group is not None:
+                if self._leads:
+                    self.flush()
+                self._sync_group.barrier("write")
 
     def push(self, variable: int, gradient: np.ndarray, optimizer: int, version: int, last: bool) -> None:
         """Send a gradient, which was computed from a version of the variable. Not collective.
@@ -190,6 +224,8 @@ class WorkerAccess(Access):
             version: of the variable.
             last: whether it is this step's last to its server, which counts the step then.
         """
+        if not self._leads:
+            return
         with self.lock:
             transport = self._transport(variable)
             what = pack(Operation.GRADIENT, optimizer)
@@ -199,6 +235,8 @@ class WorkerAccess(Access):
         self, variable: int, rows: np.ndarray, values: np.ndarray, optimizer: int, version: int, last: bool
     ) -> None:
         """Send a gradient that has these rows only; rows that are named twice are summed. Not collective."""
+        if not self._leads:
+            return
         with self.lock:
             transport, what = self._transport(variable), pack(Operation.GRADIENT, optimizer)
             number = transport.pushed + 1
@@ -214,8 +252,8 @@ class WorkerAccess(Access):
             optimizer: its key.
             others: servers that hold variables of the optimizer and got no gradient: they count the step, too.
         """
-        with self.lock:
-            for server in others:
+        with self._by_one() as leads:
+            for server in others if leads else ():
                 transport = self._transports[server]
                 transport.commit(transport.pushed + 1, what=pack(Operation.GRADIENT, optimizer))
             self._finished += 1

@@ -139,7 +139,8 @@ def _combine(
             spec = specs[variable]
             times, pulled = pulls.get(variable, (0, 0))
             found = staleness.get((worker, variable), {})
-            exchange = Exchange(spec.name, spec.server, worker, times, pulled, *pushes.get(variable, (0, 0)), found)
+            pushed = pushes.get(variable, (0, 0))
+            exchange = Exchange(spec.name, spec.server, worker, times, pulled, pushed[0], pushed[1], found)
             exchanges.append((variable, exchange))
     exchanges.sort(key=lambda entry: (entry[0], entry[1].worker))
     loads = [

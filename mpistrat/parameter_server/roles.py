@@ -45,6 +45,24 @@ class Roles:
             raise ClusterError(explain(_NAME, "num_ps", expected=expected, got=num_ps, remedy=remedy))
         return cls(tuple(range(size - num_ps)), tuple(range(size - num_ps, size)))
 
+    def in_sync_with(self, rank: int, workers_in_sync: int) -> tuple[int, ...]:
+        """Return the ranks that step together with one, itself among them. Not collective.
+
+        Raises:
+            ClusterError: the workers cannot be divided so.
+
+        Example:
+            >>> Roles.of_counts(5, 1).in_sync_with(2, workers_in_sync=2)
+            (2, 3)
+        """
+        if len(self.workers) % workers_in_sync:
+            expected = f"a divisor of the number of workers, {len(self.workers)}"
+            raise ClusterError(explain(_NAME, "workers_in_sync", expected=expected, got=workers_in_sync))
+        if rank in self.servers:
+            return (rank,)
+        first = self.workers.index(rank) // workers_in_sync * workers_in_sync
+        return self.workers[first : first + workers_in_sync]
+
     @classmethod
     def gather(cls, group: ProcessGroup, resolver: ClusterResolver) -> Roles:
         """Return the roles that every rank's resolver tells of its own task. Collective.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from .. import log
 from ..cluster.devices import check_devices
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .strategy import Strategy
 
 __all__ = ["Parts", "assemble"]
+
+T = TypeVar("T")
 
 
 @final
@@ -94,6 +96,7 @@ def assemble(
     options: CommunicationOptions | None = None,
     parameter_device: str | None = None,
     check: Callable[[Topology], None] | None = None,
+    make_sync_group: Callable[[ProcessGroup], ProcessGroup] | None = None,
 ) -> Parts:
     """Return the parts of a new strategy. Collective over `comm`.
 
@@ -105,6 +108,7 @@ def assemble(
         options: defaults of every reduction.
         parameter_device: where variables lie; default on `devices`.
         check: whatever else this rank must find right; what it raises is raised on every rank.
+        make_sync_group: returns the ranks whose replicas step together, where these are not all; collective.
 
     Raises:
         LayoutError: on every rank, when the strategy does not accept the ranks and nodes.
@@ -123,34 +127,44 @@ def assemble(
     log.setup(environment.log)
     set_blas_threads(topology.local_size, topology.num_local_replicas, topology.node_cores)
     group = ProcessGroup.create(topology, environment)
-    alone = ProcessGroup(Topology.single(topology.devices), environment) if layout.alone else None
-    problem: Exception | None = None
-    try:
+
+    settings = options, parameter_device
+
+    def settle() -> tuple[CrossDeviceOps, str | None]:
         given: object = options
         if given is not None and not isinstance(given, CommunicationOptions):
             expected, got = "CommunicationOptions", repr(given)
             raise TypeError(explain(layout.name, "communication_options", expected=expected, got=got))
         implementation = None if options is None else options.implementation
         ops = make_cross_device_ops(implementation if cross_device_ops is None else cross_device_ops)
-        ops.bind(alone or group)
         if check is not None:
             check(topology)
-        if parameter_device is not None:
-            (parameter_device,) = check_devices(parameter_device, layout.name)
+        return ops, None if parameter_device is None else check_devices(parameter_device, layout.name)[0]
+
+    ops, place = _agree(group, layout, settings, settle)
+    try:
+        sync_group = None if make_sync_group is None else make_sync_group(group)
+    except Exception:  # raised on every rank
+        group.close()
+        topology.close()
+        raise
+    _agree(group, layout, settings, lambda: ops.bind(sync_group or group))
+    return Parts(layout, group, ops, options, place, sync_group=sync_group)
+
+
+def _agree(group: ProcessGroup, layout: Layout, settings: tuple[Any, ...], act: Callable[[], T]) -> T:
+    """Return what `act` returns; raise on every rank what it raises on any, or that their settings differ. Collective."""
+    problem: Exception | None = None
+    try:
+        result = act()
     except Exception as error:
         problem = error
-    _agree(group, layout, (options, parameter_device), problem)
-    return Parts(layout, group, ops, options, parameter_device, sync_group=alone)
-
-
-def _agree(group: ProcessGroup, layout: Layout, settings: tuple[Any, ...], problem: Exception | None) -> None:
-    """Raise on every rank what any of them found wrong, or that their settings differ. Collective."""
     detail = ", ".join(repr(setting) for setting in settings if setting is not None)
     with group.collective(layout.name, detail=detail):
         texts = group.all_gather_text("" if problem is None else str(problem) or repr(problem))
     odd = next((rank for rank, text in enumerate(texts) if text), None)
     if odd is None:
-        return
+        return result
     topology = group.topology
     group.close()
     topology.close()

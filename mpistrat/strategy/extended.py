@@ -313,6 +313,7 @@ class StrategyExtended:
         if not self._shared:
             self.cross_device_ops.close()
             self.placement.group.close()
+            self.placement.group.topology.close()
             self.process_group.close()
             self.topology.close()
 

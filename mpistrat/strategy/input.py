@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,15 +38,20 @@ class Division:
 
     Attributes:
         workers: who reads, and which of them this rank is.
-        divide: returns the steps of a dataset; None for a rank that reads nothing of a dataset function.
+        divide: returns the steps of a dataset.
         settings: of DistributedDataset.
-        in_sync: how many replicas step together; None for all.
+        within: the workers that step together, where these are not all.
     """
 
     workers: Workers
     divide: Divide
     settings: Mapping[str, Any]
-    in_sync: int | None = None
+    within: Workers | None = None
+
+    @property
+    def separate(self) -> bool:
+        """Whether not all ranks step together."""
+        return self.within is not None or self.divide is serve_only
 
     @classmethod
     def together(cls, group: ProcessGroup) -> Division:
@@ -54,14 +60,22 @@ class Division:
         return cls(workers, auto_shard, {"sum_over_ranks": _sum_over_ranks(group)})
 
     @classmethod
-    def alone(cls, workers: Workers, passes: Passes) -> Division:
-        """Return the division of a worker that steps alone. Not collective."""
-        return cls(workers, deal_out, {"passes": passes}, workers.num_local_replicas)
+    def alone(cls, workers: Workers, within: Workers, group: ProcessGroup, passes: Passes) -> Division:
+        """Return the division of workers that don't step with all others. Not collective.
+
+        Args:
+            workers: those that batches are dealt out to, each one rank or a group of them.
+            within: the ranks that divide a batch.
+            group: the same ranks.
+            passes: who is told of passes.
+        """
+        settings = {"passes": passes, "sum_over_ranks": _sum_over_ranks(group)}
+        return cls(workers, functools.partial(deal_out, within=within), settings, within)
 
     @classmethod
     def serving(cls, workers: Workers, passes: Passes) -> Division:
         """Return the division of a rank that serves those who step alone. Not collective."""
-        return cls(workers, serve_only, {"passes": passes}, 0)
+        return cls(workers, serve_only, {"passes": passes})
 
 
 def distribute_dataset(
@@ -79,14 +93,14 @@ def distribute_dataset(
         return distribute(dataset, division.workers, division.divide, **_settings(group, settings, division))
 
     def described(made: DistributedDataset) -> tuple[str, str]:
-        steps = made.cardinality() if division.in_sync is None else dataset.cardinality()
+        steps = dataset.cardinality() if division.separate else made.cardinality()
         elements = f"elements {made.element_spec}, {steps} steps in an epoch"
         alike, shown = zip(*_chain(dataset), (elements, elements), strict=True)
         return "\n".join(alike), "\n".join(shown)
 
     made = _agreed(group, function, make, described)
     bound = dataset.bind(group)
-    if bound is not dataset and division.in_sync is not None:
+    if bound is not dataset and division.separate:
         expected, got = 'cache("rank"): workers that step alone share no cache', 'cache("node") or cache("job")'
         raise ValueError(explain(function, "dataset", expected=expected, got=got))
     return made if bound is dataset else make(bound)
@@ -103,10 +117,10 @@ def distribute_datasets_from_function(
 
     def make() -> DistributedDataset:
         settings = _checked(options, function)
-        workers, in_sync = division.workers, division.in_sync
-        if in_sync == 0:
+        workers, mode = division.workers, InputReplicationMode(settings.replication_mode)
+        if division.divide is serve_only:
             return DistributedDataset(NoSteps(None, workers), **_settings(group, settings, division))
-        steps = call_dataset_fn(dataset_fn, workers, InputReplicationMode(settings.replication_mode), in_sync)
+        steps = call_dataset_fn(dataset_fn, workers, mode, division.within)
         return DistributedDataset(steps, **_settings(group, settings, division))
 
     # What each worker makes may differ; only its success is told.

@@ -29,7 +29,6 @@ class Layout:
         many_ranks, many_nodes: whether it accepts them.
         distributed: whether it may have several replicas.
         central: whether the node's leader alone keeps and updates the variables.
-        alone: whether the replicas of each rank step without those of other ranks.
         least_ranks: how few it accepts.
     """
 
@@ -38,7 +37,6 @@ class Layout:
     many_nodes: bool = False
     distributed: bool = True
     central: bool = False
-    alone: bool = False
     least_ranks: int = 1
 
     def fits(self, ranks: int, nodes: int) -> bool:
@@ -50,7 +48,7 @@ ONE_DEVICE = Layout("OneDeviceStrategy", many_ranks=False, distributed=False)
 MIRRORED = Layout("MirroredStrategy")
 MULTI_WORKER_MIRRORED = Layout("MultiWorkerMirroredStrategy", many_nodes=True)
 CENTRAL_STORAGE = Layout("CentralStorageStrategy", central=True)
-PARAMETER_SERVER = Layout("ParameterServerStrategy", many_nodes=True, alone=True, least_ranks=2)
+PARAMETER_SERVER = Layout("ParameterServerStrategy", many_nodes=True, least_ranks=2)
 
 _ALL = (ONE_DEVICE, MIRRORED, CENTRAL_STORAGE, MULTI_WORKER_MIRRORED)  # what a synchronous program may use instead
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
 from ..cluster.communicator import check_comm, running_mpi
+from ..comm.process_group import ProcessGroup
 from ..cross_device.cross_device_ops import CrossDeviceOps
 from ..data.distribution.workers import Workers
 from ..errors import ContextError, MpistratError, explain
@@ -23,9 +25,11 @@ from ..parameter_server.parameter_servers import ParameterServers
 from ..parameter_server.placing import PLACEMENTS
 from ..parameter_server.report import ParameterServerStats, gather_stats
 from ..parameter_server.roles import Roles, is_server
+from ..parameter_server.synchronous import SynchronousUpdates
 from ..parameter_server.updates import Updates
+from ..parameter_server.waiting import CEILING
 from ..variables import Placement, Variable
-from ..variables.placement import Target
+from ..variables.placement import ORDINAL_STEP, Target
 from .assemble import assemble
 from .input import Division
 from .layout import PARAMETER_SERVER
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["ParameterServerStrategy"]
 
 _NAME = "ParameterServerStrategy"
+_strategies = itertools.count()
 
 
 @final
@@ -70,6 +75,11 @@ class ParameterServerStrategy(Strategy):
         backup_workers: with max_staleness=0: a step is complete without this many workers' pushes, which are dropped.
         placement: which server gets the next variable: "round_robin", or "bytes" for the one that has least.
         transport: "shared_window", "one_sided" or "messages" for all; default chosen for each worker and server.
+        workers_in_sync: so many successive workers step together, synchronously, and push once; 1 for none. Their ranks'
+            replicas are the replicas in sync, and a batch is divided over them.
+        back_off: seconds of the longest sleep of a server with nothing to do. 1 ms costs up to 6 % of a core, and a push
+            waits about as long for it; shorter sleeps cost more.
+        check_numerics: refuse to push a gradient that has a NaN or infinity.
         communication_options, cross_device_ops: how the worker's own replicas are reduced.
         comm: communicator, duplicated here; default COMM_WORLD.
         devices: this rank's, as for MirroredStrategy; servers use none.
@@ -100,6 +110,9 @@ class ParameterServerStrategy(Strategy):
         backup_workers: int = 0,
         placement: str = "round_robin",
         transport: str = "",
+        workers_in_sync: int = 1,
+        back_off: float = CEILING,
+        check_numerics: bool = False,
         communication_options: CommunicationOptions | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         comm: MPI.Intracomm | None = None,
@@ -115,17 +128,33 @@ class ParameterServerStrategy(Strategy):
                 raise ValueError(explain(_NAME, "num_ps", expected="num_ps or cluster_resolver", got=got))
             if resolver is None:
                 Roles.of_counts(topology.size, count)
-            _check_settings(max_staleness, backup_workers, placement)
+            _check_settings(max_staleness, backup_workers, placement, workers_in_sync)
+
+        roles = Roles((), ())
+
+        def make_sync_group(group: ProcessGroup) -> ProcessGroup:
+            nonlocal roles
+            with group.collective(_NAME, detail=settings):
+                pass
+            size, rank = group.topology.size, group.topology.rank
+            roles = Roles.of_counts(size, count) if resolver is None else Roles.gather(group, resolver)
+            if not backup_workers < len(roles.workers):
+                expected = f"less than the {len(roles.workers)} workers"
+                raise ValueError(explain(_NAME, "backup_workers", expected=expected, got=backup_workers))
+            return _sync_group(group, roles.in_sync_with(rank, workers_in_sync))
 
         here = _serves(resolver, ranks.rank, ranks.size, count)
-        settings = (max_staleness, backup_workers, placement, transport)
+        settings = (max_staleness, backup_workers, placement, transport, workers_in_sync, back_off, check_numerics)
         parts = assemble(
-            PARAMETER_SERVER, comm, "cpu:0" if here else devices, cross_device_ops, communication_options, check=check
+            PARAMETER_SERVER,
+            comm,
+            "cpu:0" if here else devices,
+            cross_device_ops,
+            communication_options,
+            check=check,
+            make_sync_group=make_sync_group,
         )
         group = parts.group
-        with group.collective(_NAME, detail=settings):
-            pass
-        roles = Roles.of_counts(group.topology.size, count) if resolver is None else Roles.gather(group, resolver)
         if resolver is None:
             jobs = {"worker": list(roles.workers), "ps": list(roles.servers)}
             resolver = MPIClusterResolver(group.topology.comm, jobs)
@@ -133,14 +162,24 @@ class ParameterServerStrategy(Strategy):
         rank = group.topology.rank
         self.is_server = rank in roles.servers
         self.worker_index = None if self.is_server else roles.workers.index(rank)
-        self._parameter_servers = ParameterServers(group, roles.workers, roles.servers, transport=transport)
-        self._access = self._make_access(max_staleness, backup_workers)
+        self._workers_in_sync, self._check_numerics = workers_in_sync, bool(check_numerics)
+        self._parameter_servers = ParameterServers(
+            group, roles.workers, roles.servers, transport=transport, back_off=back_off
+        )
+        self._access = self._make_access(parts.sync_group or group, max_staleness, backup_workers)
         self._place = PLACEMENTS[placement](len(roles.servers))
         super().__init__(
-            replace(parts, make=self._make, make_step=self._make_step, num_input_pipelines=len(roles.workers))
+            replace(
+                parts,
+                make=self._make,
+                make_step=self._make_step,
+                num_input_pipelines=len(roles.workers) // workers_in_sync,
+            )
         )
         placement_of = self._extended.placement
         placement_of.partitioner = variable_partitioner
+        number = next(_strategies) % (ORDINAL_STEP - 1) + 1
+        placement_of.ordinals = itertools.count(number, ORDINAL_STEP)
         placement_of.slots = ServerSlots(
             group,
             roles.servers,
@@ -149,12 +188,18 @@ class ParameterServerStrategy(Strategy):
         )
         self.cluster_resolver = resolver
 
-    def _make_access(self, max_staleness: int | None, backup_workers: int) -> Access:
+    def _make_access(self, sync_group: ProcessGroup, max_staleness: int | None, backup_workers: int) -> Access:
         server = self._parameter_servers.server
         if server is None:
-            return WorkerAccess(self._parameter_servers, max_staleness)
+            access = WorkerAccess(self._parameter_servers, sync_group, max_staleness)
+            self._parameter_servers.group.attach(access)
+            return access
         self._updaters: dict[Optimizer, LocalUpdates] = {}
-        server.start(Updates(server, self._find, self._by_number))
+        if max_staleness == 0:
+            together = SynchronousUpdates(server, self._find, self._by_number, backup_workers)
+            server.start(together, together.on_leave)
+        else:
+            server.start(Updates(server, self._find, self._by_number))
         return ServerAccess(server, self._parameter_servers)
 
     # who
@@ -218,7 +263,7 @@ class ParameterServerStrategy(Strategy):
         raise ContextError(explain(f"{_NAME}.{function}", "", expected="a worker", got=got, remedy=remedy))
 
     def _make_step(self, optimizer: Optimizer, variables: Sequence[Any]) -> PushStep:
-        return PushStep(optimizer, self, variables, self._worker("apply_gradients"))
+        return PushStep(optimizer, self, variables, self._worker("apply_gradients"), self._check_numerics)
 
     # serving, on servers
 
@@ -293,10 +338,17 @@ class ParameterServerStrategy(Strategy):
     # input
 
     def _division(self) -> Division:
-        """Batches are dealt out to the workers; a server serves a pass and reads nothing."""
+        """Batches are dealt out to the workers, or groups of them; a server serves a pass and reads nothing."""
+        size, index = self._workers_in_sync, self.worker_index or 0
         replicas = self._extended.process_group.topology.replicas_per_rank
-        workers = Workers([replicas[rank] for rank in self.workers], self.worker_index or 0)
-        return (Division.serving if self.is_server else Division.alone)(workers, self)
+        counts = [replicas[rank] for rank in self.workers]
+        groups = [sum(counts[first : first + size]) for first in range(0, len(counts), size)]
+        dealt = Workers(groups, index // size)
+        if self.is_server:
+            return Division.serving(dealt, self)
+        first = index // size * size
+        within = Workers(counts[first : first + size], index - first)
+        return Division.alone(dealt, within, self._extended.placement.group, self)
 
     def begin_pass(self) -> None:
         """Begin to read a dataset: on a server, serve until all workers have left the pass. Not collective."""
@@ -353,7 +405,7 @@ class ParameterServerStrategy(Strategy):
     def close(self) -> None:
         """Leave for good, when all that was pushed is applied; then as `Strategy.close`. Collective the first time."""
         if isinstance(self._access, WorkerAccess) and not self._extended.closed:
-            self._access.leave()
+            self._access.leave_for_good()
         super().close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -375,7 +427,7 @@ def _serves(resolver: ClusterResolver | None, rank: int, size: int, num_ps: int)
     return type(num_ps) is int and rank >= size - num_ps
 
 
-def _check_settings(max_staleness: int | None, backup_workers: int, placement: str) -> None:
+def _check_settings(max_staleness: int | None, backup_workers: int, placement: str, workers_in_sync: int) -> None:
     for name, value, optional in (("max_staleness", max_staleness, True), ("backup_workers", backup_workers, False)):
         if not (value is None and optional) and (type(value) is not int or value < 0):
             expected = f"an integer of at least 0{' or None' * optional}"
@@ -383,5 +435,23 @@ def _check_settings(max_staleness: int | None, backup_workers: int, placement: s
     if backup_workers and max_staleness != 0:
         expected, got = "max_staleness=0 with backup workers", repr(max_staleness)
         raise ValueError(explain(_NAME, "max_staleness", expected=expected, got=got))
+    if type(workers_in_sync) is not int or workers_in_sync < 1:
+        expected = "an integer of at least 1"
+        raise ValueError(explain(_NAME, "workers_in_sync", expected=expected, got=repr(workers_in_sync)))
+    if workers_in_sync > 1 and max_staleness == 0:
+        expected = "1 with max_staleness=0, where all workers step together"
+        raise ValueError(explain(_NAME, "workers_in_sync", expected=expected, got=workers_in_sync))
     if placement not in PLACEMENTS:
         raise ValueError(explain(_NAME, "placement", expected=f"one of {', '.join(PLACEMENTS)}", got=repr(placement)))
+
+
+def _sync_group(group: ProcessGroup, members: tuple[int, ...]) -> ProcessGroup:
+    """Return the group of some ranks, this one among them, in that order. Collective over all ranks."""
+    topology = group.topology
+    comm = topology.comm.Split(members[0], key=members.index(topology.rank))
+    if comm.size == 1:
+        comm.Free()
+        return ProcessGroup(Topology.single(topology.devices), group.environment)
+    own = Topology.create(comm, topology.devices, _NAME)
+    comm.Free()
+    return ProcessGroup.create(own, group.environment)

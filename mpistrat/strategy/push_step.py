@@ -11,6 +11,7 @@ import numpy as np
 
 from ..comm.arrays import to_host
 from ..distributed_values import DistributedValues, PerReplica
+from ..errors import explain
 from ..optimizers.gradients import checked
 from ..parameter_server.access import WorkerAccess
 from ..parameter_server.parameter_server_variable import ParameterServerVariable
@@ -42,12 +43,18 @@ class PushStep:
     """
 
     def __init__(
-        self, optimizer: Optimizer, strategy: Any, variables: Sequence[ParameterServerVariable], access: WorkerAccess
+        self,
+        optimizer: Optimizer,
+        strategy: Any,
+        variables: Sequence[ParameterServerVariable],
+        access: WorkerAccess,
+        check_numerics: bool = False,
     ) -> None:
-        self.strategy = strategy
+        self.strategy, self._check_numerics = strategy, check_numerics
         self._optimizer, self._variables, self._access = optimizer, tuple(variables), access
         placement = variables[0].placement
         self._ops: CrossDeviceOps = placement.ops
+        self._alone = placement.group.topology.num_replicas == 1
         self._replicas: Sequence[Sequence[tuple[Any, Any]]] = ()
         servers = [variable.server for variable in variables]
         self._reached = set(servers)
@@ -70,18 +77,21 @@ class PushStep:
         """
         replicas, self._replicas = self._replicas, ()
         own = [[(g, v) for g, v in pairs if g is not None] for pairs in replicas[: None if aggregate else 1]]
-        gradients = [self._sum([checked(pairs[i][0], v) for pairs in own]) for i, (_, v) in enumerate(own[0])]
+        each = [[checked(pairs[i][0], v) for pairs in own] for i, (_, v) in enumerate(own[0])]
+        gradients = [own[0] for own in each] if self._alone or not aggregate else self._sum(each)
         if self._optimizer.global_clipnorm is not None:
             gradients = _clip(gradients, self._optimizer.global_clipnorm)
+        if self._check_numerics:
+            for variable, gradient in zip(self._variables, gradients, strict=True):
+                _check_finite(variable, gradient)
         for variable, gradient, last in zip(self._variables, gradients, self._last, strict=True):
             self._push(variable, gradient, last)
         self._access.finish_step(self._key, self._servers() - self._reached)
 
-    def _sum(self, gradients: list[Any]) -> Any:
-        if len(gradients) == 1:
-            return gradients[0]
-        total = self._ops.reduce(ReduceOp.SUM, PerReplica(gradients))
-        return total.values[0] if isinstance(total, DistributedValues) else total
+    def _sum(self, gradients: Sequence[Sequence[Any]]) -> list[Any]:
+        """Sum each variable's gradients over the replicas in sync."""
+        totals = self._ops.batch_reduce(ReduceOp.SUM, [(PerReplica(values), None) for values in gradients])
+        return [total.values[0] if isinstance(total, DistributedValues) else total for total in totals]
 
     def _push(self, variable: ParameterServerVariable, gradient: Any, last: bool) -> None:
         access, dtype = self._access, variable.dtype
@@ -98,6 +108,17 @@ class PushStep:
         if len(self._optimizer.variables) == len(self._variables):
             return self._reached
         return {variable.server for variable in self._optimizer.variables}
+
+
+def _check_finite(variable: ParameterServerVariable, gradient: Any) -> None:
+    array = to_host(gradient.values if isinstance(gradient, IndexedSlices) else gradient)
+    finite = np.isfinite(array)
+    if not finite.all():
+        got = f"{int(finite.size - np.count_nonzero(finite))} that are not, of {finite.size}"
+        remedy = "Look at the loss and the learning rate; nothing of this step was pushed"
+        raise FloatingPointError(
+            explain("apply_gradients", variable.name, expected="finite numbers", got=got, remedy=remedy)
+        )
 
 
 def _clip(gradients: list[Any], limit: float) -> list[Any]:

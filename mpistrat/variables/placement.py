@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from .sharded_variable import ShardedVariable
     from .variable import Description, Variable
 
-__all__ = ["Placement", "Target"]
+__all__ = ["ORDINAL_STEP", "Placement", "Target"]
+
+ORDINAL_STEP = 16  # between the numbers of optimizers that are counted together; so many counts don't meet
 
 Target = tuple[Any, int, int]  # a flat array, and the range of its elements that this rank stores
 Make = Callable[["Placement", "Description"], tuple["Variable", list[Target]]]
@@ -37,6 +39,7 @@ class Placement:
         make: returns a variable and where this rank stores its initial value; collective over `creators`, inside a
             collective. Default: in the arenas.
         make_step: takes an optimizer and variables, and returns a step like `FusedStep`, which is the default.
+        ordinals: counts the optimizers that are made in the strategy's scope, where the ranks must have one name for each.
         slots: reads and writes what optimizers keep, where that is not beside the arenas.
         partitioner: says into how many shards a variable is cut, see `partitioners`; default: none is cut.
 
@@ -54,6 +57,7 @@ class Placement:
     world: ProcessGroup | None = None
     make: Make | None = None
     make_step: Callable[..., Any] | None = None
+    ordinals: Iterator[int] | None = None
     slots: Any = None
     partitioner: Callable[..., Sequence[int]] | None = None
     variables: list[Variable] = field(default_factory=list)

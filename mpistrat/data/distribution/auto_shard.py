@@ -41,11 +41,16 @@ def auto_shard(dataset: Dataset, workers: Workers) -> Steps:
     return WorkerSteps(_rebatched(shards, workers, policy.name), workers, policy.name)
 
 
-def deal_out(dataset: Dataset, workers: Workers) -> Steps:
+def deal_out(dataset: Dataset, workers: Workers, within: Workers) -> Steps:
     """Return the steps of a worker that steps alone: whole batches, in turn under AUTO and DATA. Not collective.
 
     A batch is what one worker's replicas take together. With FILE, OFF and HINT a worker reads batches of the files or
     elements that the policy gives it. Workers may have different numbers of steps.
+
+    Args:
+        dataset: its batches are those of one worker.
+        workers: who gets batches; each may be several ranks.
+        within: the ranks that divide this worker's.
 
     Raises:
         ValueError: as `auto_shard`.
@@ -59,7 +64,7 @@ def deal_out(dataset: Dataset, workers: Workers) -> Steps:
         own = dataset.with_shard(workers.count, workers.index)
     else:
         own = _own_files(dataset, workers.count, workers.index)
-    return GlobalSteps(own, Workers([workers.num_local_replicas]))
+    return GlobalSteps(own, within)
 
 
 def serve_only(dataset: Dataset, workers: Workers) -> Steps:

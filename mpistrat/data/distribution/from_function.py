@@ -66,7 +66,10 @@ class InputContext:
 
 
 def call_dataset_fn(
-    dataset_fn: Callable[[InputContext], Any], workers: Workers, mode: InputReplicationMode, in_sync: int | None = None
+    dataset_fn: Callable[[InputContext], Any],
+    workers: Workers,
+    mode: InputReplicationMode,
+    within: Workers | None = None,
 ) -> FunctionSteps:
     """Call a dataset function once for this worker, or once for each of its replicas. Not collective.
 
@@ -74,18 +77,22 @@ def call_dataset_fn(
         dataset_fn: the function.
         workers: who reads.
         mode: how often it is called.
-        in_sync: how many replicas step together; default all.
+        within: the workers that step together, where each of `workers` is a group of them; default all.
 
     Raises:
         TypeError: it returns no iterable.
         ValueError: it returns a dataset of rows.
     """
+    together, offset = within or workers, within.replica_offset if within else 0
     if mode is InputReplicationMode.PER_WORKER:
-        contexts = [InputContext(workers.count, workers.index, in_sync or workers.num_replicas)]
+        pipelines, number = workers.count, workers.index
+        if within is not None:
+            pipelines, number = pipelines * within.count, number * within.count + within.index
+        contexts = [InputContext(pipelines, number, together.num_replicas)]
     else:
-        first, total = workers.replica_offset, workers.num_replicas
-        contexts = [InputContext(total, first + i, in_sync or total) for i in range(workers.num_local_replicas)]
-    return FunctionSteps([dataset_fn(context) for context in contexts], workers)
+        first, total = workers.replica_offset + offset, workers.num_replicas
+        contexts = [InputContext(total, first + i, together.num_replicas) for i in range(together.num_local_replicas)]
+    return FunctionSteps([dataset_fn(context) for context in contexts], together)
 
 
 class FunctionSteps(Steps):

@@ -15,6 +15,7 @@ from server_stand import Weights
 import mpistrat as ms
 from mpistrat.optimizers.local_updates import LocalUpdates
 from mpistrat.optimizers.optimizer import find
+from mpistrat.variables.placement import ORDINAL_STEP
 
 CASES = reference.cases()
 RULES = {
@@ -186,6 +187,16 @@ def test_rows_first_and_all_of_a_variable_later():
     assert updates.slots(weights)["accumulator"].tobytes() == again.slots(weights)["accumulator"].tobytes()
 
 
+def test_slots_that_are_set_after_some_rows_were_updated_stay():
+    start, updates = np.zeros((3, 2)), LocalUpdates(ms.optimizers.Adagrad(1.0, epsilon=0.0))
+    weights, array = Weights(start), start.copy()
+    updates.rows(weights, array, np.array([0]), np.ones((1, 2)), 1)
+    updates.set_slots(weights, {"accumulator": np.full((3, 2), 15.0)})
+    updates.rows(weights, array, np.array([2]), np.ones((1, 2)), 2)
+    assert updates.slots(weights)["accumulator"].tolist() == [[15, 15], [15, 15], [16, 16]]
+    assert array[2].tolist() == [-0.25, -0.25]  # Keras: w -= g / sqrt(15 + g²)
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
 def test_nothing_to_update(shape):
     start = np.zeros(shape, np.float32)
@@ -237,10 +248,10 @@ def test_slots_that_were_restored_wait_for_their_variable():
 def test_optimizers_are_counted_and_found():
     first = ms.optimizers.SGD(0.1)
     second = ms.optimizers.Adam(0.1)
-    assert second.ordinal == first.ordinal + 1
+    assert second.ordinal == first.ordinal + ORDINAL_STEP
     assert find(first.ordinal) is first
     assert find(second.ordinal) is second
-    assert find(second.ordinal + 1) is None
+    assert find(second.ordinal + ORDINAL_STEP) is None
     assert "ordinal" not in first.describe()  # two of a kind are described alike
     number = second.ordinal
     del second
@@ -252,7 +263,7 @@ def test_optimizers_are_counted_and_found():
 def test_copies_are_counted_like_others(duplicate):
     first = ms.optimizers.SGD(0.1, momentum=0.5)
     again = duplicate(first)
-    assert again.ordinal == first.ordinal + 1
+    assert again.ordinal == first.ordinal + ORDINAL_STEP
     assert find(again.ordinal) is again
     assert find(first.ordinal) is first
     assert again.describe() == first.describe()

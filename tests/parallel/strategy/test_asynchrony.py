@@ -1,0 +1,198 @@
+"""How asynchronous workers may be: bounds on staleness, groups that step together, and what a worker may push."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.errors import ClusterError
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("transport", ["shared_window", "messages"])
+def test_no_worker_gets_further_ahead_than_the_bound(transport):
+    bound, steps = 2, 12
+    with ms.ParameterServerStrategy(max_staleness=bound, transport=transport) as strategy, strategy.scope():
+        v = ms.Variable(np.zeros(3))
+        optimizer = ms.optimizers.SGD(1.0)
+        begun, finishing = [], []
+
+        def step(batch):
+            begun.append(time.monotonic())
+            if strategy.worker_index == 0:
+                time.sleep(0.02)
+            finishing.append(time.monotonic())
+            v.grad[...] = 1
+            optimizer.apply_gradients([(v.grad, v)])
+
+        batches = ms.data.from_arrays(np.arange(steps * strategy.num_workers)).batch(1)
+        for _ in range(2):  # the bound holds in a second pass as well
+            for batch in strategy.distribute_dataset(batches):
+                strategy.run(step, args=(batch,))
+        told = [log for log in strategy.comm.allgather((begun, finishing)) if log[0]]
+        ahead = []
+        for begun_here, _ in told:
+            for number, moment in enumerate(begun_here):
+                # A step is finished somewhat after this moment, so that others count too many, never too few.
+                slowest = min(sum(end <= moment for end in finished) for _, finished in told)
+                ahead.append(number - slowest)
+        assert max(ahead) <= bound
+        assert max(ahead) == bound  # and the fast ones use it
+        if not strategy.is_server:
+            assert v.numpy().tolist() == [-2.0 * steps * strategy.num_workers] * 3
+        strategy.comm.Barrier()
+
+
+@pytest.mark.ranks(3, 4)
+def test_without_a_bound_a_fast_worker_runs_ahead():
+    with ms.ParameterServerStrategy() as strategy, strategy.scope():
+        v = ms.Variable(np.zeros(3))
+        optimizer = ms.optimizers.SGD(1.0)
+        ends = []
+
+        def step():
+            if strategy.worker_index == 0:
+                time.sleep(0.05)
+            v.grad[...] = 1
+            optimizer.apply_gradients([(v.grad, v)])
+            ends.append(time.monotonic())
+
+        if strategy.is_server:
+            strategy.serve()
+        else:
+            for _ in range(10):
+                strategy.run(step)
+            strategy.leave()
+        told = [log for log in strategy.comm.allgather(ends) if log]
+        assert sum(end <= told[1][-1] for end in told[0]) < 8
+
+
+@pytest.mark.ranks(3)
+def test_a_worker_that_has_ended_holds_nobody_up():
+    with ms.ParameterServerStrategy(max_staleness=1) as strategy, strategy.scope():
+        v = ms.Variable(np.zeros(3))
+        optimizer = ms.optimizers.SGD(1.0)
+        data = strategy.distribute_dataset(ms.data.from_arrays(np.arange(20)).batch(1))
+        for number, _ in enumerate(data):
+            if strategy.worker_index == 1 and number == 2:
+                break
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), v)]))
+        strategy.comm.Barrier()
+        if not strategy.is_server:
+            assert v.numpy().tolist() == [-12.0] * 3
+        strategy.comm.Barrier()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_workers_in_sync_are_one_worker(devices):
+    """One ps and three workers that step together train like the synchronous strategy of the three."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    replicas = 3 * len(devices)
+    rows = np.random.default_rng(0).normal(size=(60, 4))
+
+    def train(strategy):
+        with strategy.scope():
+            v = ms.Variable(np.linspace(-1, 1, 4))
+            optimizer = ms.optimizers.Adam(0.1)
+
+            def step(x):
+                optimizer.apply_gradients([(v.array * len(x) + x.sum(axis=0), v)])
+
+            for batch in strategy.distribute_dataset(ms.data.from_arrays(rows).shuffle(seed=1).batch(12)):
+                strategy.run(step, args=(batch,))
+            return v
+
+    together = comm.Split(int(comm.rank < 3))
+    expected = None
+    if comm.rank < 3:
+        with ms.MultiWorkerMirroredStrategy(comm=together, devices=devices) as strategy:
+            expected = train(strategy).numpy()
+    together.Free()
+    with ms.ParameterServerStrategy(workers_in_sync=3, devices=devices) as strategy:
+        assert strategy.is_server or strategy.num_replicas_in_sync == replicas
+        v = train(strategy)
+        if not strategy.is_server:
+            np.testing.assert_allclose(v.numpy(), expected, rtol=1e-12)
+        strategy.comm.Barrier()
+
+
+@pytest.mark.ranks(3, 4)
+def test_groups_write_once():
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.size
+    workers = size - 1 if size % 2 else size - 2
+    with ms.ParameterServerStrategy(num_ps=size - workers, workers_in_sync=2) as strategy, strategy.scope():
+        v = ms.Variable(np.zeros(2), aggregation=ms.VariableAggregation.SUM)
+        if strategy.is_server:
+            strategy.serve()
+        else:
+            v.assign_add(np.ones(2))
+            assert v.numpy().tolist() == [1, 1]
+            strategy.run(lambda: v.assign_add(np.ones(2)))
+            assert v.numpy().tolist() == [3, 3]
+            strategy.run(lambda: v.array)
+            strategy.leave()
+        strategy.comm.Barrier()
+
+
+@pytest.mark.ranks(2, 4)
+def test_what_the_settings_refuse():
+    from mpi4py import MPI
+
+    with pytest.raises(ClusterError, match="a divisor of the number of workers"):
+        ms.ParameterServerStrategy(workers_in_sync=MPI.COMM_WORLD.size)
+    with pytest.raises(ValueError, match="workers_in_sync"):
+        ms.ParameterServerStrategy(workers_in_sync=0)
+    with pytest.raises(ValueError, match="workers_in_sync"):
+        ms.ParameterServerStrategy(workers_in_sync=2, max_staleness=0)
+
+
+@pytest.mark.ranks(4)
+def test_backup_workers_are_not_waited_for():
+    """Of three workers one is too slow for every step: what it pushes is dropped, and nobody waits for it."""
+    with ms.ParameterServerStrategy(max_staleness=0, backup_workers=1) as strategy, strategy.scope():
+        v = ms.Variable(np.zeros(1))
+        optimizer = ms.optimizers.SGD(1.0)
+        steps, started = 6, time.monotonic()
+        if strategy.is_server:
+            strategy.serve()
+        else:
+            for _ in range(2 if strategy.worker_index == 2 else steps):
+
+                def step():
+                    gradient = np.ones(1) + 0 * v.array
+                    if strategy.worker_index == 2:
+                        time.sleep(0.4)
+                    optimizer.apply_gradients([(gradient, v)])
+
+                strategy.run(step)
+            took = time.monotonic() - started
+            assert strategy.worker_index == 2 or took < 0.4
+            strategy.leave()
+        strategy.comm.Barrier()
+        if not strategy.is_server:
+            assert v.numpy().tolist() == [-2.0 * steps - 1]  # two at a time; the slow one's second came alone
+        strategy.comm.Barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_numbers_that_are_none_are_not_pushed(wrong):
+    with ms.ParameterServerStrategy(check_numerics=True) as strategy, strategy.scope():
+        v = ms.Variable(np.zeros(3), name="weights")
+        optimizer = ms.optimizers.SGD(1.0)
+        if strategy.is_server:
+            strategy.serve()
+        else:
+            with pytest.raises(FloatingPointError, match=r"weights.*1 that are not, of 3"):
+                strategy.run(lambda: optimizer.apply_gradients([(np.array([0, wrong, 1.0]), v)]))
+            assert v.numpy().tolist() == [0, 0, 0]
+            strategy.leave()
+        strategy.comm.Barrier()
