@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,7 +24,7 @@ __all__ = ["LocalUpdates"]
 
 @final
 class LocalUpdates:
-    """Updates whole variables, and keeps their slots beside them. One thread at a time.
+    """Updates whole variables, and keeps their slots beside them. Threads take turns.
 
     From the gradients of one process it makes bit for bit what `apply_gradients` makes there.
 
@@ -38,6 +39,7 @@ class LocalUpdates:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._turn = threading.RLock()
         self._rooms: dict[np.dtype, _Room] = {}
         self._kept: dict[Any, _Kept] = {}
 
@@ -63,14 +65,15 @@ class LocalUpdates:
             gradients: arrays like it, which are not changed.
             step: number of the step, counted from 1.
         """
-        kept = self._begin(variable, step)
-        kept.fill()
         flat, parts = weights.reshape(-1), [gradient.reshape(-1) for gradient in gradients]
-        if flat.size <= BLOCK:
-            kept.update(flat, kept.slots, parts)
-            return
-        for low in range(0, flat.size, BLOCK):
-            kept.update_range(flat, low, low + BLOCK, [part[low : low + BLOCK] for part in parts])
+        with self._turn:
+            kept = self._begin(variable, step)
+            kept.fill()
+            if flat.size <= BLOCK:
+                kept.update(flat, kept.slots, parts)
+                return
+            for low in range(0, flat.size, BLOCK):
+                kept.update_range(flat, low, low + BLOCK, [part[low : low + BLOCK] for part in parts])
 
     def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
         """Update some rows of a variable, and leave the others alone. Not collective.
@@ -80,22 +83,20 @@ class LocalUpdates:
             rows: (k,) integers, each row once.
             values: their gradients, k rows, of the variable's dtype or of that in which its gradients are summed.
         """
-        kept = self._begin(variable, step, by_rows=True)
-        kept.fill(rows)
         width = weights.size // max(len(weights), 1)
-        if not rows.size or not width:
-            return
-        values = values.reshape(-1, width)
-        if width <= BLOCK:
+        with self._turn:
+            kept = self._begin(variable, step, by_rows=True)
+            kept.fill(rows)
+            if not rows.size or not width:
+                return
+            values = values.reshape(-1, width)
+            if width > BLOCK:
+                for row, value in zip(rows.tolist(), values, strict=True):
+                    kept.update_row(weights.reshape(-1), row, value)
+                return
             table, count = weights.reshape(-1, width), BLOCK // width
             for low in range(0, rows.size, count):
                 kept.update_rows(table, rows[low : low + count], values[low : low + count])
-            return
-        flat = weights.reshape(-1)
-        for row, value in zip(rows.tolist(), values, strict=True):
-            for low in range(0, width, BLOCK):
-                high = min(low + BLOCK, width)
-                kept.update_range(flat, row * width + low, row * width + high, [value[low:high]])
 
     def _begin(self, variable: Any, step: int, by_rows: bool = False) -> _Kept:
         kept = self._known(variable) or self._meet(variable, by_rows)
@@ -109,11 +110,12 @@ class LocalUpdates:
 
         Slots of 16-bit variables are float32.
         """
-        kept = self._known(variable)
-        if kept is None:
-            return {}
-        kept.fill()
-        return {name: slot.reshape(variable.shape) for name, slot in kept.slots.items()}
+        with self._turn:
+            kept = self._known(variable)
+            if kept is None:
+                return {}
+            kept.fill()
+            return {name: slot.reshape(variable.shape) for name, slot in kept.slots.items()}
 
     def set_slots(self, variable: Any, values: Mapping[str, Any]) -> None:
         """Overwrite a variable's slots. Not collective.
@@ -134,10 +136,11 @@ class LocalUpdates:
             if array.shape != variable.shape:
                 expected, got = f"{name} of shape {variable.shape}", f"shape {tuple(array.shape)}"
                 raise ValueError(explain(function, variable.name, expected=expected, got=got))
-        kept = self._kept.get(variable) or self._meet(variable)
-        kept.fill()
-        for name, array in arrays.items():
-            kept.slots[name][...] = array.reshape(-1)
+        with self._turn:
+            kept = self._kept.get(variable) or self._meet(variable)
+            kept.fill()
+            for name, array in arrays.items():
+                kept.slots[name][...] = array.reshape(-1)
 
     def _known(self, variable: Any) -> _Kept | None:
         """What is kept for a variable, if anything is; slots that wait for it in the optimizer come first."""
@@ -217,6 +220,13 @@ class _Kept:
     def update_range(self, flat: np.ndarray, low: int, high: int, gradients: Sequence[np.ndarray]) -> None:
         """Update the elements [low, high) of a variable, at most a block. Not collective."""
         self.update(flat[low:high], {name: slot[low:high] for name, slot in self.slots.items()}, gradients)
+
+    def update_row(self, flat: np.ndarray, row: int, gradient: np.ndarray) -> None:
+        """Update one row of a variable, larger than a block. Not collective."""
+        start = row * gradient.size
+        for low in range(0, gradient.size, BLOCK):
+            piece = gradient[low : low + BLOCK]
+            self.update_range(flat, start + low, start + low + piece.size, [piece])
 
     def update_rows(self, table: np.ndarray, rows: np.ndarray, gradients: np.ndarray) -> None:
         """Update rows of a variable, at most a block: fetch them and their slots, update, and put them back."""

@@ -83,6 +83,17 @@ def test_a_workers_step_has_one_number_whatever_others_do():
     assert (recorder.iterations, recorder.asked) == (2, 4)
 
 
+def test_a_workers_step_has_one_rate_whatever_others_do():
+    schedule = ms.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 10.0])  # 10 from the second step on
+    stand, _ = served(2, [Weights([0.0]), Weights([0.0])], ms.optimizers.SGD(schedule))
+    stand.push(0, [1], 0)
+    stand.commit(1)
+    stand.step(0, [1], variable=1)
+    assert (stand.array(0).tolist(), stand.array(1).tolist()) == ([-1], [-1])
+    stand.step(0, [1])
+    assert stand.array(0).tolist() == [-11]
+
+
 def test_a_commit_alone_counts_a_step():
     stand, (adam,) = served(1, [Weights([0.0])], ms.optimizers.Adam(0.1))
     stand.commit(0)
