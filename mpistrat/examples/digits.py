@@ -86,7 +86,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any]:
     style = options.progress if strategy.rank == 0 else "none"
     with Progress(options.epochs * len(training_data), style) as progress:
         for epoch in range(1, options.epochs + 1):
-            clock, first = Clock(training_data), len(losses)
+            clock, first = Clock(training_data, getattr(strategy, "traffic", None)), len(losses)
             for inputs in training_data:
                 clock.samples += ms.context.global_batch_size() or 0
                 parts = strategy.run(step, args=(inputs,))
@@ -100,6 +100,9 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any]:
             epochs.append({"epoch": epoch, "loss": mean, "test_accuracy": accuracy, "samples_per_second": rate})
             epochs[-1] |= {f"seconds_{part}": seconds for part, seconds in clock.seconds().items()}
     strategy.save(output / "weights.h5")
+    exchanged = strategy.stats() if isinstance(strategy, ms.ParameterServerStrategy) else None
+    if exchanged is not None and style != "none":
+        print(exchanged, file=sys.stderr, flush=True)
     summary = summarise(strategy, options, epochs)
     if strategy.rank == 0:
         (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in epochs))

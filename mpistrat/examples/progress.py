@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mpistrat as ms
@@ -21,10 +21,12 @@ class Clock:
 
     Args:
         data: the distributed dataset that the loop reads; what it says of its waiting is the part "input".
+        traffic: returns the bytes that were pulled from parameter servers, and pushed to them, so far.
     """
 
-    def __init__(self, data: ms.data.DistributedDataset) -> None:
-        self._data = data
+    def __init__(self, data: ms.data.DistributedDataset, traffic: Callable[[], tuple[int, int]] | None = None) -> None:
+        self._data, self._traffic = data, traffic
+        self._pulled, self._pushed = traffic() if traffic else (0, 0)
         self._before = data.stats()
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self.samples = 0
@@ -51,7 +53,13 @@ class Clock:
         """Return where the time went, in words. Not collective."""
         seconds = self.seconds()
         total = max(sum(seconds.values()), 1e-9)
-        return ", ".join(f"{WORDS.get(part, part)} {seconds[part] / total:.0%}" for part in PARTS)
+        shares = ", ".join(f"{WORDS.get(part, part)} {seconds[part] / total:.0%}" for part in PARTS)
+        if self._traffic is None:
+            return shares
+        spent = max(time.perf_counter() - self.started, 1e-9)
+        pulled, pushed = self._traffic()
+        rates = (pulled - self._pulled) / 1e6 / spent, (pushed - self._pushed) / 1e6 / spent
+        return f"{shares}; pulled {rates[0]:,.0f} MB/s, pushed {rates[1]:,.0f} MB/s"
 
 
 class Progress:

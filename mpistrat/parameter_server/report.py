@@ -50,12 +50,14 @@ class ServerLoad:
         server: its number.
         busy, idle: seconds of applying pushes, and of waiting for something to do.
         most_waiting: the largest number of parts of pushes that waited at a time.
+        dropped: for each worker, how many of its steps came too late (`backup_workers`).
     """
 
     server: int
     busy: float
     idle: float
     most_waiting: int
+    dropped: tuple[int, ...] = ()
 
 
 @final
@@ -90,7 +92,8 @@ class ParameterServerStats:
         lines = [_table(head, rows)] if rows else []
         for load in self.servers:
             share = load.busy / max(load.busy + load.idle, 1e-9)
-            lines.append(f"server {load.server}: busy {share:.0%}, at most {load.most_waiting} parts waiting")
+            late = f", {sum(load.dropped)} steps dropped" if any(load.dropped) else ""
+            lines.append(f"server {load.server}: busy {share:.0%}, at most {load.most_waiting} parts waiting{late}")
         return "\n".join(lines)
 
 
@@ -104,10 +107,16 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def gather_stats(servers: ParameterServers) -> ParameterServerStats:
-    """Return what all workers and servers have exchanged so far, on every rank. Collective over all ranks."""
+def gather_stats(servers: ParameterServers, dropped: Sequence[int] = ()) -> ParameterServerStats:
+    """Return what all workers and servers have exchanged so far, on every rank. Collective over all ranks.
+
+    Args:
+        servers: the connections.
+        dropped: on a server, each worker's steps that came too late.
+    """
+    mine = _mine(servers) | {"dropped": list(dropped)}
     with servers.group.collective("ParameterServerStrategy.stats"):
-        told = [json.loads(text) for text in servers.group.all_gather_text(json.dumps(_mine(servers)))]
+        told = [json.loads(text) for text in servers.group.all_gather_text(json.dumps(mine))]
     return _combine([place.spec for place in servers.places], servers.workers, servers.servers, told)
 
 
@@ -144,7 +153,13 @@ def _combine(
             exchanges.append((variable, exchange))
     exchanges.sort(key=lambda entry: (entry[0], entry[1].worker))
     loads = [
-        ServerLoad(number, *(told[rank][name] for name in ("busy", "idle", "most_waiting")))
+        ServerLoad(
+            number,
+            told[rank]["busy"],
+            told[rank]["idle"],
+            told[rank]["most_waiting"],
+            tuple(told[rank]["dropped"]),
+        )
         for number, rank in enumerate(servers)
     ]
     return ParameterServerStats(tuple(exchange for _, exchange in exchanges), tuple(loads))

@@ -190,6 +190,7 @@ class ParameterServerStrategy(Strategy):
 
     def _make_access(self, sync_group: ProcessGroup, max_staleness: int | None, backup_workers: int) -> Access:
         server = self._parameter_servers.server
+        self._dropped: Sequence[int] = ()
         if server is None:
             access = WorkerAccess(self._parameter_servers, sync_group, max_staleness)
             self._parameter_servers.group.attach(access)
@@ -197,6 +198,7 @@ class ParameterServerStrategy(Strategy):
         self._updaters: dict[Optimizer, LocalUpdates] = {}
         if max_staleness == 0:
             together = SynchronousUpdates(server, self._find, self._by_number, backup_workers)
+            self._dropped = together.dropped
             server.start(together, together.on_leave)
         else:
             server.start(Updates(server, self._find, self._by_number))
@@ -364,6 +366,12 @@ class ParameterServerStrategy(Strategy):
 
     # what happened
 
+    def traffic(self) -> tuple[int, int]:
+        """Return how many bytes this worker has pulled and pushed so far; (0, 0) on a server. Not collective."""
+        every = [transport.stats for transport in self._parameter_servers.transports]
+        pulled = sum(nbytes for stats in every for _, nbytes in stats.pulls.values())
+        return pulled, sum(nbytes for stats in every for _, nbytes in stats.pushes.values())
+
     def stats(self) -> ParameterServerStats:
         """Return what all workers and servers have exchanged so far: a table, when printed. Collective over all ranks.
 
@@ -371,7 +379,7 @@ class ParameterServerStrategy(Strategy):
             >>> print(strategy.stats())  # doctest: +SKIP
         """
         self._extended.require_open(f"{_NAME}.stats")
-        return gather_stats(self._parameter_servers)
+        return gather_stats(self._parameter_servers, self._dropped)
 
     # files
 

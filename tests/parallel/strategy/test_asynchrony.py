@@ -196,3 +196,22 @@ def test_numbers_that_are_none_are_not_pushed(wrong):
             assert v.numpy().tolist() == [0, 0, 0]
             strategy.leave()
         strategy.comm.Barrier()
+
+
+@pytest.mark.ranks(3)
+def test_what_is_exchanged_is_counted():
+    with ms.ParameterServerStrategy() as strategy, strategy.scope():
+        v = ms.Variable(np.zeros(1000, np.float32), name="v")
+        optimizer = ms.optimizers.SGD(1.0)
+        if strategy.is_server:
+            strategy.serve()
+        else:
+            for _ in range(5 + strategy.worker_index):
+                strategy.run(lambda: optimizer.apply_gradients([(v.array + v.array, v)]))  # one read a step
+            assert strategy.traffic() == ((5 + strategy.worker_index) * 4000,) * 2
+            strategy.leave()
+        stats = strategy.stats()
+        found = [(e.worker, e.pulls, e.pulled_bytes, e.pushes, e.pushed_bytes) for e in stats.exchanges]
+        assert found == [(0, 5, 20_000, 5, 20_000), (1, 6, 24_000, 6, 24_000)]
+        assert [sum(e.staleness.values()) for e in stats.exchanges] == [5, 6]
+        assert len(stats.servers) == 1
