@@ -1,4 +1,4 @@
-"""Draw the plots of a folder of results: all-reduce, the training step, HDF5 input.
+"""Draw the plots of a folder of results: all-reduce, the training step, HDF5 input, parameter servers.
 
 python benchmarks/plot.py benchmarks/results/2026-11-21
 """
@@ -23,6 +23,14 @@ COLOURS = {
     "torch DDP, plain Adam": "#ff9896",
     "mpistrat, own arrays": "#6baed6",
     "mpistrat, arenas": "#08519c",
+    "mpistrat": "#08519c",
+    "TensorFlow": "#ff7f0e",
+    "TensorFlow, 20 steps a call": "#ffbb78",
+    "torch RPC": "#d62728",
+    "pull": "#08519c",
+    "push": "#6baed6",
+    "Send/Recv to worker": "#3f3f3f",
+    "Send/Recv to server": "#9f9f9f",
 }
 
 
@@ -151,6 +159,67 @@ def case_title(case: dict[str, Any]) -> str:
     return f"{case['layout']}, {files}, {row} rows, {case['order']}"
 
 
+def draw_parameter_server(folder: Path) -> None:
+    """Draw steps a second over sizes, over workers and servers, and bare transfers; a row of panels a layout of hosts."""
+    results = load(folder, "parameter_server")
+    if not results:
+        return
+    figure, grid = plt.subplots(len(results), 4, figsize=(19, 4.4 * len(results)), squeeze=False)
+    for axes, result in zip(grid, results, strict=True):
+        cells = result["cells"]
+        names = list(dict.fromkeys(name for cell in cells for name in cell["steps_per_second"]))
+        pairs = [cell for cell in cells if (cell["servers"], cell["workers"]) == (1, 2)]
+        labels = [cell["case"].replace(" of ", "\nof ") for cell in pairs]
+        for name in names:
+            rates = [cell["steps_per_second"].get(name, float("nan")) for cell in pairs]
+            places = [i + 0.5 * ("rows" in cell["case"]) for i, cell in enumerate(pairs)]
+            whole = sum("rows" not in cell["case"] for cell in pairs)
+            axes[0].plot(places[:whole], rates[:whole], marker="o", label=name, color=colour(name))
+            axes[0].plot(places[whole:], rates[whole:], marker="o", linestyle="", color=colour(name))
+        axes[0].set_xticks(places, labels, fontsize=8)
+        axes[0].set_yscale("log")
+        axes[0].set_title(f"1 server, 2 workers\n{title(result['machine'])}", fontsize=10)
+        for axis, label in zip(axes[1:3], ("4 KB", "67 MB"), strict=True):
+            draw_growth(axis, [cell for cell in cells if cell["case"] == label], names)
+            axis.set_title(f"{label} a step, over workers\n{title(result['machine'])}", fontsize=10)
+        for axis in axes[:3]:
+            axis.set_ylabel("steps/s of all workers")
+            axis.legend(fontsize=7)
+        rates = result["bytes_per_second"]
+        for name in next(iter(rates.values()), {}):
+            line = "--" if name.startswith("Send") else "-"
+            values = [found[name] / 1e9 for found in rates.values()]
+            axes[3].plot(range(len(rates)), values, line, marker="o", label=name, color=colour(name))
+        axes[3].set_xticks(range(len(rates)), list(rates))
+        axes[3].set_yscale("log")
+        axes[3].set_ylabel("GB/s")
+        axes[3].set_title(f"1 server, 1 worker: one thing at a time\n{title(result['machine'])}", fontsize=10)
+        axes[3].legend(fontsize=7)
+        for axis in axes:
+            axis.grid(alpha=0.3)
+    finish(
+        figure, "Parameter servers: read all, push a gradient, SGD", caption(results), folder / "parameter_server.png"
+    )
+
+
+def draw_growth(axis: Any, cells: list[dict[str, Any]], names: list[str]) -> None:
+    """Draw steps a second over the number of workers: a line for one server, squares for two."""
+    for name in names:
+        for servers, style in ((1, "o-"), (2, "s--")):
+            known = [
+                (cell["workers"], cell["steps_per_second"][name])
+                for cell in sorted(cells, key=lambda c: c["workers"])
+                if cell["servers"] == servers and name in cell["steps_per_second"]
+            ]
+            if known:
+                label = f"{name}, {servers} server{'s' * (servers > 1)}"
+                axis.plot(*zip(*known, strict=True), style, label=label, color=colour(name))
+    axis.set_xticks(sorted({cell["workers"] for cell in cells}))
+    axis.margins(y=0.1)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("workers")
+
+
 def finish(figure: Any, heading: str, footnote: str, path: Path, top: float = 1.0) -> None:
     """Give a figure its heading and footnote, and write it."""
     figure.suptitle(heading)
@@ -164,3 +233,4 @@ if __name__ == "__main__":
     draw_all_reduce(Path(sys.argv[1]))
     draw_training_step(Path(sys.argv[1]))
     draw_hdf5_input(Path(sys.argv[1]))
+    draw_parameter_server(Path(sys.argv[1]))

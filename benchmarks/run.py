@@ -21,15 +21,22 @@ from integration.hosts import Hosts, why_no_hosts  # noqa: E402
 
 from launcher import MpiEnv, launch, mpi_env  # noqa: E402
 
-LAYOUTS = {"all_reduce": (2, 4), "training_step": (2, 4), "hdf5_input": (1, 2)}  # ranks on one host
+LAYOUTS = {  # ranks on one host
+    "all_reduce": (2, 4),
+    "training_step": (2, 4),
+    "hdf5_input": (1, 2),
+    "parameter_server": (4,),
+}
 BENCHMARKS = tuple(LAYOUTS)
-OVER_HOSTS = ("all_reduce", "training_step")
+OVER_HOSTS = ("all_reduce", "training_step", "parameter_server")
+PEERS = {"tensorflow": ("all_reduce", "training_step", "parameter_server"), "torch": ("parameter_server",)}
 
 
-def run(env: MpiEnv, benchmark: str, ranks: int, hosts: Hosts | None, output: Path, timeout: float) -> None:
+def run(env: MpiEnv, benchmark: str, ranks: int, hosts: Hosts | None, options: argparse.Namespace) -> None:
     """Run one benchmark on one layout and show what it prints."""
-    program = [str(ROOT / "benchmarks" / f"{benchmark}.py"), "--output", str(output)]
-    result = launch(program, ranks, env, timeout, hosts=hosts, cwd=ROOT)
+    peers = [f"--{peer}" for peer, known in PEERS.items() if benchmark in known and getattr(options, peer)]
+    program = [str(ROOT / "benchmarks" / f"{benchmark}.py"), "--output", str(options.output.resolve()), *peers]
+    result = launch(program, ranks, env, options.timeout, hosts=hosts, cwd=ROOT)
     print(
         result.stdout if result.returncode == 0 else f"{benchmark} on {ranks} ranks, {env.name}: {result}", flush=True
     )
@@ -42,22 +49,23 @@ def main() -> None:
     parser.add_argument("--mpi-env", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--only", choices=BENCHMARKS, action="append")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one benchmark on one layout")
+    for peer, known in PEERS.items():
+        parser.add_argument(f"--{peer}", action="store_true", help=f"measure it in {', '.join(known)}, too")
     options = parser.parse_args()
     named = dict(word.partition("=")[::2] for word in options.mpi_env) or {"": sys.executable}
-    output = options.output.resolve()
     for name, python in named.items():
         env = mpi_env(python, name or None)
         for benchmark in options.only or BENCHMARKS:
             for ranks in LAYOUTS[benchmark]:
-                run(env, benchmark, ranks, None, output, options.timeout)
+                run(env, benchmark, ranks, None, options)
             if benchmark not in OVER_HOSTS:
                 continue
             if reason := why_no_hosts():
                 print(f"two hosts left out: {reason}", flush=True)
                 continue
             with contextlib.closing(Hosts(2)) as hosts:
-                run(env, benchmark, 4, hosts, output, options.timeout)
-    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "plot.py"), str(output)], check=True)
+                run(env, benchmark, 4, hosts, options)
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "plot.py"), str(options.output)], check=True)
 
 
 if __name__ == "__main__":
