@@ -1,4 +1,4 @@
-"""Decoded chunks in a fixed number of slots, decoded ahead of need by a few threads that all caches share."""
+"""Decoded chunks in a fixed number of slots, decoded ahead of need by a thread or more that all caches share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ..stats import StageStats
 
 __all__ = ["THREADS", "ChunkCache"]
 
-# Threads that decode, in one process for all its datasets. A fixed number: ranks that share a node are many already.
-THREADS = 2
+# Threads that decode, in one process for all its datasets. Who reads decodes, too, so that is two cores of a rank; more only
+# took them from each other (benchmarks/tune_input.py). A fixed number: ranks that share a node are many already.
+THREADS = 1
 
 _FREE, _QUEUED, _BUSY, _READY = range(4)  # what a slot is
 
