@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -44,6 +45,22 @@ class Roles:
             remedy = "Start more ranks: workers and servers are counted together"
             raise ClusterError(explain(_NAME, "num_ps", expected=expected, got=num_ps, remedy=remedy))
         return cls(tuple(range(size - num_ps)), tuple(range(size - num_ps, size)))
+
+    def describe(self, hosts: Sequence[str]) -> str:
+        """Return who is where, in words. Not collective.
+
+        Args:
+            hosts: the host of each rank.
+
+        Example:
+            >>> print(Roles.of_counts(3, 1).describe(["a", "a", "b"]))
+            a: worker 0 (rank 0), worker 1 (rank 1)
+            b: ps 0 (rank 2)
+        """
+        tasks = [(rank, f"worker {i} (rank {rank})") for i, rank in enumerate(self.workers)]
+        tasks += [(rank, f"ps {i} (rank {rank})") for i, rank in enumerate(self.servers)]
+        there = {host: [text for rank, text in tasks if hosts[rank] == host] for host in dict.fromkeys(hosts)}
+        return "\n".join(f"{host}: {', '.join(texts)}" for host, texts in there.items())
 
     def in_sync_with(self, rank: int, workers_in_sync: int) -> tuple[int, ...]:
         """Return the ranks that step together with one, itself among them. Not collective.
@@ -92,6 +109,27 @@ class Roles:
                 explain(_NAME, "cluster_resolver", expected="workers and servers", got=got, remedy=remedy)
             )
         return cls(workers, servers)
+
+
+def elsewhere(resolver: ClusterResolver, host: str) -> str:
+    """Return the host that a resolver names for this rank's task, if it names another one; else "". Not collective.
+
+    Addresses in numbers, "localhost", and names that differ in their domains only, say nothing.
+
+    Example:
+        >>> spec = ms.ClusterSpec({"worker": ["a.site:1"], "ps": ["b:1"]})
+        >>> resolver = ms.cluster_resolver.SimpleClusterResolver(spec, task_type="worker", task_id=0)
+        >>> elsewhere(resolver, "a"), elsewhere(resolver, "c")
+        ('', 'a.site')
+    """
+    spec = resolver.cluster_spec()
+    if not spec or resolver.task_type not in spec.jobs or resolver.task_id not in spec.task_indices(resolver.task_type):
+        return ""
+    named = spec.task_address(resolver.task_type, resolver.task_id).rpartition("//")[2].rpartition(":")[0]
+    short = named.partition(".")[0]
+    if not short or short == "localhost" or not any(c.isalpha() for c in short) or ":" in named:
+        return ""
+    return "" if short == host.partition(".")[0] else named
 
 
 def is_server(resolver: ClusterResolver) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import sleep
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
+from .. import log
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
 from ..cluster.communicator import check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
@@ -24,7 +26,7 @@ from ..parameter_server.parameter_server_variable import ParameterServerVariable
 from ..parameter_server.parameter_servers import ParameterServers
 from ..parameter_server.placing import PLACEMENTS
 from ..parameter_server.report import ParameterServerStats, gather_stats
-from ..parameter_server.roles import Roles, is_server
+from ..parameter_server.roles import Roles, elsewhere, is_server
 from ..parameter_server.synchronous import SynchronousUpdates
 from ..parameter_server.updates import Updates
 from ..parameter_server.waiting import CEILING
@@ -158,6 +160,7 @@ class ParameterServerStrategy(Strategy):
         if resolver is None:
             jobs = {"worker": list(roles.workers), "ps": list(roles.servers)}
             resolver = MPIClusterResolver(group.topology.comm, jobs)
+        _tell_placement(group, roles, resolver)
         self.workers, self.servers = roles.workers, roles.servers
         rank = group.topology.rank
         self.is_server = rank in roles.servers
@@ -364,6 +367,11 @@ class ParameterServerStrategy(Strategy):
         if isinstance(self._access, WorkerAccess) and not self._extended.closed:
             self._access.end_pass()
 
+    def describe(self) -> list[tuple[str, str]]:
+        """Return who serves whom, and how, as names and texts. Not collective."""
+        roles = f"workers {', '.join(map(str, self.workers))}; servers {', '.join(map(str, self.servers))}"
+        return [("roles by rank", roles), *(("transport", t) for t in self._parameter_servers.describe().splitlines())]
+
     # what happened
 
     def traffic(self) -> tuple[int, int]:
@@ -416,6 +424,11 @@ class ParameterServerStrategy(Strategy):
             self._access.leave_for_good()
         super().close()
 
+    def __repr__(self) -> str:
+        nodes = self._extended.topology.num_nodes
+        state = "closed" if self._extended.closed else f"{self.num_workers} workers, {self.num_ps} servers"
+        return f"<{_NAME} {state}, {nodes} node{'s' * (nodes > 1)}>"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(explain(_NAME, "", expected="no copy.deepcopy", got="one", remedy="Make another strategy"))
 
@@ -451,6 +464,19 @@ def _check_settings(max_staleness: int | None, backup_workers: int, placement: s
         raise ValueError(explain(_NAME, "workers_in_sync", expected=expected, got=workers_in_sync))
     if placement not in PLACEMENTS:
         raise ValueError(explain(_NAME, "placement", expected=f"one of {', '.join(PLACEMENTS)}", got=repr(placement)))
+
+
+def _tell_placement(group: ProcessGroup, roles: Roles, resolver: ClusterResolver) -> None:
+    """Log who is where; warn where that is not what the resolver said. Collective."""
+    host = group.topology.hostname
+    with group.collective(_NAME, "placement"):
+        told = [text.split("\n") for text in group.all_gather_text(f"{host}\n{elsewhere(resolver, host)}")]
+    placement = roles.describe([host for host, _ in told])
+    log.once(logging.INFO, f"{_NAME}:\n{placement}")
+    wrong = [f"rank {rank} is on {host}, not on {asked}" for rank, (host, asked) in enumerate(told) if asked]
+    if wrong:
+        remedy = "check the launcher's host list (mpiexec --hosts, mpirun --host) against the cluster's addresses"
+        log.once(logging.WARNING, f"{_NAME}: other hosts than asked: {'; '.join(wrong)}: {remedy}\n{placement}")
 
 
 def _sync_group(group: ProcessGroup, members: tuple[int, ...]) -> ProcessGroup:

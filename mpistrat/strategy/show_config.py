@@ -86,6 +86,7 @@ def _layout(strategy: Strategy) -> Iterator[Row]:
         yield f"rank {rank}", f"node {topology.node_of[rank]} ({host}), devices {', '.join(devices)}"
     yield "shared memory", "one copy of the variables a node" if group.node.shared else "a private copy in every rank"
     yield "reductions", type(extended.cross_device_ops).__name__
+    yield from strategy.describe()
 
 
 def _threads() -> Iterator[Row]:

@@ -333,6 +333,10 @@ class Strategy:
 
     # its life
 
+    def describe(self) -> list[tuple[str, str]]:
+        """Return what else `show_config` shows of it, as names and texts. Not collective."""
+        return []
+
     def close(self) -> None:
         """Free variables, shared memory, threads and communicators. Collective the first time; then it does nothing.
 
