@@ -16,6 +16,7 @@ from .memory import ServerMemory
 from .message_port import MessagePort
 from .message_transport import MessageTransport
 from .server import Server
+from .staging import HALVES, Staging, area_bytes
 from .transport import Pair, Transport
 from .waiting import CEILING
 from .window_port import WindowPort
@@ -77,6 +78,7 @@ class ParameterServers:
         self._threads = _several_threads()
         self.transports: list[Transport] = []
         self._slabs: list[ServerMemory] = []
+        self._stagings: list[Staging] = []
         self._used = self._room = [0] * len(self.servers)
         self._next_slab = FIRST_SLAB
         self._comm: Any = group.topology.comm.Dup()
@@ -107,7 +109,7 @@ class ParameterServers:
         if name == "messages":
             return MessageTransport(pair, self._comm)
         kind = SharedWindowTransport if name == "shared_window" else OneSidedTransport
-        return kind(pair, self._mailbox, self._slabs)
+        return kind(pair, self._mailbox, self._slabs, self._stagings)
 
     def _open_ports(self, index: int, back_off: float) -> None:
         by_messages = [w for w in range(len(self.workers)) if self.choice[w, index] == "messages"]
@@ -117,7 +119,9 @@ class ParameterServers:
             self._comm.Iprobe, back_off, self._threads,
         )  # fmt: skip
         if by_windows:
-            server.add_port(WindowPort(by_windows, self._layout, self._mailbox, server.deliver), by_windows)
+            server.add_port(
+                WindowPort(by_windows, self._layout, self._mailbox, self._stagings, index, server.deliver), by_windows
+            )
         if by_messages:
             ranks = {self.workers[w]: w for w in by_messages}
             port = MessagePort(server, ranks, self._layout, self._mailbox, self._comm, server.deliver)
@@ -147,6 +151,7 @@ class ParameterServers:
             needed = [0] * len(self.servers)
             for spec in specs:
                 needed[spec.server] += LINE + aligned(max(spec.nbytes, 1))
+            self._grow_staging(specs)
             if not self._slabs or any(u + n > r for u, n, r in zip(self._used, needed, self._room, strict=True)):
                 self._add_slab(needed)
             first, slab = list(self._used), len(self._slabs) - 1
@@ -171,6 +176,20 @@ class ParameterServers:
         )
         self._slabs.append(memory)
 
+    def _grow_staging(self, specs: Sequence[VariableSpec]) -> None:
+        """Make room for large pushes, where there is plenty; without it they come in parts. Collective."""
+        now = self._stagings[-1].areas if self._stagings else [0] * len(self.servers)
+        largest = [max([s.nbytes for s in specs if s.server == i], default=0) for i in range(len(self.servers))]
+        wanted = [area_bytes(new, old, self._posting.chunk_bytes) for new, old in zip(largest, now, strict=True)]
+        if not any(self._windows) or wanted == list(now):
+            return
+        free, nbytes = free_space(), [area * HALVES * len(self.workers) for area in wanted]
+        if self.group.agree(free is None or free // 4 > sum(nbytes), "min"):
+            what = "large pushes to the servers"
+            memory = ServerMemory(self.group, self._comm, self.servers, nbytes, *self._windows, what)
+            memory.populate(0, memory.own.nbytes)
+            self._stagings.append(Staging(wanted, memory))
+
     def describe(self) -> str:
         """Return which transport each worker and server use, in words. Not collective."""
         return describe(self.choice, self.workers, self.servers)
@@ -190,9 +209,10 @@ class ParameterServers:
                 self.server.wait(None)
                 self.server.close()
                 self.server = None
-            for memory in (*self._slabs, self._mailbox):
+            for memory in (*self._slabs, *[staging.memory for staging in self._stagings], self._mailbox):
                 memory.close()
         self._slabs.clear()
+        self._stagings.clear()
         comm, self._comm = self._comm, None
         comm.Free()
 

@@ -21,11 +21,12 @@ _WORDS = struct.Struct("<8q")  # a line
 class Kind:
     """What a message is. The windows carry pushes only; the rest is done there by reading and writing words.
 
-    `ENDS_STEP` is a flag beside `PUSH` and `PUSH_ROWS`: a commit goes with the push.
+    `ENDS_STEP` is a flag beside `PUSH` and `PUSH_ROWS`: a commit goes with the push. `STAGED` is one, too: the payload lies
+    whole in a `Staging`; the offset tells which, and which half.
     """
 
     PUSH, PUSH_ROWS, COMMIT, READ, READ_ROWS, ADD, CLOCK, CLOCKS, LEAVE = range(1, 10)
-    ENDS_STEP = 0x80
+    STAGED, ENDS_STEP = 0x40, 0x80
 
 
 class Part(NamedTuple):

@@ -9,7 +9,8 @@ import numpy as np
 
 from .layout import LINE, MailboxLayout
 from .memory import ServerMemory
-from .parts import Assembly, Part
+from .parts import Assembly, Kind, Part
+from .staging import HALVES, Staging
 from .transport import Port
 
 __all__ = ["WindowPort"]
@@ -23,6 +24,8 @@ class WindowPort(Port):
         workers: their numbers.
         layout: of the mailbox.
         mailbox: with this rank's segment.
+        stagings: of large pushes; it grows.
+        server: this server's number.
         deliver: takes a worker, the last part of a message, and the whole payload.
     """
 
@@ -31,9 +34,11 @@ class WindowPort(Port):
         workers: Sequence[int],
         layout: MailboxLayout,
         mailbox: ServerMemory,
+        stagings: list[Staging],
+        server: int,
         deliver: Callable[[int, Part, np.ndarray], None],
     ) -> None:
-        self._mailbox, self._deliver = mailbox, deliver
+        self._mailbox, self._stagings, self._server, self._deliver = mailbox, stagings, server, deliver
         self._workers = [
             (
                 worker,
@@ -57,12 +62,24 @@ class WindowPort(Port):
             sync()
             slot = slots[number % len(slots)]
             part = Part.read(memory, slot)
-            payload = assembly.add(part, memory[slot + LINE : slot + LINE + part.nbytes])
-            if payload is not None:
-                self._deliver(worker, part, payload)
+            if part.kind & Kind.STAGED:
+                self._deliver_staged(worker, part)
+            else:
+                payload = assembly.add(part, memory[slot + LINE : slot + LINE + part.nbytes])
+                if payload is not None:
+                    self._deliver(worker, part, payload)
             words[taken] = number + 1
             sync()
         return found
+
+    def _deliver_staged(self, worker: int, part: Part) -> None:
+        number, half = divmod(part.offset, HALVES)
+        staging = self._stagings[number]
+        start = staging.offset(self._server, worker, half)
+        staging.memory.sync()
+        self._deliver(
+            worker, part._replace(kind=part.kind & ~Kind.STAGED), staging.memory.own[start : start + part.total]
+        )
 
     def acknowledge(self, worker: int, number: int) -> None:
         self._mailbox.words[self._applied[worker]] = number

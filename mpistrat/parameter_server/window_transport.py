@@ -11,18 +11,20 @@ from ..comm.window import Window
 from .gate import ReaderGate
 from .layout import LINE, Place
 from .memory import ServerMemory
-from .parts import Part, cut
+from .parts import Kind, Part, cut
+from .staging import HALVES, Staging
 from .transport import Pair, Transport
 
 __all__ = ["OneSidedTransport", "SharedWindowTransport"]
 
 
 class _WindowTransport(Transport):
-    """Reads the server's memory through its gate, and posts parts into its slots."""
+    """Reads the server's memory through its gate, and posts parts into its slots; large pushes go into a staging."""
 
-    def __init__(self, pair: Pair, mailbox: ServerMemory, slabs: list[ServerMemory]) -> None:
+    def __init__(self, pair: Pair, mailbox: ServerMemory, slabs: list[ServerMemory], stagings: list[Staging]) -> None:
         super().__init__(pair)
-        self._slabs = slabs
+        self._slabs, self._stagings = slabs, stagings
+        self._staged, self._staged_until = 0, [0] * HALVES
         self._mailbox, self._rank = mailbox.window(self.name, pair.server_rank)
         layout, worker = pair.layout, pair.worker
         gate = layout.gate(worker)
@@ -65,28 +67,52 @@ class _WindowTransport(Transport):
 
     @final
     def _post(self, message: Part, pieces: Sequence[np.ndarray]) -> None:
-        mailbox, header, slots = self._mailbox, self._header, self._slots
+        if self._chunk_bytes < message.total <= self._largest_staged():
+            self._stage(message, pieces)
+            return
         for part, payload in cut(message, pieces, self._chunk_bytes):
-            if self._posted - self._taken >= len(slots):
-                self._wait_for_room()
-            slot = slots[self._posted % len(slots)]
-            part.write(header)
-            puts, at = [(slot, header)], slot + LINE
-            for piece in payload:
-                puts.append((at, piece))
-                at += piece.nbytes
-            mailbox.put(self._rank, puts)
-            self._posted += 1
-            mailbox.put_word(self._rank, self._posted_at, self._posted)
+            self._post_part(part, payload)
 
-    def _wait_for_room(self) -> None:
+    def _post_part(self, part: Part, payload: Sequence[np.ndarray]) -> None:
+        mailbox, header, slots = self._mailbox, self._header, self._slots
+        if self._posted - self._taken >= len(slots):
+            self._wait_for(self._posted - len(slots) + 1)
+        slot = slots[self._posted % len(slots)]
+        part.write(header)
+        puts, at = [(slot, header)], slot + LINE
+        for piece in payload:
+            puts.append((at, piece))
+            at += piece.nbytes
+        mailbox.put(self._rank, puts)
+        self._posted += 1
+        mailbox.put_word(self._rank, self._posted_at, self._posted)
+
+    def _largest_staged(self) -> int:
+        return self._stagings[-1].areas[self.pair.server] if self._stagings else 0
+
+    def _stage(self, message: Part, pieces: Sequence[np.ndarray]) -> None:
+        """Write a payload whole where the server will apply it, and post a header."""
+        number, half = len(self._stagings) - 1, self._staged % HALVES
+        self._wait_for(self._staged_until[half])
+        staging, pair = self._stagings[number], self.pair
+        at, puts = staging.offset(pair.server, pair.worker, half), []
+        for piece in pieces:
+            puts.append((at, piece))
+            at += piece.nbytes
+        window, rank = staging.memory.window(self.name, pair.server_rank)
+        window.put(rank, puts)
+        self._post_part(message._replace(kind=message.kind | Kind.STAGED, offset=number * HALVES + half, nbytes=0), ())
+        self._staged += 1
+        self._staged_until[half] = self._posted
+
+    def _wait_for(self, count: int) -> None:
+        """Wait until the server has taken so many parts."""
         patience = None
-        while True:
+        while self._taken < count:
+            if patience is not None:
+                patience.pause()
             self._taken = self._mailbox.get_word(self._rank, self._taken_at)
-            if self._posted - self._taken < len(self._slots):
-                return
             patience = patience or self.pair.patience("push")
-            patience.pause()
 
     @final
     def _add(self, place: Place, value: int) -> int:

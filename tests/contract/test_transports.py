@@ -32,8 +32,10 @@ def test_pushes_are_exact(transport):
 
 
 @ranks(2, 3, 4)
-def test_large_pushes_are_exact(transport):
-    """Pushes of many parts, of workers at the same time."""
+@pytest.mark.parametrize("largest", [0, 1 << 26], ids=["in parts", "staged"])
+def test_large_pushes_are_exact(transport, largest, monkeypatch):
+    """Pushes of many parts, or that lie whole where windows can hold them, of workers at the same time."""
+    monkeypatch.setattr("mpistrat.parameter_server.staging.LARGEST_AREA", largest)
     with parameter_servers(transport, [((7, 1001), F4)], chunk_bytes=4096) as ps:
         check_exact(ps, 60)
 
@@ -111,6 +113,41 @@ def test_dtypes_and_shapes(transport, chunk_bytes):
 def test_rows_move_alone_and_duplicates_are_summed(transport):
     with parameter_servers(transport, [((10, 2), F4)], chunk_bytes=16) as ps:
         check_rows(ps)
+
+
+@ranks(2, 3)
+def test_pushes_of_all_sizes_keep_their_order(transport):
+    """With each variable there is room for larger pushes, while those before are still on their way."""
+    sizes = [10, 3_000, 500, 9_000, 700, 40_000]
+    with parameter_servers(transport, chunk_bytes=1024) as ps:
+        from mpistrat.parameter_server.layout import VariableSpec
+
+        seen = {worker: [] for worker in range(len(ps.workers))}
+        if ps.server is not None:
+
+            def note(push):
+                assert (push.values == push.number).all()
+                time.sleep(1e-3)
+                assert (push.values == push.number).all()
+                seen[push.worker].append((push.variable, push.number, push.values.size))
+
+            ps.server.start(note)
+        expected, number = [], 0
+        for index, size in enumerate(sizes):
+            ps.add_variables([VariableSpec(f"v{index}", (size,), F4)])
+            for variable in [*range(index + 1)] * 3:
+                number += 1
+                expected.append((variable, number, sizes[variable]))
+                if ps.server is None and variable % 2:
+                    rows = np.arange(sizes[variable])
+                    ps.transports[0].push_rows(variable, number, rows, np.full(rows.size, number, F4))
+                elif ps.server is None:
+                    ps.transports[0].push(variable, number, np.full(sizes[variable], number, F4))
+        if ps.server is None:
+            ps.transports[0].leave()
+        else:
+            ps.server.wait()
+            assert seen == dict.fromkeys(seen, expected)
 
 
 @ranks(2)
