@@ -1,8 +1,9 @@
-"""docs/input.md says what is so: its programs run and print what is shown, its tables hold."""
+"""The guides in docs/ say what is so: their programs run and print what is shown, their tables hold."""
 
 import contextlib
 import doctest
 import importlib
+import inspect
 import io
 import re
 import shlex
@@ -13,68 +14,119 @@ import pytest
 
 import mpistrat as ms
 
-PAGE = Path(__file__).parents[2] / "docs" / "input.md"
-UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+FOLDER = Path(__file__).parents[2] / "docs"
+INPUT, SERVERS = "input.md", "parameter_servers.md"
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1e-3, "s": 1}
+FILE = re.compile(r"# (\w+\.py)\n")  # the first line of a program that is a file, for a command to run
 
 
-def blocks():
+def blocks(page):
     """The language, the text and the line before the text of every fenced block."""
-    page = PAGE.read_text()
-    for match in re.finditer(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
-        yield match[1], match[2], page.count("\n", 0, match.start(2))
+    text = (FOLDER / page).read_text()
+    for match in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield match[1], match[2], text.count("\n", 0, match.start(2))
 
 
-def cells(title):
+def commands(page):
+    """The words of every command of the page, what it shows, and the line."""
+    for language, text, line in blocks(page):
+        if language == "console":
+            for words, shown in re.findall(r"^\$ (.*)\n((?:[^$].*\n|\n)*)", text, re.MULTILINE):
+                yield shlex.split(words), shown, line
+
+
+def cells(page, title):
     """The cells of the rows of the tables under a title."""
-    part = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    part = (FOLDER / page).read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:1] == "|"]
 
 
 def printed_by(action):
+    """What an action prints on all ranks, in their order. Collective."""
+    from mpi4py import MPI
+
     with contextlib.redirect_stdout(io.StringIO()) as out:
         action()
-    return out.getvalue()
+    return "".join(MPI.COMM_WORLD.allgather(out.getvalue()))
 
 
-def compare(shown, printed, line):
+def compare(page, shown, printed, line):
     """Compare what the page shows with what was printed; ... stands for anything."""
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     same = doctest.OutputChecker().check_output(shown, printed, flags)
-    assert same, f"{PAGE.name}, line {line}, shows\n{shown}but the program printed\n{printed}"
+    assert same, f"{page}, line {line}, shows\n{shown}but the program printed\n{printed}"
 
 
 def run_command(words):
     from mpistrat.cli.main import main
 
-    assert main(shlex.split(words)) == 0
+    assert main(words) == 0
 
 
-@pytest.mark.ranks(1)
-def test_programs_print_what_is_shown(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def run_page(page):
+    """Run the page's programs from top to bottom, and compare. Return how many ran and were compared. Collective."""
     names = {"__name__": "__main__"}
     printed = ""
     ran = compared = 0
-    for language, text, line in blocks():
-        if language == "python":
-            code = compile("\n" * line + text, PAGE.name, "exec")
+    for language, text, line in blocks(page):
+        if language == "python" and not FILE.match(text):
+            code = compile("\n" * line + text, page, "exec")
             printed = printed_by(lambda code=code: exec(code, names))
             ran += 1
             continue
         if language == "console":
-            for words, shown in re.findall(r"^\$ python -m mpistrat (.*)\n((?:[^$].*\n|\n)*)", text, re.MULTILINE):
-                compare(shown, printed_by(lambda words=words: run_command(words)), line)
-                compared += 1
+            for words, shown, at in commands(page):
+                if at == line and words[:3] == ["python", "-m", "mpistrat"]:
+                    compare(page, shown, printed_by(lambda words=words: run_command(words[3:])), line)
+                    compared += 1
         elif printed:  # a text right behind a program that prints
-            compare(text, printed, line)
+            compare(page, text, printed, line)
             compared += 1
         printed = ""
-    assert ran > 8 and compared > 8
+    return ran, compared
+
+
+@pytest.mark.ranks(1)
+def test_programs_of_input(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran, compared = run_page(INPUT)
+    assert ran > 8
+    assert compared > 8
+
+
+@pytest.mark.ranks(4)
+def test_programs_of_parameter_servers(mpi_tmp_path, monkeypatch):
+    monkeypatch.chdir(mpi_tmp_path)
+    ran, compared = run_page(SERVERS)
+    assert ran > 8
+    assert compared > 8
+
+
+JOBS = [
+    pytest.param(page, words, shown, line, id=" ".join(words))
+    for page in (INPUT, SERVERS)
+    for words, shown, line in commands(page)
+    if "mpiexec" in words
+]
+
+
+@pytest.mark.parametrize(("page", "words", "shown", "line"), JOBS)
+def test_jobs(mpi_run, tmp_path, page, words, shown, line):
+    """What stands as [NAME=value …] mpiexec -n RANKS python …"""
+    start = words.index("mpiexec")
+    assert [words[start + 1], words[start + 3]] == ["-n", "python"]
+    for language, text, _ in blocks(page):
+        if language == "python" and (file := FILE.match(text)):
+            (tmp_path / file[1]).write_text(text)
+    env = dict(word.split("=", 1) for word in words[:start])
+    result = mpi_run(words[start + 4 :], int(words[start + 2]), timeout=100, env=env, cwd=tmp_path)
+    assert result.returncode == 0, result
+    compare(page, shown, result.stdout, line)
 
 
 @pytest.mark.ranks(2)
 def test_policies(mpi_tmp_path):
-    shown = {row[0]: row[1:] for row in cells("Over the ranks") if row[0] in ("auto", "file", "off", "hint")}
+    shown = {row[0]: row[1:] for row in cells(INPUT, "Over the ranks") if row[0] in ("auto", "file", "off", "hint")}
     assert len(shown) == 4
     strategy = ms.MultiWorkerMirroredStrategy()
     if strategy.rank == 0:
@@ -92,13 +144,14 @@ def test_policies(mpi_tmp_path):
 
 
 @pytest.mark.ranks(1)
-def test_fixed_numbers():
-    rows = [row for row in cells("Fixed numbers") if row[2].startswith("`")]
-    assert len(rows) > 10
+@pytest.mark.parametrize(("page", "least"), [(INPUT, 10), (SERVERS, 5)])
+def test_fixed_numbers(page, least):
+    rows = [row for row in cells(page, "Fixed numbers") if row[2].startswith("`")]
+    assert len(rows) > least
     for what, value, where in rows:
         module, name, more = re.fullmatch(r"`([a-z_0-9.]+)\.([\w.]+)`(?: \+ (\d+))?", where).groups()
         found = importlib.import_module(f"mpistrat.{module}")
-        for part in name.split("."):
-            found = getattr(found, part)
+        for part in name.split("."):  # a name, or an argument with its default
+            found = getattr(found, part) if hasattr(found, part) else inspect.signature(found).parameters[part].default
         number, _, unit = value.partition(" ")
-        assert found + int(more or 0) == int(number) * UNITS[unit], what
+        assert found + int(more or 0) == pytest.approx(int(number) * UNITS[unit], rel=1e-12), what
