@@ -61,14 +61,15 @@ class Access(ABC):
         """Assign, add or subtract an array. Not collective."""
 
     @abstractmethod
-    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray) -> None:
-        """Change parts of a variable. Not collective.
+    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
+        """Change rows of a variable. Not collective.
 
         Args:
             variable: its number.
             operation: what to do.
-            rows: numbers of rows of the variable seen as an array (n, c).
+            rows: their numbers, (k,).
             values: (k, c).
+            depth: of how many dimensions the rows are counted.
         """
 
 
@@ -195,14 +196,17 @@ class WorkerAccess(Access):
                 transport = self._transport(variable)
                 transport.push(variable, transport.pushed + 1, array, what=pack(operation))
 
-    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray) -> None:
+    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
         """See `Access.write_rows`."""
+        values = values.reshape(rows.size, *self._places[variable].spec.shape[depth:])
         with self._by_one() as leads:
             if leads:
                 transport = self._transport(variable)
                 summed = operation in (Operation.SCATTER_ADD, Operation.SCATTER_SUB)
                 number = transport.pushed + 1
-                transport.push_rows(variable, number, rows, values, what=pack(operation), sum_duplicates=summed)
+                transport.push_rows(
+                    variable, number, rows, values, what=pack(operation), sum_duplicates=summed, depth=depth
+                )
 
     @contextlib.contextmanager
     def _by_one(self) -> Iterator[bool]:
@@ -296,7 +300,7 @@ class ServerAccess(Access):
         with self._server.writing(variable) as value:
             apply_operation(operation, value, None, array)
 
-    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray) -> None:
+    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
         """See `Access.write_rows`."""
         self._check(variable, "scatter")
         with self._server.writing(variable) as value:

@@ -149,7 +149,7 @@ class ParameterServerVariable(Variable):
         assert access is not None
         rows = np.asarray(delta.indices, np.int64)
         with access.lock:
-            access.write_rows(self.number, _SCATTERS[op], rows, np.ascontiguousarray(delta.values))
+            access.write_rows(self.number, _SCATTERS[op], rows, np.ascontiguousarray(delta.values), depth)
             self._seen = 0
 
     # gradients

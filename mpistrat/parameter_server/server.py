@@ -29,10 +29,11 @@ __all__ = ["Server"]
 class _Held:
     """A variable that this server holds; also the context in which it is written."""
 
-    __slots__ = ("_gate", "_place", "_sync", "_turns", "_view", "array", "dtype", "shape", "word", "words")
+    __slots__ = ("_gate", "_place", "_sync", "_turns", "_view", "array", "dtype", "row_size", "shape", "word", "words")
 
     def __init__(self, place: Place, slab: ServerMemory, gate: WriterGate, turns: Turns) -> None:
         self.shape, self.dtype = place.spec.shape, place.spec.dtype
+        self.row_size = place.spec.row_bytes // self.dtype.itemsize
         self.words, self.word = slab.words, place.version // 8
         memory = slab.own[place.offset : place.offset + place.spec.nbytes]
         self._view = memory.view(self.dtype).reshape(self.shape)
@@ -265,7 +266,9 @@ class Server(Rounds):
             values = payload.view(held.dtype).reshape(held.shape)
             return Push(worker, part.variable, part.number, part.what, part.version, None, values)
         rows = payload[: 8 * part.rows].view(np.int64)
-        values = payload[8 * part.rows :].view(held.dtype).reshape(part.rows, *held.shape[1:])
+        values = payload[8 * part.rows :].view(held.dtype)
+        whole = part.rows == 0 or values.size // part.rows == held.row_size
+        values = values.reshape(part.rows, *held.shape[1:]) if whole else values.reshape(part.rows, -1)
         return Push(worker, part.variable, part.number, part.what, part.version, rows, values)
 
     def count_staleness(self, push: Push) -> None:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,6 +151,7 @@ class Transport(ABC):
         version: int = 0,
         commit: bool = False,
         sum_duplicates: bool = True,
+        depth: int = 1,
     ) -> None:
         """Send rows to the server, which applies them once; rows that are named twice are summed first. Not collective.
 
@@ -159,10 +161,11 @@ class Transport(ABC):
             rows: integers, one dimension.
             values: array of the variable's dtype, with one row for each of `rows`.
             sum_duplicates: False sends the rows as they are, in their order, repeated or not.
+            depth: of how many dimensions the rows are counted; with 2 a (4, 5, 6) array has 20 rows of 6.
         """
         place = self._place(variable, "push_rows")
-        numbers, values = self._check_rows(place, "push_rows", rows), np.asarray(values)
-        _check_array(place.spec, "push_rows", "values", values, (numbers.size, *place.spec.shape[1:]))
+        numbers, values = self._check_rows(place, "push_rows", rows, depth), np.asarray(values)
+        _check_array(place.spec, "push_rows", "values", values, (numbers.size, *place.spec.shape[depth:]))
         if sum_duplicates:
             numbers, values = sum_duplicate_rows(numbers, values, "push_rows")
         self._check_number(number, what, "push_rows")
@@ -269,12 +272,12 @@ class Transport(ABC):
             raise ValueError(explain(function, "variable", expected=expected, got=f"{got}, {place.spec.name!r}"))
         return place
 
-    def _check_rows(self, place: Place, function: str, rows: Any) -> np.ndarray:
+    def _check_rows(self, place: Place, function: str, rows: Any, depth: int = 1) -> np.ndarray:
         numbers = np.asarray(rows)
-        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu") or not place.spec.shape:
+        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu") or len(place.spec.shape) < depth:
             got = f"{numbers.dtype} of shape {numbers.shape} for a variable of shape {place.spec.shape}"
             raise ValueError(explain(function, "rows", expected="one dimension of integers", got=got))
-        length = place.spec.shape[0]
+        length = math.prod(place.spec.shape[:depth])
         if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < length:
             got = f"{int(numbers.min())} to {int(numbers.max())}"
             expected = f"0 <= row < {length} for {place.spec.name!r}"

@@ -196,6 +196,27 @@ def test_sparse_rows():
         strategy.comm.Barrier()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_coordinates_of_any_depth(transport):
+    with made(transport=transport) as strategy, strategy.scope():
+        v = ms.Variable(np.zeros((4, 3, 2)))
+        expected = np.zeros((4, 3, 2))
+        if strategy.is_server:
+            strategy.serve()
+        else:
+            if strategy.worker_index == 0:
+                v.scatter_nd_add([[1, 2], [1, 2], [3, 0]], np.arange(6.0).reshape(3, 2))
+                np.add.at(expected, ([1, 1, 3], [2, 2, 0]), np.arange(6.0).reshape(3, 2))
+                v.scatter_nd_update([[0, 1, 1]], [7.0])
+                expected[0, 1, 1] = 7
+                v.scatter_update(ms.IndexedSlices(np.full((1, 3, 2), 2.0), np.array([2])))
+                expected[2] = 2
+                assert v.numpy().tolist() == expected.tolist()
+                assert v.gather_nd([[1, 2], [2, 0]]).tolist() == expected[[1, 2], [2, 0]].tolist()
+            strategy.leave()
+        strategy.comm.Barrier()
+
+
 def test_synchronous_steps_are_those_of_the_synchronous_strategy():
     from mpi4py import MPI
 
