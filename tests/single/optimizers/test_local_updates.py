@@ -44,7 +44,8 @@ def random(seed, shape, dtype=np.float64):
 @pytest.mark.parametrize("rule", RULES)
 def test_dense_updates_are_the_step_bit_for_bit(rule, dtype):
     dtype = dtype_of(dtype)
-    starts = {"kernel": random(1, (2, 70001), dtype), "bias": random(2, (7,), dtype), "scale": random(3, (), dtype)}
+    shapes = {"kernel": (2, 70001), "large bias": (140001,), "bias": (7,), "scale": ()}
+    starts = {name: random(len(name), shape, dtype) for name, shape in shapes.items()}
     serial, local = RULES[rule](ms.optimizers), RULES[rule](ms.optimizers)
     variables = [ms.Variable(start, name=name) for name, start in starts.items()]
     updates, others = LocalUpdates(local), [Weights(start, name) for name, start in starts.items()]
