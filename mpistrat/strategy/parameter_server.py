@@ -180,7 +180,7 @@ class ParameterServerStrategy(Strategy):
             )
         )
         placement_of = self._extended.placement
-        placement_of.partitioner = variable_partitioner
+        placement_of.partitioner, placement_of.first_worker = variable_partitioner, self.workers[0]
         number = next(_strategies) % (ORDINAL_STEP - 1) + 1
         placement_of.ordinals = itertools.count(number, ORDINAL_STEP)
         placement_of.slots = ServerSlots(

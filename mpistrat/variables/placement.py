@@ -41,6 +41,7 @@ class Placement:
         make_step: takes an optimizer and variables, and returns a step like `FusedStep`, which is the default.
         ordinals: counts the optimizers that are made in the strategy's scope, where the ranks must have one name for each.
         slots: reads and writes what optimizers keep, where that is not beside the arenas.
+        first_worker: the first of the ranks of `world` that have replicas; its copies of ON_READ variables are saved.
         partitioner: says into how many shards a variable is cut, see `partitioners`; default: none is cut.
 
     Attributes:
@@ -59,6 +60,7 @@ class Placement:
     make_step: Callable[..., Any] | None = None
     ordinals: Iterator[int] | None = None
     slots: Any = None
+    first_worker: int = 0
     partitioner: Callable[..., Sequence[int]] | None = None
     variables: list[Variable] = field(default_factory=list)
     sharded: list[ShardedVariable] = field(default_factory=list)

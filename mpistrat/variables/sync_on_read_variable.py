@@ -76,6 +76,14 @@ class SyncOnReadVariable(Variable):
         """Let go of the memory; every later use raises ClosedError. Not collective; the strategy calls it."""
         self.copies = []
 
+    def gathered(self) -> np.ndarray:
+        """See `Variable.gathered`. Where workers step alone, each has a value of its own: the first one's is returned."""
+        value, world = self.numpy(), self.placement.world
+        if world is not None:
+            with world.collective("gathered", self.name, self.dtype, self.shape):
+                world.broadcast(value, self.placement.first_worker)
+        return value
+
     def _aggregate(self) -> Any:
         total = aggregate(self, self.copies)
         return total if self.placement.arenas.on_gpu else np.asarray(total)

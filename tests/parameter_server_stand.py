@@ -1,0 +1,36 @@
+"""What the tests of ParameterServerStrategy share: strategies on all ranks, one worker's program alone, and a moment of rest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mpistrat as ms
+
+TRANSPORTS = ("shared_window", "one_sided", "messages")
+
+
+@contextlib.contextmanager
+def made(**settings: Any) -> Iterator[Any]:
+    """A strategy over all ranks, in scope; closed unless the test fails: its ranks would wait for each other."""
+    strategy = ms.ParameterServerStrategy(**settings)
+    with strategy.scope():
+        yield strategy
+    strategy.close()
+
+
+def settle(strategy: Any, *variables: Any) -> None:
+    """Wait until what the workers have written to the variables is applied. Collective."""
+    if not strategy.is_server:
+        for variable in variables:
+            variable.numpy()
+    strategy.comm.Barrier()
+
+
+def alone(program: Callable[[Any], Any], devices: int = 1) -> Any:
+    """What the program of one worker gives without servers, on this rank alone. Not collective."""
+    from mpi4py import MPI
+
+    with ms.MirroredStrategy([f"cpu:{i}" for i in range(devices)], comm=MPI.COMM_SELF) as strategy, strategy.scope():
+        return program(strategy)
