@@ -84,6 +84,7 @@ class Optimizer(ABC):
         self._steps: dict[tuple[int, ...], FusedStep] = {}
         self._variables: list[Variable] = []
         self._strategy: Any = None
+        self._revision = 0
         self._rate: float | LearningRateSchedule
         self.learning_rate = learning_rate
 
@@ -156,6 +157,11 @@ class Optimizer(ABC):
         self._iterations = self._counted_from = int(value)
         self._describe_steps()
 
+    @property
+    def revision(self) -> int:
+        """A number that grows whenever rate or count are set, so that `describe` gives another text."""
+        return self._revision
+
     def count_step(self) -> None:
         """Count a step that was taken for this optimizer elsewhere. Not collective."""
         self._iterations += 1
@@ -188,6 +194,7 @@ class Optimizer(ABC):
         return f"{type(self).__name__}(learning_rate={rate}, {_numbers(self)}{counted})"
 
     def _describe_steps(self) -> None:
+        self._revision += 1
         for step in self._steps.values():
             step.describe()
 

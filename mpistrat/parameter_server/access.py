@@ -80,14 +80,15 @@ class WorkerAccess(Access):
     - Reading waits until what this worker pushed before to the same server is applied: it sees its own writes.
     - Workers in sync are one worker to the others: their first rank reads for all in a step, and writes and pushes for all.
       In a step reading is collective over them, and so is writing everywhere.
-    - With `max_staleness` a step begins only when this worker's finished steps of the pass exceed the slowest worker's by
+    - With `max_staleness` 0 a step begins when the last one is applied, which needs all workers' pushes.
+    - With a larger one a step begins only when this worker's finished steps of the pass exceed the slowest worker's by
       no more than that. What a finished step pushed is applied. A clock is the number of the pass times 2^32 plus the
       finished steps of the pass, so that workers with more steps in a pass do not get ahead of the others for ever.
 
     Args:
         servers: the connections.
         sync_group: the ranks that step together.
-        max_staleness: see above; None for no bound. With 0 the servers themselves keep the workers in step.
+        max_staleness: see above; None for no bound.
     """
 
     def __init__(self, servers: ParameterServers, sync_group: ProcessGroup, max_staleness: int | None = None) -> None:
@@ -95,7 +96,7 @@ class WorkerAccess(Access):
         self._transports = servers.transports
         self._sync_group = sync_group if sync_group.topology.size > 1 else None
         self._leads = sync_group.topology.rank == 0
-        self._limit = max_staleness or None
+        self._limit, self._synchronous = max_staleness or None, max_staleness == 0
         self._steps = self._passes = self._finished = self._open = 0
         self._left = False
         if self._limit is not None:
@@ -105,7 +106,9 @@ class WorkerAccess(Access):
 
     def begin_step(self) -> None:
         """Begin a training step, after waiting for slower workers. Not collective."""
-        if self._limit is not None and self._leads:
+        if self._synchronous:
+            self.flush()
+        elif self._limit is not None and self._leads:
             self._wait_for_the_slowest(self._limit)
         self._steps += 1
         self.step = self._steps

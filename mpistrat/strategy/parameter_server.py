@@ -199,6 +199,7 @@ class ParameterServerStrategy(Strategy):
             self._parameter_servers.group.attach(access)
             return access
         self._updaters: dict[Optimizer, LocalUpdates] = {}
+        self._found: dict[int, tuple[Optimizer, int, LocalUpdates]] = {}  # by key, while the optimizer is as it was
         if max_staleness == 0:
             together = SynchronousUpdates(server, self._find, self._by_number, backup_workers)
             self._dropped = together.dropped
@@ -234,7 +235,12 @@ class ParameterServerStrategy(Strategy):
         return variable, [(flat, 0, flat.size)]
 
     def _by_number(self, number: int) -> Any:
-        return next(v for v in self._extended.variables if getattr(v, "number", None) == number)
+        """Return a variable; a worker that has made it may be quicker than this server's program."""
+        while True:
+            for variable in self._extended.variables:
+                if getattr(variable, "number", None) == number:
+                    return variable
+            sleep(1e-4)
 
     # steps, on workers
 
@@ -315,6 +321,9 @@ class ParameterServerStrategy(Strategy):
 
     def _find(self, key: int) -> LocalUpdates:
         """Return what applies the optimizer that a worker names; its program may be ahead of this one's."""
+        known = self._found.get(key)
+        if known is not None and known[0].revision == known[1]:
+            return known[2]
         ordinal = key % ORDINALS
         server = self._parameter_servers.server
         while True:
@@ -322,6 +331,7 @@ class ParameterServerStrategy(Strategy):
             if optimizer is not None:
                 updates = self._updates(optimizer)  # which takes over what was restored
                 if optimizer_key(optimizer) == key:
+                    self._found[key] = optimizer, optimizer.revision, updates
                     return updates
             if server is None or server.waiting:  # this program has made all that it will make before the pass
                 self._refuse(ordinal, optimizer)
