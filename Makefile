@@ -62,7 +62,7 @@ format: $(ENV)/.lint-$(KEY)  ## let ruff format the code and mend what it can
 	$(ENV)/bin/python -m ruff check --fix
 
 clean:  ## remove the environments and all that was made
-	rm -rf .venv .venv-openmpi .venv-site demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-openmpi .venv-site .venv-mpio demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # ---- the environments: .venv*/.python-KEY is an empty one, .demo-, .test- and .lint-KEY say what is installed in it

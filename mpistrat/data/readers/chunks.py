@@ -54,7 +54,7 @@ class Chunks:
         rows = int(dataset.chunks[0])
         count = -(-int(dataset.shape[0]) // rows)
         if not hasattr(dataset.id, "chunk_iter") and (count > _ASKED_FOR or not hasattr(dataset.id, "get_chunk_info")):
-            return f"{count} chunks, which an HDF5 before 1.12.3 does not list"
+            return f"{count} chunks, which this HDF5 does not list"
         if dataset.file.userblock_size:  # in some versions of HDF5 only, addresses of chunks count from behind it
             return "a user block"
         if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):

@@ -62,4 +62,4 @@ def test_chunks_are_found_without_a_list_of_them(tmp_path: Path, monkeypatch: py
             info = x.id.get_chunk_info_by_coord((7 * number, 0))
             assert (found.offsets[number], found.sizes[number]) == (info.byte_offset, info.size)
         monkeypatch.setattr(chunks, "_ASKED_FOR", 14)
-        assert Chunks.of(old, 24) == "15 chunks, which an HDF5 before 1.12.3 does not list"
+        assert Chunks.of(old, 24) == "15 chunks, which this HDF5 does not list"
