@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from .push import Handler, Push
 from .service import Rounds, Service
 from .stats import ServerStats, count
 from .transport import FOR_GOOD, Port
-from .turns import Turns
 
 __all__ = ["Server"]
 
@@ -29,9 +29,9 @@ __all__ = ["Server"]
 class _Held:
     """A variable that this server holds; also the context in which it is written."""
 
-    __slots__ = ("_gate", "_place", "_sync", "_turns", "_view", "array", "dtype", "row_size", "shape", "word", "words")
+    __slots__ = ("_gate", "_lock", "_place", "_sync", "_view", "array", "dtype", "row_size", "shape", "word", "words")
 
-    def __init__(self, place: Place, slab: ServerMemory, gate: WriterGate, turns: Turns) -> None:
+    def __init__(self, place: Place, slab: ServerMemory, gate: WriterGate, lock: Any) -> None:
         self.shape, self.dtype = place.spec.shape, place.spec.dtype
         self.row_size = place.spec.row_bytes // self.dtype.itemsize
         self.words, self.word = slab.words, place.version // 8
@@ -39,16 +39,16 @@ class _Held:
         self._view = memory.view(self.dtype).reshape(self.shape)
         self.array = self._view[...]
         self.array.flags.writeable = False
-        self._place, self._sync, self._gate, self._turns = place, slab.sync, gate, turns
+        self._place, self._sync, self._gate, self._lock = place, slab.sync, gate, lock
 
     def __enter__(self) -> np.ndarray:
-        self._turns.acquire()
+        self._lock.acquire()
         try:
             self._gate.wait(self._place.index, self._place.spec.nbytes)
             self.words[self.word] += 1
             self._sync()
         except BaseException:
-            self._turns.release()
+            self._lock.release()
             raise
         return self._view
 
@@ -59,7 +59,7 @@ class _Held:
             self._sync()
             self.words[self.word] += 1
             self._sync()
-        self._turns.release()
+        self._lock.release()
 
 
 @final
@@ -108,12 +108,13 @@ class Server(Rounds):
         self._received = [0] * layout.workers
         self._handler: Handler | None = None
         self._on_leave: Callable[[int], object] | None = None
+        self._retry: Callable[[], bool] | None = None
         self._left, self._readers = [0] * layout.workers, 0
         self._gone: set[int] = set()
         self._target = 0
         self._held: dict[int, _Held] = {}
         self._closed = False
-        self._turns = Turns()
+        self._lock = threading.RLock()  # between the thread and the program
         self.stats = ServerStats(layout.workers)
         self._service = Service(self, back_off, threads, self.stats)
 
@@ -131,14 +132,14 @@ class Server(Rounds):
     def read(self, variable: int, out: np.ndarray) -> int:
         """Copy a variable, whole, into an array of its shape, and return its version. Not collective."""
         held = self._held.get(variable) or self._hold(variable, "read")
-        with self._turns:
+        with self._lock:
             np.copyto(out, held.array, casting="no")
             return held.words[held.word] >> 1
 
     def read_rows(self, variable: int, rows: np.ndarray) -> tuple[int, np.ndarray]:
         """Return the version of a variable and a copy of rows of it, all of that version. Not collective."""
         held = self._held.get(variable) or self._hold(variable, "read_rows")
-        with self._turns:
+        with self._lock:
             return held.words[held.word] >> 1, np.take(held.array, rows, axis=0)
 
     def version(self, variable: int) -> int:
@@ -157,7 +158,7 @@ class Server(Rounds):
         """Add to a counter, atomically, and return what it was. Not collective."""
         place = self._own(counter, "fetch_and_add", counter=True)
         slab = self._slabs[place.slab]
-        with self._turns:
+        with self._lock:
             found = slab.atomic(self._group.topology.rank)
             if found is not None:  # never by a plain store: workers may be adding, too
                 return found[0].fetch_and_add(found[1], place.offset, value)
@@ -169,7 +170,7 @@ class Server(Rounds):
 
     def clocks(self) -> np.ndarray:
         """Return the finished steps of every worker that has published them; int64. Not collective."""
-        with self._turns:
+        with self._lock:
             self._mailbox.sync()
         words, layout = self._mailbox.words, self._layout
         return np.array([words[layout.clock(w) // 8] for w in range(layout.workers)], np.int64)
@@ -188,15 +189,21 @@ class Server(Rounds):
 
     # the service
 
-    def start(self, handler: Handler, on_leave: Callable[[int], object] | None = None) -> None:
+    def start(
+        self,
+        handler: Handler,
+        on_leave: Callable[[int], object] | None = None,
+        retry: Callable[[], bool] | None = None,
+    ) -> None:
         """Begin to serve. Not collective.
 
         Args:
             handler: what to do with pushes.
             on_leave: called with each worker that has signed off, from a pass or for good; `left` tells.
+            retry: called when nothing has come; returns whether it did something about what the handler has kept.
         """
-        self._handler, self._on_leave = handler, on_leave
-        self._service.start(f"mpistrat-server-{self.index}", self._turns.own_rounds)
+        self._handler, self._on_leave, self._retry = handler, on_leave, retry
+        self._service.start(f"mpistrat-server-{self.index}")
 
     def wait(self, passes: int | None = 1) -> None:
         """Wait until every worker has signed off from so many further passes, or for good. Not collective.
@@ -217,10 +224,9 @@ class Server(Rounds):
     def _all_left(self) -> bool:
         return all(self.left(worker) >= self._target for worker in range(self._layout.workers))
 
-    @property
-    def waiting(self) -> bool:
-        """Whether the program is in `wait`. Not collective."""
-        return self._service.waiting
+    def expects(self, worker: int) -> bool:
+        """Return whether the program waits for a worker: then it has done all that comes before. Not collective."""
+        return self._service.waiting and self.left(worker) < self._target
 
     def stop(self) -> None:
         """End the service: nothing is applied or answered any more. Not collective."""
@@ -279,7 +285,6 @@ class Server(Rounds):
 
     def poll(self) -> bool:
         """See `Rounds.poll`."""
-        self._turns.give_way()
         self._progress()
         waiting = 0
         for port in self._ports:
@@ -290,7 +295,7 @@ class Server(Rounds):
 
     def rest(self) -> bool:
         """See `Rounds.rest`."""
-        changed = False
+        changed = self._retry is not None and self._retry()
         for worker, before in enumerate(self._left):
             if (left := self.left(worker)) != before:
                 self._left[worker], changed = left, True
@@ -320,7 +325,7 @@ class Server(Rounds):
 
     def _hold(self, variable: int, function: str) -> _Held:
         place = self._own(variable, function)
-        held = self._held[variable] = _Held(place, self._slabs[place.slab], self._gate, self._turns)
+        held = self._held[variable] = _Held(place, self._slabs[place.slab], self._gate, self._lock)
         return held
 
     def _own(self, variable: int, function: str, counter: bool = False) -> Place:

@@ -62,6 +62,7 @@ class SynchronousUpdates:
         self._server, self._backup_workers = server, backup_workers
         self._updates = Updates(server, find, variable)
         self._workers = [_Worker() for _ in server.applied]
+        self._kept = False  # whether a step waits for this server's program
         self._completed: dict[int, int] = {}  # steps, by key of the optimizer
         self._versions: dict[tuple[int, int], int] = {}  # of a variable after the last step, by that key and its number
         self._spare: dict[int, list[np.ndarray]] = {}  # memory for gradients, by number of variable
@@ -80,6 +81,13 @@ class SynchronousUpdates:
     def on_leave(self, worker: int) -> None:
         """Complete the steps that waited for a worker that has left, from a pass or for good."""
         self._complete()
+
+    def retry(self) -> bool:
+        """Complete the steps that waited until this server's program came to their pass."""
+        kept, self._kept = self._kept, False
+        if kept:
+            self._complete()
+        return kept and not self._kept
 
     def _take(self, worker: _Worker, push: Push, copied: bool) -> bool:
         """Do what a push says, or keep it for its step. Return False for a commit."""
@@ -114,8 +122,9 @@ class SynchronousUpdates:
         for key in keys:
             together = [worker for worker in active if worker.committed == key]
             if len(together) >= needed:
-                self._apply(key, together)
-                return True
+                applied = self._apply(key, together)
+                self._kept = not applied
+                return applied
         if len(keys) > 1 and all(worker.committed is not None for worker in active):
             remedy = "Call apply_gradients of the same optimizers, in the same order, on every worker"
             got = f"{len(keys)} in one step"
@@ -124,8 +133,11 @@ class SynchronousUpdates:
             )
         return False
 
-    def _apply(self, key: int, workers: list[_Worker]) -> None:
-        updater, step = self._updates.begin(key)
+    def _apply(self, key: int, workers: list[_Worker]) -> bool:
+        begun = self._updates.begin(key, [self._workers.index(worker) for worker in workers])
+        if begun is None:
+            return False
+        updater, step = begun
         gradients = [worker.gradients.pop(key, {}) for worker in workers]
         for variable in sorted(set().union(*gradients)):
             pushes = [of[variable] for of in gradients if variable in of]
@@ -137,6 +149,7 @@ class SynchronousUpdates:
         self._completed[key] = self._completed.get(key, 0) + 1
         for worker in workers:
             self._resume(worker)
+        return True
 
     def _resume(self, worker: _Worker) -> None:
         """Acknowledge a commit, and go on with what the worker pushed after it."""

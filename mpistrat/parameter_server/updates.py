@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
 import numpy as np
 
 from ..comm.dtypes import accumulation_dtype
+from ..errors import MpistratError
 from ..variables.memory import read_only
+from ..variables.values import as_flat
 from .operations import Operation, apply_operation, unpack
 from .push import Push
 from .server import Server
@@ -41,9 +44,12 @@ class Updates:
     workers were complete when it began. Each commit completes one. A variable's constraint is applied to all of it after
     every gradient, of some rows too.
 
+    A worker may be in a pass that this server's program has yet to come to, with an optimizer that it has yet to make or to
+    change. What such a worker pushes is kept until then, in its order; `retry` looks whether it can be applied.
+
     Args:
         server: whose variables are written.
-        find: returns what applies the optimizer of a key; asked once for each step of a worker.
+        find: returns what applies the optimizer of a key, or raises MpistratError; asked for each step of a worker.
         variable: returns what is known of a variable, by number: an object with a `constraint`, for the updaters.
     """
 
@@ -51,15 +57,41 @@ class Updates:
         self._server, self._find, self._variable = server, find, variable
         self._variables: dict[int, Any] = {}
         self._steps: list[dict[int, tuple[Updater, int]]] = [{} for _ in server.applied]
+        self._later: dict[int, deque[Push]] = {}  # what is kept, by worker
 
     def __call__(self, push: Push) -> bool:
-        """Do what a push says, and return True: it is done."""
+        """Do what a push says; return whether it is done, or kept."""
+        later = self._later.get(push.worker)
+        if later is None and self._apply(push):
+            return True
+        if later is None:
+            later = self._later[push.worker] = deque()
+        later.append(push._replace(rows=_copy(push.rows), values=_copy(push.values)))
+        return False
+
+    def retry(self) -> bool:
+        """Do what was kept, as far as it can be done now. Return whether anything was done."""
+        done = False
+        for worker, later in list(self._later.items()):
+            while later and self._apply(later[0]):
+                push, done = later.popleft(), True
+                if not later or later[0].number > push.number:  # its commit has the same number
+                    self._server.acknowledge(worker, push.number)
+            if not later:
+                del self._later[worker]
+        return done
+
+    def _apply(self, push: Push) -> bool:
+        """Do what a push says; return False if this server's program has yet to come to it."""
         operation, key = unpack(push.what)
         if operation is not Operation.GRADIENT:
             self.write(push)
             return True
         steps = self._steps[push.worker]
-        updater, step = steps.get(key) or self.begin(key)
+        begun = steps.get(key) or self.begin(key, (push.worker,))
+        if begun is None:
+            return False
+        updater, step = begun
         if push.variable < 0:
             steps.pop(key, None)
             updater.count_step()
@@ -68,9 +100,17 @@ class Updates:
             self.apply(updater, step, [push])
         return True
 
-    def begin(self, key: int) -> tuple[Updater, int]:
-        """Return what applies the optimizer of a key, and the number of the step that begins."""
-        updater = self._find(key)
+    def begin(self, key: int, workers: Sequence[int]) -> tuple[Updater, int] | None:
+        """Return what applies the optimizer of a key, and the number of the step that begins.
+
+        None if this server's program has yet to come to the pass that the workers are in.
+        """
+        try:
+            updater = self._find(key)
+        except MpistratError:
+            if any(self._server.expects(worker) for worker in workers):
+                raise
+            return None
         return updater, updater.iterations + 1
 
     def write(self, push: Push) -> None:
@@ -101,7 +141,12 @@ class Updates:
             else:
                 updater.dense(variable, weights, [_whole(push, weights) for push in pushes], step)
             if variable.constraint is not None:
-                weights[...] = variable.constraint(read_only(weights))
+                value = variable.constraint(read_only(weights))
+                weights.reshape(-1)[...] = as_flat(value, weights.shape, weights.dtype, "Variable.constraint")
+
+
+def _copy(array: np.ndarray | None) -> np.ndarray | None:
+    return None if array is None else array.copy()
 
 
 def _sum_of_rows(pushes: Sequence[Push]) -> tuple[Any, Any]:

@@ -203,9 +203,10 @@ class ParameterServerStrategy(Strategy):
         if max_staleness == 0:
             together = SynchronousUpdates(server, self._find, self._by_number, backup_workers)
             self._dropped = together.dropped
-            server.start(together, together.on_leave)
+            server.start(together, together.on_leave, together.retry)
         else:
-            server.start(Updates(server, self._find, self._by_number))
+            updates = Updates(server, self._find, self._by_number)
+            server.start(updates, retry=updates.retry)
         return ServerAccess(server, self._parameter_servers)
 
     # who
@@ -320,22 +321,18 @@ class ParameterServerStrategy(Strategy):
         access.end_pass()
 
     def _find(self, key: int) -> LocalUpdates:
-        """Return what applies the optimizer that a worker names; its program may be ahead of this one's."""
+        """Return what applies the optimizer that a worker names; MpistratError if there is none like it here."""
         known = self._found.get(key)
         if known is not None and known[0].revision == known[1]:
             return known[2]
-        ordinal = key % ORDINALS
-        server = self._parameter_servers.server
-        while True:
-            optimizer = find(ordinal)
-            if optimizer is not None:
-                updates = self._updates(optimizer)  # which takes over what was restored
-                if optimizer_key(optimizer) == key:
-                    self._found[key] = optimizer, optimizer.revision, updates
-                    return updates
-            if server is None or server.waiting:  # this program has made all that it will make before the pass
-                self._refuse(ordinal, optimizer)
-            sleep(1e-4)
+        optimizer = find(key % ORDINALS)
+        if optimizer is None:
+            self._refuse(key % ORDINALS, None)
+        updates = self._updates(optimizer)  # which takes over what was restored
+        if optimizer_key(optimizer) != key:
+            self._refuse(key % ORDINALS, optimizer)
+        self._found[key] = optimizer, optimizer.revision, updates
+        return updates
 
     def _updates(self, optimizer: Optimizer) -> LocalUpdates:
         """Return what applies an optimizer on this server."""

@@ -15,6 +15,7 @@ from ..errors import explain
 from ..optimizers.gradients import checked
 from ..parameter_server.access import WorkerAccess
 from ..parameter_server.parameter_server_variable import ParameterServerVariable
+from ..parameter_server.transport import sum_duplicate_rows
 from ..types import IndexedSlices, ReduceOp
 
 if TYPE_CHECKING:
@@ -121,8 +122,15 @@ def _check_finite(variable: ParameterServerVariable, gradient: Any) -> None:
         )
 
 
+def _each_row_once(gradient: IndexedSlices) -> IndexedSlices:
+    """Sum the rows that are named several times: only then do they have a norm."""
+    rows, values = sum_duplicate_rows(to_host(gradient.indices), to_host(gradient.values), "apply_gradients")
+    return IndexedSlices(values, rows, gradient.dense_shape)
+
+
 def _clip(gradients: list[Any], limit: float) -> list[Any]:
     """Scale gradients together so that their norm does not exceed a limit; NaN in one makes all NaN."""
+    gradients = [_each_row_once(g) if isinstance(g, IndexedSlices) else g for g in gradients]
     arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
     norm = math.sqrt(sum(float(np.square(a, dtype=np.float64).sum()) for a in map(to_host, arrays)))
     if norm <= limit:

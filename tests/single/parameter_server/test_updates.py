@@ -5,8 +5,10 @@ import pytest
 from server_stand import ServerStand, Weights
 
 import mpistrat as ms
+from mpistrat.errors import MpistratError
 from mpistrat.optimizers.local_updates import LocalUpdates
 from mpistrat.parameter_server.operations import Operation
+from mpistrat.parameter_server.server import Server
 from mpistrat.parameter_server.updates import Updates
 
 
@@ -92,6 +94,35 @@ def test_a_workers_step_has_one_rate_whatever_others_do():
     assert (stand.array(0).tolist(), stand.array(1).tolist()) == ([-1], [-1])
     stand.step(0, [1])
     assert stand.array(0).tolist() == [-11]
+
+
+def test_what_this_program_has_yet_to_come_to_is_kept_in_order(monkeypatch):
+    """Worker 0 is in the next pass, with an optimizer that is not here yet; worker 1 is still in this one."""
+    variables, ready = [Weights([0.0])], []
+    stand, sgd = ServerStand(2, variables), LocalUpdates(ms.optimizers.SGD(1.0))
+
+    def find(key):
+        if key not in ready:
+            raise MpistratError("none like it")
+        return sgd
+
+    updates = Updates(stand.server, find, variables.__getitem__)
+    stand.start(updates)
+    expected = {0: False, 1: True}
+    monkeypatch.setattr(Server, "expects", lambda self, worker: expected[worker])
+    ready.append(1)
+    stand.step(0, [1], key=2)
+    stand.push(0, [100], operation=Operation.ASSIGN)
+    stand.step(1, [10], key=1)
+    assert (stand.array().tolist(), sgd.iterations) == ([-10], 1)
+    assert (stand.acknowledged(0), stand.acknowledged(1), updates.retry()) == (False, True, False)
+    with pytest.raises(MpistratError, match="none like it"):
+        stand.step(1, [10], key=2)
+    ready.append(2)
+    assert updates.retry()
+    assert (stand.array().tolist(), sgd.iterations, stand.acknowledged(0)) == ([100], 2, True)
+    stand.step(0, [1], key=2)
+    assert (stand.array().tolist(), stand.acknowledged(0), updates.retry()) == ([99], True, False)
 
 
 def test_a_commit_alone_counts_a_step():

@@ -1,0 +1,256 @@
+"""Optimizers on parameter servers: with one worker all of them do what they do alone, whatever a program does with them."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from parameter_server_stand import alone, made, settle
+
+import mpistrat as ms
+from mpistrat.optimizers import schedules
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+
+MADE = {
+    "adagrad": lambda: ms.optimizers.Adagrad(0.1),
+    "rmsprop": lambda: ms.optimizers.RMSprop(0.01, momentum=0.9),
+    "adamw": lambda: ms.optimizers.AdamW(0.1, weight_decay=0.1),
+    "clipped": lambda: ms.optimizers.SGD(0.5, 0.9, global_clipnorm=0.1),
+    "exponential": lambda: ms.optimizers.SGD(schedules.ExponentialDecay(0.5, 2, 0.5)),
+    "piecewise": lambda: ms.optimizers.Adam(schedules.PiecewiseConstantDecay([1, 3], [0.5, 0.1, 0.01])),
+}
+
+
+def one_worker():
+    """How many servers leave one worker."""
+    from mpi4py import MPI
+
+    return {"num_ps": MPI.COMM_WORLD.size - 1}
+
+
+def three_variables():
+    return [
+        ms.Variable(np.linspace(-1, 1, 6).reshape(3, 2) + i, name=name) for i, name in enumerate(("w", "bias", "u"))
+    ]
+
+
+def same(strategy, variables, expected, rtol=0.0):
+    """Compare the variables, as a worker reads them, with what they should be. Collective."""
+    if not strategy.is_server:
+        found = [v.numpy() for v in variables]
+        for value, right in zip(found, expected, strict=True):
+            np.testing.assert_allclose(value, right, rtol=rtol, atol=0)  # 0: bit for bit
+    strategy.comm.Barrier()
+
+
+def works(strategy):
+    return not getattr(strategy, "is_server", False)
+
+
+@pytest.mark.parametrize("rule", MADE)
+def test_one_worker_alone_bit_for_bit(rule):
+    """Some steps leave variables out, by None or altogether: then not every server gets a gradient, and all count."""
+
+    def program(strategy):
+        variables, optimizer = three_variables(), MADE[rule]()
+        if isinstance(optimizer, ms.optimizers.AdamW):
+            optimizer.exclude_from_weight_decay([variables[2]], ["bias"])
+
+        def step(number):
+            pairs = [(v.array * 0.5 + number, v) for v in variables]
+            if number == 2:
+                pairs[0] = None, variables[0]
+            if number == 3:
+                pairs = [(None, variables[0]), (None, variables[1]), pairs[2]]
+            if number == 4:
+                pairs = pairs[1:2]
+            optimizer.apply_gradients(pairs)
+
+        for number in range(1, 7) if works(strategy) else ():
+            strategy.run(step, args=(number,))
+        return variables
+
+    expected = alone(lambda strategy: [v.numpy() for v in program(strategy)])
+    with made(**one_worker()) as strategy:
+        same(strategy, program(strategy), expected, 1e-14 if rule == "clipped" else 0)  # a norm is a sum
+
+
+def test_adamw_excludes_by_variable_and_name():
+    with made(**one_worker()) as strategy:
+        variables, optimizer = three_variables(), ms.optimizers.AdamW(0.5, weight_decay=0.5)
+        optimizer.exclude_from_weight_decay([variables[2]], ["bi.s"])
+        before = [np.linspace(-1, 1, 6).reshape(3, 2) + i for i in range(3)]
+        if works(strategy):
+            strategy.run(lambda: optimizer.apply_gradients([(np.zeros((3, 2)), v) for v in variables]))
+        same(strategy, variables, [before[0] - before[0] * 0.25, before[1], before[2]])
+
+
+def test_several_optimizers_each_with_its_steps():
+    """Two of one kind, in turn and in one step, one of them on the variables of the other, too."""
+
+    def program(strategy):
+        w, b, u = three_variables()
+        first, second = ms.optimizers.Adam(0.1), ms.optimizers.Adam(0.1)
+        third = ms.optimizers.SGD(schedules.InverseTimeDecay(1.0, 1, 1.0))
+
+        def step(number):
+            first.apply_gradients([(w.array, w), (b.array, b)])
+            if number % 2:
+                second.apply_gradients([(u.array, u)])
+            if number % 3 == 0:
+                third.apply_gradients([(np.ones((3, 2)), w)])
+
+        for number in range(7) if works(strategy) else ():
+            strategy.run(step, args=(number,))
+        return [w, b, u]
+
+    expected = alone(lambda strategy: [v.numpy() for v in program(strategy)])
+    with made(**one_worker()) as strategy:
+        same(strategy, program(strategy), expected)
+
+
+@pytest.mark.parametrize("late", ["servers", "workers"])
+def test_the_rate_may_change_between_passes(late):
+    """Every rank sets it; whoever is late, a gradient is applied with the rate that its worker had."""
+    data = ms.data.from_arrays(np.arange(6)).batch(1)
+    rates = [1.0, 0.25, schedules.ExponentialDecay(0.5, 3, 0.5)]
+
+    def program(strategy):
+        v, optimizer = ms.Variable(np.zeros(2)), ms.optimizers.SGD(rates[0])
+        distributed = strategy.distribute_dataset(data)
+        for rate in rates:
+            if isinstance(strategy, ms.ParameterServerStrategy) and strategy.is_server == (late == "servers"):
+                time.sleep(0.3)
+            optimizer.learning_rate = rate
+            for _ in distributed:
+                strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), v)]))
+        return [v]
+
+    expected = alone(lambda strategy: [v.numpy() for v in program(strategy)])
+    with made(**one_worker()) as strategy:
+        same(strategy, program(strategy), expected)
+
+
+@pytest.mark.parametrize("bound", [None, 0], ids=["asynchronous", "synchronous"])
+def test_a_worker_may_be_a_pass_ahead_with_another_rate(bound):
+    """Its gradients are kept until the slowest worker has left the pass and the servers' programs have set the rate."""
+    with made(max_staleness=bound) as strategy:
+        v, optimizer = ms.Variable(np.zeros(2)), ms.optimizers.SGD(1.0)
+        data = strategy.distribute_dataset(ms.data.from_arrays(np.arange(6 * strategy.num_workers)).batch(1))
+        for rate in (1.0, 0.25, 0.5):
+            if strategy.is_server:
+                time.sleep(0.2)
+            optimizer.learning_rate = rate
+            for _ in data:
+                strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), v)]))
+                if strategy.worker_index == 0:
+                    time.sleep(0.03)
+        settle(strategy, v)
+        if works(strategy):
+            assert v.numpy().tolist() == [-1.75 * 6 * strategy.num_workers] * 2
+        strategy.comm.Barrier()
+
+
+def test_workers_count_steps_together():
+    """Steps of all workers are numbered by the server: so a schedule goes on with the training, not with one worker."""
+    with made() as strategy:
+        v = ms.Variable(np.zeros(1))
+        # The sum of 1, 1/2, 1/4, ...: who came first does not matter for it.
+        optimizer = ms.optimizers.SGD(schedules.ExponentialDecay(1.0, 1, 0.5, staircase=True))
+        if works(strategy):
+            for _ in range(4):
+                strategy.run(lambda: optimizer.apply_gradients([(-np.ones(1), v)]))
+                v.numpy()
+        settle(strategy, v)
+        if works(strategy):
+            steps = 4 * strategy.num_workers
+            found = v.numpy()[0]
+            # Two workers' steps may begin at the same number of complete ones; then both have it.
+            assert 2 - 0.5 ** (steps - 1) <= found < 2 * strategy.num_workers
+            if strategy.num_workers == 1:
+                assert found == 2 - 0.5**3
+        strategy.comm.Barrier()
+        assert optimizer.all_iterations() == 4 * strategy.num_workers
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_clipped_gradient_has_that_norm(sparse):
+    with made(**one_worker(), devices=["cpu:0", "cpu:1"]) as strategy:
+        v, w = ms.Variable(np.zeros((2, 2))), ms.Variable(np.zeros((2, 1)))
+        optimizer = ms.optimizers.SGD(1.0, global_clipnorm=1.0)
+        if works(strategy):
+            rows = ms.IndexedSlices(np.array([[3.0, 0.0]]), np.array([1]))
+            dense = np.array([[0.0, 0.0], [3.0, 0.0]])
+            strategy.run(lambda: optimizer.apply_gradients([(rows if sparse else dense, v), (np.full((2, 1), 0.0), w)]))
+            assert v.numpy().tolist() == [[0, 0], [-1, 0]]  # two replicas' 3 make 6, which is scaled to 1
+            strategy.run(lambda: optimizer.apply_gradients([(np.full((2, 2), 0.125), v), (np.zeros((2, 1)), w)]))
+            assert v.numpy().tolist() == [[-0.25, -0.25], [-1.25, -0.25]]  # of norm 0.5: left alone
+        strategy.comm.Barrier()
+
+
+@pytest.mark.parametrize("way", ["from servers", "to servers", "2 servers to 1"])
+def test_training_goes_on_under_another_strategy(mpi_tmp_path, way):
+    """Adam on several variables, stopped and restored: as if it had not been."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    path = mpi_tmp_path / "state.h5"
+
+    def program(strategy, steps, restored=False):
+        variables, optimizer = three_variables(), ms.optimizers.Adam(0.1)
+        counter = ms.Variable(np.int64(0), trainable=False, aggregation=ms.VariableAggregation.ONLY_FIRST_REPLICA)
+        if restored:
+            strategy.restore(path)
+
+        def step(number):
+            replicas = strategy.num_replicas_in_sync
+            optimizer.apply_gradients([(np.full((3, 2), number / replicas), v) for v in variables])
+            counter.assign_add(1)
+
+        if not isinstance(strategy, ms.ParameterServerStrategy) or strategy.worker_index == 0:
+            for number in steps:
+                strategy.run(step, args=(number,))
+        if isinstance(strategy, ms.ParameterServerStrategy):
+            settle(strategy, *variables, counter)
+        if not restored:
+            strategy.save(path)
+        numbers = None if getattr(strategy, "is_server", False) else [v.numpy() for v in [*variables, counter]]
+        comm.Barrier()
+        return numbers
+
+    servers = {
+        "from servers": lambda: ms.ParameterServerStrategy(num_ps=min(2, comm.size - 1)),
+        "2 servers": lambda: ms.ParameterServerStrategy(num_ps=min(2, comm.size - 1)),
+        "1 server": lambda: ms.ParameterServerStrategy(num_ps=1),
+        "together": lambda: ms.MultiWorkerMirroredStrategy(),
+    }
+    first, second = {
+        "from servers": ("2 servers", "together"),
+        "to servers": ("together", "2 servers"),
+        "2 servers to 1": ("2 servers", "1 server"),
+    }[way]
+
+    def run(name, *args, **settings):
+        strategy = servers[name]()
+        with strategy.scope():
+            found = program(strategy, *args, **settings)
+        strategy.close()
+        return found
+
+    run(first, [1.0, -2.0, 3.0])
+    found = run(second, [4.0, -5.0, 6.0], restored=True)
+
+    def whole(strategy):
+        variables, optimizer = three_variables(), ms.optimizers.Adam(0.1)
+        for number in (1.0, -2.0, 3.0, 4.0, -5.0, 6.0):
+            strategy.run(lambda g=number: optimizer.apply_gradients([(np.full((3, 2), g), v) for v in variables]))
+        return [v.numpy() for v in variables]
+
+    if found is not None:
+        *values, counter = found
+        for value, expected in zip(values, alone(whole), strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-12)  # halves and thirds of gradients are rounded
+        assert counter == 6
+    comm.Barrier()
