@@ -64,18 +64,11 @@ class Service:
         self._change = threading.Condition()
         self._error: BaseException | None = None
 
-    def start(self, name: str, first: Callable[[], None]) -> None:
-        """Start the thread, where there may be one; later calls do nothing. Not collective.
-
-        Args:
-            name: of the thread.
-            first: what it does first.
-        """
+    def start(self, name: str) -> None:
+        """Start the thread, with a name, where there may be one; later calls do nothing. Not collective."""
         if self._threads and self._thread is None and not self._stop:
-            started = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(first, started), name=name, daemon=True)
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
-            started.wait()
 
     def stop(self) -> None:
         """End the thread, once nothing is on its way any more, or two seconds later. Not collective; it may be repeated."""
@@ -101,9 +94,7 @@ class Service:
         finally:
             self.waiting, self._done = False, _never
 
-    def _run(self, first: Callable[[], None], started: threading.Event) -> None:
-        first()
-        started.set()
+    def _run(self) -> None:
         try:
             self._work(lambda: self._stop)
             self._finish()

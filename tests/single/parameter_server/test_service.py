@@ -1,4 +1,4 @@
-"""The thread of a server, on one process: waiting, stopping, errors, and turns with other threads."""
+"""The thread of a server, on one process: waiting, stopping, errors."""
 
 import threading
 import time
@@ -7,7 +7,6 @@ import pytest
 
 from mpistrat.parameter_server.service import Rounds, Service
 from mpistrat.parameter_server.stats import ServerStats
-from mpistrat.parameter_server.turns import Turns
 
 
 class Counting(Rounds):
@@ -44,7 +43,7 @@ def service():
 
     def make(rounds, threads=True, stats=None):
         made.append(Service(rounds, 1e-3, threads, stats or ServerStats(1)))
-        made[-1].start("service", lambda: None)
+        made[-1].start("service")
         return made[-1]
 
     yield make
@@ -97,7 +96,7 @@ def test_stop_lets_what_is_on_its_way_arrive(service):
     rounds.sending = 20
     made.stop()
     assert rounds.sending == 0
-    made.start("again", lambda: None)
+    made.start("again")
     assert not made._thread.is_alive()
 
 
@@ -109,43 +108,3 @@ def test_idle_time_is_counted(service):
     rounds.last = 2
     time.sleep(0.1)
     assert 0.15 < stats.idle < 0.3
-
-
-def test_a_thread_that_takes_turns_all_the_time_starves_nobody():
-    turns, stop, inside, rounds = Turns(), [], [], [0]
-    started = threading.Event()
-
-    def work():
-        turns.own_rounds()
-        started.set()
-        while not stop:
-            turns.give_way()
-            for _ in range(100):
-                with turns, turns:
-                    inside.append(1)
-                    rounds[0] += 1
-                    assert len(inside) == 1
-                    inside.pop()
-
-    def disturb():
-        for _ in range(20):
-            with turns, turns:
-                inside.append(1)
-                time.sleep(1e-4)
-                assert len(inside) == 1
-                inside.pop()
-
-    threads = [threading.Thread(target=work), threading.Thread(target=disturb), threading.Thread(target=disturb)]
-    threads[0].start()
-    started.wait()
-    start = time.monotonic()
-    for thread in threads[1:]:
-        thread.start()
-    for thread in threads[1:]:
-        thread.join(20)
-    seconds = time.monotonic() - start
-    stop.append(1)
-    threads[0].join()
-    assert not inside
-    assert seconds < 5
-    assert rounds[0] > 100
