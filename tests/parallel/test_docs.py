@@ -1,4 +1,4 @@
-"""The guides in docs/ say what is so: their programs run and print what is shown, their tables hold."""
+"""The guides in docs/ and the README say what is so: their programs run and print what is shown, their tables hold."""
 
 import contextlib
 import doctest
@@ -15,7 +15,7 @@ import pytest
 import mpistrat as ms
 
 FOLDER = Path(__file__).parents[2] / "docs"
-INPUT, SERVERS = "input.md", "parameter_servers.md"
+INPUT, SERVERS, README = "input.md", "parameter_servers.md", "../README.md"
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1e-3, "s": 1}
 FILE = re.compile(r"# (\w+\.py)\n")  # the first line of a program that is a file, for a command to run
 
@@ -104,7 +104,7 @@ def test_programs_of_parameter_servers(mpi_tmp_path, monkeypatch):
 
 JOBS = [
     pytest.param(page, words, shown, line, id=" ".join(words))
-    for page in (INPUT, SERVERS)
+    for page in (INPUT, SERVERS, README)
     for words, shown, line in commands(page)
     if "mpiexec" in words
 ]
