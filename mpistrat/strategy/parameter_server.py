@@ -16,9 +16,7 @@ from ..cluster.communicator import check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
 from ..cross_device.cross_device_ops import CrossDeviceOps
 from ..data.distribution.workers import Workers
-from ..errors import ContextError, MpistratError, explain
-from ..optimizers.local_updates import LocalUpdates
-from ..optimizers.optimizer import find
+from ..errors import ContextError, explain
 from ..options import CommunicationOptions, RunOptions
 from ..parameter_server.access import Access, ServerAccess, WorkerAccess
 from ..parameter_server.layout import VariableSpec
@@ -35,7 +33,8 @@ from ..variables.placement import ORDINAL_STEP, Target
 from .assemble import assemble
 from .input import Division
 from .layout import PARAMETER_SERVER
-from .push_step import ORDINALS, PushStep, optimizer_key
+from .push_step import PushStep
+from .served_optimizers import ServedOptimizers
 from .server_slots import ServerSlots
 from .strategy import Strategy
 
@@ -169,6 +168,7 @@ class ParameterServerStrategy(Strategy):
         self._parameter_servers = ParameterServers(
             group, roles.workers, roles.servers, transport=transport, back_off=back_off
         )
+        self._optimizers = ServedOptimizers(self)
         self._access = self._make_access(parts.sync_group or group, max_staleness, backup_workers)
         self._place = PLACEMENTS[placement](len(roles.servers))
         super().__init__(
@@ -186,7 +186,7 @@ class ParameterServerStrategy(Strategy):
         placement_of.slots = ServerSlots(
             group,
             roles.servers,
-            self._updates if self.is_server else None,
+            self._optimizers.updates if self.is_server else None,
             lambda: placement_of.variables,
         )
         self.cluster_resolver = resolver
@@ -198,14 +198,12 @@ class ParameterServerStrategy(Strategy):
             access = WorkerAccess(self._parameter_servers, sync_group, max_staleness)
             self._parameter_servers.group.attach(access)
             return access
-        self._updaters: dict[Optimizer, LocalUpdates] = {}
-        self._found: dict[int, tuple[Optimizer, int, LocalUpdates]] = {}  # by key, while the optimizer is as it was
         if max_staleness == 0:
-            together = SynchronousUpdates(server, self._find, self._by_number, backup_workers)
+            together = SynchronousUpdates(server, self._optimizers.find, self._by_number, backup_workers)
             self._dropped = together.dropped
             server.start(together, together.on_leave, together.retry)
         else:
-            updates = Updates(server, self._find, self._by_number)
+            updates = Updates(server, self._optimizers.find, self._by_number)
             server.start(updates, retry=updates.retry)
         return ServerAccess(server, self._parameter_servers)
 
@@ -320,33 +318,6 @@ class ParameterServerStrategy(Strategy):
         access.begin_pass()
         access.end_pass()
 
-    def _find(self, key: int) -> LocalUpdates:
-        """Return what applies the optimizer that a worker names; MpistratError if there is none like it here."""
-        known = self._found.get(key)
-        if known is not None and known[0].revision == known[1]:
-            return known[2]
-        optimizer = find(key % ORDINALS)
-        if optimizer is None:
-            self._refuse(key % ORDINALS, None)
-        updates = self._updates(optimizer)  # which takes over what was restored
-        if optimizer_key(optimizer) != key:
-            self._refuse(key % ORDINALS, optimizer)
-        self._found[key] = optimizer, optimizer.revision, updates
-        return updates
-
-    def _updates(self, optimizer: Optimizer) -> LocalUpdates:
-        """Return what applies an optimizer on this server."""
-        if optimizer not in self._updaters:
-            self._updaters[optimizer] = LocalUpdates(optimizer)
-            optimizer.join(self)
-        return self._updaters[optimizer]
-
-    def _refuse(self, ordinal: int, optimizer: Optimizer | None) -> NoReturn:
-        got = "none" if optimizer is None else f"another one: {optimizer.describe()}"
-        remedy = "Run the same program on every rank: make optimizers, and change their numbers, on servers too"
-        expected = f"on rank {self.rank} the optimizer that a worker applies, number {ordinal} in its program"
-        raise MpistratError(explain("apply_gradients", "optimizer", expected=expected, got=got, remedy=remedy))
-
     # input
 
     def _division(self) -> Division:
@@ -407,21 +378,8 @@ class ParameterServerStrategy(Strategy):
         self._extended.require_open("Strategy.save")
         if isinstance(self._access, WorkerAccess):
             self._access.flush()
-        self._agree_on_optimizers()
+        self._optimizers.agree()
         super().save(path)
-
-    def _agree_on_optimizers(self) -> None:
-        """Let every rank know all optimizers that any rank has applied, in the order in which they were made. Collective."""
-        extended = self._extended
-        with extended.process_group.collective("save", "optimizers"):
-            mine = " ".join(str(optimizer.ordinal) for optimizer in extended.optimizers)
-            told = extended.process_group.all_gather_text(mine)
-        for ordinal in sorted({int(word) for text in told for word in text.split()}):
-            optimizer = find(ordinal)
-            if optimizer is None:
-                self._refuse(ordinal, None)
-            optimizer.join(self)
-        extended.optimizers.sort(key=lambda optimizer: optimizer.ordinal)
 
     # its life
 

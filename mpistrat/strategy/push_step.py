@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -17,22 +16,13 @@ from ..parameter_server.access import WorkerAccess
 from ..parameter_server.parameter_server_variable import ParameterServerVariable
 from ..parameter_server.transport import sum_duplicate_rows
 from ..types import IndexedSlices, ReduceOp
+from .served_optimizers import optimizer_key
 
 if TYPE_CHECKING:
     from ..cross_device.cross_device_ops import CrossDeviceOps
     from ..optimizers.optimizer import Optimizer
 
-__all__ = ["ORDINALS", "PushStep", "optimizer_key"]
-
-ORDINALS = 1 << 16
-
-
-def optimizer_key(optimizer: Optimizer) -> int:
-    """Return the number by which worker and server name an optimizer: which one was made, and what it is like. Not collective.
-
-    The same program makes the same optimizers in the same order on every rank.
-    """
-    return optimizer.ordinal % ORDINALS + ORDINALS * (zlib.crc32(optimizer.describe().encode()) & 0x3FFFFF)
+__all__ = ["PushStep"]
 
 
 @final

@@ -1,0 +1,82 @@
+"""The optimizers whose steps workers push: found by their key, applied on servers, known alike on all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, NoReturn, final
+
+from ..errors import MpistratError, explain
+from ..optimizers.local_updates import LocalUpdates
+from ..optimizers.optimizer import find
+
+if TYPE_CHECKING:
+    from ..optimizers.optimizer import Optimizer
+    from .strategy import Strategy
+
+__all__ = ["ServedOptimizers", "optimizer_key"]
+
+_ORDINALS = 1 << 16
+
+
+def optimizer_key(optimizer: Optimizer) -> int:
+    """Return the number by which worker and server name an optimizer: which one was made, and what it is like. Not collective.
+
+    The same program makes the same optimizers in the same order on every rank.
+    """
+    return optimizer.ordinal % _ORDINALS + _ORDINALS * (zlib.crc32(optimizer.describe().encode()) & 0x3FFFFF)
+
+
+@final
+class ServedOptimizers:
+    """The optimizers of a strategy with servers.
+
+    Args:
+        strategy: whose variables they update.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._updates: dict[Optimizer, LocalUpdates] = {}
+        self._found: dict[int, tuple[Optimizer, int, LocalUpdates]] = {}  # by key, while the optimizer is as it was
+
+    def find(self, key: int) -> LocalUpdates:
+        """Return what applies the optimizer that a worker names, on this server. Not collective.
+
+        Raises:
+            MpistratError: there is none like it here.
+        """
+        known = self._found.get(key)
+        if known is not None and known[0].revision == known[1]:
+            return known[2]
+        optimizer = self._made(key % _ORDINALS)
+        updates = self.updates(optimizer)  # which takes over what was restored
+        if optimizer_key(optimizer) != key:
+            self._refuse(key % _ORDINALS, f"another one: {optimizer.describe()}")
+        self._found[key] = optimizer, optimizer.revision, updates
+        return updates
+
+    def updates(self, optimizer: Optimizer) -> LocalUpdates:
+        """Return what applies an optimizer on this server. Not collective."""
+        if optimizer not in self._updates:
+            self._updates[optimizer] = LocalUpdates(optimizer)
+            optimizer.join(self._strategy)
+        return self._updates[optimizer]
+
+    def agree(self) -> None:
+        """Let every rank know all optimizers that any rank has applied, in the order in which they were made. Collective."""
+        extended = self._strategy.extended
+        with extended.process_group.collective("save", "optimizers"):
+            mine = " ".join(str(optimizer.ordinal) for optimizer in extended.optimizers)
+            told = extended.process_group.all_gather_text(mine)
+        for ordinal in sorted({int(word) for text in told for word in text.split()}):
+            self._made(ordinal).join(self._strategy)
+        extended.optimizers.sort(key=lambda optimizer: optimizer.ordinal)
+
+    def _made(self, ordinal: int) -> Optimizer:
+        return find(ordinal) or self._refuse(ordinal, "none")
+
+    def _refuse(self, ordinal: int, got: str) -> NoReturn:
+        remedy = "Run the same program on every rank: make optimizers, and change their numbers, on servers too"
+        rank = self._strategy.rank
+        expected = f"on rank {rank} the optimizer that a worker applies, number {ordinal} in its program"
+        raise MpistratError(explain("apply_gradients", "optimizer", expected=expected, got=got, remedy=remedy))
