@@ -1,17 +1,19 @@
 """What parameter servers are compared with: TensorFlow's strategy and torch's RPC, in processes of their own.
 
 A rank starts the process of its role on its host, sends it a line of JSON on stdin for each command, and reads the reply from
-its stdout. A process ends when its stdin ends. All of them do the step of `parameter_server.py`: read all variables (or
+its stdout. A process ends with its parent. All of them do the step of `parameter_server.py`: read all variables (or
 some rows), then subtract a gradient of ones that lies there already.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -117,6 +119,14 @@ class Process:
             if not some:
                 raise PeerError(f"{what}: {self._last_words() if ready else f'no reply in {timeout:g} s'}")
             self._text += some
+
+    def pause(self) -> None:
+        """Stop it, so that it takes nothing from others."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """End it."""
@@ -338,5 +348,6 @@ def torch_rpc(role: str, index: int, cluster: dict[str, list[str]]) -> None:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped process does not see that its stdin ends
     spec = json.loads(sys.argv[1])
     {"tensorflow": tensorflow, "torch": torch_rpc}[spec.pop("peer")](**spec)

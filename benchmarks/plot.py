@@ -212,12 +212,11 @@ def draw_growth(axis: Any, cells: list[dict[str, Any]], names: list[str]) -> Non
                 if cell["servers"] == servers and name in cell["steps_per_second"]
             ]
             if known:
-                label = f"{name}, {servers} server{'s' * (servers > 1)}"
-                axis.plot(*zip(*known, strict=True), style, label=label, color=colour(name))
+                axis.plot(*zip(*known, strict=True), style, label=name if servers == 1 else None, color=colour(name))
     axis.set_xticks(sorted({cell["workers"] for cell in cells}))
     axis.margins(y=0.1)
     axis.set_ylim(bottom=0)
-    axis.set_xlabel("workers")
+    axis.set_xlabel("workers (squares: 2 servers)")
 
 
 def finish(figure: Any, heading: str, footnote: str, path: Path, top: float = 1.0) -> None:
