@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Chunks"]
 
-_ASKED_FOR = 2048  # chunks at most that are asked for one by one: each answer takes HDF5 longer than the one before
+_ASKED_FOR = 4096  # chunks at most that are asked for one by one: each answer takes HDF5 longer than the one before
 _FAR = 1 << 61  # behind the end of every file: what a damaged one says may not even fit an integer
 
 

@@ -76,6 +76,8 @@ def gathered(comm, rows):
 def test_each_row_comes_once_in_the_order_without_mpi_io(strategy, folder, few_pieces, reader, order):
     """A global batch is communicated between steps, while the next one is read in a thread."""
     from mpistrat.data import HDF5Dataset, permute
+    from mpistrat.data.distribution.distributed_dataset import distribute
+    from mpistrat.data.distribution.workers import Workers
 
     def batches(driver, reader):
         rows = HDF5Dataset(folder, reader=reader, driver=driver)
@@ -83,24 +85,24 @@ def test_each_row_comes_once_in_the_order_without_mpi_io(strategy, folder, few_p
             rows = rows.shuffle(64 if order == "block" else None, seed=5, mode=order)
         return rows.batch(50)
 
-    serial, mpio = batches(None, "h5py"), batches("mpio", reader)
+    mpio, serial = batches("mpio", reader), distribute(batches(None, "h5py"), Workers([1]))
     data = strategy.distribute_dataset(mpio)
     assert str(data).count("(h5py") == 6, str(data)
     for epoch in range(2):
         seen = []
-        for batch in data:
+        for expected, batch in zip(serial, data, strict=True):
             x = 4.0 * batch["y"][:, None] + np.arange(4)
             for name in ("plain", "chunked", "gzip", "cut"):
                 assert np.array_equal(batch[name], x), name
             assert batch["text"].tolist() == [f"row {i}" for i in batch["y"]]
-            seen += gathered(strategy.comm, batch["y"])
-        assert sorted(seen) == list(range(ROWS))
-        assert seen == [y for batch in serial for y in batch["y"].tolist()]
+            together = gathered(strategy.comm, batch["y"])
+            assert together == expected["y"].tolist()
+            seen.append(sorted(together))  # inside a batch, rows of pieces that are read as a whole stand together
+        assert sorted(row for rows in seen for row in rows) == list(range(ROWS))
         if order != "block":
             positions = np.arange(ROWS)
-            assert (
-                seen == (positions if order == "in order" else permute(positions, ROWS, seed=5, epoch=epoch)).tolist()
-            )
+            rows = positions if order == "in order" else permute(positions, ROWS, seed=5, epoch=epoch)
+            assert seen == [sorted(rows[start : start + 50].tolist()) for start in range(0, ROWS, 50)]
 
 
 @pytest.mark.ranks(1, 2, 3)
