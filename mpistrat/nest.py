@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,14 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, IndexedSlices))
 
 
+@functools.lru_cache(maxsize=256)
+def _makes_nodes(kind: type) -> bool:
+    """Whether instances are nodes. Asking each value anew costs more than anything else that is done with a leaf."""
+    return issubclass(kind, (list, tuple, Mapping)) or (
+        dataclasses.is_dataclass(kind) and not issubclass(kind, IndexedSlices)
+    )
+
+
 def is_nested(value: Any) -> bool:
     """Return whether a value is a node of a structure rather than a leaf. Not collective.
 
@@ -22,7 +31,7 @@ def is_nested(value: Any) -> bool:
         >>> is_nested([1]), is_nested(1)
         (True, False)
     """
-    return isinstance(value, (list, tuple, Mapping)) or _is_dataclass(value)
+    return _makes_nodes(type(value))  # type: ignore[arg-type]
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:

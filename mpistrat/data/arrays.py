@@ -21,7 +21,7 @@ def take_rows(array: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -
     """Copy rows of an array, in range and in any order, into a buffer: one memory copy where they are consecutive."""
     if rows.size == 0 or out.nbytes == 0:
         return
-    first, last = int(rows[0]), int(rows[-1])
+    first, last = rows.item(0), rows.item(-1)
     if last - first == rows.size - 1 and (rows.size < 3 or bool((np.diff(rows) == 1).all())):
         out[...] = array[first : last + 1]
     elif array.flags.c_contiguous and array.flags.aligned:

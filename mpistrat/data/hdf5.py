@@ -37,6 +37,7 @@ class _Opened:
         self.shards, self.sources = opened.shards, opened.sources
         self.fields, self.skipped = opened.fields, opened.skipped
         self.rows = sum(shard.rows for shard in opened.shards)
+        self.row_shapes = {name: _fixed(field.shape) for name, field in opened.fields.items()}
         files = open_hdf5_files(driver)
         self.readers = {
             name: choose_reader([shard.storages[name] for shard in opened.shards], reader, files)
@@ -173,9 +174,8 @@ class HDF5Dataset(RowSource):
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         opened = self._open()
-        if (
-            positions.size and positions.view(np.uint64).max() >= opened.rows
-        ):  # negative ones are huge; readers trust us
+        # Negative ones are huge; readers trust us.
+        if positions.size and np.maximum.reduce(positions.view(np.uint64)) >= opened.rows:
             got = f"{positions.min()} to {positions.max()}"
             raise IndexError(explain("HDF5Dataset", "rows", expected=f"rows in [0, {opened.rows})", got=got))
         began = time.perf_counter()
@@ -192,11 +192,11 @@ class HDF5Dataset(RowSource):
     @staticmethod
     def _read(opened: _Opened, name: str, positions: NDArray[np.int64]) -> NDArray[Any]:
         field = opened.fields[name]
-        row = tuple(length for length in field.shape if length is not None)
-        if row == field.shape:
-            out = opened.buffers.empty(name, (positions.size, *row), field.dtype)
-        else:
+        row = opened.row_shapes[name]
+        if row is None:
             out = np.empty(positions.size, object)
+        else:
+            out = opened.buffers.empty(name, (positions.size, *row), field.dtype)
         opened.readers[name].read(positions, out)
         if out.dtype.isnative:
             return out
@@ -242,6 +242,12 @@ def _described(opened: _Opened, name: str) -> str:
     field, reader = opened.fields[name], opened.readers[name]
     how = f"{reader.kind}: {reader.reason}" if reader.reason else reader.kind
     return f"{ArraySpec(field.shape, field.dtype)} ({how})"
+
+
+def _fixed(shape: tuple[int | None, ...]) -> tuple[int, ...] | None:
+    """The shape; None where a length varies."""
+    lengths = tuple(length for length in shape if length is not None)
+    return lengths if len(lengths) == len(shape) else None
 
 
 def _one_of(argument: str, value: object, allowed: Sequence[str]) -> None:

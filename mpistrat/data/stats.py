@@ -43,8 +43,9 @@ class StageStats:
             1 call, 0.25 s
         """
         with self._lock:
+            counts = self.__dict__
             for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
+                counts[name] += amount
 
     def __str__(self) -> str:
         shown = [

@@ -48,11 +48,13 @@ def _located(dataset: Chain, epoch: int, start: int, part: Part | None) -> Itera
         ends = np.cumsum(counts).tolist()
         if part is not None:
             ranges = [(end - count, *part(count)) for count, end in zip(counts, ends, strict=True)]
-            own = np.concatenate([np.arange(first + low, first + high) for first, low, high in ranges])
             if sort and (numbers := dataset.locality(epochs, positions)) is not None:
-                own = by_locality(numbers, counts)[own]
-            epochs, positions = epochs[own], positions[own]
+                order = by_locality(numbers, counts)
+                epochs, positions = epochs[order], positions[order]
             ends = np.cumsum([high - low for _, low, high in ranges]).tolist()
+            if ends[-1] < positions.size:
+                own = np.concatenate([np.arange(first + low, first + high) for first, low, high in ranges])
+                epochs, positions = epochs[own], positions[own]
         source, epochs, positions = dataset.source(epochs, positions)
         low = 0
         for count, high in zip(counts, ends, strict=True):

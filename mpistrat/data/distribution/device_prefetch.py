@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
@@ -30,8 +29,7 @@ class Device(Protocol):
         """Take back the memory of arrays that the program has dropped; called by the thread that computes."""
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A step whose copies have begun. `rows` and `nbytes` are this worker's; without `parts` it has none left."""
 
     total: int | None
@@ -65,9 +63,12 @@ class DevicePrefetch:
             if blocks is None:
                 yield Loaded(step.rows, 0, 0, None)
                 continue
-            leaves = [nest.flatten(block) for block in blocks]
-            rows = sum(len(own[0]) for own in leaves if own)
-            nbytes = sum(leaf.nbytes for own in leaves for leaf in own)
+            rows = nbytes = 0
+            for block in blocks:
+                leaves = nest.flatten(block)
+                rows += len(leaves[0]) if leaves else 0
+                for leaf in leaves:
+                    nbytes += leaf.nbytes
             yield Loaded(step.rows, rows, nbytes, self._start(blocks))
 
     def _start(self, blocks: list[Any]) -> list[Any]:

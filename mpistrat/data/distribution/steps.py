@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from .workers import Workers, cut
 __all__ = ["GlobalSteps", "NoSteps", "Step", "Steps", "WorkerSteps"]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one worker knows of a step.
 
     Attributes:

@@ -44,6 +44,9 @@ class MappedReader(ContiguousReader):
         self.kind = "memory map" if len(self._arrays) <= 1 else f"{len(self._arrays)} memory maps"
 
     def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
+        if self._shift.size == 1:
+            take_rows(self._arrays[0], rows, flat)
+            return
         shards = self._index.shard_of(rows)
         places = rows + self._shift[shards]
         if len(self._arrays) == 1:
