@@ -46,7 +46,7 @@ class ParameterServerVariable(Variable):
         version: how often the server had written the variable when this rank read it last.
     """
 
-    __slots__ = ("_access", "_gradients", "_seen", "_snapshot", "number", "server", "version")
+    __slots__ = ("_access", "_gradients", "_read_in", "_seen", "_snapshot", "number", "server", "version")
 
     def __init__(
         self, placement: Placement, description: Description, number: int, server: int, access: Access
@@ -56,7 +56,7 @@ class ParameterServerVariable(Variable):
         self.number, self.server, self.version = number, server, 0
         self._access: Access | None = access
         self._snapshot: Any = None
-        self._seen = 0
+        self._seen = self._read_in = 0  # numbers of steps: of the snapshot, of the last read
         self._gradients: list[Any] | None = None
 
     # reading
@@ -69,6 +69,12 @@ class ParameterServerVariable(Variable):
             return self._snapshot
         return self._pull()
 
+    @property
+    def version_of_step(self) -> int:
+        """The version that the step which runs has read; 0 if it has read none."""
+        access = self._access
+        return self.version if access is not None and access.step == self._read_in else 0
+
     def _pull(self) -> Any:
         self._require_open()
         access = self._access
@@ -79,7 +85,7 @@ class ParameterServerVariable(Variable):
                 return self._snapshot
             self._snapshot = None  # its memory may be used again
             out = _POOL.empty(self.size, self.dtype).reshape(self.shape)
-            self.version = access.read(self.number, out)
+            self.version, self._read_in = access.read(self.number, out), step
             out.flags.writeable = False
             if step:
                 self._snapshot, self._seen = out, step
@@ -104,7 +110,7 @@ class ParameterServerVariable(Variable):
             return self.array[rows].reshape(shape)
         out = np.empty((rows.size, *self.shape[1:]), self.dtype)
         with access.lock:
-            self.version = access.read_rows(self.number, rows, out)
+            self.version, self._read_in = access.read_rows(self.number, rows, out), access.step
         return out.reshape(shape)
 
     # writing

@@ -278,8 +278,9 @@ class Server(Rounds):
         return Push(worker, part.variable, part.number, part.what, part.version, rows, values)
 
     def count_staleness(self, push: Push) -> None:
-        """Count how many versions older than now the one was that a push was computed from. For handlers. Not collective."""
-        self.stats.stale(push.worker, push.variable, self.version(push.variable) - push.version)
+        """Count how many versions older than now the one was that a push was computed from, if any. Not collective."""
+        if push.version:
+            self.stats.stale(push.worker, push.variable, self.version(push.variable) - push.version)
 
     # the rounds of the service
 

@@ -297,6 +297,18 @@ class ParameterServerStrategy(Strategy):
             raise ContextError(explain(f"{_NAME}.serve", "", expected="a parameter server", got=got))
         server.wait(passes)
 
+    def flush(self) -> None:
+        """Wait until all that this worker has pushed and written is applied. Not collective; on workers.
+
+        Reading a variable waits for what this worker pushed to the same server. With `max_staleness` 0 a step is applied
+        when all workers have taken it.
+
+        Raises:
+            ContextError: on a server.
+        """
+        self._extended.require_open(f"{_NAME}.flush")
+        self._worker("flush").flush()
+
     def leave(self) -> None:
         """Leave a pass that is not the loop over a distributed dataset, which leaves by itself. Not collective; on workers.
 
@@ -437,7 +449,8 @@ def _tell_placement(group: ProcessGroup, roles: Roles, resolver: ClusterResolver
     with group.collective(_NAME, "placement"):
         told = [text.split("\n") for text in group.all_gather_text(f"{host}\n{elsewhere(resolver, host)}")]
     placement = roles.describe([host for host, _ in told])
-    log.once(logging.INFO, f"{_NAME}:\n{placement}")
+    if group.topology.rank == 0:
+        log.once(logging.INFO, f"{_NAME}:\n{placement}")
     wrong = [f"rank {rank} is on {host}, not on {asked}" for rank, (host, asked) in enumerate(told) if asked]
     if wrong:
         remedy = "check the launcher's host list (mpiexec --hosts, mpirun --host) against the cluster's addresses"

@@ -89,10 +89,10 @@ class PushStep:
         if isinstance(gradient, IndexedSlices):
             rows = np.asarray(to_host(gradient.indices), np.int64)
             values = np.asarray(to_host(gradient.values)).astype(dtype, copy=False)
-            access.push_rows(variable.number, rows, values, self._key, variable.version, last)
+            access.push_rows(variable.number, rows, values, self._key, variable.version_of_step, last)
         else:
             array = np.asarray(to_host(gradient)).astype(dtype, copy=False)
-            access.push(variable.number, array, self._key, variable.version, last)
+            access.push(variable.number, array, self._key, variable.version_of_step, last)
 
     def _servers(self) -> set[int]:
         """The servers that hold any variable of the optimizer: all of them count its steps."""

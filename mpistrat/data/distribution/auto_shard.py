@@ -64,13 +64,13 @@ def deal_out(dataset: Dataset, workers: Workers, within: Workers) -> Steps:
         own = dataset.with_shard(workers.count, workers.index)
     else:
         own = _own_files(dataset, workers.count, workers.index)
-    return GlobalSteps(own, within)
+    return GlobalSteps(own, within, f"dealt out by {policy.name}: worker {workers.index} of {workers.count}")
 
 
 def serve_only(dataset: Dataset, workers: Workers) -> Steps:
     """Return the steps of a rank that reads nothing, after the checks of one that does. Not collective."""
-    _policy(dataset)
-    return NoSteps(dataset, workers)
+    hinted = _policy(dataset) is AutoShardPolicy.HINT
+    return NoSteps(dataset.with_shard(workers.count, 0) if hinted else dataset, workers)
 
 
 def _policy(dataset: Dataset) -> AutoShardPolicy:

@@ -75,11 +75,16 @@ class GlobalSteps(Steps):
     """DATA: every step's global batch cut into contiguous blocks, one a replica. No worker talks to another.
 
     With random access a worker reads its own rows only; in order, it makes all batches and takes its part of each.
+
+    Args:
+        dataset: of global batches.
+        workers: who reads.
+        dealt: which global batches they are, in words.
     """
 
-    def __init__(self, dataset: Dataset, workers: Workers) -> None:
+    def __init__(self, dataset: Dataset, workers: Workers, dealt: str = "DATA") -> None:
         super().__init__(workers)
-        self._dataset = dataset
+        self._dataset, self._dealt = dataset, dealt
 
     @property
     def datasets(self) -> tuple[Dataset, ...]:
@@ -118,7 +123,7 @@ class GlobalSteps(Steps):
         return blocks[0][0], blocks[-1][1]
 
     def describe(self) -> str:
-        return "each batch cut into blocks (DATA)"
+        return f"each batch cut into blocks ({self._dealt})"
 
 
 class NoSteps(Steps):
