@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..buffer_pool import BufferPool
 from .layout import LINE, MailboxLayout
 from .memory import ServerMemory
 from .message_transport import ACKNOWLEDGE, DATA, REPLY, REQUEST, SHORT, chunks
@@ -62,6 +63,7 @@ class MessagePort(Port):
         self._sending: list[tuple[Any, np.ndarray]] = []  # requests, each with the memory that it reads
         self._stalled = False
         self._snapshots: dict[int, tuple[int, np.ndarray]] = {}
+        self._pool = BufferPool()  # fresh memory would cost as much in page faults as the copy
         self._any, self._byte, self._status = MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
 
     def poll(self) -> int:
@@ -160,7 +162,8 @@ class MessagePort(Port):
 
     def _snapshot(self, variable: int) -> tuple[int, np.ndarray]:
         if self._snapshots.get(variable, (-1,))[0] != self._server.version(variable):
-            copy = np.empty_like(self._server.array(variable))
+            own = self._server.array(variable)
+            copy = self._pool.empty(own.size, own.dtype).reshape(own.shape)
             self._snapshots[variable] = self._server.read(variable, copy), flat_bytes(copy)
         return self._snapshots[variable]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from time import monotonic
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -14,6 +16,7 @@ from .transport import Pair, Transport, flat_bytes
 __all__ = ["ACKNOWLEDGE", "DATA", "REPLY", "REQUEST", "SHORT", "MessageTransport", "chunks"]
 
 REQUEST, ACKNOWLEDGE, REPLY, DATA = 1, 2, 3, 4  # tags
+_SENDING = 5e-3  # seconds for which a worker gives what it sends all its time, unless it gets on
 SHORT = 1 << 15  # bytes of data that go with the reply, through a copy; more go straight to where they belong
 
 
@@ -115,12 +118,22 @@ class MessageTransport(Transport):
             self._posted += 1
 
     def _wait_for_room(self) -> None:
-        """Wait until the server has taken enough, and the buffer of the next part is free."""
-        patience, slots = None, self.pair.layout.slots
+        """Wait until the server has taken enough, and the buffer of the next part is free.
+
+        It does not sleep while parts are on their way, a bounded time: MPI sends large messages only while it is called.
+        """
+        patience, slots, until = None, self.pair.layout.slots, 0.0
         while True:
             self._listen()
             if self._posted - self._taken < slots and self._sending[self._posted % slots].Test():
                 return
+            done = self._some(self._sending)  # None when all are sent
+            now = monotonic()
+            if done or not until:
+                until = now + _SENDING
+            if done is not None and now < until:
+                os.sched_yield()
+                continue
             patience = patience or self.pair.patience("push")
             patience.pause()
 

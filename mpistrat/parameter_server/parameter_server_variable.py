@@ -71,9 +71,9 @@ class ParameterServerVariable(Variable):
 
     @property
     def version_of_step(self) -> int:
-        """The version that the step which runs has read; 0 if it has read none."""
+        """The version that the step which runs has read; -1 if it has read none."""
         access = self._access
-        return self.version if access is not None and access.step == self._read_in else 0
+        return self.version if access is not None and access.step == self._read_in else -1
 
     def _pull(self) -> Any:
         self._require_open()

@@ -62,7 +62,7 @@ class ParameterServers:
         servers: Sequence[int],
         *,
         transport: str = "",
-        slots: int = 2,
+        slots: int = 4,
         chunk_bytes: int = 1 << 20,
         back_off: float = CEILING,
     ) -> None:

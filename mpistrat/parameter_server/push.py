@@ -18,7 +18,7 @@ class Push(NamedTuple):
         variable: its number; -1 for a commit.
         number: of the push; a commit that came with a push has the push's.
         what: an integer from the worker, which nothing on the way reads.
-        version: of the variable, from the worker: the one that it had read before.
+        version: of the variable, from the worker: the one that it had read before; -1 for none.
         rows: int64 numbers of rows, each once and ascending unless the worker sent them as they were; None for a whole
             variable and for a commit.
         values: of the variable's dtype, whole or one entry for each row; None for a commit. Read-only, as are `rows`,

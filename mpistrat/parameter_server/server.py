@@ -279,7 +279,7 @@ class Server(Rounds):
 
     def count_staleness(self, push: Push) -> None:
         """Count how many versions older than now the one was that a push was computed from, if any. Not collective."""
-        if push.version:
+        if push.version >= 0:
             self.stats.stale(push.worker, push.variable, self.version(push.variable) - push.version)
 
     # the rounds of the service
