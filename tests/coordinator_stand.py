@@ -31,12 +31,18 @@ class Stand:
 @contextlib.contextmanager
 def coordinator(servers=0, queue_size=10_000, **settings):
     """A coordinator on every rank: `if c.is_chief: ...` in the block, which all ranks leave together."""
+    with coordinated(Stand(servers, **settings), queue_size=queue_size) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def coordinated(strategy, **settings):
+    """A strategy's coordinator; both are closed at the end, for a test that fails must not leave the others serving."""
     import mpistrat as ms
 
-    strategy = Stand(servers, **settings)
-    made = ms.coordinator.ClusterCoordinator(strategy, queue_size=queue_size)
+    made = ms.coordinator.ClusterCoordinator(strategy, **settings)
     try:
         yield made
-    finally:  # a test that fails on the chief must not leave the others serving
+    finally:
         made.close()
         strategy.close()

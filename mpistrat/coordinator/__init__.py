@@ -6,6 +6,7 @@ from .errors import ClosureCancelledError, RemoteError, RemoteTraceback
 from .executor import CoordinatorExecutor
 from .follower import get_current_worker_index
 from .per_worker import PerWorkerValues
+from .server import Server
 
 __all__ = [
     "ClosureCancelledError",
@@ -16,5 +17,6 @@ __all__ = [
     "RemoteTraceback",
     "RemoteValue",
     "RemoteValueStatus",
+    "Server",
     "get_current_worker_index",
 ]

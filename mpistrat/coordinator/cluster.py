@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from ..errors import LayoutError, explain
+from ..errors import ContextError, LayoutError, explain
+from ..optimizers import Optimizer
+from ..strategy import following
 from .channel import Channel
 from .dispatcher import Dispatcher
-from .follower import Follower
-from .home import Home
-from .pickling import load_cloudpickle, loads
+from .follower import Follower, get_current_worker_index
+from .home import Home, known_optimizers
+from .orders import Orders, order_of
+from .pickling import dumps, load_cloudpickle, loads
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "check_workers"]
+
+_REMEDY = "Let the chief do what all ranks do together: it takes those that serve along"
 
 _clusters: weakref.WeakKeyDictionary[Any, Cluster] = weakref.WeakKeyDictionary()
 
@@ -25,8 +31,11 @@ _clusters: weakref.WeakKeyDictionary[Any, Cluster] = weakref.WeakKeyDictionary()
 class Cluster:
     """The chief's dispatcher, or another rank's follower, over a communicator of their own. Collective over all ranks.
 
+    What the chief does together with all ranks, the strategy announces; those that serve are told to do it as well.
+
     Args:
         strategy: a ParameterServerStrategy.
+        followers: ranks that have no program of their own, and serve from now on.
 
     Attributes:
         chief: its rank.
@@ -36,35 +45,42 @@ class Cluster:
         home: what tokens stand for on this rank.
 
     Raises:
-        LayoutError: on every rank: there is no worker beside the chief.
         MissingDependencyError: cloudpickle is not installed.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, followers: Sequence[int] = ()) -> None:
         load_cloudpickle()
         group, roles = strategy.extended.process_group, _roles(strategy)
         self.chief, *self.workers = roles[0]
-        servers = roles[1]
         self.home = Home(strategy)
         self.dispatcher: Dispatcher | None = None
         self.follower: Follower | None = None
+        self._strategy, self._followers = strategy, tuple(followers)
+        access = getattr(strategy, "_access", None)
+        self._flush: Callable[[], None] = getattr(access, "flush", _nothing_to_flush)
         with group.collective("ClusterCoordinator"):
             self._comm: Any = group.topology.comm.Dup()
         channel, rank = Channel(self._comm), group.topology.rank
         if rank == self.chief:
-            self.dispatcher = Dispatcher(group, channel, self.workers, servers, self._unpack)
-            group.contacts.update(self.workers + list(servers))
+            others = [*self.workers, *roles[1]]
+            self.dispatcher = Dispatcher(group, channel, self.workers, self._unpack)
+            self.dispatcher.listeners.update(self._followers)
+            group.contacts.update(others)
+            self._others = others
         else:
             index = self.workers.index(rank) if rank in self.workers else -1
-            self.follower = Follower(group, channel, self.chief, index, self.home, strategy.scope, self._obey)
+            obey = Orders(strategy).obey
+            self.follower = Follower(group, channel, self.chief, index, self.home, self._alone, obey, self._flush)
             group.contacts.add(self.chief)
         self._group = group
         group.attach(self)
         _clusters[strategy] = self
+        extended: Any = strategy.extended
+        extended.announce = self.announce
 
     @classmethod
     def of(cls, strategy: Strategy) -> Cluster:
-        """Return the cluster of a strategy. Collective the first time."""
+        """Return the cluster of a strategy. Collective, unless there is one."""
         known = _clusters.get(strategy)
         return cls(strategy) if known is None or known.closed else known
 
@@ -73,16 +89,91 @@ class Cluster:
         """Whether its communicator was freed. Not collective."""
         return self._comm is None
 
-    def _unpack(self, data: bytes) -> Any:
-        return loads(data, self.home.resolve)
+    # on the chief
 
-    def _obey(self, name: str, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(name)
+    def open(self, coordinator: Any, queue_size: int) -> None:
+        """Let a coordinator use the cluster. Not collective; on every rank that makes one."""
+        self.home.coordinator = coordinator
+        if self.dispatcher is not None:
+            self.dispatcher.queue_size = queue_size
+            self.dispatcher.listeners.update(self._others)
+            if not self._followers:  # the same program made the same optimizers everywhere
+                self.home.note_optimizers()
+
+    def release(self) -> None:
+        """End what `open` began; collective where no rank follows for good."""
+        self.home.coordinator = None
+        self.home.resources.clear()
+        if not self._followers:
+            self.free()
+
+    def end_coordinator(self) -> None:
+        """Let those go on that have programs of their own. Not collective; on the chief."""
+        if self.dispatcher is not None:
+            self.dispatcher.cancel("the coordinator was closed")
+            self.dispatcher.end(rank for rank in self._others if rank not in self._followers)
+            if not self._followers:
+                self.dispatcher.stop()
+
+    def announce(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Have those that serve take part in what this rank is about to do with all ranks. Not collective.
+
+        Args:
+            name: "variable", "save", "restore", "optimizer" or "close"; or "step", of this rank alone, for which those
+                without a program must have its optimizers.
+            args, kwargs: of that.
+
+        Raises:
+            ContextError: in a scheduled function: only one rank runs it.
+        """
+        if self.dispatcher is None:
+            if name != "step":
+                _refuse_in_function(name)
+        elif name == "step":
+            if self._followers:
+                self._announce_optimizers(known_optimizers())
+        elif name == "close":
+            if self.home.coordinator is not None:
+                self.home.coordinator.close()
+            if self._followers:
+                self.dispatcher.end(self._followers)
+                self.dispatcher.stop()
+        elif self.dispatcher.listeners:
+            self.dispatcher.order(dumps(order_of(name, args, kwargs), self.home.reduce_order))
+
+    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make a function find what the chief wrote before, and the optimizers that it uses. Not collective."""
+        self._flush()
+        self._announce_optimizers(optimizers)
+
+    def _announce_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have those that serve make the optimizers that a function uses, with the numbers of now. Not collective."""
+        for optimizer in optimizers:
+            if self.home.note_optimizer(optimizer):
+                self.announce("optimizer", optimizer)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The context of a function that this rank runs alone: what is collective over all ranks is refused."""
+        extended: Any = self._strategy.extended
+        watch, before = self._group.watch, self._group.watch.refusal
+        watch.refusal = before or ContextError(f"not in a scheduled function, which one rank runs. {_REMEDY}")
+        extended.scheduled = True
+        try:
+            with self._strategy.scope():
+                yield
+        finally:
+            extended.scheduled = False
+            watch.refusal = before
+
+    # the end
 
     def free(self) -> None:
         """Free the communicator. Collective; nothing is under way."""
         comm, self._comm = self._comm, None
         if comm is not None:
+            extended: Any = self._strategy.extended
+            extended.announce = _nothing
             comm.Free()
 
     def close(self) -> None:
@@ -95,16 +186,63 @@ class Cluster:
             self.dispatcher.leave()
         return None
 
+    def _unpack(self, data: bytes) -> Any:
+        return loads(data, self.home.resolve)
+
+
+def _nothing(name: str, /, *args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _nothing_to_flush() -> None:
+    pass
+
+
+def _refuse_in_function(name: str) -> None:
+    try:
+        get_current_worker_index()
+    except ContextError:
+        return
+    raise ContextError(f"{name}: not in a scheduled function, which one rank runs. {_REMEDY}")
+
 
 def _roles(strategy: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks of the workers, the chief first, and of the servers."""
     if not hasattr(strategy, "workers") or not hasattr(strategy, "servers"):
         got = f"a {type(strategy).__name__}"
         raise TypeError(explain("ClusterCoordinator", "strategy", expected="a ParameterServerStrategy", got=got))
-    workers, servers = tuple(strategy.workers), tuple(strategy.servers)
+    return tuple(strategy.workers), tuple(strategy.servers)
+
+
+def check_workers(strategy: Strategy) -> None:
+    """Do nothing if functions can be scheduled with a strategy. Not collective.
+
+    Raises:
+        LayoutError: there is no worker beside the chief.
+        ValueError: workers may wait for each other, and functions go where there is room.
+    """
+    workers, servers = _roles(strategy)
     if len(workers) < 2:
         remedy = "Start one rank more: the chief only schedules"
         expected = "a chief and at least one worker beside it"
         got = f"{len(workers)} beside {len(servers)} servers"
         raise LayoutError(explain("ClusterCoordinator", "strategy", expected=expected, got=got, remedy=remedy))
-    return workers, servers
+    if getattr(strategy, "max_staleness", None) is not None:
+        expected, got = "a strategy with max_staleness=None", f"{strategy.max_staleness}"  # type: ignore[attr-defined]
+        remedy = "Workers run what is scheduled, not the same number of steps each"
+        raise ValueError(explain("ClusterCoordinator", "strategy", expected=expected, got=got, remedy=remedy))
+
+
+def _pack(settings: dict[str, Any]) -> bytes:
+    return dumps(settings, lambda thing: None)
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    return loads(data, lambda kind, key: None)
+
+
+def _start(strategy: Strategy, followers: tuple[int, ...]) -> None:
+    Cluster(strategy, followers)
+
+
+following.register(following.Leading(_pack, _unpack, _start))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from .. import nest
 from ..errors import ClosedError, ContextError, explain
 from .closure import RemoteValue
-from .cluster import Cluster
+from .cluster import Cluster, check_workers
 from .dispatcher import FIRST, Dispatcher
 from .executor import CoordinatorExecutor
 from .per_worker import PerWorkerValues
@@ -53,24 +53,23 @@ class ClusterCoordinator:
         LayoutError: on every rank: there is no worker beside the chief.
         MissingDependencyError: cloudpickle is not installed.
         TypeError: it is another strategy.
-        ValueError: the strategy has a coordinator already.
+        ValueError: the strategy has a coordinator already, or a bound of staleness.
     """
 
     def __init__(self, strategy: Strategy, *, queue_size: int = QUEUE_SIZE) -> None:
         if type(queue_size) is not int or queue_size < 1:
             raise ValueError(explain("ClusterCoordinator", "queue_size", expected="at least 1", got=queue_size))
+        check_workers(strategy)
         self._cluster = Cluster.of(strategy)
         if self._cluster.home.coordinator is not None:
             remedy = "Close it, or use that one"
             expected, got = "a strategy without a coordinator", "one that has one"
             raise ValueError(explain("ClusterCoordinator", "strategy", expected=expected, got=got, remedy=remedy))
-        self._cluster.home.coordinator = self
         self._strategy = strategy
         self._closed = False
         self._per_worker = 0
         self._dropped: deque[int] = deque()  # numbers of per-worker values that nobody has any more
-        if self._cluster.dispatcher is not None:
-            self._cluster.dispatcher.queue_size = queue_size
+        self._cluster.open(self, queue_size)
 
     # who
 
@@ -141,7 +140,7 @@ class ClusterCoordinator:
     def fetch(self, values: Any) -> Any:
         """Return a structure with the values of the RemoteValues in it. Not collective; on the chief.
 
-        A PerWorkerValues becomes a tuple of the workers' values; everything else is returned as it is.
+        A PerWorkerValues becomes a tuple of the values of the workers that have not left; everything else is returned as it is.
 
         Raises:
             What the functions raised.
@@ -210,24 +209,19 @@ class ClusterCoordinator:
             return
         self._closed = True
         if follower.serve():
-            self._release()
+            self._cluster.release()
 
     def close(self) -> None:
-        """End the coordinator: the chief cancels what waits and waits for what runs; the others serve until then.
+        """End the coordinator. Collective the first time; later calls do nothing. The end of the `with` block calls it.
 
-        Collective the first time. The end of the `with` block does it, and so does the program's.
+        The chief cancels what waits and waits for what runs; the others serve until then.
         """
         if self._cluster.follower is not None:
             self.serve()
-        elif not self._closed and self._cluster.dispatcher is not None:
+        elif not self._closed:
             self._closed = True
-            self._cluster.dispatcher.end()
-            self._release()
-
-    def _release(self) -> None:
-        self._cluster.home.coordinator = None
-        self._cluster.home.resources.clear()
-        self._cluster.free()
+            self._cluster.end_coordinator()
+            self._cluster.release()
 
     def __enter__(self) -> ClusterCoordinator:
         return self
@@ -274,20 +268,23 @@ class ClusterCoordinator:
             raise TypeError(explain(function, "args", expected="a tuple or list", got=got, remedy=remedy))
         while self._dropped:
             self._drop(dispatcher, self._dropped.popleft())
+        home = self._cluster.home
         inputs: dict[int, RemoteValue] = {}
+        home.used = []
         try:
-            data = dumps((fn, tuple(args), dict(kwargs or {})), self._cluster.home.reduce_with(inputs), what)
+            data = dumps((fn, tuple(args), dict(kwargs or {})), home.reduce_with(inputs), what)
         except TypeError as error:
             remedy = "Make on the worker what cannot be sent, with create_per_worker_resource"
             expected, got = "a function that can be pickled with all that it refers to", f"{what}: {error}"
             raise TypeError(explain(function, "fn", expected=expected, got=got, remedy=remedy)) from error
+        self._cluster.prepare(home.used)
         return dispatcher.submit(self, what, data, tuple(inputs.values()), **how)
 
     def _make_on_workers(self, fn: Callable[..., Any], args: tuple[Any, ...], function: str) -> PerWorkerValues:
         dispatcher = self._dispatcher(function)
         self._per_worker += 1
         number = self._per_worker
-        for worker in range(self.num_workers):
+        for worker in dispatcher.alive():
             keep = (self._cluster.home, number, fn, args)
             self._submit(dispatcher, function, _keep, keep, None, worker=worker, priority=FIRST)
         values = PerWorkerValues(self, number)
@@ -295,7 +292,7 @@ class ClusterCoordinator:
         return values
 
     def _drop(self, dispatcher: Dispatcher, number: int) -> None:
-        for worker in range(self.num_workers):
+        for worker in dispatcher.alive():
             data = dumps((_forget, (self._cluster.home, number), {}), self._cluster.home.reduce)
             dispatcher.submit(self, "forget", data, worker=worker, priority=FIRST, isolated=True)
 
@@ -307,7 +304,7 @@ class ClusterCoordinator:
         return _Answers(
             [
                 self._submit(dispatcher, "fetch", _same, (value,), None, worker=worker, **how)
-                for worker in range(self.num_workers)
+                for worker in dispatcher.alive()
             ]
         )
 

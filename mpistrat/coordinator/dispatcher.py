@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 from typing import Any, final
 
@@ -38,6 +39,11 @@ class _Worker:
         self.since = 0.0  # when the first call was sent
 
     @property
+    def name(self) -> str:
+        """Which one it is."""
+        return f"worker {self.index} (rank {self.rank})"
+
+    @property
     def room(self) -> bool:
         """Whether it shall get another call. Long ones stay here, where any worker may take them."""
         return len(self.calls) < (_AHEAD if self.seconds < _QUICK else 1)
@@ -54,11 +60,11 @@ class Dispatcher:
         group: all ranks.
         channel: the chief's.
         workers: ranks.
-        servers: ranks that follow orders, but run no closures.
         unpack: returns the value of what a worker sent.
 
     Attributes:
         queue_size: closures that wait for a worker at most.
+        listeners: the ranks that serve, workers or not: they get orders, and must be told when it ends.
         threaded: whether it goes on while the program computes.
         lock: held while anything here changes.
     """
@@ -68,7 +74,6 @@ class Dispatcher:
         group: ProcessGroup,
         channel: Channel,
         workers: Sequence[int],
-        servers: Sequence[int],
         unpack: Callable[[bytes], Any],
     ) -> None:
         from mpi4py import MPI
@@ -77,7 +82,7 @@ class Dispatcher:
         self._group, self._channel, self._unpack = group, channel, unpack
         self._workers = [_Worker(index, rank) for index, rank in enumerate(workers)]
         self._alive = {worker.rank: worker for worker in self._workers}
-        self._servers = list(servers)
+        self.listeners: set[int] = set()
         self.queue_size, self._queue = 1, ClosureQueue(len(workers))
         self._waiting: dict[RemoteValue, list[Closure]] = {}  # closures by an input that is missing
         self._count = self._parked = self._pending = self._held = 0
@@ -130,6 +135,10 @@ class Dispatcher:
         self._start()
         return value
 
+    def alive(self) -> list[int]:
+        """Return the indices of the workers that have not left. Not collective."""
+        return [worker.index for worker in self._alive.values()]
+
     def join(self) -> None:
         """Wait until every closure has run. Not collective.
 
@@ -165,26 +174,65 @@ class Dispatcher:
         return value._value
 
     def order(self, data: bytes) -> None:
-        """Have all other ranks do something that is collective, which the chief then does. Not collective.
+        """Have those that serve do something that is collective, which the chief then does. Not collective.
 
         Closures that run are waited for; those in the queue come after it.
         """
-        self._hold_and_send(Kind.ORDER, 0, data)
+        with self._held_back():
+            self._tell(self.listeners, Kind.ORDER, 0, data)
 
-    def end(self) -> None:
-        """Cancel what waits, wait for what runs, and let the others go on. Not collective."""
+    def cancel(self, why: str) -> None:
+        """Cancel what waits. Not collective."""
         with self.lock:
-            self._cancel(ClosureCancelledError("the coordinator was closed"), everything=True)
-        self._hold_and_send(Kind.END)
-        self._stop()
+            self._cancel(ClosureCancelledError(why), everything=True)
+            self._error = None
+
+    def end(self, ranks: Iterable[int]) -> None:
+        """Let ranks that serve go on, once nothing runs any more. Not collective.
+
+        Each says goodbye: then nothing of it is on its way, and the communicator may be freed.
+
+        Raises:
+            CollectiveTimeoutError: a rank does not serve.
+        """
+        with self._held_back():
+            leaving = self.listeners.intersection(ranks)
+            self._tell(leaving, Kind.END)
+            limit = self._group.environment.abort_after
+            if not self.drive(lambda: not leaving & self.listeners, limit):
+                late = sorted(leaving & self.listeners)
+                where = self._group.watch.where(late)
+                raise CollectiveTimeoutError(f"ClusterCoordinator.close: ranks {late} do not serve{where}")
 
     def leave(self) -> None:
         """Let the others go, at the end of the program. Not collective; waits for nobody."""
-        self._stop()
+        self.stop()
+        self._tell(self.listeners, Kind.END, 1)
+
+    def stop(self) -> None:
+        """End the thread. Not collective."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    @contextlib.contextmanager
+    def _held_back(self) -> Iterator[None]:
+        """While the context lasts nothing runs, and what is sent in it has left at its end."""
         with self.lock:
-            for rank in self._followers():
-                self._channel.send(rank, Kind.END, extra=1)
-            self._channel.poll()
+            self._held += 1
+        try:
+            self.drive(lambda: not self._running())
+            yield
+            self.drive(lambda: not self._channel.sending())
+        finally:
+            with self.lock:
+                self._held -= 1
+
+    def _tell(self, ranks: Iterable[int], kind: Kind, extra: int = 0, data: bytes = b"") -> None:
+        with self.lock:
+            for rank in sorted(ranks):
+                self._channel.send(rank, kind, 0, extra, data)
 
     # driving
 
@@ -233,38 +281,21 @@ class Dispatcher:
             else:
                 backoff.pause()
 
-    def _stop(self) -> None:
-        self._stopping = True
-        self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
     def _running(self) -> int:
         return sum(len(worker.calls) for worker in self._workers)
 
     def _size(self) -> int:
         return len(self._queue) + self._parked
 
-    def _followers(self) -> list[int]:
-        return [*self._alive, *self._servers]
-
-    def _hold_and_send(self, kind: Kind, extra: int = 0, data: bytes = b"") -> None:
-        with self.lock:
-            self._held += 1
-        try:
-            self.drive(lambda: not self._running())
-            with self.lock:
-                for rank in self._followers():
-                    self._channel.send(rank, kind, 0, extra, data)
-        finally:
-            with self.lock:
-                self._held -= 1
-        self.drive(lambda: not self._channel.sending())
-
     # inside the lock
 
     def _enter(self, closure: Closure) -> None:
         """Put a closure where it belongs: into the queue, or beside the inputs that it waits for."""
+        if closure.worker is not None and closure.worker not in self.alive():
+            worker = self._workers[closure.worker]
+            error = PeerExitError(f"{closure.what} cannot be run: {worker.name} left the program")
+            self._abort(closure, error)
+            return
         for value in closure.inputs:
             if value.status is RemoteValueStatus.ABORTED:
                 self._abort(closure, _no_argument(closure))
@@ -303,11 +334,12 @@ class Dispatcher:
         messages = self._channel.poll()
         for message in messages:
             worker = self._alive.get(message.rank)
-            if worker is None:
-                continue
-            worker.serves = True
-            if message.kind in (Kind.RESULT, Kind.FAILED):
-                self._take(worker, message)
+            if message.kind == Kind.BYE:
+                self.listeners.discard(message.rank)
+            elif worker is not None:
+                worker.serves = True
+                if message.kind != Kind.HELLO:
+                    self._take(worker, message)
         return bool(messages)
 
     def _take(self, worker: _Worker, message: Message) -> None:
@@ -374,8 +406,8 @@ class Dispatcher:
             self._receive()  # what they said before
         for worker in gone:
             self._lose(worker)
-        for rank in [rank for rank in self._servers if self._group.has_left(rank)]:
-            self._servers.remove(rank)
+        for rank in [rank for rank in self.listeners if self._group.has_left(rank)]:
+            self.listeners.remove(rank)
             self._channel.give_up(rank)
         limit = self._group.environment.abort_after
         for worker in list(self._alive.values()):
@@ -384,8 +416,9 @@ class Dispatcher:
 
     def _lose(self, worker: _Worker, why: str = "left the program") -> None:
         del self._alive[worker.rank]
+        self.listeners.discard(worker.rank)
         self._channel.give_up(worker.rank)
-        name = f"worker {worker.index} (rank {worker.rank})"
+        name = worker.name
         calls, worker.calls = list(worker.calls.values()), {}
         log.logger.warning("%s %s: %d of its functions are run by others", name, why, len(calls))
         left = PeerExitError if "left" in why else CollectiveTimeoutError

@@ -46,6 +46,7 @@ class Follower:
         home: what tokens stand for here.
         scope: makes the context in which functions run.
         obey: carries out an order: something that all ranks do together.
+        flush: waits until what this rank wrote to variables is applied.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class Follower:
         index: int,
         home: Home,
         scope: Callable[[], Any],
-        obey: Callable[..., None],
+        obey: Callable[[str, tuple[Any, ...]], None],
+        flush: Callable[[], None],
     ) -> None:
         self.index = index
         self._group, self._channel, self._chief = group, channel, chief
-        self._home, self._scope, self._obey = home, scope, obey
+        self._home, self._scope, self._obey, self._flush = home, scope, obey, flush
         self._answers: dict[int, tuple[Kind, int, bytes]] = {}
         self._forgotten = 0
         self._inbox: list[Message] = []
@@ -85,7 +87,7 @@ class Follower:
             if self._inbox:
                 message = self._inbox.pop(0)
                 if message.kind == Kind.END:
-                    return not message.extra
+                    return self._end(message)
                 self._handle(message)
                 waiting = self._patience()
             elif meanwhile is not None and meanwhile():
@@ -96,6 +98,13 @@ class Follower:
                 except PeerExitError:
                     return self._last_word()
 
+    def _end(self, message: Message) -> bool:
+        if message.extra:
+            return False
+        self._channel.send(self._chief, Kind.BYE)
+        self._finish_sending()
+        return True
+
     def _patience(self) -> Patience:
         return Patience(self._group, "the coordinator's service", [self._chief], limited=False)
 
@@ -104,14 +113,13 @@ class Follower:
         while monotonic() < until:
             for message in self._channel.poll():
                 if message.kind == Kind.END:
-                    return not message.extra
+                    return self._end(message)
             backoff.pause()
         raise PeerExitError(f"the chief (rank {self._chief}) left the program and closed no coordinator")
 
     def _handle(self, message: Message) -> None:
         if message.kind == Kind.ORDER:
-            name, args, kwargs = loads(message.payload, self._home.resolve)
-            self._obey(name, *args, **kwargs)
+            self._obey(*loads(message.payload, self._home.resolve))
         elif message.kind == Kind.CALL:
             self._forget(message.extra)
             if message.number <= self._forgotten:
@@ -144,6 +152,7 @@ class Follower:
             with self._scope(), self._home.with_inputs(inputs):
                 fn, args, kwargs = loads(data, self._home.resolve)
                 result = fn(*args, **kwargs)
+                self._flush()  # who hears that it has run shall find what it wrote
                 kind, answer = Kind.RESULT, dumps(result, self._home.reduce_result)
         except Exception as error:
             kind, answer = Kind.FAILED, self._failure(error)

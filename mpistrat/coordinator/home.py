@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+from ..errors import explain
 from ..optimizers import Optimizer
+from ..optimizers import optimizer as optimizers
 from ..variables import Variable
+from ..variables.sharded_variable import ShardedVariable
 from .closure import RemoteValue
 from .per_worker import PerWorkerValues
 from .pickling import Reduced, Reducer, loads, plain, token
@@ -15,7 +18,7 @@ from .pickling import Reduced, Reducer, loads, plain, token
 if TYPE_CHECKING:
     from ..strategy import Strategy
 
-__all__ = ["Home"]
+__all__ = ["Home", "known_optimizers"]
 
 
 @final
@@ -28,12 +31,15 @@ class Home:
     Attributes:
         coordinator: what the token of a coordinator stands for.
         resources: on a worker its own per-worker values, by number.
+        used: the optimizers whose tokens were made since this was emptied.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.coordinator: Any = None
         self.resources: dict[int, Any] = {}
+        self.used: list[Optimizer] = []
+        self._noted: dict[int, str] = {}
         self._inputs: Mapping[int, memoryview] = {}
 
     # on the sender
@@ -45,8 +51,11 @@ class Home:
             TypeError: it belongs to another strategy or coordinator.
         """
         if isinstance(thing, Variable):
-            return token("variable", self._index(thing))
+            return token("variable", _position(thing, self._strategy.extended.variables))
+        if isinstance(thing, ShardedVariable):
+            return token("sharded", _position(thing, self._strategy.extended.placement.sharded))
         if isinstance(thing, Optimizer):
+            self.used.append(thing)
             return token("optimizer", thing.ordinal)
         if isinstance(thing, PerWorkerValues):
             self._check_own(thing._coordinator, "a per-worker value")
@@ -75,13 +84,23 @@ class Home:
 
     def reduce_result(self, thing: Any) -> Reduced | None:
         """Return what is sent to the chief in the place of something: of a variable its value. Not collective."""
-        return plain(thing.numpy()) if isinstance(thing, Variable) else self.reduce(thing)
+        return plain(thing.numpy()) if isinstance(thing, (Variable, ShardedVariable)) else self.reduce(thing)
 
-    def _index(self, variable: Variable) -> int:
-        for index, own in enumerate(self._strategy.extended.variables):
-            if own is variable:
-                return index
-        raise TypeError("a variable that was not made in the scope of the coordinator's strategy")
+    def reduce_order(self, thing: Any) -> Reduced | None:
+        """Return a token, but of no optimizer: an order makes it. Not collective."""
+        return None if isinstance(thing, Optimizer) else self.reduce(thing)
+
+    def note_optimizer(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer is new, or has other numbers than the last time. Not collective."""
+        what = optimizer.describe()
+        new = self._noted.get(optimizer.ordinal) != what
+        self._noted[optimizer.ordinal] = what
+        return new
+
+    def note_optimizers(self) -> None:
+        """Note all that this program has made. Not collective."""
+        for optimizer in known_optimizers():
+            self.note_optimizer(optimizer)
 
     def _check_own(self, coordinator: Any, what: str) -> None:
         if coordinator is not self.coordinator:
@@ -95,10 +114,12 @@ class Home:
             return loads(self._inputs[key], self.resolve)
         if kind == "variable":
             return self._strategy.extended.variables[key]
+        if kind == "sharded":
+            return self._strategy.extended.placement.sharded[key]
         if kind == "per_worker":
             return self._resource(key)
         if kind == "optimizer":
-            return _optimizer(key)
+            return self._optimizer(key)
         known = {
             "home": self,
             "strategy": self._strategy,
@@ -112,6 +133,14 @@ class Home:
             raise RuntimeError("a per-worker value that could not be made on this worker")
         return self.resources[key]
 
+    def _optimizer(self, ordinal: int) -> Optimizer:
+        found = optimizers.find(ordinal)
+        if found is None:
+            remedy = "Run the same program on every rank until the coordinator is made"
+            expected, got = "the optimizer that the chief has", f"none with the ordinal {ordinal}"
+            raise RuntimeError(explain("ClusterCoordinator", "", expected=expected, got=got, remedy=remedy))
+        return found
+
     @contextlib.contextmanager
     def with_inputs(self, inputs: Mapping[int, memoryview]) -> Iterator[None]:
         """While the context lasts these are the values of other functions. Not collective."""
@@ -122,7 +151,13 @@ class Home:
             self._inputs = {}
 
 
-def _optimizer(ordinal: int) -> Optimizer:
-    from ..optimizers import optimizer
+def known_optimizers() -> list[Optimizer]:
+    """Return the optimizers that this program has made and still has, in that order. Not collective."""
+    return [optimizer for _, optimizer in sorted(optimizers._known.items())]
 
-    return optimizer.find(ordinal)
+
+def _position(thing: Any, things: Sequence[Any]) -> int:
+    for index, own in enumerate(things):
+        if own is thing:
+            return index
+    raise TypeError(f"a {type(thing).__name__} that was not made in the scope of the coordinator's strategy")

@@ -6,6 +6,7 @@
 | ORDER | chief | 0 | 0 | name and arguments of what all ranks do together |
 | END | chief | 0 | 1 if the chief leaves the program | none |
 | HELLO | follower | 0 | 0 | none: it serves |
+| BYE | follower | 0 | 0 | none: it has had END, and sends nothing more |
 | RESULT | worker | of the call | microseconds that it took | what the function returned |
 | FAILED | worker | of the call | microseconds | (exception or None, text) |
 
@@ -32,6 +33,7 @@ class Kind(enum.IntEnum):
     HELLO = 4
     RESULT = 5
     FAILED = 6
+    BYE = 7
 
 
 _WORD: Final = 8

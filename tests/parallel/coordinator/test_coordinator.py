@@ -280,6 +280,19 @@ def test_one_coordinator_after_the_other():
     strategy.close()
 
 
+def test_nothing_is_left_over_for_the_next_communicator():
+    strategy = Stand()
+    for _ in range(50):  # an MPI gives the next one the same number, and with it what nobody received
+        with ms.coordinator.ClusterCoordinator(strategy):
+            pass
+    comm = strategy.topology.comm.Dup()
+    comm.Barrier()
+    assert not comm.Iprobe()
+    comm.Barrier()
+    comm.Free()
+    strategy.close()
+
+
 def test_a_worker_beside_the_chief_is_needed():
     from mpi4py import MPI
 

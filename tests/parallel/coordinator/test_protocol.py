@@ -62,7 +62,14 @@ def test_222_calls_and_20_duplicates_run_once_each():
     channel, home = Channel(comm), Home(stand)
     if comm.rank:
         follower = Follower(
-            stand.extended.process_group, channel, 0, comm.rank - 1, home, contextlib.nullcontext, lambda: None
+            stand.extended.process_group,
+            channel,
+            0,
+            comm.rank - 1,
+            home,
+            contextlib.nullcontext,
+            lambda: None,
+            lambda: None,
         )
         assert follower.serve()
         assert len(follower._answers) <= 223 - 150  # those up to 150 were acknowledged
@@ -81,10 +88,10 @@ def test_222_calls_and_20_duplicates_run_once_each():
             channel.send(rank, Kind.CALL, 100, 150, call(log_number, 100))  # nobody waits for it any more
             channel.send(rank, Kind.CALL, 223, 150, call(seen_numbers))
             channel.send(rank, Kind.END)
-        messages = gathered(channel, (comm.size - 1) * (1 + 222 + 20 + 1))
+        messages = gathered(channel, (comm.size - 1) * (1 + 222 + 20 + 1 + 1))
         for rank in range(1, comm.size):
-            hello, *answers, seen = [m for m in messages if m.rank == rank]
-            assert hello.kind == Kind.HELLO
+            hello, *answers, seen, bye = [m for m in messages if m.rank == rank]
+            assert (hello.kind, bye.kind) == (Kind.HELLO, Kind.BYE)
             assert {m.kind for m in answers} == {Kind.RESULT}
             numbers = [m.number for m in answers]
             assert sorted(numbers) == sorted([*range(1, 223), *duplicates])
