@@ -7,6 +7,7 @@ and a chunk apart.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,11 @@ class _Epoch(NamedTuple):
     starts: NDArray[np.int64]  # the position of each one's first row, and the number of rows
     windows: NDArray[np.int64]  # at which chunk each window begins, and the number of chunks
     window_starts: NDArray[np.int64]  # the position of each window's first row, and the number of rows
+    bounds: list[int]  # the same
+
+    def window(self, position: int) -> int:
+        """The window that a position lies in."""
+        return bisect_right(self.bounds, position) - 1
 
 
 class _Mixed(NamedTuple):
@@ -47,6 +53,9 @@ class BlockOrder:
             first row falls into, so windows differ by up to a chunk; one is at least a chunk.
         seed: any integer.
 
+    Attributes:
+        chunk_rows: how many rows a chunk has on average.
+
     Example:
         >>> order = BlockOrder(np.array([0, 4, 8, 10]), window_rows=5, seed=1)
         >>> sorted(order.rows(0, np.arange(10)).tolist())
@@ -57,6 +66,7 @@ class BlockOrder:
         starts = np.asarray(chunk_starts, np.int64)
         keep = np.append(np.diff(starts) > 0, True)  # a chunk without rows has no place
         self._chunk_starts = starts[keep]
+        self.chunk_rows = max(1, len(self) // max(1, len(self._chunk_starts) - 1))
         self._window_rows = window_rows
         self._seed = seed
         # What was made last. Threads replace the whole dict, and lose at most what another one has just made.
@@ -79,7 +89,7 @@ class BlockOrder:
         starts = np.concatenate(([0], np.cumsum(np.diff(self._chunk_starts)[chunks])))
         window_of = starts[:-1] // self._window_rows
         windows = np.concatenate(([0], np.flatnonzero(np.diff(window_of)) + 1, [count])) if count else np.zeros(1, int)
-        return _Epoch(chunks, starts, windows.astype(np.int64), starts[windows])
+        return _Epoch(chunks, starts, windows.astype(np.int64), starts[windows], starts[windows].tolist())
 
     def rows(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows at some positions in [0, len), in any order. Not collective.
@@ -104,39 +114,45 @@ class BlockOrder:
         if low < 0 or high >= len(self):
             raise IndexError(f"BlockOrder.rows: positions: expected integers in [0, {len(self)})")
         order = self._epoch(epoch)
-        first, last = (int(w) - 1 for w in np.searchsorted(order.window_starts, (low, high), side="right"))
-        if first == last:
-            return self._in_window(epoch, first, positions - order.window_starts[first])
+        window = order.window(low)
+        if high < order.bounds[window + 1]:
+            return self._in_window(epoch, window, positions, low, high)
         windows = np.searchsorted(order.window_starts, positions, side="right") - 1
         mixed = _Mixed(np.empty_like(positions), np.empty_like(positions))
         for window in np.unique(windows).tolist():
             own = np.flatnonzero(windows == window)
-            found = self._in_window(epoch, window, positions[own] - order.window_starts[window])
+            inside = positions[own]
+            found = self._in_window(epoch, window, inside, int(inside.min()), int(inside.max()))
             mixed.rows[own], mixed.localities[own] = found
         return mixed
 
-    def _in_window(self, epoch: int, window: int, offsets: NDArray[np.int64]) -> _Mixed:
-        first, last = int(offsets.min()) // _BLOCK, int(offsets.max()) // _BLOCK
+    def _in_window(self, epoch: int, window: int, positions: NDArray[np.int64], low: int, high: int) -> _Mixed:
+        """What stands at some positions of a window, from the lowest to the highest of them."""
+        start = self._epoch(epoch).bounds[window]
+        first, last = (low - start) // _BLOCK, (high - start) // _BLOCK
         if last - first > 1:
-            return self._mix(epoch, window, offsets)
+            return self._mix(epoch, window, positions - start)
         # Successive batches: their rows are made many at a time.
-        blocks = [self._block(epoch, window, block) for block in range(first, last + 1)]
-        tables = blocks[0] if len(blocks) == 1 else map(np.concatenate, zip(*blocks, strict=True))
-        return _Mixed(*(table[offsets - first * _BLOCK] for table in tables))
+        at = positions - (start + first * _BLOCK)
+        block = self._block(epoch, window, first)
+        if first == last:
+            return _Mixed(block.rows[at], block.localities[at])
+        both = zip(block, self._block(epoch, window, last), strict=True)
+        return _Mixed(*(np.concatenate(tables)[at] for tables in both))
 
     def _block(self, epoch: int, window: int, block: int) -> _Mixed:
         key = (epoch, window, block)
         found = self._blocks.get(key)
         if found is None:
-            start, stop = self._epoch(epoch).window_starts[window : window + 2]
-            offsets = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, int(stop - start)))
+            start, stop = self._epoch(epoch).bounds[window : window + 2]
+            offsets = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, stop - start))
             found = self._mix(epoch, window, offsets)
             self._blocks = dict([*self._blocks.items(), (key, found)][-_BLOCKS_HELD:])
         return found
 
     def _mix(self, epoch: int, window: int, offsets: NDArray[np.int64]) -> _Mixed:
         order = self._epoch(epoch)
-        start, stop = (int(bound) for bound in order.window_starts[window : window + 2])
+        start, stop = order.bounds[window : window + 2]
         first, last = (int(bound) for bound in order.windows[window : window + 2])
         inside = permute(offsets, stop - start, seed=self._seed, epoch=epoch, window=window)
         places = start + inside
@@ -146,8 +162,8 @@ class BlockOrder:
 
     def window_end(self, epoch: int, window: int) -> int:
         """Return the position behind a window; behind the last one for those that come after it. Not collective."""
-        ends = self._epoch(epoch).window_starts
-        return int(ends[min(window + 1, len(ends) - 1)])
+        ends = self._epoch(epoch).bounds
+        return ends[min(window + 1, len(ends) - 1)]
 
     def ahead(
         self, epoch: int, position: int, near: tuple[int, int] = (0, LOCALITIES - 1)
@@ -165,10 +181,10 @@ class BlockOrder:
             window.
         """
         order = self._epoch(epoch)
-        window = int(np.searchsorted(order.window_starts, position, side="right")) - 1
+        window = order.window(position)
         if window + 2 >= len(order.windows):
             return window, 0, np.empty(0, np.int64)
-        start, stop = (int(bound) for bound in order.window_starts[window : window + 2])
+        start, stop = order.bounds[window : window + 2]
         first, last = (int(bound) for bound in order.windows[window + 1 : window + 3])
         low, high = (first + number * (last - first) // LOCALITIES for number in near)
         count = -(-(position + 1 - start) * (high + 1 - low) // (stop - start))

@@ -41,10 +41,10 @@ def _located(dataset: Chain, epoch: int, start: int, part: Part | None) -> Itera
     position, together = start, 1
     while length < 0 or position < length:
         stop = position + together if length < 0 else min(position + together, length)
-        located = [dataset.locate(epoch, each) for each in range(position, stop)]
-        counts = [positions.size for _, positions in located]
-        epochs = np.concatenate([each for each, _ in located])
-        positions = np.concatenate([each for _, each in located])
+        addresses = [dataset.locate(epoch, each) for each in range(position, stop)]
+        counts = [positions.size for _, positions in addresses]
+        epochs = np.concatenate([each for each, _ in addresses])
+        positions = np.concatenate([each for _, each in addresses])
         ends = np.cumsum(counts).tolist()
         if part is not None:
             ranges = [(end - count, *part(count)) for count, end in zip(counts, ends, strict=True)]
@@ -60,4 +60,5 @@ def _located(dataset: Chain, epoch: int, start: int, part: Part | None) -> Itera
         for count, high in zip(counts, ends, strict=True):
             yield LocatedBatch(count, source, epochs[low:high], positions[low:high])
             low = high
-        position, together = stop, max(1, min(2 * together, _TOGETHER * (stop - position) // max(1, ends[-1])))
+        located = sum(counts) if sort else ends[-1]
+        position, together = stop, max(1, min(2 * together, _TOGETHER * (stop - position) // max(1, located)))

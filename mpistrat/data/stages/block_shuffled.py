@@ -47,6 +47,7 @@ class BlockShuffled(Reordered):
         self._in_turn = False  # whether somebody tells what is read next: then the windows come in turn
         # Epoch, window, and from which to which place of the next one's chunks the source has heard of them.
         self._told = (-1, -1, 0, 0)
+        self._until = (-1, 0, 0)  # epoch, and from which to which position it need not hear of more
 
     @property
     def _order(self) -> BlockOrder:
@@ -101,9 +102,13 @@ class BlockShuffled(Reordered):
         """
         epoch = int(epochs.max())
         here = positions[epochs == epoch]
-        numbers = self._order.localities(self._shuffle.key(epoch), here)
+        last, order = int(here.max()), self._order
+        if self._until[0] == epoch and self._until[1] <= last < self._until[2]:
+            return
+        numbers = order.localities(self._shuffle.key(epoch), here)
         near = int(numbers.min()), int(numbers.max())
-        window, low, rows = self._order.ahead(self._shuffle.key(epoch), int(here.max()), near)
+        window, low, rows = order.ahead(self._shuffle.key(epoch), last, near)
+        self._until = epoch, last, last + order.chunk_rows
         high = low + rows.size
         told_from, told_to = self._told[2:] if self._told[:2] == (epoch, window) else (low, low)
         new = np.concatenate((rows[: max(0, told_from - low)], rows[max(0, told_to - low) :]))
