@@ -227,10 +227,12 @@ def check_workers(strategy: Strategy) -> None:
         expected = "a chief and at least one worker beside it"
         got = f"{len(workers)} beside {len(servers)} servers"
         raise LayoutError(explain("ClusterCoordinator", "strategy", expected=expected, got=got, remedy=remedy))
-    if getattr(strategy, "max_staleness", None) is not None:
-        expected, got = "a strategy with max_staleness=None", f"{strategy.max_staleness}"  # type: ignore[attr-defined]
-        remedy = "Workers run what is scheduled, not the same number of steps each"
-        raise ValueError(explain("ClusterCoordinator", "strategy", expected=expected, got=got, remedy=remedy))
+    for name, free in (("max_staleness", None), ("workers_in_sync", 1)):
+        given = getattr(strategy, name, free)
+        if given != free:
+            remedy = "Workers run what is scheduled, not the same number of steps each"
+            expected = f"a strategy with {name}={free}"
+            raise ValueError(explain("ClusterCoordinator", "strategy", expected=expected, got=given, remedy=remedy))
 
 
 def _pack(settings: dict[str, Any]) -> bytes:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from ..cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
+from ..cluster.communicator import check_comm, running_mpi
 from ..errors import explain
 from ..strategy import ParameterServerStrategy
-from ..strategy.following import following
+from ..strategy.following import following, learn
 from .cluster import Cluster
 
 if TYPE_CHECKING:
@@ -67,8 +68,10 @@ class Server:
             ClusterError: rank 0 has no program of its own either.
             PeerExitError: the chief left without closing.
         """
-        with following():
-            strategy = ParameterServerStrategy(self._resolver, comm=self._comm)
+        comm = check_comm(running_mpi("Server.join"), self._comm, "Server.join")
+        settings, followers = learn(comm)
+        with following(followers):
+            strategy = ParameterServerStrategy(self._resolver, comm=self._comm, **settings)
         follower = Cluster.of(strategy).follower
         if follower is not None and follower.serve():
             strategy.close()

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from .strategy import Strategy
 
-__all__ = ["Leading", "agree", "following", "lead", "register"]
+__all__ = ["Leading", "following", "lead", "learn", "register", "tell"]
 
 _CHIEF = 0  # it makes the numbers that variables begin with, so it is the one that leads
 
-_follows: ContextVar[bool] = ContextVar("mpistrat_follows", default=False)
+_followers: ContextVar[tuple[int, ...] | None] = ContextVar("mpistrat_followers", default=None)
 _leading: Leading | None = None
 
 
@@ -52,28 +52,42 @@ def register(leading: Leading) -> None:
 
 
 @contextlib.contextmanager
-def following() -> Iterator[None]:
-    """While the context lasts, a strategy that is made takes rank 0's settings. Not collective."""
-    token = _follows.set(True)
+def following(followers: tuple[int, ...]) -> Iterator[None]:
+    """While the context lasts, the strategy that is made follows rank 0's, as `learn` has told. Not collective."""
+    token = _followers.set(followers)
     try:
         yield
     finally:
-        _follows.reset(token)
+        _followers.reset(token)
 
 
-def agree(comm: MPI.Intracomm, settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Return the settings that hold on this rank, and the ranks that follow. Collective over `comm`.
+def tell(comm: MPI.Intracomm, settings: dict[str, Any]) -> tuple[int, ...]:
+    """Tell the ranks that follow what strategy is being made, and return who they are. Collective over `comm`.
+
+    Those are in `learn` meanwhile.
 
     Args:
         comm: of all ranks of the strategy, the user's.
-        settings: this program's, which hold where there is one; elsewhere rank 0's do.
+        settings: the arguments of the strategy that are not this rank's own.
 
     Raises:
         ClusterError: on every rank: rank 0 follows, too.
         TypeError: on every rank: rank 0's settings cannot be sent.
     """
+    known = _followers.get()
+    if known is not None:  # this rank has learned them
+        return known
+    return _agree(comm, False, settings)[1]
+
+
+def learn(comm: MPI.Intracomm) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Return rank 0's settings, and the ranks that follow. Collective over `comm`: see `tell`."""
+    return _agree(comm, True, {})
+
+
+def _agree(comm: MPI.Intracomm, follows: bool, settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
     flags = np.empty(comm.size, np.int8)
-    comm.Allgather(np.array([_follows.get()], np.int8), flags)
+    comm.Allgather(np.array([follows], np.int8), flags)
     followers = tuple(np.flatnonzero(flags).tolist())
     if not followers:
         return settings, ()
@@ -94,7 +108,7 @@ def agree(comm: MPI.Intracomm, settings: dict[str, Any]) -> tuple[dict[str, Any]
         raise TypeError(explain("Server.join", "", expected=expected, got=got)) from error
     buffer = np.frombuffer(data, np.uint8).copy() if comm.rank == _CHIEF else np.empty(int(size[0]), np.uint8)
     comm.Bcast(buffer, _CHIEF)
-    return (_leading.unpack(buffer.tobytes()) if _follows.get() else settings), followers
+    return (_leading.unpack(buffer.tobytes()) if follows else settings), followers
 
 
 def lead(strategy: Strategy, followers: tuple[int, ...]) -> None:
