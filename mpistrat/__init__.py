@@ -18,6 +18,7 @@ from .context import (
     in_cross_replica_context,
     variable_sync_on_read_context,
 )
+from .coordinator import Server
 from .cross_device.auto_all_reduce import AutoAllReduce
 from .cross_device.cross_device_ops import CrossDeviceOps
 from .cross_device.hierarchical_all_reduce import HierarchicalAllReduce, HierarchicalCopyAllReduce
@@ -72,6 +73,7 @@ __all__ = [
     "in_cross_replica_context",
     "set_strategy",
     "variable_sync_on_read_context",
+    "Server",
     # values and variables
     "DistributedValues",
     "IndexedSlices",

@@ -44,6 +44,9 @@ class StrategyExtended:
         replicas: the contexts of the local replicas.
         threads: what runs several local replicas; None with one.
         optimizers: those that were applied, in that order, the same on every rank.
+        announce: called with the name and the arguments of what this rank is about to do with all ranks; a coordinator's, which
+            takes those along that serve.
+        scheduled: whether this rank runs a function of a coordinator, alone.
         is_default: whether this is the strategy that holds outside every scope.
         closed: whether the strategy was closed.
     """
@@ -68,6 +71,8 @@ class StrategyExtended:
         self.process_group, self.cross_device_ops, self.placement = group, ops, placement
         self.layout, self.is_default, self.closed = layout, is_default, False
         self.optimizers: list[Any] = []
+        self.announce: Callable[..., None] = _announce_nothing
+        self.scheduled = False
         self._strategy = strategy
         self._options = options
         self._shared = shared
@@ -113,11 +118,13 @@ class StrategyExtended:
             raise ContextError(explain("Variable", "", expected="no call in update context", got="one"))
         meeting = current_meeting()
         if meeting is None:
+            self.announce("variable", *args, **kwargs)
             return create_variable(self.placement, *args, **kwargs)
         index = self.replicas.index(context.current().replica)
 
         def together(posts: list[Any]) -> list[Variable | ShardedVariable]:
             first_args, first_kwargs = posts[0]
+            self.announce("variable", *first_args, **first_kwargs)
             return [create_variable(self.placement, *first_args, **first_kwargs)] * len(posts)
 
         return meeting.meet(index, "Variable", together, (args, kwargs))
@@ -334,3 +341,7 @@ class StrategyExtended:
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call a step once on each local replica: `Strategy.run`. Not collective by itself."""
         return self._strategy.run(fn, args, kwargs)
+
+
+def _announce_nothing(name: str, /, *args: Any, **kwargs: Any) -> None:
+    """Nobody serves."""

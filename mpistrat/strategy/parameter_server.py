@@ -30,6 +30,7 @@ from ..parameter_server.updates import Updates
 from ..parameter_server.waiting import CEILING
 from ..variables import Placement, Variable
 from ..variables.placement import ORDINAL_STEP, Target
+from . import following
 from .assemble import assemble
 from .input import Division
 from .layout import PARAMETER_SERVER
@@ -99,6 +100,7 @@ class ParameterServerStrategy(Strategy):
         workers, servers: their ranks.
         is_server: whether this rank is a server.
         worker_index: this worker's number, None on a server.
+        max_staleness, workers_in_sync: as given.
     """
 
     def __init__(
@@ -121,6 +123,21 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         resolver = cluster_resolver if cluster_resolver is not None else _from_environment(num_ps)
         ranks = check_comm(running_mpi(_NAME), comm, _NAME)
+        followers = following.tell(
+            ranks,
+            {
+                "variable_partitioner": variable_partitioner,
+                "num_ps": num_ps,
+                "max_staleness": max_staleness,
+                "backup_workers": backup_workers,
+                "placement": placement,
+                "transport": transport,
+                "workers_in_sync": workers_in_sync,
+                "back_off": back_off,
+                "check_numerics": check_numerics,
+                "communication_options": communication_options,
+            },
+        )
         count = 1 if num_ps is None else num_ps
 
         def check(topology: Topology) -> None:
@@ -161,10 +178,11 @@ class ParameterServerStrategy(Strategy):
             resolver = MPIClusterResolver(group.topology.comm, jobs)
         _tell_placement(group, roles, resolver)
         self.workers, self.servers = roles.workers, roles.servers
+        self.max_staleness, self.workers_in_sync = max_staleness, workers_in_sync
         rank = group.topology.rank
         self.is_server = rank in roles.servers
         self.worker_index = None if self.is_server else roles.workers.index(rank)
-        self._workers_in_sync, self._check_numerics = workers_in_sync, bool(check_numerics)
+        self._check_numerics = bool(check_numerics)
         self._parameter_servers = ParameterServers(
             group, roles.workers, roles.servers, transport=transport, back_off=back_off
         )
@@ -190,6 +208,7 @@ class ParameterServerStrategy(Strategy):
             lambda: placement_of.variables,
         )
         self.cluster_resolver = resolver
+        following.lead(self, followers)
 
     def _make_access(self, sync_group: ProcessGroup, max_staleness: int | None, backup_workers: int) -> Access:
         server = self._parameter_servers.server
@@ -258,6 +277,7 @@ class ParameterServerStrategy(Strategy):
             ContextError: on a server.
         """
         access = self._worker("run")
+        self._extended.announce("step")
         access.begin_step()
         try:
             return super().run(fn, args, kwargs, options)
@@ -334,7 +354,10 @@ class ParameterServerStrategy(Strategy):
 
     def _division(self) -> Division:
         """Batches are dealt out to the workers, or groups of them; a server serves a pass and reads nothing."""
-        size, index = self._workers_in_sync, self.worker_index or 0
+        if self._extended.scheduled:  # a function of a coordinator: what it makes is for this worker
+            alone = Workers([self._extended.sync_topology.num_replicas], 0)
+            return Division.alone(alone, alone, self._extended.placement.group, self)
+        size, index = self.workers_in_sync, self.worker_index or 0
         replicas = self._extended.process_group.topology.replicas_per_rank
         counts = [replicas[rank] for rank in self.workers]
         groups = [sum(counts[first : first + size]) for first in range(0, len(counts), size)]
@@ -388,6 +411,7 @@ class ParameterServerStrategy(Strategy):
         moment.
         """
         self._extended.require_open("Strategy.save")
+        self._extended.announce("save", path)
         if isinstance(self._access, WorkerAccess):
             self._access.flush()
         self._optimizers.agree()
@@ -397,6 +421,8 @@ class ParameterServerStrategy(Strategy):
 
     def close(self) -> None:
         """Leave for good, when all that was pushed is applied; then as `Strategy.close`. Collective the first time."""
+        if not self._extended.closed:
+            self._extended.announce("close")
         if isinstance(self._access, WorkerAccess) and not self._extended.closed:
             self._access.leave_for_good()
         super().close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .. import context, nest
 from ..cluster.cluster_resolver import ClusterResolver
+from ..comm.process_group import ProcessGroup
 from ..context import Frame
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions
 from ..distributed_values import DistributedValues, regroup, select_replica
@@ -272,7 +273,7 @@ class Strategy:
         """
         self._extended.require_open("Strategy.distribute_dataset")
         context.expect_cross(self, "Strategy.distribute_dataset")
-        return strategy_input.distribute_dataset(self._extended.process_group, dataset, options, self._division())
+        return strategy_input.distribute_dataset(self._readers(), dataset, options, self._division())
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -293,8 +294,12 @@ class Strategy:
         """
         self._extended.require_open("Strategy.distribute_datasets_from_function")
         context.expect_cross(self, "Strategy.distribute_datasets_from_function")
-        group = self._extended.process_group
-        return strategy_input.distribute_datasets_from_function(group, dataset_fn, options, self._division())
+        return strategy_input.distribute_datasets_from_function(self._readers(), dataset_fn, options, self._division())
+
+    def _readers(self) -> ProcessGroup:
+        """The ranks that make a dataset together: in a function of a coordinator this one alone."""
+        extended = self._extended
+        return extended.placement.group if extended.scheduled else extended.process_group
 
     def _division(self) -> strategy_input.Division:
         """How this rank takes part in reading."""
@@ -329,6 +334,7 @@ class Strategy:
         """
         self._extended.require_open("Strategy.restore")
         context.expect_cross(self, "Strategy.restore")
+        self._extended.announce("restore", path)
         checkpoint.restore(self._extended, path)
 
     # its life
