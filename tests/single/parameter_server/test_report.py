@@ -30,7 +30,18 @@ def test_counts_of_all_ranks_come_together():
     assert stats.exchanges[0].mean_staleness == 0.5
     assert [load.dropped for load in stats.servers] == [(0, 5), ()]
     lines = str(stats).splitlines()
-    assert lines[0].split() == ["variable", "server", "worker", "pulls", "MB", "pushes", "MB", "staleness", "mean", "largest"]
+    assert lines[0].split() == [
+        "variable",
+        "server",
+        "worker",
+        "pulls",
+        "MB",
+        "pushes",
+        "MB",
+        "staleness",
+        "mean",
+        "largest",
+    ]
     assert lines[1].split() == ["w", "0", "1", "4", "0.0", "4", "0.0", "0.50", "2"]
     assert lines[3:] == [
         "server 0: busy 25%, at most 2 parts waiting, 5 steps dropped",
