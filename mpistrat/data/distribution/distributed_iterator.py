@@ -108,6 +108,7 @@ class DistributedIterator(Iterator[Any]):
             try:
                 loaded = self._reader.peek()
             except StopIteration:
+                self._ended = True  # asked again, it begins no other pass
                 self.close()
                 raise
             total = loaded.total
