@@ -99,12 +99,11 @@ class ParameterServerStats:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
-    )
+    lines = []
+    for row in (head, *rows):
+        first, *others = zip(row, widths, strict=True)
+        lines.append("  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip())
+    return "\n".join(lines)
 
 
 def gather_stats(servers: ParameterServers, dropped: Sequence[int] = ()) -> ParameterServerStats:
