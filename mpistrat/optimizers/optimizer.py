@@ -270,6 +270,10 @@ class Optimizer(ABC):
             remedy = "Make an optimizer for each strategy"
             raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
 
+    def may_join(self, strategy: Any) -> bool:
+        """Return whether it serves no other strategy. Not collective."""
+        return self._strategy is None or self._strategy is strategy
+
     def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> FusedStep:
         chosen, left_out = check_variables(strategy, pairs)
         self.join(strategy)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServedOptimizers", "optimizer_key"]
 
-_ORDINALS = 1 << 16
+_ORDINALS = 1 << 24
 
 
 def optimizer_key(optimizer: Optimizer) -> int:
@@ -23,7 +23,7 @@ def optimizer_key(optimizer: Optimizer) -> int:
 
     The same program makes the same optimizers in the same order on every rank.
     """
-    return optimizer.ordinal % _ORDINALS + _ORDINALS * (zlib.crc32(optimizer.describe().encode()) & 0x3FFFFF)
+    return optimizer.ordinal % _ORDINALS + _ORDINALS * (zlib.crc32(optimizer.describe().encode()) & 0x7FFF)
 
 
 @final
@@ -73,7 +73,10 @@ class ServedOptimizers:
         extended.optimizers.sort(key=lambda optimizer: optimizer.ordinal)
 
     def _made(self, ordinal: int) -> Optimizer:
-        return find(ordinal) or self._refuse(ordinal, "none")
+        optimizer = find(ordinal)
+        if optimizer is None or not optimizer.may_join(self._strategy):
+            self._refuse(ordinal, "none")
+        return optimizer
 
     def _refuse(self, ordinal: int, got: str) -> NoReturn:
         remedy = "Run the same program on every rank: make optimizers, and change their numbers, on servers too"

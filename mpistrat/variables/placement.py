@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ORDINAL_STEP", "Placement", "Target"]
 
-ORDINAL_STEP = 16  # between the numbers of optimizers that are counted together; so many counts don't meet
+ORDINAL_STEP = 4096  # between the numbers of optimizers that are counted together; so many counts don't meet
 
 Target = tuple[Any, int, int]  # a flat array, and the range of its elements that this rank stores
 Make = Callable[["Placement", "Description"], tuple["Variable", list[Target]]]

@@ -169,12 +169,12 @@ def test_backup_workers_are_not_waited_for():
                 def step():
                     gradient = np.ones(1) + 0 * v.array
                     if strategy.worker_index == 2:
-                        time.sleep(0.4)
+                        time.sleep(2.0)
                     optimizer.apply_gradients([(gradient, v)])
 
                 strategy.run(step)
             took = time.monotonic() - started
-            assert strategy.worker_index == 2 or took < 0.4
+            assert strategy.worker_index == 2 or took < 2.0
             strategy.leave()
         strategy.comm.Barrier()
         if not strategy.is_server:

@@ -66,6 +66,8 @@ def test_values_are_assigned_as_aggregated():
         if not strategy.is_server:
             strategy.run(lambda: [v.assign(np.full(2, replica() + 1.0, np.float32)) for v in kinds])
             assert [v.numpy().tolist() for v in kinds] == [[3, 3], [1.5, 1.5], [1, 1]]
+        strategy.comm.Barrier()  # no worker writes rows before all have seen this
+        if not strategy.is_server:
             # Rows that only the first replica may set; the last of several stays.
             strategy.run(lambda: kinds[2].scatter_update(([1, 1], np.array([7.0, 8.0 + replica()], np.float32))))
             assert kinds[2].numpy().tolist() == [1, 8]
