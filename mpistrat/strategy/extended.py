@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -80,6 +81,7 @@ class StrategyExtended:
         self.replicas = [ReplicaContext(strategy, self, i) for i in range(self.sync_topology.num_local_replicas)]
         frames = [replica.frame for replica in self.replicas]
         self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
+        self._registering = threading.RLock()  # a server's thread meets optimizers while its program restores them
         self._restored: dict[int, tuple[str, Mapping[str, Any]]] = {}  # states of optimizers not applied yet
 
     # devices
@@ -135,24 +137,26 @@ class StrategyExtended:
         Raises:
             ValueError: what was restored before belongs to another optimizer.
         """
-        if any(known is optimizer for known in self.optimizers):
-            return
-        index = len(self.optimizers)
-        if index in self._restored:
-            name, state = self._restored[index]
-            if name != optimizer.name:
-                expected = f"{name!r} as optimizer {index}, as in the file that was restored"
-                raise ValueError(explain("Strategy.restore", "", expected=expected, got=repr(optimizer.name)))
-            optimizer.set_state(state)
-            del self._restored[index]
-        self.optimizers.append(optimizer)
+        with self._registering:
+            if any(known is optimizer for known in self.optimizers):
+                return
+            index = len(self.optimizers)
+            if index in self._restored:
+                name, state = self._restored[index]
+                if name != optimizer.name:
+                    expected = f"{name!r} as optimizer {index}, as in the file that was restored"
+                    raise ValueError(explain("Strategy.restore", "", expected=expected, got=repr(optimizer.name)))
+                optimizer.set_state(state)
+                del self._restored[index]
+            self.optimizers.append(optimizer)
 
     def restore_optimizer(self, index: int, name: str, state: Mapping[str, Any]) -> None:
         """Give an optimizer its state; one that was not applied yet gets it then. Not collective, but done by all."""
-        if index < len(self.optimizers):
-            self.optimizers[index].set_state(state)
-        else:
-            self._restored[index] = (name, state)
+        with self._registering:
+            if index < len(self.optimizers):
+                self.optimizers[index].set_state(state)
+            else:
+                self._restored[index] = (name, state)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether a variable was made in this strategy's scope. Not collective."""
