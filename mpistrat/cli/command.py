@@ -23,6 +23,8 @@ class Command:
         examples: command lines, shown by --help.
         arguments: adds the command's arguments to a parser.
         run: does it, on all ranks under mpiexec, and returns the exit status.
+        collective: under mpiexec MPI is started, and the ranks work together with rank 0 speaking for all. Otherwise
+            each process is alone (`ranks.comm` is None), and MPI is not started.
     """
 
     summary: str
@@ -30,6 +32,7 @@ class Command:
     examples: tuple[str, ...]
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Ranks], int]
+    collective: bool = True
 
 
 @dataclass(frozen=True)

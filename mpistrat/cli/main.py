@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -30,18 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words behind the program's name; default those of this process.
     """
-    ranks = Ranks(_world(), "mpistrat")
-    with read_or_not(), contextlib.ExitStack() as stack:
-        if ranks.rank:  # rank 0 speaks for all
-            silence = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(silence))
-            parsing = stack.enter_context(contextlib.ExitStack())
-            parsing.enter_context(contextlib.redirect_stderr(silence))
-            with parsing:
+    with read_or_not():
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 parsed = _parser().parse_args(arguments)
-        else:
-            parsed = _parser().parse_args(arguments)
-        return _run(parsed, ranks)
+        except SystemExit as end:
+            if Ranks(_world(), "mpistrat").rank == 0:  # rank 0 speaks for all
+                print(said.getvalue(), end="", file=sys.stderr if end.code else sys.stdout)
+            raise
+        ranks = Ranks(_world() if parsed.command.collective else None, "mpistrat")
+        with contextlib.ExitStack() as stack:
+            if ranks.rank:
+                silence = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(silence))
+            return _run(parsed, ranks)
 
 
 def _world() -> Any:
@@ -56,7 +60,7 @@ def _world() -> Any:
 
 def _run(parsed: argparse.Namespace, ranks: Ranks) -> int:
     try:
-        status: int = parsed.run(parsed, ranks)
+        status: int = parsed.command.run(parsed, ranks)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -104,7 +108,7 @@ def _add(parser: argparse.ArgumentParser, group: Group) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.arguments(inner)
-        inner.set_defaults(run=command.run)
+        inner.set_defaults(command=command)
 
 
 def _sentence(summary: str) -> str:
