@@ -140,6 +140,19 @@ def write(folder: Path, case: Case, megabytes: int) -> int:
     return rows * case.files
 
 
+@contextlib.contextmanager
+def written(comm: Any, case: Case, megabytes: int) -> Iterator[Share]:
+    """While the context lasts there are a case's files, written by rank 0; give each rank its share. Collective."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(harness.share_text(comm, name))
+        rows = np.zeros(1, np.int64)
+        if comm.rank == 0:
+            rows[0] = write(folder, case, megabytes)
+        comm.Bcast(rows)
+        yield Share(case, tuple(sorted(folder.glob("*.h5"))), int(rows[0]), comm.rank, comm.size)
+        comm.Barrier()
+
+
 def ours(share: Share) -> Iterator[Any]:
     """This package, as a user writes it."""
     strategy = ms.MultiWorkerMirroredStrategy()
@@ -298,20 +311,13 @@ def rate(comm: Any, share: Share, reader: Reader, seconds: float) -> float:
 
 def measure(comm: Any, case: Case, megabytes: int, seconds: float, rounds: int) -> dict[str, float]:
     """Return each contender's median rate; they take turns. Collective."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(harness.share_text(comm, name))
-        rows = np.zeros(1, np.int64)
-        if comm.rank == 0:
-            rows[0] = write(folder, case, megabytes)
-        comm.Bcast(rows)
-        share = Share(case, tuple(sorted(folder.glob("*.h5"))), int(rows[0]), comm.rank, comm.size)
-        rates: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
+    with written(comm, case, megabytes) as share:
         for _ in range(rounds):
             for label, reader in contenders(case).items():
                 # With files of its own: HDF5 shares the caches of open ones.
                 with contextlib.closing(replace(share)) as own:
                     rates.setdefault(label, []).append(rate(comm, own, reader, seconds))
-        comm.Barrier()
     return {label: statistics.median(values) for label, values in rates.items()}
 
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import harness
-import numpy as np
-from hdf5_input import Case, Reader, Share, ours, rate, write
+from hdf5_input import Case, Reader, Share, ours, rate, written
 
 from mpistrat.data import look_ahead
 from mpistrat.data.readers import chunk_cache
@@ -39,18 +36,11 @@ def reader(threads: int, ahead: int) -> Reader:
 
 def measure(comm: Any, case: Case, megabytes: int, seconds: float, rounds: int) -> dict[tuple[int, int], float]:
     """Return the median rate of each setting, in bytes a second. Collective."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(harness.share_text(comm, name))
-        rows = np.zeros(1, np.int64)
-        if comm.rank == 0:
-            rows[0] = write(folder, case, megabytes)
-        comm.Bcast(rows)
-        share = Share(case, tuple(sorted(folder.glob("*.h5"))), int(rows[0]), comm.rank, comm.size)
-        rates: dict[tuple[int, int], list[float]] = {}
+    rates: dict[tuple[int, int], list[float]] = {}
+    with written(comm, case, megabytes) as share:
         for _ in range(rounds):
             for setting in itertools.product(THREADS, LOOK_AHEAD):
                 rates.setdefault(setting, []).append(rate(comm, share, reader(*setting), seconds))
-        comm.Barrier()
     return {setting: statistics.median(values) for setting, values in rates.items()}
 
 

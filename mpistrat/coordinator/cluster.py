@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..errors import ContextError, LayoutError, explain
 from ..optimizers import Optimizer
+from ..optimizers import optimizer as optimizers
 from ..strategy import following
 from .channel import Channel
 from .dispatcher import Dispatcher
 from .follower import Follower, get_current_worker_index
-from .home import Home, known_optimizers
+from .home import Home
 from .orders import Orders, order_of
 from .pickling import dumps, load_cloudpickle, loads
 
@@ -131,7 +132,7 @@ class Cluster:
                 _refuse_in_function(name)
         elif name == "step":
             if self._followers:
-                self._announce_optimizers(known_optimizers())
+                self._announce_optimizers(optimizers.known())
         elif name == "close":
             if self.home.coordinator is not None:
                 self.home.coordinator.close()

@@ -18,7 +18,7 @@ from .pickling import Reduced, Reducer, loads, plain, token
 if TYPE_CHECKING:
     from ..strategy import Strategy
 
-__all__ = ["Home", "known_optimizers"]
+__all__ = ["Home"]
 
 
 @final
@@ -99,7 +99,7 @@ class Home:
 
     def note_optimizers(self) -> None:
         """Note all that this program has made. Not collective."""
-        for optimizer in known_optimizers():
+        for optimizer in optimizers.known():
             self.note_optimizer(optimizer)
 
     def _check_own(self, coordinator: Any, what: str) -> None:
@@ -149,11 +149,6 @@ class Home:
             yield
         finally:
             self._inputs = {}
-
-
-def known_optimizers() -> list[Optimizer]:
-    """Return the optimizers that this program has made and still has, in that order. Not collective."""
-    return [optimizer for _, optimizer in sorted(optimizers._known.items())]
 
 
 def _position(thing: Any, things: Sequence[Any]) -> int:

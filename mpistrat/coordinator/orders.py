@@ -60,7 +60,7 @@ def _optimizer(optimizer: Optimizer) -> tuple[Any, ...]:
         "global_clipnorm": optimizer.global_clipnorm,
         "name": optimizer.name,
     }
-    return optimizer.ordinal, type(optimizer), optimizer._rate, base, own, list(vars(optimizer))
+    return optimizer.ordinal, type(optimizer), optimizer.given_learning_rate, base, own, list(vars(optimizer))
 
 
 @final
@@ -102,8 +102,7 @@ class Orders:
         if optimizer is None:
             optimizer = kind.__new__(kind)
             Optimizer.__init__(optimizer, rate, **base)
-            optimizer._ordinal = ordinal
-            optimizers._known[ordinal] = optimizer
+            optimizers.register(optimizer, ordinal)
             self._optimizers.append(optimizer)
         mine = vars(optimizer)
         mine.update(own)

@@ -24,7 +24,7 @@ from .slots import SlotStore
 if TYPE_CHECKING:
     from ..variables.variable import Variable
 
-__all__ = ["Optimizer", "find"]
+__all__ = ["Optimizer", "find", "known", "register"]
 
 _ordinals = itertools.count(step=ORDINAL_STEP)
 _known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
@@ -85,13 +85,13 @@ class Optimizer(ABC):
         self._variables: list[Variable] = []
         self._strategy: Any = None
         self._revision = 0
+        self._ordinal: int
         self._rate: float | LearningRateSchedule
         self.learning_rate = learning_rate
 
     def _count(self) -> None:
         placement = context.get_strategy().extended.placement if context.has_strategy() else None
-        self._ordinal = next(_ordinals if placement is None or placement.ordinals is None else placement.ordinals)
-        _known[self._ordinal] = self
+        register(self, next(_ordinals if placement is None or placement.ordinals is None else placement.ordinals))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, which is an optimizer of its own and counted like any other. Not collective."""
@@ -142,6 +142,11 @@ class Optimizer(ABC):
             value = float(value)
         self._rate = value
         self._describe_steps()
+
+    @property
+    def given_learning_rate(self) -> float | LearningRateSchedule:
+        """What `learning_rate` was set to: a number, or the schedule."""
+        return self._rate
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1. Not collective."""
@@ -387,6 +392,17 @@ def find(ordinal: int) -> Optimizer | None:
         True
     """
     return _known.get(ordinal)
+
+
+def known() -> list[Optimizer]:
+    """Return the optimizers that this process has made and still has, by ordinal. Not collective."""
+    return [optimizer for _, optimizer in sorted(_known.items())]
+
+
+def register(optimizer: Optimizer, ordinal: int) -> None:
+    """Give an optimizer the ordinal by which `find` finds it. Not collective."""
+    optimizer._ordinal = ordinal
+    _known[ordinal] = optimizer
 
 
 def _numbers(thing: object) -> str:
