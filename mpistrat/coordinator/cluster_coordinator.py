@@ -30,7 +30,7 @@ class ClusterCoordinator:
     """Runs functions on the workers of a ParameterServerStrategy (TF: tf.distribute.coordinator.ClusterCoordinator).
 
     The same program runs on every rank, and creating the coordinator is collective over all of them. The chief
-    schedules; all others serve until it closes, in `serve()` or at the end of the `with` block:
+    schedules; all others serve until it closes, in `serve()` or at the end of the `with` block::
 
         with ms.coordinator.ClusterCoordinator(strategy) as coordinator:
             if coordinator.is_chief:

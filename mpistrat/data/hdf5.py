@@ -58,7 +58,7 @@ class HDF5Dataset(RowSource):
     of its rows, is a source and gives no rows of its own: they would come twice. `print` says how many such files are.
 
     Args:
-        files: a file; a directory; a pattern like "data/train-*.h5"; or a list of files, read in the list's order.
+        files: a file; a directory; a pattern like `data/train-*.h5`; or a list of files, read in the list's order.
             Others are read in the manifest's order, else in natural order (2 before 10).
         fields: None for a dict of all datasets; a list of names for a dict of these; a tuple of names for a tuple; a
             dict from new names to names in the file; one name for that array alone. A name is like "x" or "group/x".

@@ -50,7 +50,7 @@ def write_shards(
 
     Args:
         target: a directory, whose shards become 00000-of-00004.h5 and so on with manifest.json; or a pattern like
-            "data/train-*.h5": then they are data/train-00000-of-00004.h5 and so on with data/train-manifest.json.
+            `data/train-*.h5`: then they are data/train-00000-of-00004.h5 and so on with data/train-manifest.json.
         data: one of
             a dict of arrays of equal length along their first axis (memory maps stay on the disk);
             an iterable of rows, each a dict of arrays, numbers and strings;

@@ -33,7 +33,7 @@ class ShardWriter:
 
     Args:
         target: a directory, whose shards become 00000-of-00004.h5 and so on with manifest.json; or a pattern like
-            "data/train-*.h5": then they are data/train-00000-of-00004.h5 and so on with data/train-manifest.json.
+            `data/train-*.h5`: then they are data/train-00000-of-00004.h5 and so on with data/train-manifest.json.
         rows_per_shard: rows in every shard but a rank's last.
         bytes_per_shard: instead, about so many bytes before compression; by default 1 GiB.
         layout: "contiguous", which is read by memory map and is the default, or "chunked".

@@ -1,0 +1,76 @@
+"""What docstrings say about being collective: a badge beside each call, and a table of all calls."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import roles
+from docutils.statemachine import StringList
+from public_names import public_objects
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+SENTENCE = re.compile(r"(?<![\w`])(Not collective|Collective)((?:`[^`]*`|[^.`])*)\.(?=\s|$)")
+
+
+def first_paragraph(lines: list[str]) -> tuple[str, int]:
+    """The first paragraph as one line, and the number of lines that it takes."""
+    end = next((number for number, line in enumerate(lines) if not line.strip()), len(lines))
+    return " ".join(line.strip() for line in lines[:end]), end
+
+
+def badge(match: re.Match[str]) -> str:
+    role = "local" if match[1].startswith("Not") else "collective"
+    text = re.sub(r"[`\\]", "", match[1] + match[2])
+    return f":{role}:`{text}`"
+
+
+def add_badge(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Turn the sentence about being collective, in the first paragraph, into a badge."""
+    paragraph, end = first_paragraph(lines)
+    marked = SENTENCE.sub(badge, paragraph)
+    if marked != paragraph:
+        lines[:end] = [marked]
+
+
+class CollectiveCalls(SphinxDirective):
+    """A table of all public calls that are collective, in the words of their docstrings."""
+
+    def run(self) -> list[nodes.Node]:
+        rows = [".. list-table::", "   :header-rows: 1", "", "   * - call", "     - collective"]
+        seen = set()
+        for name, thing in calls():
+            match = SENTENCE.search(first_paragraph((inspect.getdoc(thing) or "").splitlines())[0])
+            home = getattr(thing, "__qualname__", name)
+            if match is None or match[1].startswith("Not") or (home, thing) in seen:
+                continue
+            seen.add((home, thing))
+            words = match[2].strip(" ,;") or "yes"
+            rows += [f"   * - :py:obj:`{name.removeprefix('mpistrat.')} <{name}>`", f"     - {words}"]
+        holder = nodes.Element()
+        self.state.nested_parse(StringList(rows, self.get_source_info()[0]), self.content_offset, holder)
+        return holder.children
+
+
+def calls() -> list[tuple[str, Any]]:
+    """Every public function, class and method, each once, under the name of the class that defines it."""
+    found: list[tuple[str, Any]] = []
+    for name, thing in public_objects():
+        if inspect.isroutine(thing):
+            found.append((name, thing))
+        elif inspect.isclass(thing) and not issubclass(thing, (enum.Enum, BaseException)):
+            members = vars(thing).items()
+            found += [(f"{name}.{key}", value) for key, value in members if key[0] != "_" and inspect.isroutine(value)]
+    return found
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    for name in ("collective", "local"):
+        roles.register_local_role(name, roles.CustomRole(name, roles.generic_custom_role, {"class": ["badge", name]}))
+    app.add_directive("collective-calls", CollectiveCalls)
+    app.connect("autodoc-process-docstring", add_badge)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,51 @@
+"""Where a type's home module is written, link to its public name: mpistrat.strategy.strategy.Strategy is mpistrat.Strategy."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+import mpistrat
+
+
+def public_objects() -> Iterator[tuple[str, Any]]:
+    """The full name and the object of everything in `mpistrat.__all__`, and in that of the modules in it."""
+    for name in mpistrat.__all__:
+        thing = getattr(mpistrat, name)
+        yield f"mpistrat.{name}", thing
+        if isinstance(thing, types.ModuleType):
+            yield from ((f"mpistrat.{name}.{inner}", getattr(thing, inner)) for inner in getattr(thing, "__all__", ()))
+
+
+PUBLIC = {
+    f"{thing.__module__}.{thing.__qualname__}": name
+    for name, thing in reversed(list(public_objects()))  # the first name of several wins
+    if inspect.isclass(thing) or inspect.isroutine(thing)
+}
+NAMES = {name for name, _ in public_objects()}
+
+
+def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement) -> nodes.Node | None:
+    """Resolve a name of a home module, or one that begins with `ms.`; types that are not public stay plain text."""
+    target = node.get("reftarget", "")
+    if node.get("refdomain") != "py":
+        return None
+    public = "mpistrat." + target[3:] if target.startswith("ms.") else PUBLIC.get(target)
+    if public is None and target.startswith("mpistrat.") and target not in NAMES:
+        return content
+    if public is None or public == target:
+        return None
+    domain = env.domains.python_domain
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("missing-reference", resolve)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

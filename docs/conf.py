@@ -1,0 +1,51 @@
+"""How Sphinx builds the documentation: `make docs`. Needs no network, no MPI, no GPU and no optional library."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+import mpistrat
+
+project = "mpistrat"
+author = copyright = "mpistrat developers"
+version = release = mpistrat.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions += ["api", "collective", "public_names", "repository_links"]  # docs/_ext
+exclude_patterns = ["_build"]
+
+# Markdown
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence", "deflist"]
+
+# The docstrings: Google style, types from the annotations, `single backticks` become links where they name something.
+default_role = "py:obj"
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:obj", "(?s).*"),
+    (r"py:\w+", r"(?!mpistrat).*"),
+]  # other libraries: no network, no inventories
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autosummary_generate = False
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+# The pages
+html_theme = "furo"
+html_title = f"mpistrat {version}"
+html_static_path = ["_static"]
+html_css_files = ["mpistrat.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#2a5d2a", "color-brand-content": "#1f6f43"},
+    "dark_css_variables": {"color-brand-primary": "#7cc492", "color-brand-content": "#7cc492"},
+}
+pygments_style = "friendly"
+pygments_dark_style = "monokai"

@@ -1,0 +1,44 @@
+"""The reference in docs/reference has every public name."""
+
+import enum
+import inspect
+import re
+import types
+from operator import attrgetter
+
+import mpistrat as ms
+from launcher import ROOT
+
+BLOCK = re.compile(r"^\.\. api::\n\n((?: +.*\n)+)", re.MULTILINE)
+
+
+def listed():
+    """The names that the pages of the reference document."""
+    texts = [path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
+    return [line.split()[0] for text in texts for block in BLOCK.findall(text) for line in block.splitlines()]
+
+
+def public(module=ms, prefix=""):
+    """Every public name and its object; the names of a module stand for it."""
+    for name in module.__all__:
+        thing = getattr(module, name)
+        if isinstance(thing, types.ModuleType):
+            yield from public(thing, f"{prefix}{name}.")
+        elif not name.startswith("__"):
+            yield prefix + name, thing
+
+
+def test_every_public_name_is_in_the_reference_once():
+    names = listed()
+    assert len(names) > 100
+    assert sorted(names) == sorted(set(names))
+    shown = [attrgetter(name)(ms) for name in names]
+    known = {id(thing) for thing in shown if not isinstance(thing, int)}  # other spellings of these have a table
+    missing = [name for name, thing in public() if id(thing) not in known and name not in names]
+    assert not missing, "list them in a page of docs/reference"
+
+
+def test_every_name_of_the_reference_has_a_docstring():
+    things = {name: attrgetter(name)(ms) for name in listed()}
+    silent = [name for name, thing in things.items() if not isinstance(thing, int) and not inspect.getdoc(thing)]
+    assert not [name for name in silent if not isinstance(things[name], enum.EnumMeta)]
