@@ -30,6 +30,7 @@ from .distributed_values import DistributedValues, Mirrored, PerReplica
 from .options import CommunicationOptions, RunOptions
 from .random import rng
 from .strategy import (
+    RESTART_EXIT_CODE,
     CentralStorageStrategy,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -39,8 +40,10 @@ from .strategy import (
     Strategy,
     StrategyExtended,
     ValueContext,
+    catch_stop_signals,
     set_strategy,
     show_config,
+    strategy_from_environment,
 )
 from .strategy.aliases import ALIASES
 from .types import (
@@ -61,6 +64,7 @@ __all__ = [
     "ParameterServerStrategy",
     "Strategy",
     "StrategyExtended",
+    "strategy_from_environment",
     # contexts
     "ReplicaContext",
     "ValueContext",
@@ -95,6 +99,8 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     # the rest
+    "RESTART_EXIT_CODE",
+    "catch_stop_signals",
     "ClusterSpec",
     "InputContext",
     "InputOptions",

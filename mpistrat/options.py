@@ -8,6 +8,10 @@
 | MPISTRAT_SHARED_MEMORY | 1 | 0 keeps a private copy of the variables in every rank |
 | MPISTRAT_CHOOSER | | JSON file with a table for the chooser, in place of the one that ships |
 | MPISTRAT_TRANSPORT | | between workers and servers: shared_window, one_sided or messages, in place of the choice |
+| MPISTRAT_STRATEGY | | the strategy that `strategy_from_environment` makes: one_device, mirrored, multi_worker_mirrored, … |
+| MPISTRAT_NUM_PS | 1 | with MPISTRAT_STRATEGY=parameter_server: so many ranks, the last ones, are servers |
+| MPISTRAT_END_TIME | | when the job's time ends, in seconds since 1970, where the scheduler does not say |
+| MPISTRAT_STOP_BEFORE | | seconds before that at which `should_stop` says so; default 60, but at most a tenth of the time left |
 | MPISTRAT_LOG | warning | level of the package's log: debug, info, warning, error |
 """
 
@@ -21,7 +25,9 @@ from typing import Any
 from .errors import explain
 from .types import CommunicationImplementation
 
-__all__ = ["CommunicationOptions", "Environment", "RunOptions"]
+__all__ = ["STRATEGIES", "CommunicationOptions", "Environment", "RunOptions"]
+
+STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server")
 
 
 def _number(env: Mapping[str, str], name: str, default: float, low: float) -> float:
@@ -35,6 +41,10 @@ def _number(env: Mapping[str, str], name: str, default: float, low: float) -> fl
     return value
 
 
+def _number_or_none(env: Mapping[str, str], name: str) -> float | None:
+    return _number(env, name, 0.0, 0.0) if env.get(name) else None
+
+
 @dataclass(frozen=True)
 class Environment:
     """What the environment variables of the table above say."""
@@ -45,7 +55,11 @@ class Environment:
     shared_memory: bool = True
     chooser: str = ""
     transport: str = ""
+    strategy: str = ""
+    num_ps: int | None = None
     log: str = "warning"
+    end_time: float | None = None
+    stop_before: float | None = None
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> Environment:
@@ -66,6 +80,15 @@ class Environment:
         if level not in ("debug", "info", "warning", "error"):
             legal = "debug, info, warning or error"
             raise ValueError(explain("environment", "MPISTRAT_LOG", expected=legal, got=repr(level)))
+        strategy = env.get("MPISTRAT_STRATEGY", "")
+        if strategy and strategy not in STRATEGIES:
+            legal = ", ".join(STRATEGIES)
+            raise ValueError(
+                explain("environment", "MPISTRAT_STRATEGY", expected=f"one of {legal}", got=repr(strategy))
+            )
+        servers = env.get("MPISTRAT_NUM_PS", "")
+        if servers and not (servers.isascii() and servers.isdigit() and 0 < int(servers) < 1 << 20):
+            raise ValueError(explain("environment", "MPISTRAT_NUM_PS", expected="a number ≥ 1", got=repr(servers)))
         return cls(
             warn_after=_number(env, "MPISTRAT_WARN_AFTER", 60.0, 0.001),
             abort_after=_number(env, "MPISTRAT_ABORT_AFTER", 600.0, 0.001),
@@ -73,7 +96,11 @@ class Environment:
             shared_memory=shared == "1",
             chooser=env.get("MPISTRAT_CHOOSER", ""),
             transport=env.get("MPISTRAT_TRANSPORT", ""),
+            strategy=strategy,
+            num_ps=int(servers) if servers else None,
             log=level,
+            end_time=_number_or_none(env, "MPISTRAT_END_TIME"),
+            stop_before=_number_or_none(env, "MPISTRAT_STOP_BEFORE"),
         )
 
 

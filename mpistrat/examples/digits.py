@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mpistrat as ms
+from mpistrat.options import Environment
 
 from . import digits_data, plots
 from .digits_model import Digits
@@ -132,7 +133,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="python -m mpistrat.examples.digits", description=(__doc__ or "").split("\n")[0]
     )
     names = ["one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server"]
-    parser.add_argument("--strategy", choices=names, default="mirrored")
+    environment = Environment.read()  # `mpistrat run --strategy` and job scripts say it there
+    parser.add_argument("--strategy", choices=names, default=environment.strategy or "mirrored")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--global-batch-size", type=int, default=96)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -141,7 +143,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default="digits_output", metavar="DIR")
     parser.add_argument("--devices", help="this rank's devices, one replica each: cpu:0,cpu:1", metavar="LIST")
     parser.add_argument("--all-reduce", choices=list(ALL_REDUCE), default="auto", help="mirrored strategies' algorithm")
-    parser.add_argument("--num-ps", type=int, default=1, help="parameter servers: how many of the ranks")
+    parser.add_argument(
+        "--num-ps", type=int, default=environment.num_ps or 1, help="parameter servers: how many of the ranks"
+    )
     parser.add_argument("--max-staleness", type=int, help="parameter servers: steps that a worker may be ahead")
     parser.add_argument("--transport", default="", help="parameter servers: shared_window, one_sided or messages")
     parser.add_argument("--progress", choices=["auto", "bar", "lines", "none"], default="auto")

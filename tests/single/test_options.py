@@ -18,6 +18,10 @@ from mpistrat.types import CommunicationImplementation, ReduceOp, VariableAggreg
         ("MPISTRAT_CHECK_EVERY", "0"),
         ("MPISTRAT_SHARED_MEMORY", "yes"),
         ("MPISTRAT_LOG", "loud"),
+        ("MPISTRAT_STRATEGY", "Mirrored"),
+        ("MPISTRAT_NUM_PS", "0"),
+        ("MPISTRAT_NUM_PS", "1.5"),
+        ("MPISTRAT_NUM_PS", "-1"),
     ],
 )
 def test_environment_names_the_variable(name: str, text: str) -> None:
@@ -29,6 +33,8 @@ def test_environment_reads() -> None:
     found = Environment.read({"MPISTRAT_SHARED_MEMORY": "0", "MPISTRAT_WARN_AFTER": "2.5", "MPISTRAT_LOG": "DEBUG"})
     assert (found.shared_memory, found.warn_after, found.log) == (False, 2.5, "debug")
     assert Environment.read({}) == Environment()
+    served = Environment.read({"MPISTRAT_STRATEGY": "parameter_server", "MPISTRAT_NUM_PS": "2"})
+    assert (served.strategy, served.num_ps) == ("parameter_server", 2)
 
 
 def test_merge_takes_every_field_that_is_said() -> None:
