@@ -31,7 +31,7 @@ def sections():
         there, _, here = title.partition(" → ")
         rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
         if rows:
-            yield title, there.removeprefix("tf.distribute").lstrip("."), here, rows
+            yield title, "" if title == BESIDE else there.removeprefix("tf.distribute").lstrip("."), here, rows
 
 
 def in_full(prefix, name):
