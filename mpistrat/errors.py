@@ -9,6 +9,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "ContextError",
     "DeviceError",
+    "JobError",
     "LayoutError",
     "MissingDependencyError",
     "MpistratError",
@@ -33,6 +34,10 @@ class LayoutError(MpistratError, ValueError):
 
 class DeviceError(MpistratError, ValueError):
     """A device string is malformed, or names a device that this rank does not have."""
+
+
+class JobError(MpistratError, OSError):
+    """A batch system did not take a job, or its command is missing."""
 
 
 class ContextError(MpistratError, RuntimeError):

@@ -10,5 +10,6 @@ ROOT = Group(
     "tf.distribute for MPI programs",
     {
         "shards": "shards:COMMAND",
+        "job": "job:COMMAND",
     },
 )

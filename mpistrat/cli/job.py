@@ -1,0 +1,224 @@
+"""`mpistrat job`: writes a batch script, and submits it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+from ..data.shards.ranks import Ranks
+from ..jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render, site_names, submit
+from ..jobs.fit import STRATEGIES
+from ..jobs.schedulers import LAUNCHERS
+from .command import DONE, Command
+
+__all__ = ["COMMAND"]
+
+_SITE = ("scheduler", "launcher", "mpi", "gpu_request", "gpu_bind", "venv", "conda", "python")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("program", metavar="PROGRAM", nargs="?", help="your program; one in .py is run by Python")
+    parser.add_argument("words", metavar="…", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a Python module, as behind python -m")
+
+    where = parser.add_argument_group("the script")
+    where.add_argument(
+        "-o", "--output", metavar="FILE", help="write it there and not to stdout; executable, for you only"
+    )
+    where.add_argument("--submit", action="store_true", help="give it to the batch system, and print the job's id")
+    where.add_argument("--json", action="store_true", help="print JSON: the script, where it is, the job's id")
+
+    size = parser.add_argument_group("how much")
+    size.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (1)")
+    size.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of each (one for each GPU, else 1)")
+    size.add_argument("--cpus-per-rank", type=int, default=1, metavar="N", help="cores and threads of each rank (1)")
+    size.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="GPUs of each node (0)")
+    size.add_argument("--memory", default="", metavar="SIZE", help="of each node, as in 64G")
+    size.add_argument("--time", default="01:00:00", metavar="TIME", help="the limit, [DAYS-]HH:MM:SS (01:00:00)")
+
+    kind = parser.add_argument_group("what kind")
+    kind.add_argument("--strategy", choices=STRATEGIES, help="(multi_worker_mirrored; with --ps parameter_server)")
+    kind.add_argument("--ps", type=int, default=0, metavar="N", help="parameter servers: the last N of the ranks")
+    kind.add_argument(
+        "--ps-nodes", type=int, default=0, metavar="N",
+        help="nodes only for the servers, besides --nodes: a heterogeneous job",
+    )  # fmt: skip
+    kind.add_argument(
+        "--array", default="", metavar="0-9%2", help="one job for each index; behind %% how many at a time"
+    )
+    kind.add_argument("--index-argument", default="", metavar="NAME", help="the program gets --NAME INDEX")
+    kind.add_argument("--output-argument", default="", metavar="NAME", help="the program gets --NAME FOLDER/INDEX")
+    kind.add_argument("--output-folder", default="", metavar="FOLDER", help="(the job's name)")
+    kind.add_argument(
+        "--preemptible", action="store_true", help="signalled before its end, requeued when it ends with status 42"
+    )
+    kind.add_argument("--notice", type=int, default=120, metavar="SECONDS", help="before the time limit (120)")
+    kind.add_argument("--max-restarts", type=int, default=10, metavar="N", help="how often it is requeued (10)")
+    kind.add_argument("--container", default="", metavar="IMAGE", help="run in this image")
+
+    queue = parser.add_argument_group("for the batch system")
+    queue.add_argument("--name", default="", help="of the job (that of the program)")
+    queue.add_argument("--partition", "--queue", default="", metavar="NAME", help="where it runs")
+    queue.add_argument("--account", default="", metavar="NAME", help="who pays")
+    queue.add_argument("--qos", default="", metavar="NAME", help="quality of service")
+    queue.add_argument("--mail", default="", metavar="ADDRESS", help="who is told when it ends")
+
+    site = parser.add_argument_group("the site", "A profile has all of these; what is given here comes before it.")
+    site.add_argument(
+        "--site", default="generic", metavar="NAME|FILE", help=f"{', '.join(site_names())}, or your own JSON file"
+    )
+    site.add_argument("--show-site", action="store_true", help="print the profile, to begin one of your own with")
+    site.add_argument("--scheduler", choices=tuple(SCHEDULERS), help="batch system")
+    site.add_argument(
+        "--launcher", choices=LAUNCHERS,
+        help="what starts the ranks: srun, Open MPI's mpirun, MPICH's mpiexec, Cray's mpiexec, jsrun, flux run",
+    )  # fmt: skip
+    site.add_argument("--mpi", choices=("auto", "pmix", "pmi2", "cray_shasta", "none"), help="srun's --mpi")
+    site.add_argument("--gpu-request", choices=("per_node", "per_task", "gres"), help="how GPUs are asked for")
+    site.add_argument("--gpu-bind", choices=("none", "closest"), help="SLURM's --gpu-bind")
+    site.add_argument("--load", action="append", metavar="MODULE", help="environment module; may be repeated")
+    site.add_argument("--venv", metavar="FOLDER", help="virtual environment to activate (the one this runs in)")
+    site.add_argument("--conda", metavar="NAME|FOLDER", help="conda environment to activate")
+    site.add_argument("--python", metavar="COMMAND", help="Python of the job")
+    site.add_argument("--env", action="append", metavar="NAME=VALUE", help="environment variable; may be repeated")
+    site.add_argument(
+        "--directive", action="append", metavar="=--OPTION=VALUE", help="option of the batch system; may be repeated"
+    )
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    site = _site(args)
+    if args.show_site:
+        print(json.dumps(_document(site), indent=2))
+        return DONE
+    script = render(_job(args), site)
+    if args.output:
+        _write(args.output, script)
+    job_id = submit(script, site.scheduler) if args.submit else None
+    if args.json:
+        told = {"scheduler": site.scheduler, "script": script, "path": args.output, "job_id": job_id}
+        print(json.dumps(told, indent=1))
+    elif job_id is not None:
+        print(job_id)
+    elif not args.output:
+        print(script, end="")
+    return DONE
+
+
+def _job(args: argparse.Namespace) -> Job:
+    if args.program is None:
+        raise ValueError("mpistrat job: expected a program, got none. Put it behind the options")
+    name = args.name or _name(args.program)
+    array = None
+    if args.array:
+        if not args.index_argument or not args.output_argument:
+            raise ValueError(
+                "mpistrat job: expected --index-argument and --output-argument with --array, got one or none of them. "
+                "By the first the program learns its index, by the second its own folder"
+            )
+        array = Array(args.array, args.index_argument, args.output_argument, args.output_folder or name)
+    return Job(
+        program=(args.program, *args.words),
+        module=args.module,
+        name=name,
+        nodes=args.nodes,
+        ranks_per_node=max(args.gpus_per_node, 1) if args.ranks_per_node is None else args.ranks_per_node,
+        cpus_per_rank=args.cpus_per_rank,
+        gpus_per_node=args.gpus_per_node,
+        memory=args.memory,
+        time=args.time,
+        strategy=args.strategy or ("parameter_server" if args.ps else "multi_worker_mirrored"),
+        num_ps=args.ps,
+        ps_nodes=args.ps_nodes,
+        container=args.container,
+        array=array,
+        preemption=Preemption(args.notice, args.max_restarts) if args.preemptible else None,
+        partition=args.partition,
+        account=args.account,
+        qos=args.qos,
+        mail=args.mail,
+    )
+
+
+def _name(program: str) -> str:
+    """The job's name, from the program's."""
+    base = os.path.basename(program).removesuffix(".py").rpartition(".")[2]
+    return (
+        "".join(letter for letter in base if letter.isascii() and (letter.isalnum() or letter in "_-"))[:64].lstrip("-")
+        or "job"
+    )
+
+
+def _site(args: argparse.Namespace) -> SiteProfile:
+    """The profile, with what the command line says in its place."""
+    site = read_site(args.site)
+    said: dict[str, Any] = {name: getattr(args, name) for name in _SITE if getattr(args, name) is not None}
+    if args.scheduler not in (None, site.scheduler):  # the launcher and the directives were those of another
+        said = {"launcher": "auto", "mpi": "auto", "directives": ()} | said
+    if "venv" in said or "conda" in said:
+        said = {"venv": "", "conda": ""} | said
+    if args.load:
+        said["modules"] = (*site.modules, *args.load)
+    if args.directive:
+        said["directives"] = (*said.get("directives", site.directives), *args.directive)
+    if args.env:
+        said["variables"] = {**site.variables, **dict(_variable(text) for text in args.env)}
+    site = dataclasses.replace(site, **said)
+    if not (site.venv or site.conda or site.modules or args.container) and site.python == "python":
+        site = dataclasses.replace(site, **_here())
+    return site
+
+
+def _here() -> dict[str, Any]:
+    """The environment that this command runs in: nobody said another."""
+    if sys.prefix != sys.base_prefix:
+        return {"venv": sys.prefix}
+    if os.environ.get("CONDA_PREFIX") == sys.prefix:
+        return {"conda": sys.prefix}
+    return {"python": sys.executable}
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"mpistrat job: --env: expected NAME=VALUE, got {text!r:.80}")
+    return name, value
+
+
+def _document(site: SiteProfile) -> dict[str, Any]:
+    """The profile as JSON has it."""
+    said = {field.name: getattr(site, field.name) for field in dataclasses.fields(site)}
+    return {key: value if isinstance(value, (str, bool, tuple)) else dict(value) for key, value in said.items()}
+
+
+def _write(path: str, script: str) -> None:
+    """Write a script that its owner may read, write and run, and nobody else."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700), "wb") as file:
+        os.fchmod(file.fileno(), 0o700)
+        file.write(script.encode())
+
+
+COMMAND = Command(
+    "write a batch script, and submit it",
+    "Write a script for SLURM, PBS, LSF or Flux that runs a program with a strategy. What differs between sites is in a\n"
+    "profile: --site. The program learns its strategy by MPISTRAT_STRATEGY and MPISTRAT_NUM_PS, which\n"
+    "strategy_from_environment() reads. Options for this command come before the program, the program's own behind it.\n"
+    "No MPI is needed here.",
+    (
+        "mpistrat job --nodes 2 --ranks-per-node 4 --time 00:30:00 train.py --epochs 10",
+        "mpistrat job --nodes 4 --gpus-per-node 4 --cpus-per-rank 8 --submit train.py",
+        "mpistrat job --nodes 2 --ranks-per-node 4 --ps 2 train.py",
+        "mpistrat job --nodes 4 --gpus-per-node 4 --ps 4 --ps-nodes 1 -o job.sh train.py",
+        "mpistrat job --array 0-9%2 --index-argument seed --output-argument output train.py",
+        "mpistrat job --preemptible --mpi pmi2 --submit -m mpistrat.examples.digits --strategy multi_worker_mirrored",
+        "mpistrat job --launcher openmpi --venv ~/venv train.py",
+        "mpistrat job --show-site --site perlmutter > mine.json",
+    ),
+    _arguments,
+    _run,
+    collective=False,
+)

@@ -1,0 +1,65 @@
+"""Does a job fit a site's batch system? What there is no way to ask of it is refused, not left out."""
+
+from __future__ import annotations
+
+from ..errors import explain
+from .job import Job
+from .schedulers import SCHEDULERS
+from .site import SiteProfile
+
+__all__ = ["check", "gpus_per_rank", "launcher_of"]
+
+
+def launcher_of(site: SiteProfile) -> str:
+    """Return what starts the ranks. Not collective."""
+    return SCHEDULERS[site.scheduler].launchers[0] if site.launcher == "auto" else site.launcher
+
+
+def gpus_per_rank(job: Job) -> int:
+    """Return how many GPUs of its node each rank has. Not collective."""
+    return job.gpus_per_node // job.ranks_per_node
+
+
+def check(job: Job, site: SiteProfile) -> None:
+    """Raise unless the site's batch system can do what the job asks for. Not collective.
+
+    Raises:
+        ValueError: naming what it cannot do.
+    """
+    scheduler, launcher = SCHEDULERS[site.scheduler], launcher_of(site)
+    if launcher not in scheduler.launchers:
+        raise _error("launcher", f"one of {', '.join(scheduler.launchers)} under {scheduler.title}", launcher)
+    for name in ("array", "preemption", "ps_nodes", "memory", "qos", "mail"):
+        if getattr(job, name) and name not in scheduler.takes:
+            can = ", ".join(each.title for each in SCHEDULERS.values() if name in each.takes)
+            raise _error(name, f"one that {scheduler.title} has a way to say", getattr(job, name), f"These have: {can}")
+    _check_mpi(site, launcher)
+    if job.ps_nodes and launcher != "srun":
+        raise _error("ps_nodes", "a heterogeneous job started by srun", f"launcher {launcher}")
+    if job.ps_nodes and job.preemption:
+        remedy = "Without ps_nodes the servers are among the ranks, and the job can be put back into the queue"
+        raise _error("preemption", "a job of one component", f"{job.ps_nodes} nodes of servers", remedy)
+    _check_gpus(job, site)
+    if site.scheduler == "lsf" and job.array and job.array.first < 1:
+        raise _error("array", "indices from 1 under LSF", job.array.indices)
+    if site.scheduler == "flux" and any("{{" in word for word in job.program):  # flux run would fill in
+        raise _error("program", "no argument with {{ under Flux, which replaces it", "one")
+    if job.container and site.venv:
+        raise _error("container", "the Python of the image", f"the environment {site.venv!r:.80}")
+
+
+def _check_mpi(site: SiteProfile, launcher: str) -> None:
+    legal = {"srun": ("auto", "pmix", "pmi2", "cray_shasta", "none"), "pals": ("auto", "pmix")}.get(launcher, ("auto",))
+    if site.mpi not in legal:
+        raise _error("mpi", f"one of {', '.join(legal)} with launcher {launcher}", site.mpi)
+
+
+def _check_gpus(job: Job, site: SiteProfile) -> None:
+    per_task = site.gpu_request == "per_task" or site.scheduler in ("lsf", "flux")
+    if job.gpus_per_node and per_task and job.gpus_per_node % job.ranks_per_node:
+        expected = f"a multiple of {job.ranks_per_node}, the ranks of a node, as {site.name} gives GPUs to ranks"
+        raise _error("gpus_per_node", expected, job.gpus_per_node)
+
+
+def _error(name: str, expected: str, got: object, remedy: str = "") -> ValueError:
+    return ValueError(explain("Job", name, expected=expected, got=f"{got!s:.120}", remedy=remedy))

@@ -1,0 +1,131 @@
+"""A job and a site become a batch script. Whatever the templates write of them is quoted for the shell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..errors import MissingDependencyError
+from .job import Job
+from .plan import check, gpus_per_rank, launcher_of
+from .site import SiteProfile
+
+__all__ = ["RESTART_EXIT_CODE", "render"]
+
+RESTART_EXIT_CODE = 42  # "stopped early, put me back into the queue"
+
+
+class _Shell(str):
+    """Text that is right as it is: a template's own, words that are quoted already, a comment."""
+
+
+def render(job: Job, site: SiteProfile) -> str:
+    """Return the batch script of a job at a site. Not collective.
+
+    Raises:
+        ValueError: the site's batch system cannot do what the job asks for.
+        MissingDependencyError: without jinja2.
+
+    Example:
+        >>> from mpistrat.jobs import Job, SiteProfile, render
+        >>> script = render(Job(program=("train.py", "a file"), nodes=4), SiteProfile())
+        >>> "#SBATCH --nodes=4" in script, "program=(python train.py 'a file')" in script
+        (True, True)
+    """
+    check(job, site)
+    template = _environment().get_template(f"{site.scheduler}.sh.jinja")
+    launcher = launcher_of(site)
+    return template.render(
+        job=job,
+        site=site,
+        launcher=launcher,
+        program=_program(job, site),
+        gpus_per_rank=gpus_per_rank(job),
+        restart=RESTART_EXIT_CODE,
+        exported=_exported(job, site),
+        what=_Shell(_what(job, launcher)),
+        reason=_reasons(site),
+        clock=lambda **how: _clock(job, **how),
+    )
+
+
+def _environment() -> Any:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingDependencyError("mpistrat job needs jinja2: pip install jinja2") from error
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("mpistrat.jobs"),
+        undefined=jinja2.StrictUndefined,
+        finalize=_quoted,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"words": _words, "comment": _comment, "shell": _Shell}
+    return environment
+
+
+def _quoted(value: object) -> str:
+    """What stands for a value in a script."""
+    return value if isinstance(value, _Shell) else shlex.quote(str(value)) if value != "" else ""
+
+
+def _words(value: str | Iterable[str]) -> _Shell:
+    """Words of a command line, or of an option with its value."""
+    return _Shell(shlex.join(value.split(" ") if isinstance(value, str) else value))
+
+
+def _comment(value: str) -> _Shell:
+    """Text behind a # and other words."""
+    return _Shell(re.sub(r"[\x00-\x1f\x7f]", "?", value))
+
+
+def _reasons(site: SiteProfile) -> Callable[[str, str], _Shell]:
+    """What says why a setting is what it is: in the profile's words, where it has any."""
+
+    def reason(setting: str, usual: str) -> _Shell:
+        said = site.reasons.get(setting)
+        return _comment(f"At {site.name}: {said}" if said else usual)
+
+    return reason
+
+
+def _program(job: Job, site: SiteProfile) -> tuple[str, ...]:
+    """The words that each rank runs."""
+    words = job.program
+    if job.module:
+        words = (site.python, "-m", *words)
+    elif job.program[0].endswith(".py"):
+        words = (site.python, *words)
+    if job.container:
+        gpu = ("--nv",) if job.gpus_per_node else ()
+        words = (*site.container_command, *gpu, job.container, *words)
+    return words
+
+
+def _exported(job: Job, site: SiteProfile) -> list[str]:
+    """The variables that a launcher must be told to hand on."""
+    roles = ["MPISTRAT_NUM_PS"] if job.num_ps else []
+    return ["MPISTRAT_STRATEGY", *roles, "OMP_NUM_THREADS", "PYTHONUNBUFFERED", *site.variables]
+
+
+def _what(job: Job, launcher: str) -> str:
+    """The first comment: what kind of job this is."""
+    parts = [f"{job.ranks} ranks started by {launcher}"]
+    if job.num_ps:
+        nodes = " on nodes of their own" if job.ps_nodes else ""
+        parts.append(f"the last {job.num_ps} of them parameter servers{nodes}")
+    parts += [f"{job.gpus_per_node} GPUs on each node"] * bool(job.gpus_per_node)
+    parts += ["in a container"] * bool(job.container)
+    parts += ["an array of jobs"] * bool(job.array)
+    parts += ["may be interrupted and goes on"] * bool(job.preemption)
+    return f"{', '.join(parts)}."
+
+
+def _clock(job: Job, *, hours: bool) -> _Shell:
+    minutes, seconds = divmod(job.seconds, 60)
+    return _Shell(f"{minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}" if hours else f"{minutes}")

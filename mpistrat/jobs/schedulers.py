@@ -1,0 +1,74 @@
+"""The batch systems: how each takes a script, who can start ranks under it, and what a job can ask of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+__all__ = ["LAUNCHERS", "SCHEDULERS", "Scheduler"]
+
+
+@final
+@dataclass(frozen=True)
+class Scheduler:
+    """A batch system.
+
+    Attributes:
+        title: its name for people.
+        submit: the command that reads a script from stdin.
+        job_id: pattern of what that command prints; group 1 is the job.
+        launchers: what can start the ranks inside a job, the usual one first.
+        takes: what a job may ask for, of: array, preemption, ps_nodes, memory, qos, mail, mpi.
+        directives: options that a site profile may add to the script.
+    """
+
+    title: str
+    submit: tuple[str, ...]
+    job_id: str
+    launchers: tuple[str, ...]
+    takes: frozenset[str]
+    directives: frozenset[str]
+
+
+_SLURM = """
+    --begin --clusters --comment --constraint --contiguous --core-spec --dependency --distribution --exclude --exclusive
+    --gres --gres-flags --hint --licenses --mem-per-cpu --mem-per-gpu --network --nice --nodelist --oversubscribe
+    --reservation --sockets-per-node --switches --threads-per-core --tmp
+"""
+
+SCHEDULERS = {
+    "slurm": Scheduler(
+        "SLURM",
+        ("sbatch", "--parsable"),
+        r"^(\d+)(?:;\S+)?$",
+        ("srun", "openmpi", "mpich"),
+        frozenset({"array", "preemption", "ps_nodes", "memory", "qos", "mail"}),
+        frozenset(_SLURM.split()),
+    ),
+    "pbs": Scheduler(
+        "PBS",
+        ("qsub",),
+        r"^(\d+(?:\[\])?\S*)$",
+        ("mpich", "openmpi", "pals"),
+        frozenset({"array", "memory", "mail"}),
+        frozenset({"-l", "-W", "-p"}),
+    ),
+    "lsf": Scheduler(
+        "LSF",
+        ("bsub",),
+        r"Job <(\d+)>",
+        ("jsrun",),
+        frozenset({"array", "mail"}),
+        frozenset({"-alloc_flags", "-core_isolation", "-U", "-w"}),
+    ),
+    "flux": Scheduler(
+        "Flux",
+        ("flux", "batch"),
+        r"^(\S+)$",
+        ("flux",),
+        frozenset(),
+        frozenset({"--exclusive", "--requires", "--dependency", "--urgency", "--begin-time"}),
+    ),
+}
+
+LAUNCHERS = tuple(dict.fromkeys(launcher for scheduler in SCHEDULERS.values() for launcher in scheduler.launchers))

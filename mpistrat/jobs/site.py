@@ -1,0 +1,174 @@
+"""SiteProfile: what differs between machines, each setting with its reason; read from JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, final
+
+from ..errors import explain
+from .checks import chosen, matching, text
+from .schedulers import LAUNCHERS, SCHEDULERS
+
+__all__ = ["SiteProfile", "read_site", "site_names"]
+
+_FOLDER = Path(__file__).parent / "sites"
+_MOST = 1 << 16  # bytes of a profile
+_NOT_SHELL = re.compile(r"BASH.*|ENV|IFS|PATH|PPID|PROMPT_COMMAND|PS\d|SHELLOPTS|E?UID|SLURM_.*|LSB_.*|PBS_.*|FLUX_.*")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SiteProfile:
+    """How jobs are run at a site.
+
+    Args:
+        name: of the site.
+        about: where its facts come from.
+        scheduler: slurm, pbs, lsf or flux.
+        launcher: what starts the ranks inside the job: srun; mpich (its mpiexec); openmpi (its mpirun); pals (Cray's
+            mpiexec); jsrun; flux; or auto for the usual one of the scheduler.
+        mpi: how the launcher meets the MPI library: pmix, pmi2, cray_shasta, none, or auto for the site's default.
+        srun_cpus_per_task: export SRUN_CPUS_PER_TASK: since SLURM 22.05 srun does not take over --cpus-per-task.
+        gpu_request: how the script asks for GPUs: per_node, per_task or gres.
+        gpu_bind: what SLURM binds tasks to: closest, none, or "" for the site's default.
+        directives: further options of the batch system, of an allowlist, as ("--constraint=gpu",).
+        modules: environment modules to load.
+        venv, conda: folder of the virtual environment, or name or folder of the conda environment, to activate.
+        python: the Python of the job.
+        container_command: what runs a program in an image.
+        variables: environment variables to set.
+        reasons: by setting, why it is what it is; a comment in the script.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+
+    name: str = "generic"
+    about: str = ""
+    scheduler: str = "slurm"
+    launcher: str = "auto"
+    mpi: str = "auto"
+    srun_cpus_per_task: bool = True
+    gpu_request: str = "per_node"
+    gpu_bind: str = ""
+    directives: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    venv: str = ""
+    conda: str = ""
+    python: str = "python"
+    container_command: tuple[str, ...] = ("apptainer", "exec")
+    variables: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    reasons: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        matching("SiteProfile", "name", self.name, r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", "letters, digits and . _ -")
+        text("SiteProfile", "about", self.about, dash=True)
+        chosen("SiteProfile", "scheduler", self.scheduler, tuple(SCHEDULERS))
+        chosen("SiteProfile", "launcher", self.launcher, ("auto", *LAUNCHERS))
+        chosen("SiteProfile", "mpi", self.mpi, ("auto", "pmix", "pmi2", "cray_shasta", "none"))
+        chosen("SiteProfile", "gpu_request", self.gpu_request, ("per_node", "per_task", "gres"))
+        chosen("SiteProfile", "gpu_bind", self.gpu_bind, ("", "closest", "none"))
+        if not isinstance(self.srun_cpus_per_task, bool):
+            raise _wrong("srun_cpus_per_task", "true or false", self.srun_cpus_per_task)
+        for name in ("directives", "modules", "container_command"):
+            if not isinstance(getattr(self, name), tuple):
+                raise _wrong(name, "a list of words", getattr(self, name))
+        for directive in self.directives:
+            self._check_directive(directive)
+        for module in self.modules:
+            expected = "names of modules, as in gcc/12.3"
+            matching("SiteProfile", "modules", module, r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,127}", expected)
+        self._check_environment()
+        for name in ("variables", "reasons"):
+            self._check_mapping(name)
+
+    def _check_directive(self, directive: object) -> None:
+        matching(
+            "SiteProfile", "directives", directive, r"-{1,2}[A-Za-z][A-Za-z_-]{0,40}([= ][A-Za-z0-9_.,:=/%@+&|*-]{1,200})?",
+            "an option, or an option=value of letters, digits and . , : = / % @ + & | * _ -",
+        )  # fmt: skip
+        option, legal = re.split("[= ]", str(directive))[0], SCHEDULERS[self.scheduler].directives
+        if option not in legal:
+            raise _wrong("directives", f"one of {', '.join(sorted(legal))}", directive)
+
+    def _check_environment(self) -> None:
+        for name in ("venv", "conda", "python"):
+            if getattr(self, name):
+                text("SiteProfile", name, getattr(self, name), path=True)
+        if self.venv and self.conda:
+            raise _wrong("conda", "a virtual environment or one of conda", "both")
+        if not self.python:
+            raise _wrong("python", "a command", self.python)
+        for place, word in enumerate(self.container_command):
+            text("SiteProfile", "container_command", word, dash=place > 0)
+        if not self.container_command or ":" in self.container_command:
+            raise _wrong("container_command", "a command, without ':'", self.container_command)
+
+    def _check_mapping(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, (dict, MappingProxyType)):
+            raise _wrong(name, "an object", value)
+        for key, said in value.items():
+            if name == "reasons":
+                chosen("SiteProfile", "reasons", key, tuple(each.name for each in fields(self)))
+                text("SiteProfile", f"reasons: {key}", said)
+                continue
+            matching("SiteProfile", name, key, r"[A-Za-z_][A-Za-z0-9_]{0,127}", "names of environment variables")
+            if _NOT_SHELL.fullmatch(key):
+                raise _wrong(name, "variables that neither the shell nor the batch system uses", key)
+            text("SiteProfile", f"variables: {key}", said, dash=True)
+        object.__setattr__(self, name, MappingProxyType(dict(value)))
+
+
+def _wrong(name: str, expected: str, got: object) -> ValueError:
+    return ValueError(explain("SiteProfile", name, expected=expected, got=f"{got!r:.80}"))
+
+
+def site_names() -> list[str]:
+    """Return the names of the profiles that ship with the package. Not collective.
+
+    Example:
+        >>> "generic" in site_names()
+        True
+    """
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+def read_site(name: str) -> SiteProfile:
+    """Return a profile that ships with the package, by name, or one of your own, by path. Not collective.
+
+    Args:
+        name: of a profile, or a path, which has a slash or ends in .json.
+
+    Raises:
+        ValueError: there is no such profile, or it is not right.
+    """
+    if "/" in name or name.endswith(".json"):
+        path = Path(name)
+    elif name in site_names():
+        path = _FOLDER / f"{name}.json"
+    else:
+        expected = f"one of {', '.join(site_names())}, or the path of a JSON file"
+        raise ValueError(explain("read_site", "site", expected=expected, got=f"{name!r:.80}"))
+    try:
+        with path.open("rb") as file:
+            said = json.loads(file.read(_MOST).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(explain("read_site", f"{name!r:.200}", expected="a JSON file", got=str(error)[:200])) from None
+    return _profile(name, said)
+
+
+def _profile(name: str, said: Any) -> SiteProfile:
+    if not isinstance(said, dict):
+        raise ValueError(explain("read_site", f"{name!r:.200}", expected="a JSON object", got=type(said).__name__))
+    legal = {each.name for each in fields(SiteProfile)}
+    for key in said:
+        if key not in legal:
+            expected = f"settings of {', '.join(sorted(legal))}"
+            raise ValueError(explain("read_site", f"{name!r:.200}", expected=expected, got=f"{key!r:.80}"))
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items()}
+    return SiteProfile(**values)
