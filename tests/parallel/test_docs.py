@@ -1,127 +1,198 @@
-"""The guides in docs/ and the README say what is so: their programs run and print what is shown, their tables hold."""
+"""The pages of the documentation say what is so: their programs run and print what is shown, their tables hold.
 
-import contextlib
+CONTRIBUTING.md has the conventions, under Pages.
+"""
+
 import doctest
 import importlib
 import inspect
-import io
+import itertools
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import pages
 import pytest
 
+import launcher
 import mpistrat as ms
 
-FOLDER = Path(__file__).parents[2] / "docs"
-INPUT, SERVERS, README = "input.md", "parameter_servers.md", "../README.md"
+INPUT, SERVERS = "docs/input.md", "docs/parameter_servers.md"
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1e-3, "s": 1}
-FILE = re.compile(r"# (\w+\.py)\n")  # the first line of a program that is a file, for a command to run
+PAGES = [pages.read(path) for path in pages.paths()]
+PROGRAMS = ("python", "mpistrat", "cat", "head", "tail", "ls", "grep", "bash", "echo")  # what a console block may start
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+PATIENCE = 100  # seconds for a command, and for a block
 
 
-def blocks(page):
-    """The language, the text and the line before the text of every fenced block."""
-    text = (FOLDER / page).read_text()
-    for match in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        yield match[1], match[2], text.count("\n", 0, match.start(2))
+def some(wanted):
+    return [pytest.param(page, id=page.path) for page in PAGES if wanted(page)]
 
 
-def commands(page):
-    """The words of every command of the page, what it shows, and the line."""
-    for language, text, line in blocks(page):
-        if language == "console":
-            for words, shown in re.findall(r"^\$ (.*)\n((?:[^$].*\n|\n)*)", text, re.MULTILINE):
-                yield shlex.split(words), shown, line
+@pytest.mark.parametrize("page", some(lambda page: page.runs and page.starts_ranks))
+def test_page_under_each_mpi(page, mpi, tmp_path):
+    Session(page, mpi, tmp_path).run()
+
+
+@pytest.mark.parametrize("page", some(lambda page: page.runs and not page.starts_ranks))
+def test_page(page, tmp_path):
+    try:
+        mpi = launcher.mpi_env(sys.executable)
+    except LookupError as error:
+        pytest.skip(str(error))
+    Session(page, mpi, tmp_path).run()
+
+
+@pytest.mark.parametrize("page", some(bool))
+def test_blocks_are_as_contributing_says(page):
+    consoles = "".join(block.text for block in page.blocks if block.language == "console")
+    for block in page.blocks:
+        where = f"{page.path}, line {block.line}"
+        assert block.language in pages.LANGUAGES, f"{where}: a block's language is one of {sorted(pages.LANGUAGES)}"
+        assert block.mark != "not run:", f"{where}: why is it not run?"
+        assert not block.mark or block.language in ("python", "console", "bash"), (
+            f"{where}: {block.mark} means nothing here"
+        )
+        if block.language == "python":
+            compile("\n" * block.line + block.text, page.path, "exec")
+            assert not block.file or not block.runs or block.file in consoles, f"{where}: no command runs {block.file}"
+        if block.language == "console":
+            assert block.commands(), f"{where}: no line begins with $"
+        if block.language == "bash" and block.runs:
+            reply = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+            assert reply.returncode == 0, f"{where}: {reply.stderr}"
+
+
+class Session:
+    """A page from top to bottom, in one folder: its programs on ranks that wait for each other, its commands beside them."""
+
+    def __init__(self, page, mpi, tmp_path):
+        self.page, self.mpi, self.job = page, mpi, None
+        self.folder, self.exchange = tmp_path / "page", tmp_path / "exchange"
+        self.folder.mkdir()
+        self.exchange.mkdir()
+        self.env = {"PATH": f"{Path(mpi.python).parent}:{os.environ['PATH']}", **AS_ROOT}
+
+    def run(self):
+        printed = None
+        try:
+            for number, block in enumerate(self.page.blocks):
+                self.where = f"{self.page.path}, line {block.line}"
+                if block.language == "text" and block.behind and printed:
+                    compare(self.where, block.text, printed)
+                printed = None
+                if block.runs and block.file:
+                    (self.folder / block.file).write_text(block.text)
+                elif block.program:
+                    printed = self.program(number, block)
+                elif block.runs and block.language == "console":
+                    self.console(block)
+            self.end()
+        finally:
+            if self.job is not None:
+                self.job.end()
+
+    def program(self, number, block):
+        """What a program printed on all ranks, in their order; where it shall raise, the forms its message may have."""
+        if self.job is None:
+            words = [
+                self.mpi.python,
+                str(Path(pages.__file__).with_name("page_program.py")),
+                self.page.path,
+                str(self.exchange),
+            ]
+            self.job = launcher.Job(words, self.page.ranks, self.mpi, self.exchange, cwd=self.folder, env=self.env)
+        (self.exchange / f"run-{number}").touch()
+        replies = self.replies(number)
+        for rank, reply in enumerate(replies):
+            if reply["error"] != block.raises:
+                pytest.fail(
+                    f"{self.where}: rank {rank} raised {reply['error'] or 'nothing'}\n{reply['trace']}", pytrace=False
+                )
+        if block.raises:
+            return [replies[0]["message"], f"{block.raises}: {replies[0]['message']}"]
+        return ["".join(reply["out"] for reply in replies)]
+
+    def replies(self, number):
+        """Wait until all ranks have run a program; of one that raised, until none can follow."""
+        paths = [self.exchange / f"{number}.{rank}.json" for rank in range(self.page.ranks)]
+        until = time.monotonic() + PATIENCE
+        while not all(path.exists() for path in paths):
+            there = [json.loads(path.read_text()) for path in paths if path.exists()]
+            if any(reply["error"] for reply in there):
+                until = min(until, time.monotonic() + 5)
+            if self.job.poll() is not None or time.monotonic() > until:
+                traces = "".join(reply["trace"] for reply in there)
+                what = launcher.texts(*self.job.outputs())
+                pytest.fail(f"{self.where}: {len(there)} of {len(paths)} ranks ran it\n{traces}{what}", pytrace=False)
+            time.sleep(0.01)
+        return [json.loads(path.read_text()) for path in paths]
+
+    def console(self, block):
+        commands = block.commands()
+        for number, (command, shown) in enumerate(commands, 1):
+            status, printed = self.command(command)
+            expected = block.status if number == len(commands) else 0
+            assert status == expected, f"{self.where}: $ {command}\nended with status {status}\n{printed}"
+            if shown.strip():
+                compare(f"{self.where}: $ {command}", shown, [printed])
+
+    def command(self, command):
+        """Run a command as [NAME=value …] PROGRAM …; return its exit status and what it printed."""
+        words = shlex.split(command)
+        if words[0] == "export":
+            self.env.update(word.split("=", 1) for word in words[1:])
+            return 0, ""
+        settings = list(itertools.takewhile(re.compile(r"\w+=").match, words))
+        program, *arguments = words[len(settings) :]
+        if program == "mpiexec":
+            flag, ranks, python, *arguments = arguments
+            assert (flag, python) == ("-n", "python"), f"{self.where}: expected mpiexec -n RANKS python …"
+            env = {**self.env, **dict(word.split("=", 1) for word in settings)}
+            result = launcher.launch(arguments, int(ranks), self.mpi, PATIENCE, env=env, cwd=self.folder)
+            assert not result.timed_out, f"{self.where}: {result}"
+            assert not result.leftover, f"{self.where}: {result}"
+            return result.returncode, result.stdout + (result.stderr if result.returncode else "")
+        assert program in PROGRAMS, f"{self.where}: {program} is none of {PROGRAMS}; say <!-- not run: why -->"
+        line = f'set -o pipefail; mpistrat() {{ "{self.mpi.python}" -m mpistrat "$@"; }}; {command}'
+        mark = f"page-{time.monotonic_ns()}"
+        env = launcher.job_environment(mark, self.folder.parent, self.env)
+        reply = subprocess.run(
+            ["bash", "-c", line],
+            cwd=self.folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        return reply.returncode, reply.stdout + (reply.stderr if reply.returncode else "")
+
+    def end(self):
+        if self.job is not None:
+            (self.exchange / "end").touch()
+            status = self.job.wait(30)
+            assert status == 0, f"{self.page.path}: the ranks of its programs ended with status {status}"
+            assert not self.job.leftover()
+
+
+def compare(where, shown, printed):
+    """Compare what the page shows with what was printed, or one form of it; ... stands for anything."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    same = any(doctest.OutputChecker().check_output(shown, form, flags) for form in printed)
+    assert same, f"{where} shows\n{shown}but what was printed is\n{printed[0]}"
 
 
 def cells(page, title):
     """The cells of the rows of the tables under a title."""
-    part = (FOLDER / page).read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    part = pages.read(page).text.split(f"\n## {title}\n")[1].split("\n## ")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:1] == "|"]
-
-
-def printed_by(action):
-    """What an action prints on all ranks, in their order. Collective."""
-    from mpi4py import MPI
-
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        action()
-    return "".join(MPI.COMM_WORLD.allgather(out.getvalue()))
-
-
-def compare(page, shown, printed, line):
-    """Compare what the page shows with what was printed; ... stands for anything."""
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    same = doctest.OutputChecker().check_output(shown, printed, flags)
-    assert same, f"{page}, line {line}, shows\n{shown}but the program printed\n{printed}"
-
-
-def run_command(words):
-    from mpistrat.cli.main import main
-
-    assert main(words) == 0
-
-
-def run_page(page):
-    """Run the page's programs from top to bottom, and compare. Return how many ran and were compared. Collective."""
-    names = {"__name__": "__main__"}
-    printed = ""
-    ran = compared = 0
-    for language, text, line in blocks(page):
-        if language == "python" and not FILE.match(text):
-            code = compile("\n" * line + text, page, "exec")
-            printed = printed_by(lambda code=code: exec(code, names))
-            ran += 1
-            continue
-        if language == "console":
-            for words, shown, at in commands(page):
-                if at == line and words[:3] == ["python", "-m", "mpistrat"]:
-                    compare(page, shown, printed_by(lambda words=words: run_command(words[3:])), line)
-                    compared += 1
-        elif printed:  # a text right behind a program that prints
-            compare(page, text, printed, line)
-            compared += 1
-        printed = ""
-    return ran, compared
-
-
-@pytest.mark.ranks(1)
-def test_programs_of_input(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    ran, compared = run_page(INPUT)
-    assert ran > 8
-    assert compared > 8
-
-
-@pytest.mark.ranks(4)
-def test_programs_of_parameter_servers(mpi_tmp_path, monkeypatch):
-    monkeypatch.chdir(mpi_tmp_path)
-    ran, compared = run_page(SERVERS)
-    assert ran > 8
-    assert compared > 8
-
-
-JOBS = [
-    pytest.param(page, words, shown, line, id=" ".join(words))
-    for page in (INPUT, SERVERS, README)
-    for words, shown, line in commands(page)
-    if "mpiexec" in words
-]
-
-
-@pytest.mark.parametrize(("page", "words", "shown", "line"), JOBS)
-def test_jobs(mpi_run, tmp_path, page, words, shown, line):
-    """What stands as [NAME=value …] mpiexec -n RANKS python …"""
-    start = words.index("mpiexec")
-    assert [words[start + 1], words[start + 3]] == ["-n", "python"]
-    for language, text, _ in blocks(page):
-        if language == "python" and (file := FILE.match(text)):
-            (tmp_path / file[1]).write_text(text)
-    env = dict(word.split("=", 1) for word in words[:start])
-    result = mpi_run(words[start + 4 :], int(words[start + 2]), timeout=100, env=env, cwd=tmp_path)
-    assert result.returncode == 0, result
-    compare(page, shown, result.stdout, line)
 
 
 @pytest.mark.ranks(2)
