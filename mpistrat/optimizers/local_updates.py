@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..cluster.threads import available_cores
 from ..comm.arrays import as_array
 from ..comm.dtypes import accumulation_dtype
 from ..cross_device.arithmetic import add_all
@@ -21,12 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalUpdates"]
 
+_MOST_THREADS = 4  # that update one variable; memory has no more to give
+_SHARED = 16  # blocks from which on a variable is worth waking other threads
+
 
 @final
 class LocalUpdates:
     """Updates whole variables, and keeps their slots beside them. Threads take turns.
 
-    From the gradients of one process it makes bit for bit what `apply_gradients` makes there.
+    From the gradients of one process it makes bit for bit what `apply_gradients` makes there. Large variables are updated by
+    several threads, where this process has several cores: each takes the next block, so a thread that gets no core
+    delays nobody, and `Optimizer.update` must be fit for several threads with different blocks.
 
     Rows that are updated leave all other rows, and their slots, as they are, as LazyAdam does. Adam with a dense gradient
     is another thing: there the other rows go on moving by their momentum, and their slots fade. The same holds for every
@@ -40,7 +48,7 @@ class LocalUpdates:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._turn = threading.RLock()
-        self._rooms: dict[np.dtype, _Room] = {}
+        self._rooms: dict[np.dtype, list[_Room]] = {}
         self._kept: dict[Any, _Kept] = {}
 
     # steps
@@ -56,24 +64,52 @@ class LocalUpdates:
 
     # updates
 
-    def dense(self, variable: Any, weights: np.ndarray, gradients: Sequence[np.ndarray], step: int) -> None:
+    def dense(
+        self,
+        variable: Any,
+        weights: np.ndarray,
+        gradients: Sequence[np.ndarray],
+        step: int,
+        old: np.ndarray | None = None,
+    ) -> None:
         """Update a variable by the sum of gradients, from the first to the last. Not collective.
 
         Args:
             variable: with `name`, `shape` and `dtype`; slots are kept for it.
-            weights: C-contiguous array of that shape and dtype, changed in place.
+            weights: C-contiguous array of that shape and dtype; the result.
             gradients: arrays like it, which are not changed.
             step: number of the step, counted from 1.
+            old: an array like it, what the weights were; None where that is in `weights`.
         """
         flat, parts = weights.reshape(-1), [gradient.reshape(-1) for gradient in gradients]
+        before = None if old is None or old is weights else old.reshape(-1)
         with self._turn:
             kept = self._begin(variable, step)
             kept.fill()
-            if flat.size <= BLOCK:
-                kept.update(flat, kept.slots, parts)
-                return
-            for low in range(0, flat.size, BLOCK):
-                kept.update_range(flat, low, low + BLOCK, [part[low : low + BLOCK] for part in parts])
+            blocks = iter(range(0, flat.size, BLOCK))  # shared by the threads
+
+            def update(room: _Room) -> None:
+                for low in blocks:
+                    high = low + BLOCK
+                    target = flat[low:high]
+                    if before is not None:
+                        np.copyto(target, before[low:high])
+                    kept.update_range(room, target, low, [part[low:high] for part in parts])
+
+            others = self._others(kept, flat.size, step) if flat.size >= _SHARED * BLOCK else []
+            working = [_helpers().submit(update, room) for room in others]
+            update(kept.room)
+            for thread in working:
+                thread.result()
+
+    def _others(self, kept: _Kept, size: int, step: int) -> list[_Room]:
+        """Room for each of the threads that help."""
+        rooms = self._rooms[kept.room.dtype]
+        while len(rooms) < _threads():
+            rooms.append(_Room(self._optimizer, kept.room.dtype))
+        for room in rooms[1:]:
+            room.rule.begin(step, self._optimizer.rate_at(step))
+        return rooms[1 : size // BLOCK]
 
     def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
         """Update some rows of a variable, and leave the others alone. Not collective.
@@ -151,25 +187,25 @@ class LocalUpdates:
 
     def _meet(self, variable: Any, by_rows: bool = False) -> _Kept:
         dtype = np.dtype(variable.dtype)
-        room = self._rooms.get(dtype)
-        if room is None:
-            room = self._rooms[dtype] = _Room(self._optimizer, dtype)
-        kept = self._kept[variable] = _Kept(self._optimizer, variable, room, by_rows)
+        if dtype not in self._rooms:
+            self._rooms[dtype] = [_Room(self._optimizer, dtype)]
+        kept = self._kept[variable] = _Kept(self._optimizer, variable, self._rooms[dtype][0], by_rows)
         return kept
 
 
 @final
 class _Room:
-    """Room to compute in, for all variables of a dtype.
+    """Room to compute in, for one thread and all variables of a dtype.
 
     Attributes:
+        dtype: of the variables.
         rule: the optimizer's.
         weights: a block of the variables' dtype, made when it is asked for.
         slots: for each slot a block of the dtype in which gradients are summed.
     """
 
     def __init__(self, optimizer: Optimizer, dtype: np.dtype) -> None:
-        self._dtype, self._wide, self._names = dtype, accumulation_dtype(dtype), optimizer.slot_names
+        self.dtype, self._wide, self._names = dtype, accumulation_dtype(dtype), optimizer.slot_names
         self.rule = BlockUpdate(optimizer, dtype, [np.empty(BLOCK, self._wide) for _ in range(4)])
         self._blocks: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
 
@@ -177,7 +213,7 @@ class _Room:
         """Return room for so many weights and their slots. Not collective."""
         if self._blocks is None:
             slots = {name: np.empty(BLOCK, self._wide) for name in self._names}
-            self._blocks = np.empty(BLOCK, self._dtype), slots
+            self._blocks = np.empty(BLOCK, self.dtype), slots
         weights, slots = self._blocks
         return weights[:size], {name: block[:size] for name, block in slots.items()}
 
@@ -210,23 +246,27 @@ class _Kept:
         if rows is None:
             self._empty = None
 
-    def update(self, target: np.ndarray, slots: Mapping[str, np.ndarray], gradients: Sequence[np.ndarray]) -> None:
+    def update(
+        self, room: _Room, target: np.ndarray, slots: Mapping[str, np.ndarray], gradients: Sequence[np.ndarray]
+    ) -> None:
         """Update a block of weights and its slots by the sum of gradients. Not collective."""
-        rule, size = self.room.rule, target.size
+        rule, size = room.rule, target.size
         block = rule.block[:size]
         add_all(gradients, block)
         rule.update(target, block, slots, ((0, size, self._decay),) if self._decay else ())
 
-    def update_range(self, flat: np.ndarray, low: int, high: int, gradients: Sequence[np.ndarray]) -> None:
-        """Update the elements [low, high) of a variable, at most a block. Not collective."""
-        self.update(flat[low:high], {name: slot[low:high] for name, slot in self.slots.items()}, gradients)
+    def update_range(self, room: _Room, target: np.ndarray, low: int, gradients: Sequence[np.ndarray]) -> None:
+        """Update a block of the variable, at most BLOCK elements of it from `low` on. Not collective."""
+        high = low + target.size
+        self.update(room, target, {name: slot[low:high] for name, slot in self.slots.items()}, gradients)
 
     def update_row(self, flat: np.ndarray, row: int, gradient: np.ndarray) -> None:
         """Update one row of a variable, larger than a block. Not collective."""
         start = row * gradient.size
         for low in range(0, gradient.size, BLOCK):
             piece = gradient[low : low + BLOCK]
-            self.update_range(flat, start + low, start + low + piece.size, [piece])
+            first = start + low
+            self.update_range(self.room, flat[first : first + piece.size], first, [piece])
 
     def update_rows(self, table: np.ndarray, rows: np.ndarray, gradients: np.ndarray) -> None:
         """Update rows of a variable, at most a block: fetch them and their slots, update, and put them back."""
@@ -237,10 +277,20 @@ class _Kept:
         np.take(table, rows, axis=0, out=target.reshape(shape), mode="clip")
         for name, slot in slots.items():
             np.take(tables[name], rows, axis=0, out=slot.reshape(shape), mode="clip")
-        self.update(target, slots, [gradients.reshape(-1)])
+        self.update(self.room, target, slots, [gradients.reshape(-1)])
         table[rows] = target.reshape(shape)
         for name, slot in slots.items():
             tables[name][rows] = slot.reshape(shape)
+
+
+@functools.cache
+def _threads() -> int:
+    return min(len(available_cores()), _MOST_THREADS)
+
+
+@functools.cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_MOST_THREADS - 1, "mpistrat-update")  # a thread starts when there is work for it
 
 
 def _untouched(size: int, dtype: np.dtype) -> np.ndarray:

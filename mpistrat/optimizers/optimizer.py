@@ -110,7 +110,7 @@ class Optimizer(ABC):
         rate: float,
         scratch: Sequence[Any],
     ) -> None:
-        """Update a block of weights and slots in place. Not collective.
+        """Update a block of weights and slots in place. Not collective; threads may have a block each.
 
         Args:
             gradient: flat array, the sum over all replicas; it may be overwritten.

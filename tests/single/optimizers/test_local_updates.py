@@ -68,6 +68,27 @@ def test_dense_updates_are_the_step_bit_for_bit(rule, dtype):
             assert theirs[name].dtype == ours[name].dtype
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_several_threads_make_the_same_bits(rule, monkeypatch):
+    """Large variables are shared out among threads; what was before may lie elsewhere, and stays as it is."""
+    monkeypatch.setattr("mpistrat.optimizers.local_updates._SHARED", 2)
+    start, array = random(0, (5, 70001), np.float32), random(0, (5, 70001), np.float32)
+    alone, shared = LocalUpdates(RULES[rule](ms.optimizers)), LocalUpdates(RULES[rule](ms.optimizers))
+    first, second = Weights(start, "kernel"), Weights(start, "kernel")
+    for step in range(1, 4):
+        gradients = [random((step, part), start.shape, np.float32) for part in range(2)]
+        monkeypatch.setattr("mpistrat.optimizers.local_updates._threads", lambda: 1)
+        alone.dense(first, array, gradients, step)
+        monkeypatch.setattr("mpistrat.optimizers.local_updates._threads", lambda: 3)
+        after, before = np.full_like(start, np.nan), start.copy()
+        shared.dense(second, after, gradients, step, old=start)
+        assert start.tobytes() == before.tobytes()
+        assert after.tobytes() == array.tobytes()
+        start = after
+    for name, slot in alone.slots(first).items():
+        assert slot.tobytes() == shared.slots(second)[name].tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_several_gradients_are_summed_in_their_order_like_those_of_replicas(dtype):
     start = random(1, 70001, dtype)
