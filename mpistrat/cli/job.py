@@ -11,8 +11,8 @@ from typing import Any
 
 from ..data.shards.ranks import Ranks
 from ..jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render, site_names, submit
-from ..jobs.fit import STRATEGIES
 from ..jobs.schedulers import LAUNCHERS
+from ..options import STRATEGIES
 from .command import DONE, Command
 
 __all__ = ["COMMAND"]
@@ -168,7 +168,7 @@ def _site(args: argparse.Namespace) -> SiteProfile:
     if args.env:
         said["variables"] = {**site.variables, **dict(_variable(text) for text in args.env)}
     site = dataclasses.replace(site, **said)
-    if not (site.venv or site.conda or site.modules or args.container) and site.python == "python":
+    if not (site.venv or site.conda or args.container) and site.python == "python":
         site = dataclasses.replace(site, **_here())
     return site
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from ..errors import LayoutError, explain
+from ..options import STRATEGIES
 
-__all__ = ["STRATEGIES", "check_fit"]
-
-STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server")
+__all__ = ["check_fit"]
 
 
 def check_fit(strategy: str, nodes: int, ranks_per_node: int, num_ps: int, ps_nodes: int) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from ..options import STRATEGIES
 from .checks import chosen, matching, text, whole
-from .fit import STRATEGIES, check_fit
+from .fit import check_fit
 
 __all__ = ["Array", "Job", "Preemption"]
 

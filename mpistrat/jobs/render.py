@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ from typing import Any
 from ..errors import MissingDependencyError
 from .job import Job
 from .plan import check, gpus_per_rank, launcher_of
+from .schedulers import SCHEDULERS
 from .site import SiteProfile
 
 __all__ = ["RESTART_EXIT_CODE", "render"]
@@ -36,21 +38,26 @@ def render(job: Job, site: SiteProfile) -> str:
     """
     check(job, site)
     template = _environment().get_template(f"{site.scheduler}.sh.jinja")
-    launcher = launcher_of(site)
-    return template.render(
+    launcher, scheduler = launcher_of(site), SCHEDULERS[site.scheduler]
+    text: str = template.render(
         job=job,
         site=site,
+        scheduler=scheduler,
         launcher=launcher,
-        program=_program(job, site),
+        by=scheduler.by,
+        what=_comment(_what(job, launcher)),
+        reason=_reasons(site),
+        clock=_clock(job.seconds),
+        minutes=-(-job.seconds // 60),
         gpus_per_rank=gpus_per_rank(job),
         restart=RESTART_EXIT_CODE,
+        program=_program(job, site),
         exported=_exported(job, site),
-        what=_Shell(_what(job, launcher)),
-        reason=_reasons(site),
-        clock=lambda **how: _clock(job, **how),
     )
+    return text
 
 
+@functools.cache
 def _environment() -> Any:
     try:
         import jinja2
@@ -115,10 +122,11 @@ def _exported(job: Job, site: SiteProfile) -> list[str]:
 
 def _what(job: Job, launcher: str) -> str:
     """The first comment: what kind of job this is."""
-    parts = [f"{job.ranks} ranks started by {launcher}"]
+    ranks = f"{job.ranks} rank{'s' * (job.ranks > 1)}"
     if job.num_ps:
         nodes = " on nodes of their own" if job.ps_nodes else ""
-        parts.append(f"the last {job.num_ps} of them parameter servers{nodes}")
+        ranks = f"{job.ranks - job.num_ps} workers, then {job.num_ps} parameter servers{nodes}"
+    parts = [f"{ranks}, started by {launcher}"]
     parts += [f"{job.gpus_per_node} GPUs on each node"] * bool(job.gpus_per_node)
     parts += ["in a container"] * bool(job.container)
     parts += ["an array of jobs"] * bool(job.array)
@@ -126,6 +134,7 @@ def _what(job: Job, launcher: str) -> str:
     return f"{', '.join(parts)}."
 
 
-def _clock(job: Job, *, hours: bool) -> _Shell:
-    minutes, seconds = divmod(job.seconds, 60)
-    return _Shell(f"{minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}" if hours else f"{minutes}")
+def _clock(seconds: int) -> str:
+    """HH:MM:SS, which all of them read."""
+    minutes, seconds = divmod(seconds, 60)
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}"

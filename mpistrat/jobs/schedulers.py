@@ -16,17 +16,21 @@ class Scheduler:
     Attributes:
         title: its name for people.
         submit: the command that reads a script from stdin.
+        by: how people submit a file.
         job_id: pattern of what that command prints; group 1 is the job.
         launchers: what can start the ranks inside a job, the usual one first.
-        takes: what a job may ask for, of: array, preemption, ps_nodes, memory, qos, mail, mpi.
+        takes: what a job may ask for, of: array, preemption, ps_nodes, memory, qos, mail.
+        index: variable with the index of a task of an array.
         directives: options that a site profile may add to the script.
     """
 
     title: str
     submit: tuple[str, ...]
+    by: str
     job_id: str
     launchers: tuple[str, ...]
     takes: frozenset[str]
+    index: str
     directives: frozenset[str]
 
 
@@ -40,33 +44,41 @@ SCHEDULERS = {
     "slurm": Scheduler(
         "SLURM",
         ("sbatch", "--parsable"),
+        "sbatch FILE",
         r"^(\d+)(?:;\S+)?$",
         ("srun", "openmpi", "mpich"),
         frozenset({"array", "preemption", "ps_nodes", "memory", "qos", "mail"}),
+        "SLURM_ARRAY_TASK_ID",
         frozenset(_SLURM.split()),
     ),
     "pbs": Scheduler(
         "PBS",
         ("qsub",),
+        "qsub FILE",
         r"^(\d+(?:\[\])?\S*)$",
         ("mpich", "openmpi", "pals"),
         frozenset({"array", "memory", "mail"}),
+        "PBS_ARRAY_INDEX",
         frozenset({"-l", "-W", "-p"}),
     ),
     "lsf": Scheduler(
         "LSF",
         ("bsub",),
+        "bsub < FILE",
         r"Job <(\d+)>",
         ("jsrun",),
         frozenset({"array", "mail"}),
+        "LSB_JOBINDEX",
         frozenset({"-alloc_flags", "-core_isolation", "-U", "-w"}),
     ),
     "flux": Scheduler(
         "Flux",
         ("flux", "batch"),
+        "flux batch FILE",
         r"^(\S+)$",
         ("flux",),
         frozenset(),
+        "",
         frozenset({"--exclusive", "--requires", "--dependency", "--urgency", "--begin-time"}),
     ),
 }
