@@ -7,11 +7,12 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from uuid import UUID
 
 from ..errors import DeviceError, explain
 from ..log import once
 
-__all__ = ["canonical", "check_devices", "count_gpus", "default_devices", "parse"]
+__all__ = ["canonical", "check_devices", "count_gpus", "default_devices", "gpu_identities", "parse"]
 
 # Optional job/replica/task parts, then "cpu", "gpu:1", "/gpu:1" or "/device:GPU:1".
 _DEVICE = re.compile(
@@ -72,6 +73,23 @@ def _find_gpus() -> tuple[int, str]:
     except Exception as error:  # CuPy reports a missing driver by its own exception types, a missing library by others
         return 0, f"CuPy finds no usable GPU ({type(error).__name__}: {error}): check the driver with nvidia-smi"
     return count, "" if count else "CuPy finds no GPU: ask the batch system for one, or check with nvidia-smi"
+
+
+def gpu_identities() -> tuple[list[tuple[str, str]], str]:
+    """Return UUID and model of each GPU that this process can use; and, where there is none, the reason and the remedy.
+
+    Not collective. A GPU of which CuPy tells no UUID is named by its place on the bus.
+    """
+    count, reason = _find_gpus()
+    found = []
+    for index in range(count):
+        import cupy
+
+        about = cupy.cuda.runtime.getDeviceProperties(index)
+        model, uuid = about["name"], about.get("uuid")
+        name = f"GPU-{UUID(bytes=bytes(uuid))}" if uuid else cupy.cuda.runtime.deviceGetPCIBusId(index)
+        found.append((str(name), model.decode(errors="replace") if isinstance(model, bytes) else str(model)))
+    return found, reason
 
 
 def default_devices(local_rank: int, local_size: int) -> tuple[str, ...]:

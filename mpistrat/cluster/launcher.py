@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ClusterError, explain
 
-__all__ = ["check_size", "launched_size"]
+__all__ = ["LoneRank", "check_size", "launched_rank", "launched_size", "launcher_remedy", "lone_rank"]
 
 # Variable -> launcher. Each is set for a task by what started it; an MPI's own launcher comes before srun.
 # SLURM_NTASKS is not among them: sbatch sets it for its script, which is one process and no task of srun.
 # PMIx itself has no variable that tells a size.
+_STEP = "SLURM_STEP_NUM_TASKS"
 _SIZE_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpiexec",
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpiexec",
     "PMI_SIZE": "the mpiexec of MPICH or a relative, or a PMI launcher",
     "JSM_NAMESPACE_SIZE": "jsrun",
     "FLUX_JOB_SIZE": "flux run",
-    "SLURM_STEP_NUM_TASKS": "srun",
+    _STEP: "srun",
+}
+_RANK_VARIABLES = {
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    "JSM_NAMESPACE_SIZE": "JSM_NAMESPACE_RANK",
+    "FLUX_JOB_SIZE": "FLUX_TASK_RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
 }
 
 
@@ -32,6 +42,46 @@ def launched_size() -> tuple[int, str] | None:
     return next(((size, name) for name, size in sizes.items()), None)
 
 
+def launched_rank() -> int | None:
+    """Return which of its processes the launcher says that this is; None if none did, or it does not say. Not collective."""
+    launched = launched_size()
+    text = os.environ.get(_RANK_VARIABLES[launched[1]], "") if launched is not None else ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+@dataclass(frozen=True)
+class LoneRank:
+    """A process that MPI takes for the only one, of several that a launcher started.
+
+    Attributes:
+        expected: what the launcher says.
+        got: what MPI says.
+        remedy: what to do.
+    """
+
+    expected: str
+    got: str
+    remedy: str
+
+
+def lone_rank(comm_size: int) -> LoneRank | None:
+    """Return what is wrong with an MPI world of one rank; None if the launcher meant it. Not collective.
+
+    Args:
+        comm_size: size of MPI's COMM_WORLD.
+    """
+    sizes = _launched_sizes()
+    # Launchers may be nested (mpiexec -n 1 within a step of several tasks): it is enough that one of them meant 1.
+    if comm_size != 1 or not sizes or 1 in sizes.values():
+        return None
+    name, size = next(iter(sizes.items()))
+    return LoneRank(
+        f"{size} ranks, as {_SIZE_VARIABLES[name]} says ({name}={size})",
+        f"1: each process is alone as rank 0 of 1, with {_library()}",
+        _remedy(name),
+    )
+
+
 def check_size(comm_size: int) -> None:
     """Check that an MPI world of one rank is what the launcher meant. Not collective.
 
@@ -41,20 +91,10 @@ def check_size(comm_size: int) -> None:
     Raises:
         ClusterError: MPI sees one rank and the launcher started more: each process believes that it is rank 0 of 1.
     """
-    sizes = _launched_sizes()
-    # Launchers may be nested (mpiexec -n 1 within a step of several tasks): it is enough that one of them meant 1.
-    if comm_size != 1 or not sizes or 1 in sizes.values():
-        return
-    name, size = next(iter(sizes.items()))
-    raise ClusterError(
-        explain(
-            "check_size",
-            "COMM_WORLD",
-            expected=f"{size} ranks, as {_SIZE_VARIABLES[name]} says ({name}={size})",
-            got=f"1: each process is alone as rank 0 of 1, with {_library()}",
-            remedy=_remedy(name),
-        )
-    )
+    lone = lone_rank(comm_size)
+    if lone is not None:
+        text = explain("check_size", "COMM_WORLD", expected=lone.expected, got=lone.got, remedy=lone.remedy)
+        raise ClusterError(text)
 
 
 def _launched_sizes() -> dict[str, int]:
@@ -75,8 +115,14 @@ def _library() -> str:
     return f"mpi4py on {module.Get_library_version().strip().splitlines()[0].strip()[:60]}"
 
 
+def launcher_remedy() -> str:
+    """Return what to do where the launcher and MPI do not find each other; "" if no launcher started this. Not collective."""
+    launched = launched_size()
+    return "" if launched is None else _remedy(launched[1])
+
+
 def _remedy(name: str) -> str:
-    if name == "SLURM_STEP_NUM_TASKS":
+    if name == _STEP:
         return (
             "srun and this MPI share no start-up protocol: use srun --mpi=pmix (Open MPI, newer MPICH) or --mpi=pmi2"
             " (MPICH); srun --mpi=list shows what this SLURM has. For one process: srun -n 1"

@@ -21,9 +21,13 @@ import numpy as np
 
 from ..errors import SharedMemoryError
 
-__all__ = ["SharedBlock", "allocate_private", "allocate_shared", "free_space"]
+__all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "free_space"]
 
 SHARED_FOLDER = Path("/dev/shm")
+ENLARGE = (
+    "docker run --shm-size=8g …, or mount -o remount,size=8g /dev/shm; or set MPISTRAT_SHARED_MEMORY=0 to keep a "
+    "private copy in every rank"
+)
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _MARGIN = 1 << 16  # what MPI itself takes beside each segment, generously
 
@@ -132,8 +136,7 @@ def out_of_memory(what: str, rank: int, numbers: str) -> SharedMemoryError:
     """Return the error about a node whose shared memory is too small. Not collective."""
     return SharedMemoryError(
         f"the shared memory of the node of rank {rank} is too small for {what}: {numbers} in {SHARED_FOLDER}. Enlarge it: "
-        "docker run --shm-size=8g …, or mount -o remount,size=8g /dev/shm; or set MPISTRAT_SHARED_MEMORY=0 to keep a "
-        "private copy in every rank"
+        f"{ENLARGE}"
     )
 
 

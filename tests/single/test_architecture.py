@@ -23,14 +23,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The floor of each folder; files beside the folders are floor 0, or front doors that only re-export, which floor 8 uses.
 FLOORS = {
     "cluster": 1, "jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4, "parameter_server": 5, "optimizers": 5,
-    "strategy": 6, "coordinator": 7, "training": 7, "adapters": 8, "cli": 8, "examples": 8,
+    "strategy": 6, "coordinator": 7, "training": 7, "adapters": 8, "doctor": 8, "examples": 8,
+    "cli": 9,
 }  # fmt: skip
 
 # Where a library beyond NumPy may be imported at all. A pickle could run a stranger's code.
 ALLOWED = {
     "mpi4py": {"cluster", "comm", "cross_device", "data", "variables", "parameter_server", "optimizers", "strategy",
-               "coordinator", "training", "cli", "examples"},
-    "h5py": {"data", "strategy", "training", "cli", "examples"},
+               "coordinator", "training", "doctor", "cli", "examples"},
+    "h5py": {"data", "strategy", "training", "doctor", "cli", "examples"},
     "cupy": {"cluster", "comm", "cross_device"},
     "jinja2": {"jobs"},
     "sklearn": {"examples"},

@@ -1,0 +1,132 @@
+"""`mpistrat doctor`: is this machine, or this job, fit for training?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..cluster.launcher import launched_rank
+from ..data.shards.ranks import Ranks
+from ..doctor.finding import Finding, worst
+from ..doctor.login import NEEDS, check_login
+from ..doctor.ranks import check_ranks
+from ..doctor.summary import Summary
+from ..errors import explain
+from .command import DONE, PROBLEM, Command
+from .terminal import console, names
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["COMMAND"]
+
+_COLOURS = {"OK": "green", "warning": "yellow", "problem": "bold red"}
+_RANKS = 64  # shown at most
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks", action="store_true", help="look at all ranks of this job together: start it with srun or mpiexec"
+    )
+    parser.add_argument(
+        "--need",
+        metavar="NAME,…",
+        type=names,
+        default=[],
+        help=f"what the program cannot do without, of {', '.join(NEEDS)}: what is missing of it is a problem",
+    )
+    parser.add_argument(
+        "--time-limit", metavar="SECONDS", type=float, default=60.0, help="for each thing that may hang (default: 60)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    for name in args.need:
+        if name not in NEEDS:
+            raise ValueError(explain("doctor", "--need", expected=f"one of {', '.join(NEEDS)}", got=repr(name)))
+    if not args.time_limit > 0:
+        raise ValueError(explain("doctor", "--time-limit", expected="seconds, more than 0", got=args.time_limit))
+    if args.ranks:
+        summary = check_ranks(args.need, args.time_limit)
+    elif launched_rank() in (None, 0):
+        summary = Summary(check_login(args.need, args.time_limit))
+    else:  # one process speaks for this machine
+        return DONE
+    if launched_rank() in (None, 0):
+        _show(summary, as_json=args.json, plain=args.ranks)
+    return PROBLEM if worst(summary.findings) == "problem" else DONE
+
+
+def _show(summary: Summary, *, as_json: bool, plain: bool) -> None:
+    if as_json:
+        print(json.dumps(summary.document(), indent=1))
+        return
+    out = console(plain=plain)
+    if summary.ranks:
+        out.print(_rank_table(summary.ranks))
+        more = len(summary.ranks) - _RANKS
+        out.print(f"… and {more} more ranks; --json lists all of them\n" if more > 0 else "")
+    out.print(_finding_table(summary.findings))
+    out.print(f"\n{_conclusion(summary.findings)}")
+
+
+def _finding_table(findings: Sequence[Finding]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        what = Text(finding.what)
+        if finding.remedy:
+            what.append("\n→ ", "bold")
+            what.append(finding.remedy, "" if finding.status == "OK" else "bold")
+        table.add_row(Text(finding.status, _COLOURS[finding.status]), finding.name, what)
+    return table
+
+
+def _rank_table(ranks: Sequence[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("rank", "host", "local", "role", "GPU", "cores", "threads", "MPI"):
+        table.add_column(title, overflow="fold", justify="right" if title in ("rank", "local", "threads") else "left")
+    for rank in ranks[:_RANKS]:
+        gpus = ", ".join(rank["gpus"]) or "-"
+        table.add_row(
+            str(rank["rank"]), rank["host"], str(rank["local_rank"]), rank["role"], gpus, rank["cores"],
+            str(rank["threads"]), rank["mpi"],
+        )  # fmt: skip
+    return table
+
+
+def _conclusion(findings: Sequence[Finding]) -> str:
+    parts = []
+    for status in ("problem", "warning"):
+        count = sum(finding.status == status for finding in findings)
+        if count:
+            parts.append(f"{count} {status}{'s' * (count > 1)}")
+    return " and ".join(parts) if parts else "all is well"
+
+
+COMMAND = Command(
+    "look for what keeps programs from running, or makes them slow",
+    "Look at this machine: Python, MPI and the launcher that fits it, threads, one-sided calls, shared memory, GPUs, HDF5,\n"
+    "limits, what crashed jobs left behind. With --ranks, under srun or mpiexec: where the ranks are and what they have, and\n"
+    "whether that agrees; then an all-reduce and a window are tried. Nothing is changed. Each finding is OK, a warning (it\n"
+    "works, but slowly or not everywhere) or a problem, with what to do. Warnings alone end with status 0.",
+    (
+        "mpistrat doctor",
+        "mpistrat doctor --need nccl,parallel-hdf5 --json",
+        "srun mpistrat doctor --ranks",
+        "mpiexec -n 4 mpistrat doctor --ranks",
+    ),
+    _arguments,
+    _run,
+    collective=False,
+)

@@ -1,0 +1,1 @@
+"""What `mpistrat doctor` looks at: an organ a file, each giving findings."""

@@ -1,0 +1,232 @@
+"""What the table of all ranks shows: what differs that should not, and what is shared that should not be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..comm.contract import by_rank
+from .finding import Finding, ok, problem, warning
+
+__all__ = ["compare"]
+
+_MORE = 400  # characters of a list of ranks
+
+Rows = Sequence[dict[str, Any]]
+
+
+def compare(rows: Rows) -> Iterator[Finding]:
+    """Yield what the facts of all ranks show. Not collective.
+
+    Args:
+        rows: what `facts` gave on each rank, by rank.
+    """
+    nodes = max(row["node"] for row in rows) + 1
+    yield ok("ranks", f"{len(rows)} on {nodes} node{'s' * (nodes > 1)}")
+    yield _versions(rows)
+    yield from _roles(rows)
+    yield _settings(rows)
+    yield _thread_level(rows)
+    yield from _gpus(rows)
+    yield from _cores(rows)
+    yield from _needs(rows)
+
+
+def _versions(rows: Rows) -> Finding:
+    different = []
+    for name in rows[0]["versions"]:
+        found = {row["rank"]: row["versions"].get(name, "none") for row in rows}
+        if len(set(found.values())) > 1:
+            different.append(f"{name}: {_short(by_rank(found))}")
+    if not different:
+        return ok("versions", "the same Python, mpistrat, numpy, mpi4py, h5py and MPI on every rank")
+    hosts = "on the same hosts" if _within_node(rows) else "between hosts"
+    remedy = "Load the same modules and activate the same environment everywhere: in the job script, not in .bashrc"
+    return problem("versions", f"they differ {hosts}: {'; '.join(different)}", remedy)
+
+
+def _within_node(rows: Rows) -> bool:
+    kinds: dict[int, set[str]] = {}
+    for row in rows:
+        kinds.setdefault(row["node"], set()).add(str(row["versions"]))
+    return any(len(found) > 1 for found in kinds.values())
+
+
+def _roles(rows: Rows) -> Iterator[Finding]:
+    name = "roles"
+    errors = {row["rank"]: row["role_error"] for row in rows if "role_error" in row}
+    if errors:
+        yield problem(name, _short(by_rank(errors)), "Set the variable alike on every rank, or not at all")
+        return
+    sources = {row["rank"]: row["role_by"] or "nothing" for row in rows}
+    if len(set(sources.values())) > 1:
+        what = f"the ranks take their role from different variables: {_short(by_rank(sources))}"
+        yield problem(name, what, "Export TF_CONFIG and MPISTRAT_STRATEGY to all ranks (srun --export=ALL) or to none")
+        return
+    if rows[0]["role_by"] == "TF_CONFIG":
+        yield from _tasks(rows)
+        return
+    texts = {row["rank"]: _strategy(row) for row in rows}
+    if len(set(texts.values())) > 1:
+        remedy = "Set MPISTRAT_STRATEGY and MPISTRAT_NUM_PS once, for all ranks: mpistrat run --strategy, or in the job script"
+        yield problem(name, f"the ranks were told different roles: {_short(by_rank(texts))}", remedy)
+        return
+    count = Counter(row["role"].split()[0] for row in rows)
+    yield ok(name, ", ".join(f"{n} {role}{'s' * (n > 1 and role != 'ps')}" for role, n in count.items()))
+
+
+def _strategy(row: dict[str, Any]) -> str:
+    words = [
+        f"{name}={row['settings'][name]}"
+        for name in ("MPISTRAT_STRATEGY", "MPISTRAT_NUM_PS")
+        if name in row["settings"]
+    ]
+    return " ".join(words) or "neither MPISTRAT_STRATEGY nor MPISTRAT_NUM_PS"
+
+
+def _tasks(rows: Rows) -> Iterator[Finding]:
+    """Check that TF_CONFIG describes these ranks."""
+    name = "roles"
+    clusters = {row["rank"]: row["cluster"] for row in rows}
+    if len(set(clusters.values())) > 1:
+        what = f"TF_CONFIG describes different clusters: {_short(by_rank(clusters))}"
+        yield problem(name, what, 'Its part "cluster" is the same on every rank; only "task" differs')
+        return
+    ranks: dict[str, list[int]] = {}
+    for row in rows:
+        ranks.setdefault(row["role"], []).append(row["rank"])
+    twice = {role: found for role, found in ranks.items() if len(found) > 1}
+    if twice:
+        role, found = next(iter(twice.items()))
+        what = f"{len(found)} ranks are {role}: {', '.join(map(str, found[:8]))}, as TF_CONFIG says"
+        yield problem(name, what, 'Set "task" in TF_CONFIG for each rank, or unset it: MPI knows the ranks without')
+        return
+    tasks = sum(count for job, count in rows[0]["tasks"].items() if job != "evaluator")
+    trained = sum(not row["role"].startswith("evaluator") for row in rows)
+    if tasks and tasks != trained:
+        what = f"TF_CONFIG describes {tasks} tasks, and there are {trained} ranks"
+        yield problem(
+            name, what, "Start as many ranks as TF_CONFIG has tasks, or unset it: MPI knows the ranks without"
+        )
+        return
+    yield ok(
+        name, f"as TF_CONFIG says: {', '.join(f'{count} {job}' for job, count in rows[0]['tasks'].items() if count)}"
+    )
+
+
+def _settings(rows: Rows) -> Finding:
+    roles = ("MPISTRAT_STRATEGY", "MPISTRAT_NUM_PS")
+    names = sorted({name for row in rows for name in row["settings"] if name not in roles})
+    for name in names:
+        found = {row["rank"]: row["settings"].get(name, "unset") for row in rows}
+        if len(set(found.values())) > 1:
+            what = f"{name} differs: {_short(by_rank(found))}"
+            return problem(
+                "settings", what, "Export it before srun or mpiexec, so that every rank has it (Open MPI: -x NAME)"
+            )
+    return ok("settings", f"alike on every rank: {', '.join(names)}" if names else "no MPISTRAT_ variable is set")
+
+
+def _thread_level(rows: Rows) -> Finding:
+    levels = {row["rank"]: row["thread_level"] for row in rows}
+    if set(levels.values()) == {"MULTIPLE"}:
+        return ok("thread level", "MPI_THREAD_MULTIPLE on every rank")
+    remedy = "Use an MPI that was built with MPI_THREAD_MULTIPLE (MVAPICH: export MV2_ENABLE_AFFINITY=0)"
+    what = f"no watchdog thread, which would say who is missing in a collective that hangs: {_short(by_rank(levels))}"
+    return warning("thread level", what, remedy)
+
+
+def _gpus(rows: Rows) -> Iterator[Finding]:
+    """Find GPUs that several ranks would take, as `default_devices` chooses, and GPUs that nobody takes."""
+    name = "GPUs"
+    if not any(row["gpus"] for row in rows):
+        if count := max(row["node_gpus"] for row in rows):
+            what = f"there are {count} on a node, and no rank sees one"
+            yield warning(
+                name, what, "Ask for them (SLURM: --gpus-per-node), and install CuPy: pip install 'mpistrat[cuda12x]'"
+            )
+        return
+    without = [row["rank"] for row in rows if not row["gpus"]]
+    if without:
+        what = f"ranks {_list(without)} see none, and others do: they are the slowest"
+        yield problem(name, what, "SLURM: --gpus-per-task=1, or as many --gpus-per-node as --ntasks-per-node")
+        return
+    users = _users_of_gpus(rows)
+    shared = {uuid: ranks for uuid, ranks in users.items() if len(ranks) > 1}
+    if not shared:
+        yield ok(name, f"{len(users)}, each used by one rank")
+        return
+    uuid, ranks = next(iter(shared.items()))
+    row = rows[ranks[0]]
+    visible = {one for other in rows if other["node"] == row["node"] for one in other["gpus"]}
+    there = max(row["node_gpus"], len(visible))
+    used = sum(1 for found in users.values() if rows[found[0]]["node"] == row["node"])
+    what = f"ranks {_list(ranks)} on {row['host']} share {uuid}"
+    if used < there:
+        remedy = (
+            "SLURM: --gpus-per-task=1 --gpu-bind=single:1, or --gpus-per-node and no CUDA_VISIBLE_DEVICES of your own"
+        )
+        yield problem(name, f"{what}, by mistake: {there - used} of {there} GPUs there are used by nobody", remedy)
+    else:
+        yield warning(name, f"{what}: there are more ranks than GPUs", "Start as many ranks on a node as it has GPUs")
+
+
+def _users_of_gpus(rows: Rows) -> dict[str, list[int]]:
+    """Return the ranks that take each GPU."""
+    size = Counter(row["node"] for row in rows)
+    users: dict[str, list[int]] = {}
+    for row in rows:
+        gpus = row["gpus"]
+        taken = gpus if size[row["node"]] == 1 else [gpus[row["local_rank"] % len(gpus)]]
+        for uuid in taken:
+            users.setdefault(f"{uuid}", []).append(row["rank"])
+    return users
+
+
+def _cores(rows: Rows) -> Iterator[Finding]:
+    """Find sets of cores that must run more threads than they are."""
+    for node in range(max(row["node"] for row in rows) + 1):
+        here = [row for row in rows if row["node"] == node]
+        everything = frozenset().union(*(row["core_list"] for row in here))
+        for cores in sorted({frozenset(row["core_list"]) for row in here} | {everything}, key=len):
+            confined = [row for row in here if cores.issuperset(row["core_list"])]
+            threads = sum(row["threads"] for row in confined)
+            there = min(len(cores), here[0]["node_cores"]) if cores == everything else len(cores)
+            if threads > there:
+                yield _crowded(here, confined, there, threads)
+                return
+    yield ok("cores", "as many as threads, or more, on every node")
+
+
+def _crowded(here: Rows, confined: Rows, cores: int, threads: int) -> Finding:
+    row = confined[0]
+    there = row["machine_cores"]
+    ranks = len(confined)
+    what = f"{ranks} rank{'s' * (ranks > 1)} on {row['host']} with {threads} threads in all share {cores} core{'s' * (cores > 1)}"
+    advice = []
+    if row["threads_set"] and ranks <= cores:
+        what += f" ({row['threads_set']})"
+        advice.append(f"unset {row['threads_set'].split('=')[0]}, or set it to {max(1, cores // ranks)}")
+    if there > cores:
+        what += f", of {there} in the machine"
+        advice.append("let the launcher give them more: srun --cpus-per-task=N (and export SRUN_CPUS_PER_TASK), "
+                      "mpiexec --bind-to none (Open MPI)")  # fmt: skip
+    if ranks > cores and there <= len({core for other in here for core in other["core_list"]}):
+        advice.append("start fewer ranks")
+    text = "; or ".join(advice) or "start fewer ranks"
+    return warning("cores", what, text[0].upper() + text[1:])
+
+
+def _needs(rows: Rows) -> Iterator[Finding]:
+    for need in sorted({need for row in rows for need in row["missing"]}):
+        reasons = {row["rank"]: row["missing"][need] for row in rows if need in row["missing"]}
+        yield problem(need, f"needed, and missing: {_short(by_rank(reasons))}", f"See mpistrat doctor --need {need}")
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MORE else f"{text[:_MORE]} …"

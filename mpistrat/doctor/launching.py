@@ -1,0 +1,94 @@
+"""The launchers: is the mpiexec that a user would type that of mpi4py's MPI, and does srun speak its protocol?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+
+from ..cluster.launchers import Launcher, choose_launcher, find_launchers, fitting_pmi, mismatch, srun_pmis
+from ..cluster.mpi_library import MPILibrary
+from .finding import Finding, ok, problem, warning
+
+__all__ = ["check_launchers"]
+
+
+def check_launchers(library: MPILibrary) -> Iterator[Finding]:
+    """Say which launcher to use, and which not to. Not collective."""
+    launchers = find_launchers(library)
+    fitting = choose_launcher(library, launchers)
+    srun = shutil.which("srun")
+    found = [] if srun is None else list(_srun(library, fitting))
+    yield from _mpiexec(library, launchers, fitting, any(finding.status != "problem" for finding in found))
+    yield from found
+
+
+def _mpiexec(
+    library: MPILibrary, launchers: Sequence[Launcher], fitting: Launcher | None, srun: bool
+) -> Iterator[Finding]:
+    name = "mpiexec"
+    typed = _typed(launchers)
+    root = " --allow-run-as-root" if library.family == "openmpi" and _is_root() else ""
+    use = "" if fitting is None else f"{' '.join(fitting.command)}{root} -n 4 python train.py"
+    install = (
+        f"install the launcher of {library}, or mpi4py for the launcher's MPI (pip install --no-binary=mpi4py mpi4py)"
+    )
+    if typed is not None and (why := mismatch(library, typed)):
+        what = (
+            f"{typed.path}, the one on PATH, is the launcher of another MPI: {why}. Under it each process is rank 0 of 1, or "
+            "fails at the start"
+        )
+        yield problem(name, what, f"Start with {use}, or put its folder first on PATH" if use else install.capitalize())
+    elif fitting is not None:
+        yield ok(name, f"{fitting}: start with {use}")
+    elif srun:
+        yield ok(name, "none on PATH or with mpi4py: srun is there")
+    else:
+        yield problem(name, f"no launcher of {library} is on PATH or with mpi4py", install.capitalize())
+
+
+def _typed(launchers: Sequence[Launcher]) -> Launcher | None:
+    """Return what `mpiexec` (or `mpirun`) would run; the user's word $MPIEXEC comes before it."""
+    path = os.environ.get("MPIEXEC") and launchers[0].path if launchers else None
+    path = path or shutil.which("mpiexec") or shutil.which("mpirun")
+    if path is None:
+        return None
+    folder = os.path.dirname(os.path.realpath(path))
+    same = [one for one in launchers if os.path.realpath(one.path) == os.path.realpath(path)]
+    return next(iter(same), None) or next(
+        (one for one in launchers if os.path.dirname(os.path.realpath(one.path)) == folder), None
+    )
+
+
+def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:
+    """Say which `--mpi=` starts this library's ranks."""
+    offered = srun_pmis()
+    if not offered:
+        what = "srun is on PATH, but srun --mpi=list fails: there is no SLURM behind it"
+        if fitting is not None:
+            yield ok("srun", f"{what}. mpiexec does without")
+        else:
+            yield problem("srun", what, "Try srun --mpi=list; on a cluster with SLURM ask the site")
+        return
+    value = fitting_pmi(library, offered)
+    said = f"srun --mpi=list: {', '.join(offered)}"
+    if value is None:
+        wanted = "pmix" if library.family == "openmpi" else "pmi2"
+        instead = f"start with {fitting.path} in the batch script" if fitting is not None else "load the site's own MPI"
+        remedy = f"Ask the site for SLURM's {wanted} plugin; until then {instead}"
+        what = f"{said}: none is a protocol of {library}, which wants {wanted}. Under srun each process will be rank 0 of 1"
+        yield problem("srun", what, remedy)
+        return
+    chosen = os.environ.get("SLURM_MPI_TYPE", "")
+    if chosen and chosen not in offered:
+        remedy = f"export SLURM_MPI_TYPE={value}"
+        yield problem("srun", f"SLURM_MPI_TYPE={chosen}, which is not among {', '.join(offered)}", remedy)
+    elif chosen and fitting_pmi(library, [chosen]) is None:
+        what = f"SLURM_MPI_TYPE={chosen} is no protocol of {library}: each process will be rank 0 of 1"
+        yield warning("srun", what, f"export SLURM_MPI_TYPE={value}, or srun --mpi={value}")
+    else:
+        yield ok("srun", f"{said}: start with srun --mpi={value} python train.py")
+
+
+def _is_root() -> bool:
+    return hasattr(os, "geteuid") and os.geteuid() == 0

@@ -1,0 +1,83 @@
+"""HDF5, GPUs and NCCL, as a watched program found them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ..cluster.mpi_library import MPILibrary
+from .finding import Finding, ok, problem, warning
+from .watched import Outcome
+
+__all__ = ["check_gpus", "check_hdf5", "gpus_of_machine"]
+
+
+def check_hdf5(outcome: Outcome, library: MPILibrary | None, needs: Collection[str]) -> Iterator[Finding]:
+    """Say whether h5py works and is parallel. Not collective.
+
+    Args:
+        outcome: of `libraries_probe`.
+        library: the MPI of mpi4py.
+        needs: what the user wants; "parallel-hdf5" counts.
+    """
+    name, found = "HDF5", outcome.get("h5py")
+    if found is None:
+        yield problem(name, f"{outcome.step} {outcome.end()}", "pip install --force-reinstall h5py, or load the site's")
+        return
+    h5py, hdf5, parallel = found
+    text = f"h5py {h5py}, HDF5 {hdf5}, {'parallel' if parallel else 'serial'}"
+    build = "CC=mpicc HDF5_MPI=ON HDF5_DIR=… pip install --no-binary=h5py h5py; conda install 'h5py=*=mpi_*'"
+    others = [path for path in outcome.get("libmpi") if not _same(path, library)]
+    if parallel and library is not None and others:
+        what = f"{text}; but it was built with another MPI ({others[0]}) than mpi4py loads ({library.path})"
+        yield problem(name, what, f"Build h5py with the MPI of mpi4py: {build}")
+    elif "parallel-hdf5" in needs and not parallel:
+        what = f"{text}: driver='mpio' will fail"
+        yield problem(name, what, f"{build}. mpistrat needs it only where ranks write one file together")
+    else:
+        yield ok(name, text if parallel else f"{text}: every rank reads for itself, which is all that mpistrat needs")
+
+
+def _same(path: str, library: MPILibrary | None) -> bool:
+    return library is None or not library.path or os.path.realpath(path) == os.path.realpath(library.path)
+
+
+def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
+    """Say which GPUs CuPy finds, and whether it has NCCL. Not collective.
+
+    Args:
+        outcome: of `libraries_probe`.
+        needs: what the user wants; "gpu" and "nccl" count.
+    """
+    gpus, reason = outcome.get("gpus"), outcome.get("no_gpu")
+    if outcome.get("h5py") is not None and gpus is None:
+        yield problem("GPU", f"{outcome.step} {outcome.end()}", "Install the CuPy of the driver's CUDA version")
+        return
+    if gpus:
+        names = ", ".join(f"{model} ({uuid})" for uuid, model in gpus)
+        yield ok("GPU", f"{len(gpus)} for this process: {names}")
+    elif "gpu" in needs or "nccl" in needs:
+        yield problem("GPU", "CuPy finds none", reason or "Ask the batch system for one")
+    elif count := len(gpus_of_machine()):
+        what = f"this machine has {count} NVIDIA GPU{'s' * (count > 1)}, and this process can use none: it trains on the CPU"
+        yield warning("GPU", what, reason or "Ask the batch system for one")
+    else:
+        yield ok("GPU", "none: devices are CPUs")
+    missing = outcome.get("no_nccl")
+    if missing is None and "nccl" in needs:
+        yield problem("NCCL", f"{outcome.step} {outcome.end()}", "Install the CuPy of the driver's CUDA version")
+    elif missing and "nccl" in needs:
+        yield problem("NCCL", f"not usable: {missing}", "Or train without: communication AUTO chooses what is there")
+    elif gpus and missing:
+        yield warning("NCCL", f"not usable: {missing}", "Sums of GPUs' arrays go through host memory, which is slower")
+    elif missing == "":
+        yield ok("NCCL", "CuPy has it")
+
+
+def gpus_of_machine() -> list[str]:
+    """Return the PCI addresses of NVIDIA's GPUs in this machine, whoever may use them. Not collective."""
+    try:
+        return sorted(path.name for path in Path("/proc/driver/nvidia/gpus").iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,48 @@
+"""The doctor on a login node: one process, which itself starts no MPI and imports nothing that may crash."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..cluster.mpi_library import MPILibrary, loaded_library
+from ..errors import ClusterError
+from .cores import check_cores
+from .finding import Finding, problem
+from .interpreter import check_interpreter
+from .launching import check_launchers
+from .libraries import check_gpus, check_hdf5
+from .limits import check_limits
+from .mpi import alone, check_library, check_start
+from .shared_folder import check_shared_folder
+from .watched import Watched
+
+__all__ = ["NEEDS", "check_login"]
+
+NEEDS = ("gpu", "nccl", "cuda-aware-mpi", "parallel-hdf5")
+
+
+def check_login(needs: Collection[str], limit: float) -> list[Finding]:
+    """Return what is found on this machine. Not collective.
+
+    Args:
+        needs: what the user cannot do without, from `NEEDS`: what is missing of it is a problem.
+        limit: seconds that MPI, and the libraries, may take.
+    """
+    environment = alone()
+    probes = {name: Watched(f"mpistrat.doctor.{name}_probe", env=environment) for name in ("mpi", "libraries")}
+    library: MPILibrary | None = None
+    findings = list(check_interpreter())
+    here = [*check_cores(), *check_shared_folder(), *check_limits()]
+    try:
+        library = loaded_library()
+        findings += check_library(library)
+    except ClusterError as error:
+        findings.append(problem("MPI library", str(error), "Load your site's MPI module, or: pip install mpich"))
+    launchers = [] if library is None else list(check_launchers(library))
+    outcome = probes["mpi"].finish(limit)
+    if library is not None:
+        findings += check_start(outcome, library, "cuda-aware-mpi" in needs)
+    findings += launchers
+    outcome = probes["libraries"].finish(limit)
+    findings += [*check_hdf5(outcome, library, needs), *check_gpus(outcome, needs)]
+    return findings + here

@@ -1,0 +1,121 @@
+"""MPI: the library, its start, its thread level, one-sided calls, shared memory, GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from ..cluster.mpi_library import MPILibrary
+from .finding import Finding, ok, problem, warning
+from .mpi_probe import LEVELS
+from .watched import Outcome
+
+__all__ = ["alone", "check_library", "check_start"]
+
+_OWN = (
+    "PMI_",
+    "PMI2_",
+    "PMIX_",
+    "OMPI_",
+    "OPAL_",
+    "PRTE_",
+    "ORTE_",
+    "HYDI_",
+    "HYDRA_",
+    "MPIEXEC_",
+    "MV2_",
+    "JSM_",
+    "FLUX_",
+)
+_USERS = ("OMPI_MCA_", "OPAL_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_")  # settings that a user exports, too
+_STEP = ("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASK_PID", "SLURM_PMI")
+
+
+def alone(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return an environment in which a process does not take itself for a launcher's rank. Not collective."""
+    env = os.environ if env is None else env
+    return {name: value for name, value in env.items() if name.startswith(_USERS) or not name.startswith(_OWN + _STEP)}
+
+
+def check_library(library: MPILibrary) -> Iterator[Finding]:
+    """Say which MPI mpi4py loads. Not collective."""
+    where = f" from {library.path}" if library.path else ""
+    yield ok("MPI library", f"{library}{where}, loaded by mpi4py {library.mpi4py}")
+
+
+def check_start(outcome: Outcome, library: MPILibrary, gpu_needed: bool) -> Iterator[Finding]:
+    """Say what came of starting MPI in a process alone. Not collective.
+
+    Args:
+        outcome: of `mpi_probe`.
+        library: the MPI.
+        gpu_needed: the user wants an MPI that takes memory of GPUs.
+    """
+    level = outcome.get("level")
+    if level is None:
+        remedy = (
+            "In a job, not on a login node, it may work: srun -n 1 mpistrat doctor. If not there either, see what python -c "
+            '"from mpi4py import MPI" says, and ask the site'
+        )
+        yield problem("MPI start", f"{outcome.step} in a process alone {outcome.end()}", remedy)
+        return
+    noise = ""
+    if "OSC UCX component" in outcome.stderr:
+        noise = (
+            "Open MPI will print lines about OSC UCX, which mean nothing here: export OMPI_MCA_osc=^ucx silences them"
+        )
+    said = f"MPI {outcome.get('standard')} started in a process alone, in {outcome.get('seconds'):.1f} s"
+    yield ok("MPI start", said, noise)
+    yield _thread_level(level)
+    yield from _gpu(outcome.get("gpu"), gpu_needed)
+    tried = dict(record["tried"] for record in outcome.records if "tried" in record)
+    for name, done in (
+        ("one-sided calls", "put, get, add and compare-and-swap give what they should"),
+        ("shared memory", "MPI makes memory that the ranks of a node share"),
+    ):
+        if name in tried:
+            failed = tried[name]
+        elif outcome.step == name:
+            failed = outcome.end()
+        else:
+            continue
+        yield problem(name, failed, _remedy(name, library)) if failed else ok(name, done)
+    if outcome.step == "MPI_Finalize" and not outcome.ended_well:
+        yield problem(
+            "MPI end", f"MPI_Finalize {outcome.end()}", "Programs will seem to fail at their end: ask the site"
+        )
+
+
+def _thread_level(level: int) -> Finding:
+    if level == len(LEVELS) - 1:
+        return ok("thread level", "MPI_THREAD_MULTIPLE")
+    return warning(
+        "thread level",
+        f"MPI grants MPI_THREAD_{LEVELS[level]}: no watchdog thread will say who is missing in a collective that hangs",
+        "Use an MPI that was built with MPI_THREAD_MULTIPLE (MVAPICH: export MV2_ENABLE_AFFINITY=0)",
+    )
+
+
+def _gpu(answer: bool | None, needed: bool) -> Iterator[Finding]:
+    name = "CUDA-aware MPI"
+    said = {
+        True: "the MPI library says that it takes memory of GPUs",
+        False: "the MPI library says that it does not take memory of GPUs",
+        None: "the MPI library cannot be asked whether it takes memory of GPUs",
+    }[answer]
+    if needed and not answer:
+        remedy = (
+            "Use the site's MPI with CUDA, not a wheel; Cray: load craype-accel-*, export MPICH_GPU_SUPPORT_ENABLED=1; "
+            "or do without: mpistrat copies through host memory, or uses NCCL"
+        )
+        yield problem(name, said, remedy)
+    else:
+        yield ok(name, said if answer else f"{said}: arrays on GPUs go through NCCL or host memory")
+
+
+def _remedy(name: str, library: MPILibrary) -> str:
+    if name == "shared memory":
+        return "See /dev/shm below; export MPISTRAT_SHARED_MEMORY=0 keeps a private copy in every rank"
+    if library.family == "openmpi":
+        return "export OMPI_MCA_osc=^ucx leaves out the component that needs a network card; ParameterServerStrategy needs this"
+    return "Ask the site for an MPI with one-sided communication; ParameterServerStrategy needs it"

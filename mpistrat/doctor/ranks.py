@@ -1,0 +1,85 @@
+"""The doctor on all ranks of a job: each process watches over a child that meets the others.
+
+The child has the launcher's variables and file descriptors, so it is the rank; if it crashes or hangs, in MPI_Init too, this
+process, which never starts MPI, lives to tell.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Collection
+
+from ..cluster.launcher import launched_rank, launched_size, launcher_remedy
+from .finding import Finding, problem, warning
+from .summary import Summary
+from .watched import Outcome, Watched, said_last
+
+__all__ = ["check_ranks"]
+
+_GRACE = 1.0  # seconds in which rank 0 may tell what other ranks would tell, too
+
+
+def check_ranks(needs: Collection[str], limit: float) -> Summary:
+    """Return what is found on all ranks; on other processes than the launcher's first, what befell this one. Collective.
+
+    Args:
+        needs: what the user cannot do without.
+        limit: seconds that all of it may take.
+    """
+    child = Watched("mpistrat.doctor.rank_probe", [str(0.7 * limit), *needs])
+    ended = False
+
+    def end(*_: object) -> None:
+        nonlocal ended
+        ended = True
+        child.kill()
+
+    before = signal.signal(signal.SIGTERM, end)  # what a launcher sends when another rank has failed
+    try:
+        outcome = child.finish(limit)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    findings = [Finding(**record["finding"]) for record in outcome.records if "finding" in record]
+    if not outcome.ended_well:
+        failed = _failure(outcome, limit, ended)
+        if launched_rank() not in (None, 0):
+            _tell(failed, ended)
+        findings.append(failed)
+    elif launched_size() is None:
+        what = "one process, which no launcher started: there is nothing to compare"
+        findings.append(
+            warning("launch", what, "srun mpistrat doctor --ranks, or mpiexec -n 4 mpistrat doctor --ranks")
+        )
+    return Summary(findings, outcome.get("ranks") or ())
+
+
+def _failure(outcome: Outcome, limit: float, ended: bool) -> Finding:
+    where = f"rank {launched_rank() or 0} on {socket.gethostname()}"
+    last = said_last(outcome.stderr)
+    if ended:
+        what = f"the launcher ended the job while {where} was at: {outcome.step}"
+        return problem("launch", what, "Another rank failed: see what it wrote above")
+    if outcome.returncode is None:
+        what = f"{where} was still at this after {limit:g} s: {outcome.step}" + (f". It wrote: {last}" if last else "")
+        remedy = "A rank is missing, or the network does not work between the nodes; --time-limit gives it longer"
+        return problem(_organ(outcome.step), what, remedy)
+    remedy = "See what the ranks wrote above; run mpistrat doctor on that node"
+    if outcome.step == "MPI_Init_thread" and launched_size() is not None:
+        remedy = launcher_remedy()
+    return problem(_organ(outcome.step), f"{where}: {outcome.step} {outcome.end()}", remedy)
+
+
+def _organ(step: str) -> str:
+    return {"MPI_Init_thread": "MPI start", "all-reduce": "all-reduce", "windows": "one-sided calls"}.get(
+        step, "launch"
+    )
+
+
+def _tell(failed: Finding, ended: bool) -> None:
+    """Say in one line what befell this process, if rank 0 does not end the job first by telling the same."""
+    if not ended:
+        time.sleep(_GRACE)
+        print(f"mpistrat doctor: {failed.what}", file=sys.stderr, flush=True)

@@ -1,0 +1,135 @@
+"""Programs of ours that may crash or hang: run in a process of their own, watched, and asked how far they came.
+
+A watched program tells what it finds with `say`, a line of JSON behind a record separator (RFC 7464), so that nothing that a
+library prints is taken for it. Before each step that may not return it names the step: `step("MPI_Init_thread")`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+__all__ = ["Outcome", "Watched", "said_last", "say", "step"]
+
+_SEPARATOR = "\x1e"
+# The same folders to import from, in the same order: neither -m nor -c adds the current one.
+_START = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=False)"
+)
+
+
+def say(**record: Any) -> None:
+    """Tell the watching process something. Not collective."""
+    print(f"{_SEPARATOR}{json.dumps(record)}", flush=True)
+
+
+def step(name: str) -> None:
+    """Tell the watching process what comes next. Not collective."""
+    say(step=name)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a watched program.
+
+    Attributes:
+        records: what it said, in order.
+        step: what it was doing last.
+        returncode: its exit status, negative for a signal; None where it had to be killed.
+        stderr: what it wrote there.
+    """
+
+    records: tuple[dict[str, Any], ...]
+    step: str
+    returncode: int | None
+    stderr: str
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it came to its end. Not collective."""
+        return self.returncode == 0
+
+    def get(self, key: str) -> Any:
+        """Return what it said last about something, None if it did not. Not collective."""
+        return next((record[key] for record in reversed(self.records) if key in record), None)
+
+    def end(self) -> str:
+        """Return in words how it ended, with the last that it wrote. Not collective."""
+        if self.returncode is None:
+            how = "did not return"
+        elif self.returncode < 0:
+            how = f"ended with signal {-self.returncode}"
+        else:
+            how = f"ended with exit status {self.returncode}"
+        last = said_last(self.stderr)
+        return f"{how}: {last}" if last else how
+
+
+@final
+class Watched:
+    """A running program of this package.
+
+    Args:
+        module: its full name; it is run as a main program.
+        arguments: its words.
+        env: its environment; default: this process's.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
+        words = [sys.executable, "-c", _START, json.dumps(sys.path), module, *arguments]
+        # A launcher's file descriptors are passed on: through them a rank finds the others.
+        self._process = subprocess.Popen(
+            words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, close_fds=False,
+            text=True, errors="replace",
+        )  # fmt: skip
+
+    def finish(self, limit: float) -> Outcome:
+        """Return what became of it, after at most `limit` seconds; then it is killed. Not collective."""
+        code: int | None
+        try:
+            out, err = self._process.communicate(timeout=limit)
+            code = self._process.returncode
+        except subprocess.TimeoutExpired:
+            out, err = self._stop()
+            code = None
+        except BaseException:
+            self._stop()
+            raise
+        return _outcome(out, err, code)
+
+    def kill(self) -> None:
+        """End it now. Not collective."""
+        self._process.kill()
+
+    def _stop(self) -> tuple[str, str]:
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a child of its own may hold the pipe
+            return self._process.communicate(timeout=2)
+        return "", ""
+
+
+def _outcome(out: str, err: str, code: int | None) -> Outcome:
+    records = []
+    for piece in out.split(_SEPARATOR)[1:]:
+        with contextlib.suppress(ValueError):  # a line that the end cut off
+            records.append(json.loads(piece.splitlines()[0] if piece else ""))
+    steps = [record["step"] for record in records if "step" in record]
+    return Outcome(tuple(records), steps[-1] if steps else "starting Python", code, err)
+
+
+def said_last(text: str, most: int = 200) -> str:
+    """Return the last line that says something, shortened. Not collective.
+
+    Example:
+        >>> said_last("one\\n  two \\n-----\\n")
+        'two'
+    """
+    lines = [line.strip() for line in text.replace("\0", "").splitlines()]
+    lines = [line for line in lines if any(map(str.isalnum, line))]
+    return lines[-1][:most] if lines else ""
