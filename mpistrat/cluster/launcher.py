@@ -71,10 +71,15 @@ def lone_rank(comm_size: int) -> LoneRank | None:
         comm_size: size of MPI's COMM_WORLD.
     """
     sizes = _launched_sizes()
+    step = sizes.get(_STEP)
+    if len(sizes) > 1:  # an mpiexec within a job: its step is one of its own helpers, and may well be one task
+        sizes.pop(_STEP, None)
     # Launchers may be nested (mpiexec -n 1 within a step of several tasks): it is enough that one of them meant 1.
     if comm_size != 1 or not sizes or 1 in sizes.values():
         return None
     name, size = next(iter(sizes.items()))
+    if size == step:  # srun itself, by another MPI's protocol
+        name = _STEP
     return LoneRank(
         f"{size} ranks, as {_SIZE_VARIABLES[name]} says ({name}={size})",
         f"1: each process is alone as rank 0 of 1, with {_library()}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from typing import final
@@ -11,12 +12,15 @@ from .cluster_resolver import ClusterResolver, task_url
 from .cluster_spec import ClusterSpec
 from .hostlist import expand_hostlist, expand_tasks_per_node
 from .jobs import split_counts
+from .launcher import launched_size
 from .roles import validate
 
 __all__ = ["SlurmClusterResolver"]
 
 _INSTEAD = "MPIClusterResolver needs none of SLURM's variables"
 _MAX_TASKS = 1 << 20
+_MAX_COMPONENTS = 1 << 10
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 @final
@@ -24,7 +28,8 @@ class SlurmClusterResolver(ClusterResolver):
     """The tasks of a SLURM job step, in the order of SLURM_PROCID. Not collective; for processes that `srun` started.
 
     Hosts come in the order of SLURM's list and tasks by the step's distribution (block, cyclic or plane), so that task
-    k is the process with SLURM_PROCID k, and under MPI rank k. The k-th task of a host has port `port_base + k`.
+    k is the process with SLURM_PROCID k, and under MPI rank k. The step of a heterogeneous job has one component's
+    tasks after the other's. The k-th task of a host has port `port_base + k`.
 
     Args:
         jobs: number of tasks by job, in the order of the ranks; default: all are workers.
@@ -33,8 +38,8 @@ class SlurmClusterResolver(ClusterResolver):
         rpc_layer: protocol before addresses.
 
     Raises:
-        ClusterError: outside a job step, if a variable is malformed or contradicts another, and if `jobs` does not add
-            up to the step's tasks.
+        ClusterError: outside a job step, under an mpiexec within a job, if a variable is malformed or contradicts
+            another, and if `jobs` does not add up to the step's tasks.
     """
 
     def __init__(
@@ -45,9 +50,13 @@ class SlurmClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> None:
         total, procid = _number("SLURM_STEP_NUM_TASKS"), _number("SLURM_PROCID")
+        _check_launcher(total, procid)
         hosts = expand_hostlist(_variable("SLURM_STEP_NODELIST"))
         counts = _counts(len(hosts), total, tasks_per_node)
-        nodes = _node_of_task(counts)
+        components = _components(hosts)
+        places = [host for part in components for host in part]
+        hosts, counts = [hosts[host] for host in places], [counts[host] for host in places]
+        nodes = _node_of_task(counts, list(map(len, components)))
         _check_place(nodes, procid)
         used = [0] * len(hosts)
         addresses = []
@@ -102,18 +111,37 @@ def _counts(hosts: int, total: int, tasks_per_node: int | None) -> list[int]:
     return counts
 
 
-def _node_of_task(counts: list[int]) -> list[int]:
-    """Return the host index of each task, in the order of SLURM_PROCID."""
-    plane = _plane(os.environ.get("SLURM_DISTRIBUTION", "block"), max(counts))
+def _components(hosts: list[str]) -> list[list[int]]:
+    """Return the host indices of each component of a heterogeneous job; otherwise of all hosts.
+
+    SLURM lists a step's hosts in the order of their names, but numbers its nodes and tasks component by component.
+    """
+    whole = [list(range(len(hosts)))]
+    text = os.environ.get("SLURM_HET_SIZE", "")
+    if not (text.isascii() and text.isdigit() and 1 < int(text[:9]) <= _MAX_COMPONENTS):
+        return whole
+    index = {host: i for i, host in enumerate(hosts)}
+    lists = [os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", "") for group in range(int(text))]
+    parts = [[index[host] for host in expand_hostlist(names) if host in index] for names in lists if names]
+    parts = [part for part in parts if part]  # a step may leave components out
+    # A job that was submitted from a heterogeneous job has inherited these variables: they speak of other hosts.
+    return parts if sorted(host for part in parts for host in part) == whole[0] else whole
+
+
+def _node_of_task(counts: list[int], components: list[int]) -> list[int]:
+    """Return the host index of each task, in the order of SLURM_PROCID; `components`: their numbers of hosts."""
+    distribution = os.environ.get("SLURM_DISTRIBUTION", "block")
     left = list(counts)
     nodes: list[int] = []
-    waiting = list(range(len(left)))
-    while waiting:
-        for node in waiting:
-            take = min(left[node], plane)
-            nodes += [node] * take
-            left[node] -= take
-        waiting = [node for node in waiting if left[node]]
+    for first, last in itertools.pairwise(itertools.accumulate(components, initial=0)):
+        plane = _plane(distribution, max(counts[first:last]))
+        waiting = list(range(first, last))
+        while waiting:
+            for node in waiting:
+                take = min(left[node], plane)
+                nodes += [node] * take
+                left[node] -= take
+            waiting = [node for node in waiting if left[node]]
     return nodes
 
 
@@ -131,6 +159,21 @@ def _plane(distribution: str, most: int) -> int:
     raise _error("SLURM_DISTRIBUTION", "block, cyclic or plane with its size", f"{distribution!r:.80}")
 
 
+def _check_launcher(total: int, procid: int) -> None:
+    """Refuse the variables that an mpiexec within a job leaves to its ranks: they describe its own helpers, one a node."""
+    size, name = launched_size() or (total, "")
+    ranks = {rank: os.environ[rank] for rank in _RANKS if os.environ.get(rank)}
+    if size == total and all(text == str(procid) for text in ranks.values()):
+        return
+    name, value = (name, str(size)) if size != total else next(item for item in ranks.items() if item[1] != str(procid))
+    raise _error(
+        name,
+        f"a process that srun started, as one of {total} tasks with SLURM_PROCID {procid}",
+        f"{value!r:.80}: an mpiexec within the job started it, and SLURM's variables describe mpiexec's own helpers",
+        f"Start it with srun; {_INSTEAD}",
+    )
+
+
 def _check_place(nodes: list[int], procid: int) -> None:
     """Compare the order found here with what SLURM tells this process of itself."""
     if procid >= len(nodes):
@@ -138,3 +181,8 @@ def _check_place(nodes: list[int], procid: int) -> None:
     if os.environ.get("SLURM_NODEID") and _number("SLURM_NODEID") != nodes[procid]:
         expected = f"node {nodes[procid]} for task {procid} by SLURM_DISTRIBUTION and SLURM_STEP_TASKS_PER_NODE"
         raise _error("SLURM_NODEID", expected, os.environ["SLURM_NODEID"])
+    here = [task for task, node in enumerate(nodes) if node == nodes[procid]]
+    told = os.environ.get("SLURM_GTIDS", "").split(",")  # the tasks on this node
+    if all(text.isascii() and text.isdigit() and len(text) < 8 for text in told) and sorted(map(int, told)) != here:
+        expected = f"tasks {','.join(map(str, here))} on the node of task {procid} by SLURM_DISTRIBUTION"
+        raise _error("SLURM_GTIDS", f"{expected:.400}", f"{os.environ['SLURM_GTIDS']!r:.120}")

@@ -98,11 +98,11 @@ class Hosts:
             over = ["--prtemca", "plm_ssh_agent", agent, "--host", slots]
         else:
             over = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", slots]
-        return [*self._enter("head"), *mpi.mpiexec, *mpi.flags, *over, "-n", str(ranks)]
+        return [*self.enter("head"), *mpi.mpiexec, *mpi.flags, *over, "-n", str(ranks)]
 
     def inside(self, host: str, *command: str) -> str:
         """Run a command on one host (or on "head") and return what it wrote."""
-        reply = subprocess.run([*self._enter(host), *command], capture_output=True, text=True, timeout=30)
+        reply = subprocess.run([*self.enter(host), *command], capture_output=True, text=True, timeout=30)
         if reply.returncode:
             raise RuntimeError(f"{' '.join(command)} on {host}: {reply.stderr.strip()}")
         return reply.stdout
@@ -115,9 +115,11 @@ class Hosts:
         self._processes.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _enter(self, host: str) -> list[str]:
+    def enter(self, host: str, cwd: str | os.PathLike[str] | None = None) -> list[str]:
+        """The words that run what follows them on one host (or on "head"), in a folder (default: this process's)."""
         kinds = ["--net", "--uts", "--mount", *(["--ipc", "--pid"] if host != "head" else [])]
-        return ["nsenter", "--target", (self.folder / f"{host}.pid").read_text(), *kinds, "env", "-C", os.getcwd()]
+        where = os.getcwd() if cwd is None else os.fspath(cwd)
+        return ["nsenter", "--target", (self.folder / f"{host}.pid").read_text(), *kinds, "env", "-C", where]
 
     def _start(self, name: str, *kinds: str) -> int:
         """A process in namespaces of its own; it ends with this one, whatever ends this one."""

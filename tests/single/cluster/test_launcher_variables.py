@@ -64,3 +64,16 @@ def test_what_is_no_count_says_nothing(environment, text):
     environment(PMI_SIZE=text)
     assert launched_size() is None
     check_size(1)
+
+
+def test_the_one_task_that_helps_mpiexec_hides_nothing(environment):
+    """MPICH's mpiexec in a job of one node starts its helper by srun; the ranks inherit its variables."""
+    environment(PMI_SIZE="2", SLURM_STEP_NUM_TASKS="1")
+    with pytest.raises(ClusterError, match=r"PMI_SIZE=2.*mpiexec of the same MPI"):
+        check_size(1)
+
+
+def test_srun_by_another_mpis_protocol_has_sruns_remedy(environment):
+    environment(PMI_SIZE="2", SLURM_STEP_NUM_TASKS="2")
+    with pytest.raises(ClusterError, match=r"SLURM_STEP_NUM_TASKS=2.*--mpi=pmix"):
+        check_size(1)

@@ -14,7 +14,7 @@ from mpistrat.errors import ClusterError
 @pytest.fixture
 def step(monkeypatch):
     """Set the variables of a step: all that SLURM set for the tests themselves, if it did, go."""
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "PMI", "OMPI_COMM"))]:
         monkeypatch.delenv(name)
 
     def set_variables(**variables):
@@ -95,6 +95,7 @@ def test_tasks_per_node_as_an_argument(step):
         ({"DISTRIBUTION": "arbitrary"}, None, "MPIClusterResolver"),
         ({"DISTRIBUTION": "plane=x"}, None, "SLURM_DISTRIBUTION"),
         ({"NODEID": "2"}, None, "SLURM_NODEID"),
+        ({"GTIDS": "0,1"}, None, "SLURM_GTIDS"),
         ({}, {"worker": 2}, "3 tasks"),
         ({}, {"worker": 4, "ps": -1}, "-1"),
         ({}, ["worker"], "jobs"),
@@ -106,6 +107,57 @@ def test_contradictions_are_named(step, variables, jobs, named):
     with pytest.raises(ClusterError) as error:
         SlurmClusterResolver(jobs)
     assert named in str(error.value)
+
+
+def het_step(step, **more):
+    """As SLURM 22.05 sets it where the first component is on n2: lists by name, numbers by component."""
+    step(STEP_NUM_TASKS=5, STEP_NODELIST="n[1-2]", STEP_TASKS_PER_NODE="2,3", HET_SIZE=2)
+    step(JOB_NODELIST_HET_GROUP_0="n2", JOB_NODELIST_HET_GROUP_1="n1")
+    step(**{"PROCID": 3, "NODEID": 1, "GTIDS": "3,4", **more})
+
+
+@pytest.mark.parametrize("distribution", ["block", "cyclic"])
+def test_components_come_one_after_the_other(step, distribution):
+    het_step(step, DISTRIBUTION=distribution)
+    resolver = SlurmClusterResolver({"worker": 3, "ps": 2}, port_base=0)
+    assert resolver.cluster_spec() == {"worker": ["n2:0", "n2:1", "n2:2"], "ps": ["n1:0", "n1:1"]}
+    assert (resolver.task_type, resolver.task_id) == ("ps", 0)
+
+
+def test_the_tasks_of_a_component_follow_the_distribution(step):
+    step(STEP_NUM_TASKS=7, STEP_NODELIST="n[1-4]", STEP_TASKS_PER_NODE="2,1,2(x2)", HET_SIZE=2, DISTRIBUTION="cyclic")
+    step(JOB_NODELIST_HET_GROUP_0="n[2-3]", JOB_NODELIST_HET_GROUP_1="n[1,4]", PROCID=0, NODEID=0, GTIDS=0)
+    found = SlurmClusterResolver().cluster_spec().job_tasks("worker")
+    assert [address[:2] for address in found] == ["n2", "n3", "n3", "n1", "n4", "n1", "n4"]
+
+
+def test_a_step_of_one_component(step):
+    het_step(step, STEP_NUM_TASKS=2, STEP_NODELIST="n1", STEP_TASKS_PER_NODE="2", PROCID=1, NODEID=0, GTIDS="0,1")
+    assert SlurmClusterResolver().cluster_spec() == {"worker": ["n1:8888", "n1:8889"]}
+
+
+@pytest.mark.parametrize("size", ["2", "x", "1", "99999999999"])
+def test_components_of_another_job_change_nothing(step, size):
+    """A job that was submitted from a heterogeneous job inherits its variables."""
+    three_nodes(step, HET_SIZE=size, JOB_NODELIST_HET_GROUP_0="t02n41", JOB_NODELIST_HET_GROUP_1="n1")
+    assert SlurmClusterResolver().cluster_spec().job_tasks("worker")[0] == "t02n13:8888"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PMI_SIZE": "5", "PMI_RANK": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "5", "OMPI_COMM_WORLD_RANK": "4", "PMIX_RANK": "4"},
+        {"PMI_SIZE": "3", "PMI_RANK": "1"},
+        {"PMIX_RANK": "2"},
+    ],
+)
+def test_under_an_mpiexec_within_a_job_the_remedy_is_the_resolver_of_mpi(step, monkeypatch, variables):
+    three_nodes(step)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError, match=r"an mpiexec within the job.*MPIClusterResolver"):
+        SlurmClusterResolver()
 
 
 def test_outside_a_step_the_remedy_is_srun(step):
@@ -133,7 +185,8 @@ def test_every_task_has_a_place_of_its_own(counts, plane):
     assert sorted(found) == sorted(f"n{host + 1}:{k}" for host, count in enumerate(counts) for k in range(count))
 
 
-NAMES = ["PROCID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "DISTRIBUTION", "NODEID"]
+NAMES = ["PROCID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "DISTRIBUTION", "NODEID", "GTIDS"]
+NAMES += ["HET_SIZE", "JOB_NODELIST_HET_GROUP_0", "JOB_NODELIST_HET_GROUP_1"]
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 
 
