@@ -19,7 +19,7 @@ def run(output: Path, *words: str) -> dict[str, Any]:
     return digits.main([*COMMON, "--output", str(output), *words])
 
 
-def run_alone(output: Path, *words: str) -> dict[str, Any]:
+def run_alone(output: Path, *words: str) -> Any:
     """Train on this rank alone, whatever the others do. Not collective."""
     from mpi4py import MPI
 

@@ -28,9 +28,9 @@ __all__ = ["STAGING_BYTES", "Node"]
 STAGING_BYTES = 1 << 20  # for each rank, twice
 FLAG_RANKS = 16  # with more ranks MPI's own barrier is quicker than everybody looking at everybody
 
-# The control page of a rank, in words of 8 bytes: what it has reached, two tags, whether it is still there.
+# The control page of a rank, in words of 8 bytes: what it has reached, two tags, whether it is still there, and its wish.
 _PAGE = 4096
-_SEQUENCE, _TAG, _STATE = 0, 1, 3
+_SEQUENCE, _TAG, _STATE, _WISH = 0, 1, 3, 4
 _TEXT = (64, 64 + TEXT_BYTES + 2)  # bytes; the texts that belong to the tags
 _HERE, _LEFT, _GAVE_UP = 0, 1, 2
 _POISON = -1  # the tag of a rank that gave up: nobody's call has it
@@ -217,6 +217,20 @@ class Node:
         story = f"{call.text}: rank {self._watch.rank} came too late: {error}"
         self._refuse_all(story)
         raise CollectiveTimeoutError(story)
+
+    def agree_later(self, wish: bool) -> bool:
+        """Return whether a rank wished it at a call that came before the last barrier. Collective on the node; nobody waits.
+
+        A wish is stored with the number of barriers before it. The ranks call this after the same barriers; so a wish that is
+        older than the last barrier was stored before anybody left that, and all see it, and nobody counts a younger one.
+        """
+        if self.size == 1:
+            return wish
+        flags, own, sequence = self._flags, self._own + _WISH, self._sequence
+        if wish and not flags[own]:
+            flags[own] = sequence + 1
+        self._sync()
+        return 0 < flags[own] <= sequence or any(0 < flags[i + _WISH] <= sequence for i in self._others)
 
     def leave(self) -> None:
         """Tell the others, at the end of the program, that this rank will not come again. Not collective."""

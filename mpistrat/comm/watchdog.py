@@ -33,7 +33,7 @@ _ANSWER = 1.0  # seconds that the others have to answer
 _GRACE = 5.0  # seconds after the timeout in which someone better placed may tell the story
 _RELAY = 0.5  # seconds that rank 0 has to pass on why the job ends
 _SPREAD = 0.3  # seconds that the others have to print it
-_ASK, _PLACE, _LEFT, _END = 1, 2, 3, 4
+_ASK, _PLACE, _LEFT, _END, _STOP = 1, 2, 3, 4, 5
 _HEAD = struct.Struct("<qqd?")
 _LONGEST = 4096
 
@@ -81,6 +81,7 @@ class Watch:
         refusal: the error that the next collective raises, None while all is well.
         on_flags: whether this rank waits on flags in shared memory, where it can raise by itself.
         left: ranks of other nodes that left the program, and how many collectives they had entered.
+        stop: whether this rank, or another one, was told to stop; who sets it lets all others know.
         default_timeout, warn_after: seconds.
     """
 
@@ -92,6 +93,7 @@ class Watch:
         self.refusal: Exception | None = None
         self.on_flags = False
         self.left: dict[int, int] = {}
+        self.stop = False
         self.thread = threading.get_ident()
         self.answers: dict[int, Answer] = {}
         self.wanted: tuple[int, ...] = ()
@@ -145,6 +147,7 @@ class _Patrol:
         self.watch, self.comm = watch, comm
         self.sending: list[tuple[Any, bytes]] = []
         self.told_end = False  # whether this rank knows, or has told, why the job ends
+        self.told_stop = False
         self.judged: tuple[float, Call, int] | None = None
         self.start_place(None)
 
@@ -179,8 +182,16 @@ class _Patrol:
                 watch.answers[source] = Answer(monotonic(), number, tag, seconds, in_mpi, text)
             elif kind == _LEFT:
                 watch.left[source] = _HEAD.unpack_from(data)[0]
+            elif kind == _STOP:
+                watch.stop = True
             elif kind == _END:
                 self._hear_end(bytes(data))
+
+    def _tell_stop(self) -> None:
+        """Tell all others that one of them was told to stop, through rank 0: they may all have been."""
+        self.told_stop = True
+        for rank in range(1, self.watch.size) if self.watch.rank == 0 else (0,):
+            self.send(_STOP, b"!", rank)
 
     def tell_end(self, data: bytes) -> None:
         """Tell all others why the job ends, through rank 0: ranks that all fail alike then send few messages."""
@@ -217,6 +228,8 @@ class _Patrol:
         """One round: messages, questions of this rank's own thread, and a judgement on how long it has been waiting."""
         self.receive()
         watch = self.watch
+        if watch.stop and not self.told_stop:
+            self._tell_stop()
         wanted, watch.wanted = watch.wanted, ()
         self._ask(wanted)
         place = watch.place

@@ -5,6 +5,9 @@
 
 The weights at the end are the same under every synchronous strategy and on any number of ranks, up to rounding. With
 parameter servers the batch size is that of one worker, and the weights depend on who came first.
+
+Told to stop by SIGUSR1, SIGTERM or the end of its time, the job saves where it is and ends with status 42. The same command goes
+on there, and ends with the same weights.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from typing import Any
 import mpistrat as ms
 from mpistrat.options import Environment
 
-from . import digits_data, plots
+from . import digits_data, plots, resume
 from .digits_model import Digits
 from .progress import Clock, Progress
 
 __all__ = ["main", "train"]
+
+SETTINGS = ("seed", "global_batch_size", "learning_rate", "dtype")  # which a job that goes on must have as it began
 
 ALL_REDUCE: dict[str, Callable[[], Any]] = {
     "auto": lambda: None,
@@ -51,8 +56,11 @@ def make_strategy(options: argparse.Namespace) -> Any:
     return kinds[name](devices=devices, cross_device_ops=ops)
 
 
-def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Train, write metrics, weights and curves into the output folder, and return the summary. Collective."""
+def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Train, write metrics, weights and curves into the output folder, and return the summary. Collective.
+
+    Told to stop, it writes what it needs to go on, and returns None; called again it goes on where it was.
+    """
     output = Path(options.output)
     if strategy.rank == 0:
         digits_data.write(output / "shards", options.dtype)
@@ -68,6 +76,8 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any]:
         model = Digits(options.seed, options.dtype)
         optimizer = ms.optimizers.Adam(options.learning_rate)
 
+    serves = getattr(strategy, "is_server", False)
+
     def step(inputs: Any) -> Any:
         with clock.measure("compute"):
             loss = model.loss_and_gradients(*inputs)
@@ -82,18 +92,43 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any]:
             rows += ms.context.global_batch_size() or 0
         return right / rows if rows else math.nan  # with parameter servers one worker has all test rows
 
-    losses: list[float] = []
-    epochs: list[dict[str, Any]] = []
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    notes, taken = resume.read(strategy, output / "resume.h5")
+    if notes.get("settings", settings) != settings:
+        raise ValueError(
+            f"{output / 'resume.h5'}: begun with {notes['settings']}, now {settings}: remove the file to begin anew"
+        )
+    losses: list[float] = notes.get("losses", [])
+    epochs: list[dict[str, Any]] = notes.get("epochs", [])
     style = options.progress if strategy.rank == 0 else "none"
-    with Progress(options.epochs * len(training_data), style) as progress:
-        for epoch in range(1, options.epochs + 1):
-            clock, first = Clock(training_data, getattr(strategy, "traffic", None)), len(losses)
-            for inputs in training_data:
+    with Progress(options.epochs * len(training_data), style, len(losses)) as progress:
+        for epoch in range(len(epochs) + 1, options.epochs + 1):
+            clock = Clock(training_data, getattr(strategy, "traffic", None))
+            first = notes.pop("first", len(losses))
+            batches = iter(training_data)
+            if "clock" in notes:
+                clock.restore(notes.pop("clock"))
+                if not serves:
+                    batches.restore({"epoch": epoch - 1, "next": taken})
+            for inputs in batches:
                 clock.samples += ms.context.global_batch_size() or 0
                 parts = strategy.run(step, args=(inputs,))
                 with clock.measure("communication"):
                     losses.append(float(strategy.reduce("SUM", parts, axis=None)))
                 progress.step(epoch, losses[-1], clock)
+                if strategy.should_stop():
+                    break
+            batches.close()
+            if strategy.should_stop():
+                state = {
+                    "settings": settings,
+                    "losses": losses,
+                    "epochs": epochs,
+                    "first": first,
+                    "clock": clock.state(),
+                }
+                resume.save(strategy, output / "resume.h5", state, batches.state()["next"])
+                return None
             rate = clock.rate()
             mean = sum(losses[first:]) / max(len(losses) - first, 1)
             accuracy = evaluate()
@@ -111,6 +146,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any]:
         accuracies = [line["test_accuracy"] for line in epochs]
         if not plots.training_curves(output / "training.png", losses, accuracies, title):
             print("no training.png: matplotlib is not installed (extra `plot`)", file=sys.stderr)
+        (output / "resume.h5").unlink(missing_ok=True)
     return summary
 
 
@@ -154,9 +190,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the job of the command line; rank 0 prints its summary as one line of JSON. Collective."""
+    ms.catch_stop_signals()
     options = parse(arguments)
     strategy = make_strategy(options)
     summary = train(strategy, options)
+    if summary is None:
+        if strategy.rank == 0:
+            print(
+                f"told to stop; the same command goes on from {options.output}/resume.h5", file=sys.stderr, flush=True
+            )
+        strategy.close()
+        sys.exit(ms.RESTART_EXIT_CODE)
     if strategy.rank == 0:
         print(f"curves, metrics and weights are in {options.output}", file=sys.stderr, flush=True)
         print(json.dumps(summary), flush=True)

@@ -43,7 +43,19 @@ class Clock:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part. Not collective."""
-        return self._seconds | {"input": self._data.stats().wait_seconds - self._before.wait_seconds}
+        waited = self._data.stats().wait_seconds - self._before.wait_seconds
+        return self._seconds | {"input": self._seconds["input"] + waited}
+
+    def state(self) -> dict[str, Any]:
+        """Return what was counted so far, for `restore`. Not collective."""
+        return {"seconds": self.seconds(), "samples": self.samples, "elapsed": time.perf_counter() - self.started}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Count on from where another clock was. Not collective."""
+        for part, seconds in state["seconds"].items():
+            self._seconds[part] += seconds
+        self.samples += state["samples"]
+        self.started -= state["elapsed"]
 
     def rate(self) -> float:
         """Return the samples a second since the clock was made. Not collective."""
@@ -68,15 +80,16 @@ class Progress:
     Args:
         steps: of the whole job.
         style: "bar", "lines" or "none"; "auto" is a bar on a terminal and lines elsewhere.
+        done: how many steps were done before.
     """
 
-    def __init__(self, steps: int, style: str = "auto") -> None:
+    def __init__(self, steps: int, style: str = "auto", done: int = 0) -> None:
         if style == "auto":
             style = "bar" if sys.stderr.isatty() else "lines"
         self._lines = style == "lines"
-        self._bar = self._make_bar(steps) if style == "bar" else None
+        self._bar = self._make_bar(steps, done) if style == "bar" else None
 
-    def _make_bar(self, steps: int) -> Any:
+    def _make_bar(self, steps: int, done: int) -> Any:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
@@ -91,7 +104,7 @@ class Progress:
             TimeRemainingColumn(),
             console=Console(stderr=True, force_terminal=True),
         )
-        bar.add_task("train", total=steps, epoch=0, loss=float("nan"), rate=0.0, shares="")
+        bar.add_task("train", total=steps, completed=done, epoch=0, loss=float("nan"), rate=0.0, shares="")
         return bar
 
     def step(self, epoch: int, loss: float, clock: Clock) -> None:

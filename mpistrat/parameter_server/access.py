@@ -48,6 +48,11 @@ class Access(ABC):
         """Return whether a rank can read a variable: every worker, and the server that holds it. Not collective."""
         return rank in self._servers.workers or rank == self.holder(variable)
 
+    @property
+    def in_pass(self) -> bool:
+        """Whether this rank reads a dataset, or has taken a step since it left a pass; False on a server."""
+        return False
+
     @abstractmethod
     def read(self, variable: int, out: np.ndarray) -> int:
         """Copy a variable, whole, and return its version; what this rank wrote before is in it. Not collective."""
@@ -98,7 +103,7 @@ class WorkerAccess(Access):
         self._leads = sync_group.topology.rank == 0
         self._limit, self._synchronous = max_staleness or None, max_staleness == 0
         self._steps = self._passes = self._finished = self._open = 0
-        self._left = False
+        self._left, self._left_at = False, 0  # for good; after which step it left a pass
         if self._limit is not None:
             self._publish()
 
@@ -133,6 +138,11 @@ class WorkerAccess(Access):
 
     # passes
 
+    @property
+    def in_pass(self) -> bool:
+        """See `Access.in_pass`."""
+        return self._open > 0 or self._steps > self._left_at
+
     def begin_pass(self) -> None:
         """Note that a dataset is being read. Several at a time are one pass. Not collective."""
         self._open += 1
@@ -140,6 +150,7 @@ class WorkerAccess(Access):
     def end_pass(self) -> None:
         """Sign off from the pass at every server when no dataset is read any more. Not collective."""
         self._open -= 1
+        self._left_at = self._steps
         if self._open or self._left:
             return
         with self.lock:

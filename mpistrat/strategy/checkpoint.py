@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,6 +41,7 @@ def save(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
     with group.collective("save", detail=os.fspath(path)):
         pass
     optimizers = [{"name": o.name, "iterations": o.all_iterations()} for o in extended.optimizers]
+    optimizers += [{"name": name, "iterations": state["iterations"]} for name, state in extended.waiting()]
     if group.topology.rank == 0:
         try:
             _write(Path(path), _contents(extended), optimizers)
@@ -88,13 +89,21 @@ def _contents(extended: StrategyExtended) -> Iterator[_Piece]:
     for variable in extended.variables:  # reading ON_READ variables is collective
         name, start, shape = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
         yield _Piece(f"variables/{_key(name)}", shape, start, variable.gathered())
-    for index, optimizer in enumerate(extended.optimizers):
-        for part, slots in optimizer.each_slots():
+    for index, (start_value, each) in enumerate(_slots(extended)):
+        for part, slots in each:
             for slot, value in slots.items():
                 array = np.asarray(value)
                 name, start, shape = places.get(part) or _Place(part, 0, array.shape)
                 key = f"optimizers/{index}/slots/{_key(name)}/{_key(slot)}"
-                yield _Piece(key, shape, start, array, optimizer.slot_start)
+                yield _Piece(key, shape, start, array, start_value)
+
+
+def _slots(extended: StrategyExtended) -> Iterator[tuple[float, Iterable[tuple[str, Mapping[str, Any]]]]]:
+    """Yield of each optimizer what slots begin with, and those of each variable, by its name; also of those that wait."""
+    for optimizer in extended.optimizers:
+        yield optimizer.slot_start, optimizer.each_slots()
+    for _, state in extended.waiting():
+        yield 0, state["slots"].items()
 
 
 def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:

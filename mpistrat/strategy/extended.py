@@ -150,6 +150,10 @@ class StrategyExtended:
                 del self._restored[index]
             self.optimizers.append(optimizer)
 
+    def waiting(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return names and states of optimizers that were restored, and not applied yet. Not collective."""
+        return [self._restored[index] for index in sorted(self._restored)]
+
     def restore_optimizer(self, index: int, name: str, state: Mapping[str, Any]) -> None:
         """Give an optimizer its state; one that was not applied yet gets it then. Not collective, but done by all."""
         with self._registering:
@@ -254,7 +258,7 @@ class StrategyExtended:
         """Return what `reduce_to` would for each pair of a value and its destinations, in one go. Collective.
 
         Raises:
-            As `reduce_to`.
+            Exception: as `reduce_to`.
         """
         self.require_open("batch_reduce_to")
         context.expect_cross(self._strategy, "extended.batch_reduce_to")

@@ -34,6 +34,7 @@ from . import following
 from .assemble import assemble
 from .input import Division
 from .layout import PARAMETER_SERVER
+from .preemption import StopAtPasses, StopRequest
 from .push_step import PushStep
 from .served_optimizers import ServedOptimizers
 from .server_slots import ServerSlots
@@ -208,6 +209,10 @@ class ParameterServerStrategy(Strategy):
             lambda: placement_of.variables,
         )
         self.cluster_resolver = resolver
+        self._stop_request = StopRequest(group, spread=True)
+        self._stop_agreement = StopAtPasses(
+            group, self._stop_agreement, lambda: bool(followers) or self._access.in_pass
+        )
         following.lead(self, followers)
 
     def _make_access(self, sync_group: ProcessGroup, max_staleness: int | None, backup_workers: int) -> Access:

@@ -22,6 +22,7 @@ from . import input as strategy_input
 from .aliases import with_aliases
 from .assemble import Parts
 from .extended import StrategyExtended
+from .preemption import StopAgreement, StopRequest, StopTogether
 from .reductions import Axis, copies_of_variables, gather_nest, reduce_nest
 from .replica_context import ValueContext
 from .scope import Scope
@@ -61,6 +62,8 @@ class Strategy:
             raise TypeError(explain("Strategy", "", expected="a strategy", got=got, remedy=remedy))
         self._extended = parts.extend(self)
         self._replica_frame: Frame = self._extended.replicas[0].frame
+        self._stop_request = StopRequest(self._extended.process_group)
+        self._stop_agreement: StopAgreement = StopTogether(self._extended.placement.group)
 
     # who and where
 
@@ -131,7 +134,7 @@ class Strategy:
             PerReplica in each place, or the object itself where all returned the same one, unless it is a number.
 
         Raises:
-            What the first replica that failed raised; the others are stopped where they next act together.
+            Exception: what the first replica that failed raised; the others are stopped where they next act together.
             ValueError: args are no tuple or list; a variable of another strategy among them.
             ContextError: in a step, or in another strategy's scope; or local replicas acted together unequally often.
 
@@ -169,6 +172,31 @@ class Strategy:
                 expected = f"one value for each of the {replicas} local replicas"
                 raise ValueError(explain("Strategy.run", "args", expected=expected, got=f"{len(leaf.values)}"))
         return kwargs
+
+    def should_stop(self) -> bool:
+        """Return whether to stop here: some rank got SIGUSR1 or SIGTERM, or its time is nearly over. Collective.
+
+        Call it after each step, and after the loop over a dataset. The answer is the same on every rank, whichever rank was
+        told, and comes at the second call after that; once True, it stays so. No rank waits for another in it. A program that
+        stops saves what it needs to go on, and ends with the exit status `ms.RESTART_EXIT_CODE`: see "Preemption".
+
+        With parameter servers each worker stops at its own step, some tenths of a second after the rank that was told, and in
+        the loop over a dataset the call is not collective. After it all ranks call it, the servers too, and get one answer, so
+        that all go on or save together. In a coordinator's program the coordinator calls it, alone.
+
+        From the first call on the two signals do nothing else: see `ms.catch_stop_signals`. The time limit is SLURM's, or
+        what MPISTRAT_END_TIME says.
+
+        Raises:
+            ContextError: in a step.
+
+        Example:
+            >>> ms.get_strategy().should_stop()
+            False
+        """
+        self._extended.require_open("Strategy.should_stop")
+        context.expect_cross(self, "Strategy.should_stop")
+        return self._stop_agreement.ask(bool(self._stop_request))
 
     # values
 
@@ -350,6 +378,7 @@ class Strategy:
         the copy leaves them open, closing the original ends both.
         """
         self._extended.close()
+        self._stop_request.close()
 
     def __enter__(self: S) -> S:
         return self

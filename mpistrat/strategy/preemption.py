@@ -1,0 +1,282 @@
+"""When a program shall stop before its end: what any rank was told, agreed by all at one step boundary.
+
+A rank is told by a signal, or by the clock. On a node it notes that in shared memory, and the barrier of a later collective
+makes all see it (`Node.agree_later`). Between nodes it rides on a small non-blocking all-reduce that one call of
+`Strategy.should_stop` begins and the next one takes. Nobody waits, and as everybody takes what was said at the same call, all
+ranks stop at the same step, the one after the signal's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from .. import log
+from ..comm.process_group import ProcessGroup
+from ..errors import explain
+
+if TYPE_CHECKING:
+    from ..comm.watchdog import Watch
+
+__all__ = [
+    "RESTART_EXIT_CODE",
+    "SIGNALS",
+    "StopAgreement",
+    "StopAtPasses",
+    "StopRequest",
+    "StopTogether",
+    "catch_stop_signals",
+    "last_moment",
+]
+
+RESTART_EXIT_CODE = 42  # of a program that has saved and wants to be put back into the queue, as TensorFlow's
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+_INSISTS = (
+    1.0  # seconds after which one more SIGTERM ends at once; launchers and schedulers may both pass on the same one
+)
+_MARGIN, _SHARE = 60.0, 0.1  # seconds before the time limit, at most this share of what was left at first
+_LAST_WAIT = 1.0  # seconds at the end of the program
+
+_requests: weakref.WeakSet[StopRequest] = weakref.WeakSet()
+_before: dict[int, Any] = {}  # what handled the signals that are caught
+_terminated: float | None = None  # when the first SIGTERM came
+_stop = False  # whether a signal has come
+_process = 0
+
+
+def catch_stop_signals() -> None:
+    """Let SIGUSR1 and SIGTERM ask this program to stop at a step boundary, instead of ending it. Not collective.
+
+    `Strategy.should_stop` does it when first called. Call this as the program's first act, so that signals that come before
+    count as well. Handlers that the program had are called, too. A second SIGTERM, a second or more after the first, does what
+    it did before; so does every signal after the last strategy that was asked is closed, unless the program was told to stop.
+
+    Example:
+        >>> ms.catch_stop_signals()  # doctest: +SKIP
+    """
+    global _process
+    if _before and _process == os.getpid():
+        return
+    if threading.current_thread() is not threading.main_thread():
+        remedy = "Call ms.catch_stop_signals() in the main thread, before threads start"
+        log.once(
+            logging.WARNING,
+            f"should_stop: signals are not noticed: Python handles them in its main thread only. {remedy}",
+        )
+        return
+    _process = os.getpid()
+    for number in SIGNALS:
+        _before[number] = signal.signal(number, _handle)
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global _stop, _terminated
+    before = _before.get(number)
+    if os.getpid() != _process:  # a forked child is none of the ranks
+        _act(number, before)
+        return
+    now = time.monotonic()
+    if number == signal.SIGTERM:
+        if _terminated is not None and now - _terminated >= _INSISTS:
+            _act(number, before)
+            return
+        _terminated = _terminated or now
+    _stop = True
+    for request in list(_requests):
+        request.note()
+    if callable(before):
+        before(number, frame)
+
+
+def _act(number: int, before: Any) -> None:
+    """Do what a signal did before it was caught."""
+    signal.signal(number, signal.SIG_DFL if before is None else before)
+    os.kill(os.getpid(), number)
+
+
+def release_signals() -> None:
+    """Handle signals as before they were caught, and forget those that came. Not collective."""
+    global _stop, _terminated
+    _stop, _terminated = False, None
+    for number, before in _before.items():
+        if before is not None and signal.getsignal(number) is _handle:
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(number, before)
+    _before.clear()
+
+
+def last_moment(end: float | None, margin: float | None, env: Mapping[str, str], now: float) -> float | None:
+    """Return when to stop because of the time limit, in seconds since 1970; None without one. Not collective.
+
+    Args:
+        end: when the job ends; default what SLURM says, from version 23.02 on.
+        margin: seconds before that; default 60, but at most a tenth of the time that is left now.
+
+    Raises:
+        ValueError: naming the variable, when SLURM's is no number.
+
+    Example:
+        >>> last_moment(1000.0, None, {}, now=900.0), last_moment(None, 30.0, {"SLURM_JOB_END_TIME": "1000"}, now=0.0)
+        (990.0, 970.0)
+    """
+    if end is None:
+        text = env.get("SLURM_JOB_END_TIME", "")
+        try:
+            end = float(text) if text else None
+        except ValueError:
+            expected = "seconds since 1970"
+            raise ValueError(explain("environment", "SLURM_JOB_END_TIME", expected=expected, got=repr(text))) from None
+    if end is None:
+        return None
+    return end - (min(_MARGIN, _SHARE * max(end - now, 0.0)) if margin is None else margin)
+
+
+@final
+class StopRequest:
+    """Whether this rank was told to stop. One a strategy.
+
+    Args:
+        group: its ranks.
+        spread: whether the watchdogs shall tell the other ranks, where these don't agree at each step.
+    """
+
+    def __init__(self, group: ProcessGroup, spread: bool = False) -> None:
+        self._environment = group.environment
+        self._watch: Watch | None = group.watch if spread else None
+        self._asked = False
+        self._last: float | None = None
+        _requests.add(self)
+        if _stop:
+            self.note()
+
+    def note(self) -> None:
+        """A signal has come. Not collective; called by the handler."""
+        if self._watch is not None:
+            self._watch.stop = True
+
+    def __bool__(self) -> bool:
+        if not self._asked:
+            self._begin()
+        if not (_stop or (self._last is not None and time.time() >= self._last)):
+            return self._watch is not None and self._watch.stop
+        self.note()
+        return True
+
+    def _begin(self) -> None:
+        self._asked = True
+        catch_stop_signals()
+        settings = self._environment
+        self._last = last_moment(settings.end_time, settings.stop_before, os.environ, time.time())
+
+    def close(self) -> None:
+        """Let signals do what they did before, when this was the last that asked, and nobody was told to stop. Not collective.
+
+        Who was told to stop may be told again while it ends, and shall end with its own exit status.
+        """
+        _requests.discard(self)
+        if self._asked and not _stop and not any(request._asked for request in _requests):
+            release_signals()
+        self._asked = False
+
+
+class StopAgreement(ABC):
+    """How the ranks of a strategy agree to stop."""
+
+    @abstractmethod
+    def ask(self, wish: bool) -> bool:
+        """Return whether to stop. Collective, or not: see the classes.
+
+        Args:
+            wish: whether this rank was told to.
+        """
+
+
+@final
+class StopTogether(StopAgreement):
+    """Ranks that step together stop at the same step.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._agreed = self._attached = False
+        self._wish, self._wishes = np.zeros(1, np.int8), np.zeros(1, np.int8)
+        self._pending: Any = None
+
+    def ask(self, wish: bool) -> bool:
+        """Return whether some rank wished it at the call before; from then on True. Collective, but nobody waits."""
+        if not self._agreed:
+            self._agreed = self._ask_nodes(wish) if self._group.num_nodes > 1 else self._group.node.agree_later(wish)
+        return self._agreed
+
+    def _ask_nodes(self, wish: bool) -> bool:
+        from mpi4py import MPI
+
+        group = self._group
+        if not self._attached:
+            self._attached = True
+            group.attach(self)
+        with group.collective("should_stop", synchronize=False):
+            if self._take():
+                return True
+            self._wish[0] = wish
+            self._pending = group.topology.comm.Iallreduce(self._wish, self._wishes, MPI.MAX)
+        return False
+
+    def _take(self) -> bool:
+        if self._pending is None:
+            return False
+        self._pending.Wait()
+        self._pending = None
+        return bool(self._wishes[0])
+
+    def close(self) -> None:
+        """Take the last agreement, whose communicator is about to be freed. Collective; the group calls it."""
+        with self._group.collective("should_stop", "close"):
+            self._take()
+
+    def leave(self) -> Callable[[], None]:
+        """See `Attachment.leave`. Not collective."""
+        return self._finish
+
+    def _finish(self) -> None:
+        """MPI wants it finished; a rank that is gone may keep it from that."""
+        until = time.monotonic() + _LAST_WAIT
+        while self._pending is not None and not self._pending.Test() and time.monotonic() < until:
+            time.sleep(1e-4)
+        self._pending = None
+
+
+@final
+class StopAtPasses(StopAgreement):
+    """Ranks that don't step together: in a pass each stops at its own step, and when all have left it they agree.
+
+    Args:
+        group: all ranks.
+        together: the ranks that step together with this one.
+        in_pass: returns whether this rank is in a pass.
+    """
+
+    def __init__(self, group: ProcessGroup, together: StopAgreement, in_pass: Callable[[], bool]) -> None:
+        self._group, self._together, self._in_pass = group, together, in_pass
+
+    def ask(self, wish: bool) -> bool:
+        """Return whether to stop. In a pass collective over the ranks that step together; else over all of them."""
+        if self._in_pass():
+            return self._together.ask(wish)
+        with self._group.collective("should_stop"):
+            return bool(self._group.agree(wish, "max"))
