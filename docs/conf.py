@@ -35,6 +35,7 @@ autodoc_preserve_defaults = True
 autosummary_generate = False
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+toc_object_entries_show_parents = "hide"
 
 # The pages
 html_theme = "furo"

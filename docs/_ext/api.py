@@ -1,32 +1,40 @@
 """The directive `api`: a table of names and, below it, what their docstrings say.
 
 Each line is a public name of mpistrat, as in `ms.NAME`, perhaps with options of autodoc behind it: `Variable inherited-members`.
-`members=a,b` shows these alone, `no-members` none.
+`members=a,b` shows these alone, `no-members` none. A signature may follow a name, ` -- text` a
+constant, which has no docstring.
 """
 
 from __future__ import annotations
 
 import enum
 import inspect
+import re
 from operator import attrgetter
 
 from docutils import nodes
 from docutils.statemachine import StringList
 from public_names import PUBLIC, public_objects
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 from sphinx.util.docutils import SphinxDirective
 
 import mpistrat
+from mpistrat.strategy.aliases import ALIASES
+
+LINE = re.compile(r"(?P<name>[\w.]+)(?P<signature>\(.*\))?(?P<options>(?: [\w=,-]+)*?)(?: -- (?P<text>.*))?")
 
 
-def entry(name: str, options: list[str]) -> list[str]:
+def entry(name: str, signature: str, options: list[str], text: str) -> list[str]:
     """The lines of reStructuredText that document one name."""
     thing = attrgetter(name)(mpistrat)
+    if text:
+        return [f".. py:data:: mpistrat.{name}", f"   :value: {thing!r}", "", f"   {text}", ""]
     if not inspect.isclass(thing):
-        return [f".. auto{'function' if inspect.isroutine(thing) else 'data'}:: mpistrat.{name}", ""]
+        return [f".. autofunction:: mpistrat.{name}{signature}", ""]
     if issubclass(thing, BaseException):
         return [f".. autoexception:: mpistrat.{name}", "   :show-inheritance:", ""]
-    lines = [f".. autoclass:: mpistrat.{name}"]
+    lines = [f".. autoclass:: mpistrat.{name}{signature}"]
     if issubclass(thing, enum.Enum):
         options = ["members", "undoc-members", "member-order=bysource"]
     elif "no-members" in options:
@@ -47,12 +55,15 @@ class Api(SphinxDirective):
     has_content = True
 
     def run(self) -> list[nodes.Node]:
-        words = [line.split() for line in self.content if line.strip()]
+        found = [LINE.fullmatch(line.strip()) for line in self.content if line.strip()]
+        if None in found:
+            raise self.error("expected lines such as: NAME, NAME option, NAME(signature), NAME -- text")
+        matches = [match for match in found if match]
         lines = [".. autosummary::", "   :nosignatures:", ""]
-        lines += [f"   ~mpistrat.{name}" for name, *_ in words]
+        lines += [f"   ~mpistrat.{match['name']}" for match in matches if not match["text"]]
         lines.append("")
-        for name, *options in words:
-            lines += entry(name, options)
+        for match in matches:
+            lines += entry(match["name"], match["signature"] or "", match["options"].split(), match["text"] or "")
         return parse(self, lines)
 
 
@@ -78,7 +89,14 @@ def parse(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
     return holder.children
 
 
+def skip_aliases(app: Sphinx, what: str, name: str, thing: object, skip: bool, options: object) -> bool | None:
+    """Leave TensorFlow's other spellings of methods out: names.md has them."""
+    return True if any(name in aliases for holder, aliases in ALIASES.items() if holder) else None
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("autodoc-skip-member", skip_aliases)
+    next(kind for kind in PyObject.doc_field_types if kind.name == "variable").label = "Attributes"
     app.add_directive("api", Api)
     app.add_directive("other-names", OtherNames)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import inspect
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from docutils import nodes
-from docutils.parsers.rst import roles
+from docutils.parsers.rst import directives, roles
 from docutils.statemachine import StringList
 from public_names import public_objects
 from sphinx.application import Sphinx
@@ -38,12 +38,19 @@ def add_badge(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines
 
 
 class CollectiveCalls(SphinxDirective):
-    """A table of all public calls that are collective, in the words of their docstrings."""
+    """A table of the public calls that are collective, in the words of their docstrings: of some classes, or of all but some."""
+
+    optional_arguments = 99
+    option_spec: ClassVar = {"except": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
         rows = [".. list-table::", "   :header-rows: 1", "", "   * - call", "     - collective"]
         seen = set()
+        without = self.options.get("except", "").split()
         for name, thing in calls():
+            holder = name.removeprefix("mpistrat.").rpartition(".")[0]
+            if holder in without or (self.arguments and holder not in self.arguments):
+                continue
             match = SENTENCE.search(first_paragraph((inspect.getdoc(thing) or "").splitlines())[0])
             home = getattr(thing, "__qualname__", name)
             if match is None or match[1].startswith("Not") or (home, thing) in seen:
@@ -51,9 +58,9 @@ class CollectiveCalls(SphinxDirective):
             seen.add((home, thing))
             words = match[2].strip(" ,;") or "yes"
             rows += [f"   * - :py:obj:`{name.removeprefix('mpistrat.')} <{name}>`", f"     - {words}"]
-        holder = nodes.Element()
-        self.state.nested_parse(StringList(rows, self.get_source_info()[0]), self.content_offset, holder)
-        return holder.children
+        table = nodes.Element()
+        self.state.nested_parse(StringList(rows, self.get_source_info()[0]), self.content_offset, table)
+        return table.children
 
 
 def calls() -> list[tuple[str, Any]]:

@@ -38,6 +38,13 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
     if node.get("refdomain") != "py":
         return None
     public = "mpistrat." + target[3:] if target.startswith("ms.") else PUBLIC.get(target)
+    if content.astext() == target:
+        short = target.rpartition(".")[2]
+        content = (
+            nodes.Text(short)
+            if isinstance(content, nodes.Text)
+            else type(content)("", short, classes=content["classes"])
+        )
     if public is None and target.startswith("mpistrat.") and target not in NAMES:
         return content
     if public is None or public == target:

@@ -44,7 +44,7 @@ class RemoteValue:
             timeout: seconds to wait at most; default without limit.
 
         Raises:
-            What the function raised, with its traceback on the worker as the cause.
+            Exception: what the function raised, with its traceback on the worker as the cause.
             ClosureCancelledError: it was cancelled.
             TimeoutError: it takes longer.
         """

@@ -109,8 +109,8 @@ class ClusterCoordinator:
             priority: those with a larger one go first; then the order is that of scheduling.
 
         Raises:
-            What a function scheduled before raised, once; then the functions that waited are cancelled, and this one is
-                not scheduled.
+            Exception: what a function scheduled before raised, once; then the functions that waited are cancelled, and this
+                one is not scheduled.
             TypeError: the function, or what it refers to, cannot be pickled.
             ContextError: on another rank than the chief, or in a scheduled function.
             ClosedError: after `close()`.
@@ -128,8 +128,8 @@ class ClusterCoordinator:
         """Wait until all scheduled functions have run. Not collective; on the chief.
 
         Raises:
-            What the first function that failed raised, once, after those that run at the moment have ended. Those that
-                waited are cancelled: their values raise ClosureCancelledError. Then everything goes on as if new.
+            Exception: what the first function that failed raised, once, after those that run at the moment have ended. Those
+                that waited are cancelled: their values raise ClosureCancelledError. Then everything goes on as if new.
         """
         self._dispatcher("join").join()
 
@@ -143,7 +143,7 @@ class ClusterCoordinator:
         A PerWorkerValues becomes a tuple of the values of the workers that have not left; everything else is returned as it is.
 
         Raises:
-            What the functions raised.
+            Exception: what the functions raised.
         """
         self._dispatcher("fetch")
         asked = nest.map_structure(self._ask, values)

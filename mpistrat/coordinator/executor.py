@@ -78,7 +78,7 @@ class CoordinatorExecutor(Executor):
 
         Raises:
             TimeoutError: when a result is asked for and does not come in time.
-            What the function raised, when its result is asked for.
+            Exception: what the function raised, when its result is asked for.
         """
         if chunksize < 1:
             raise ValueError(explain("CoordinatorExecutor.map", "chunksize", expected="at least 1", got=chunksize))

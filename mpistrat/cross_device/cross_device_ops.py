@@ -147,7 +147,7 @@ class CrossDeviceOps(ABC):
             options: see `reduce`.
 
         Raises:
-            As `reduce`.
+            Exception: as `reduce`.
         """
         op = ReduceOp.parse(reduce_op, "batch_reduce")
         options = options or _NO_OPTIONS

@@ -216,7 +216,7 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
         """Write a value, to each part its rows, and return the variable. See `Variable.assign`. Collective like it.
 
         Raises:
-            As `Variable.assign`; a value that does not fit is refused before any part is written.
+            Exception: as `Variable.assign`; a value that does not fit is refused before any part is written.
         """
         return self._update("assign", value)
 

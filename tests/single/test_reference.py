@@ -15,7 +15,9 @@ BLOCK = re.compile(r"^\.\. api::\n\n((?: +.*\n)+)", re.MULTILINE)
 def listed():
     """The names that the pages of the reference document."""
     texts = [path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
-    return [line.split()[0] for text in texts for block in BLOCK.findall(text) for line in block.splitlines()]
+    return [
+        re.findall(r"[\w.]+", line)[0] for text in texts for block in BLOCK.findall(text) for line in block.splitlines()
+    ]
 
 
 def public(module=ms, prefix=""):
