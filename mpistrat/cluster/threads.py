@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..log import once
+from .cores import allotted, available_cores, count_cores, cpu_quota, threads_per_core, usable_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["available_cores", "count_node_cores", "set_blas_threads"]
+__all__ = ["THREAD_VARIABLES", "available_cores", "count_node_cores", "limit_new_libraries", "set_blas_threads"]
 
 _MOST_CORES = 4096  # of a node, by the highest core number
 
-_USER_VARIABLES = (
+THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -25,29 +27,40 @@ _USER_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
 )
 
-
-def available_cores() -> list[int]:
-    """Return the numbers of the cores that this process may run on. Not collective."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+_limit: int | None = None  # of every library's threads, since the last strategy was made
+_modules = 0  # that were imported when it was set
 
 
 def count_node_cores(intra: MPI.Intracomm) -> int:
-    """Return on how many cores the ranks of a node may run, together. Collective over `intra`."""
+    """Return on how many cores the ranks of a node may compute, together. Collective over `intra`.
+
+    The hardware threads of one core count once. Where every rank's control group has a quota, no more than these.
+    """
     from mpi4py import MPI
 
     mask = np.zeros(_MOST_CORES, np.uint8)
     mask[[core for core in available_cores() if core < _MOST_CORES]] = 1
     intra.Allreduce(MPI.IN_PLACE, mask, MPI.BOR)
-    return max(1, int(np.count_nonzero(mask)))
+    quota = cpu_quota()
+    mine = np.array([-1, -1] if quota is None else [quota.group, quota.cores], np.float64)
+    table = np.empty((intra.size, 2))
+    intra.Allgather(mine, table)
+    limits = [count_cores(np.flatnonzero(mask).tolist())]
+    quotas = {row[0]: row[1] for row in table.tolist()}
+    if -1 not in quotas:
+        limits.append(int(sum(quotas.values())))
+    node = allotted("SLURM_CPUS_ON_NODE")
+    if node is not None:
+        limits.append(node)
+    return max(1, min(limits))
 
 
 def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: int | None = None) -> int | None:
     """Give BLAS each replica's share of the node's cores; warn of more threads than cores. Not collective.
 
-    Nothing is changed where the user set OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, BLIS_NUM_THREADS or
-    VECLIB_MAXIMUM_THREADS.
+    Where the user set OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, BLIS_NUM_THREADS or VECLIB_MAXIMUM_THREADS,
+    that is what this rank has: its replicas share it, and for a single one nothing is changed. Libraries that are imported
+    later obey from the next `scope` on.
 
     Args:
         ranks_per_node: ranks on this node.
@@ -58,22 +71,45 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
     Returns:
         The number of threads set, or None if nothing was changed.
     """
-    own = len(available_cores())
+    global _limit
+    own = usable_cores()
     node_cores = own if node_cores is None else node_cores
     share = max(1, min(own, node_cores // ranks_per_node) // local_replicas)
-    pools = _controller().select(user_api="blas")
-    chosen = any(os.environ.get(name) for name in _USER_VARIABLES)
-    if not chosen:
-        pools.limit(limits=share)
-    threads = max((pool["num_threads"] for pool in pools.info()), default=1) if chosen else share
-    if threads * local_replicas * ranks_per_node > node_cores:
-        fewer = f"set OMP_NUM_THREADS={share}, " if threads > share else ""
+    if any(os.environ.get(name) for name in THREAD_VARIABLES):
+        running = max((pool["num_threads"] for pool in _controller().select(user_api="blas").info()), default=1)
+        given = max(running, _given())  # an earlier strategy may have divided it
+        busy = max(1, given // local_replicas)
+        _limit = busy if local_replicas > 1 else None
+    else:
+        _limit = busy = share
+    _apply()
+    if busy * local_replicas * ranks_per_node > node_cores * threads_per_core():
+        fewer = f"set OMP_NUM_THREADS={share * local_replicas}, " if busy > share else ""
         once(
             logging.WARNING,
-            f"{ranks_per_node} ranks with {local_replicas} replicas of {threads} BLAS threads share {node_cores} cores:"
+            f"{ranks_per_node} ranks with {local_replicas} replicas of {busy} BLAS threads share {node_cores} cores:"
             f" {fewer}start fewer ranks, or let the launcher give them more cores",
         )
-    return None if chosen else share
+    return _limit
+
+
+def limit_new_libraries() -> None:
+    """Let libraries obey that were imported since `set_blas_threads`. Not collective; cheap where there are none."""
+    if _limit is not None and len(sys.modules) != _modules:
+        _apply()
+
+
+def _apply() -> None:
+    global _modules
+    if _limit is not None:
+        _controller().limit(limits=_limit)
+    _modules = len(sys.modules)
+
+
+def _given() -> int:
+    """Return the number of threads that the user's variables name, 0 where they name none."""
+    texts = [os.environ.get(name, "").split(",")[0].strip() for name in THREAD_VARIABLES]
+    return max((int(text) for text in texts if text.isascii() and text.isdigit() and len(text) < 7), default=0)
 
 
 def _controller() -> Any:

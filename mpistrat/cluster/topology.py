@@ -10,8 +10,9 @@ import numpy as np
 
 from ..errors import DeviceError
 from .communicator import check_comm, running_mpi
+from .cores import usable_cores
 from .devices import check_devices, default_devices
-from .threads import available_cores, count_node_cores
+from .threads import count_node_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -42,7 +43,7 @@ class Topology:
         replica_offset: number of the first replica of this rank.
         replicas_per_rank: their number on each rank.
         hostname: MPI's name of this node.
-        node_cores: the cores on which the ranks of this node may run, together.
+        node_cores: the cores that the ranks of this node may keep busy, together: see `cluster.threads.count_node_cores`.
         thread_level: the thread level that MPI granted (`MPI.THREAD_…`); 0 after `single`.
     """
 
@@ -148,7 +149,7 @@ class Topology:
             2
         """
         names = check_devices(devices, function)
-        return cls(0, [0], [len(names)], names, hostname=socket.gethostname(), node_cores=len(available_cores()))
+        return cls(0, [0], [len(names)], names, hostname=socket.gethostname(), node_cores=usable_cores())
 
     def ranks_of_node(self, node: int) -> tuple[int, ...]:
         """Return the ranks of a node in ascending order. Not collective."""

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from .. import context
+from ..cluster.threads import limit_new_libraries
 from ..context import Frame
 from ..errors import explain
 
@@ -27,6 +28,7 @@ class Scope:
     def __enter__(self) -> Any:
         context.expect_cross(self._strategy, "Strategy.scope")
         self._tokens.append(context.push(self._frame))
+        limit_new_libraries()
         return self._strategy
 
     def __exit__(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ..cluster.threads import available_cores
+from ..cluster.cores import usable_cores
 from ..cross_device.chooser import Chooser
 from ..options import Environment
 
@@ -92,7 +92,7 @@ def _layout(strategy: Strategy) -> Iterator[Row]:
 def _threads() -> Iterator[Row]:
     import threadpoolctl
 
-    yield "cores", str(len(available_cores()))
+    yield "cores", str(usable_cores())
     for pool in threadpoolctl.threadpool_info():
         yield f"{pool['user_api']} threads", f"{pool['num_threads']} ({pool['internal_api']})"
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpistrat.cluster import Topology
-from mpistrat.cluster.threads import available_cores
+from mpistrat.cluster.cores import available_cores, usable_cores
 from mpistrat.errors import ClusterError, DeviceError, LayoutError
 
 
@@ -37,7 +37,7 @@ def test_one_node():
         assert MPI.Comm.Compare(t.intra, world) == MPI.CONGRUENT
         assert t.hostname == MPI.Get_processor_name()
         assert t.thread_level == MPI.Query_thread()
-        assert len(available_cores()) <= t.node_cores <= len(available_cores()) * world.size
+        assert usable_cores() <= t.node_cores <= len(available_cores()) * world.size
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

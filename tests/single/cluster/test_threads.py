@@ -1,11 +1,13 @@
 """BLAS gets this rank's share of the cores, unless the user chose."""
 
 import logging
+import sys
 
 import numpy as np
 import pytest
 import threadpoolctl
 
+import mpistrat as ms
 from mpistrat.cluster import threads
 from mpistrat.cluster.threads import set_blas_threads
 from mpistrat.log import once
@@ -14,11 +16,17 @@ from mpistrat.log import once
 @pytest.fixture
 def machine(monkeypatch):
     """So many cores for this process, no choice by the user; BLAS is as before afterwards."""
-    for name in threads._USER_VARIABLES:
+    for name in threads.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "_limit", None)
+    monkeypatch.setattr(threads, "threads_per_core", lambda: 1)
     once.cache_clear()
     with threadpoolctl.threadpool_limits():
-        yield lambda cores: monkeypatch.setattr(threads, "available_cores", lambda: list(range(cores)))
+        yield lambda cores: monkeypatch.setattr(threads, "usable_cores", lambda: cores)
+
+
+def blas() -> set[int]:
+    return {pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"}
 
 
 @pytest.mark.parametrize(
@@ -43,19 +51,48 @@ def test_blas_obeys(machine):
     np.ones((4, 4)) @ np.ones((4, 4))
     machine(2)
     assert set_blas_threads(2) == 1
-    pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
-    assert pools
-    assert {pool["num_threads"] for pool in pools} == {1}
+    assert blas() == {1}
 
 
 def test_the_user_has_the_last_word(machine, monkeypatch):
     machine(8)
     before = threadpoolctl.threadpool_info()
-    for name in threads._USER_VARIABLES:
+    for name in threads.THREAD_VARIABLES:
         with monkeypatch.context() as patch:
             patch.setenv(name, "3")
             assert set_blas_threads(4) is None
     assert threadpoolctl.threadpool_info() == before
+
+
+def test_replicas_share_what_the_user_gave_the_rank(machine, monkeypatch):
+    machine(8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # of nested regions
+    assert set_blas_threads(2, 2) == 2
+    assert set_blas_threads(2, 2) == 2  # not divided again
+    assert set_blas_threads(2, 8) == 1
+    assert threadpoolctl.threadpool_info()[0]["num_threads"] == 1
+
+
+def test_a_library_that_is_imported_later_obeys(machine, monkeypatch):
+    np.ones((4, 4)) @ np.ones((4, 4))
+    machine(1)
+    assert set_blas_threads(1) == 1
+    threadpoolctl.ThreadpoolController().limit(limits=2)  # a new library begins with all cores
+    threads.limit_new_libraries()
+    assert blas() == {2}, "nothing was imported: nobody looks"
+    monkeypatch.setitem(sys.modules, "a_new_library", threads)
+    with ms.get_strategy().scope():
+        assert blas() == {1}
+
+
+def test_hardware_threads_are_no_reason_to_warn(machine, monkeypatch, caplog):
+    machine(2)
+    monkeypatch.setattr(threads, "threads_per_core", lambda: 2)
+    with caplog.at_level(logging.WARNING, "mpistrat"):
+        assert set_blas_threads(4) == 1  # a rank on each hardware thread
+        assert not caplog.records
+        set_blas_threads(5)
+    assert len(caplog.records) == 1
 
 
 def test_more_threads_than_cores_are_said_once(machine, caplog):
