@@ -9,7 +9,9 @@ __all__ = ["ROOT"]
 ROOT = Group(
     "tf.distribute for MPI programs",
     {
+        "run": "run:COMMAND",
         "shards": "shards:COMMAND",
         "job": "job:COMMAND",
+        "doctor": "doctor:COMMAND",
     },
 )

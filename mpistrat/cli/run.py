@@ -1,0 +1,262 @@
+"""`mpistrat run`: start a program on ranks of this machine, with the launcher that belongs to mpi4py's MPI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from ..cluster.cores import usable_cores
+from ..cluster.devices import count_gpus
+from ..cluster.launcher import launched_size
+from ..cluster.launchers import choose_launcher, find_launchers, fitting_pmi, mismatch, srun_pmis
+from ..cluster.mpi_library import MPILibrary, loaded_library
+from ..cluster.threads import THREAD_VARIABLES
+from ..data.shards.ranks import Ranks
+from ..errors import ClusterError, explain
+from ..options import STRATEGIES
+from .command import DONE, PROBLEM, Command
+
+__all__ = ["COMMAND", "Start", "plan"]
+
+_INFINIBAND = Path("/sys/class/infiniband")  # its network cards, and those of its relatives
+_MOST_RANKS = 1 << 16
+
+
+@dataclass
+class Start:
+    """What is started.
+
+    Attributes:
+        command: the words; no shell reads them.
+        environment: what is added to this process's.
+        notes: what a person should know.
+    """
+
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """A line for a shell, behind comments."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return "\n".join([*(f"# {note}" for note in self.notes), " ".join([*settings, shlex.join(self.command)])])
+
+
+def plan(program: Sequence[str], ranks: int | None, strategy: str | None, servers: int | None) -> Start:
+    """Return how to start a program. Not collective; starts no MPI.
+
+    Args:
+        program: its words, that of the interpreter included.
+        ranks: their number, servers included; None for the default.
+        strategy: for MPISTRAT_STRATEGY.
+        servers: for MPISTRAT_NUM_PS.
+
+    Raises:
+        ClusterError: mpi4py finds no MPI, or no launcher here belongs to it.
+        ValueError: the counts contradict each other, or a launcher started this process with others.
+    """
+    launched = launched_size()
+    if launched is not None and launched[0] > 1:
+        got = f"one of {launched[0]} processes ({launched[1]}={launched[0]})"
+        remedy = f"Leave `mpistrat run` out: start {shlex.join(program)} itself"
+        raise ValueError(explain("mpistrat run", "", expected="to start the ranks", got=got, remedy=remedy))
+    strategy = _strategy(strategy, servers)
+    in_slurm = bool(os.environ.get("SLURM_JOB_ID")) and shutil.which("srun") is not None
+    if ranks is None:
+        ranks = _default_ranks(strategy, servers, in_slurm)
+    if servers is not None and ranks <= servers:
+        got = f"{ranks} ranks and {servers} servers"
+        raise ValueError(explain("mpistrat run", "--ps", expected="a worker besides the servers", got=got))
+    library = loaded_library()
+    start = _by_srun(library, ranks) if in_slurm else _by_mpiexec(library, ranks, _threads(ranks))
+    if strategy is not None:
+        start.environment["MPISTRAT_STRATEGY"] = strategy
+    if servers is not None:
+        start.environment["MPISTRAT_NUM_PS"] = str(servers)
+    start.command += program
+    return start
+
+
+def _strategy(strategy: str | None, servers: int | None) -> str | None:
+    if servers is None:
+        return strategy
+    if strategy not in (None, "parameter_server"):
+        expected = "--strategy parameter_server, which has servers"
+        raise ValueError(explain("mpistrat run", "--ps", expected=expected, got=f"--strategy {strategy}"))
+    return "parameter_server"
+
+
+def _default_ranks(strategy: str | None, servers: int | None, in_slurm: bool) -> int:
+    """Return the job's tasks; or a rank for each GPU, without GPUs for each core; at least one worker."""
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    if in_slurm and tasks.isascii() and tasks.isdigit() and 0 < int(tasks) < _MOST_RANKS:
+        return int(tasks)
+    if strategy == "one_device":
+        return 1
+    ranks = count_gpus() or usable_cores()
+    if strategy == "parameter_server":
+        return max(ranks, 1 + (servers or 1))
+    return ranks
+
+
+def _threads(ranks: int) -> dict[str, str]:
+    """Return the setting of threads for each rank's share of the cores, unless the user chose."""
+    if any(os.environ.get(name) for name in THREAD_VARIABLES):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))}
+
+
+def _by_mpiexec(library: MPILibrary, ranks: int, environment: dict[str, str]) -> Start:
+    """Return the start by the mpiexec of mpi4py's MPI."""
+    launchers = find_launchers(library)
+    launcher = choose_launcher(library, launchers)
+    if launcher is None:
+        found = "; ".join(f"{one.path}, but {mismatch(library, one)}" for one in launchers) or "none"
+        remedy = "Put its folder on PATH, or name it: export MPIEXEC=/path/to/mpiexec"
+        expected = f"an mpiexec that belongs to {library}"
+        raise ClusterError(explain("mpistrat run", "launcher", expected=expected, got=found, remedy=remedy))
+    command = [*launcher.command]
+    in_slurm = bool(os.environ.get("SLURM_JOB_ID"))
+    if library.family == "openmpi":
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
+            command.append("--allow-run-as-root")
+        command += ["--bind-to", "none"]  # it would bind two ranks to one core each, whatever their threads
+        if ranks > usable_cores() and not in_slurm:
+            command.append("--oversubscribe")
+        if "OMPI_MCA_osc" not in os.environ and not in_slurm and not _network_cards():
+            environment["OMPI_MCA_osc"] = "^ucx"  # its one-sided calls fail where UCX finds no network card
+    where = f" from {library.path}" if library.path else ""
+    notes = [f"{library}{where}; {ranks} rank{'s' * (ranks > 1)} on {usable_cores()} cores"]
+    return Start([*command, "-n", str(ranks)], environment, notes)
+
+
+def _by_srun(library: MPILibrary, ranks: int) -> Start:
+    """Return the start by srun in a SLURM allocation; by mpiexec where srun has no protocol for this MPI."""
+    offered = srun_pmis()
+    pmi = fitting_pmi(library, offered)
+    cpus = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    chosen = any(os.environ.get(name) for name in THREAD_VARIABLES)
+    environment = {"OMP_NUM_THREADS": cpus} if cpus.isdigit() and not chosen else {}
+    if pmi is None:
+        start = _by_mpiexec(library, ranks, environment)
+        offers = f"offers {', '.join(offered)}" if offered else "does not answer --mpi=list"
+        start.notes.append(f"srun {offers}: nothing for {library}, so its own mpiexec starts the ranks")
+        return start
+    command = ["srun", f"--ntasks={ranks}", f"--mpi={pmi}", "--kill-on-bad-exit=1"]
+    if cpus.isdigit():
+        command.append(f"--cpus-per-task={cpus}")  # since 22.05 srun does not take it from the job
+    return Start(command, environment, [f"{library}; {ranks} tasks in SLURM's job {os.environ['SLURM_JOB_ID']}"])
+
+
+def _network_cards() -> bool:
+    return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+
+
+def _program(args: argparse.Namespace) -> list[str]:
+    """Return the program's words: a module or file of Python behind this interpreter, any other program as it is."""
+    if args.module:
+        if args.program:
+            got = shlex.join(args.program)
+            raise ValueError(explain("mpistrat run", "-m", expected="options before -m, all else after", got=got))
+        return [sys.executable, "-m", *args.module]
+    words = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if not words:
+        raise ValueError(explain("mpistrat run", "program", expected="a program, or -m and a module", got="none"))
+    path = Path(words[0])
+    if path.suffix == ".py" or path.is_dir():
+        if not path.exists():
+            raise ValueError(explain("mpistrat run", "program", expected="a file that is there", got=words[0]))
+        return [sys.executable, *words]
+    found = shutil.which(words[0])
+    if found is not None:
+        return [found, *words[1:]]
+    if path.is_file():
+        return [sys.executable, *words]
+    raise ValueError(explain("mpistrat run", "program", expected="a file, or a program on PATH", got=words[0]))
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < _MOST_RANKS):
+        raise argparse.ArgumentTypeError(f"expected a number ≥ 1, got {text!r}")
+    return int(text)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-n", "--ranks", type=_count, metavar="N",
+        help="ranks, servers included; default: SLURM's tasks in a SLURM job, else a rank for each GPU, else for each core",
+    )  # fmt: skip
+    parser.add_argument("--strategy", choices=STRATEGIES, help="what ms.strategy_from_environment() makes")
+    parser.add_argument("--ps", type=_count, metavar="N", help="parameter servers among the ranks: the last ones")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and its environment; start nothing")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="start a module, as python -m does"
+    )
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="PROGRAM …",
+        help="a file of Python, or another program, and its arguments",
+    )  # fmt: skip
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    try:
+        start = plan(_program(args), args.ranks, args.strategy, args.ps)
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return PROBLEM
+    if args.json:
+        print(json.dumps({"command": start.command, "environment": start.environment, "notes": start.notes}, indent=1))
+        return DONE
+    if args.dry_run:
+        print(start)
+        return DONE
+    for note in start.notes[1:]:
+        print(f"mpistrat run: {note}", file=sys.stderr)
+    return _become(start)
+
+
+def _become(start: Start) -> NoReturn:
+    """Let the launcher take this process's place: no process between it and who sends signals or takes its status."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the launcher would, too
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.execvpe(start.command[0], start.command, {**os.environ, **start.environment})
+
+
+COMMAND = Command(
+    summary="start a program on ranks of this machine",
+    text="""\
+Start a program on several ranks of this machine, with the mpiexec that belongs to the MPI that mpi4py loads: the one
+that was installed with the library, or with Python, or on PATH; $MPIEXEC precedes them. In a SLURM job srun starts the
+ranks, on all of the job's nodes.
+
+Each rank's BLAS has its share of the cores, by OMP_NUM_THREADS, unless you set that or a relative of it. What the MPI
+wants besides is added; --dry-run shows the whole command. --strategy and --ps reach the program as MPISTRAT_STRATEGY and
+MPISTRAT_NUM_PS, which ms.strategy_from_environment() reads.
+
+The launcher takes this process's place. It ends the program on Ctrl-C, passes SIGUSR1 on to the ranks, and on SIGTERM
+does the latter (MPICH) or the former (Open MPI). Its exit status is the program's; before the program starts, 1 where no
+launcher fits, and 2 for wrong use.""",
+    examples=(
+        "mpistrat run train.py",
+        "mpistrat run -n 4 train.py --epochs 3",
+        "mpistrat run -n 4 --ps 1 train.py",
+        "mpistrat run -n 2 -m mpistrat.examples.digits --epochs 2",
+        "mpistrat run -n 4 --dry-run train.py",
+    ),
+    arguments=_arguments,
+    run=_run,
+    collective=False,
+)

@@ -1,0 +1,230 @@
+"""`mpistrat run`: the command and the environment that it makes, on machines that are only told of."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher import ROOT
+from mpistrat.cli import run
+from mpistrat.cli.main import main
+from mpistrat.cli.run import Start, plan
+from mpistrat.cluster.launchers import Launcher
+from mpistrat.cluster.mpi_library import MPILibrary
+from mpistrat.cluster.threads import THREAD_VARIABLES
+from mpistrat.errors import ClusterError
+
+MPICH = MPILibrary("MPICH", "5.0.2", "", "/opt/lib/libmpi.so.12")
+OPENMPI = MPILibrary("Open MPI", "5.0.11", "")
+LAUNCHERS = [
+    Launcher(("/opt/mpich/mpiexec",), "MPICH", "5.0.2", "mpich", "PATH"),
+    Launcher(("/opt/ompi/mpiexec", "--display", "map"), "Open MPI", "5.0.3", "openmpi", "$MPIEXEC"),
+]
+
+
+class Machine:
+    """What `plan` asks, and what it is told: 8 cores, no GPU, no SLURM, no network card, not root, both launchers."""
+
+    def __init__(self, monkeypatch, tmp_path):
+        self._patch = monkeypatch
+        for name in os.environ:
+            if name.startswith(("SLURM_", "OMPI_", "PMI", "MPISTRAT_")) or name in THREAD_VARIABLES:
+                monkeypatch.delenv(name)
+        monkeypatch.setattr(run, "_INFINIBAND", tmp_path / "infiniband")
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        monkeypatch.setattr(run, "find_launchers", lambda library: LAUNCHERS)
+        self.has(library=MPICH, cores=8, gpus=0)
+
+    def has(self, *, library=None, cores=None, gpus=None):
+        for name, value in (("loaded_library", library), ("usable_cores", cores), ("count_gpus", gpus)):
+            if value is not None:
+                self._patch.setattr(run, name, lambda value=value: value)
+
+    def slurm(self, pmis, **variables):
+        self._patch.setattr(run.shutil, "which", lambda name: f"/usr/bin/{name}")
+        self._patch.setattr(run, "srun_pmis", lambda: pmis)
+        for name, value in {"SLURM_JOB_ID": "77", **variables}.items():
+            self._patch.setenv(name, value)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    return Machine(monkeypatch, tmp_path)
+
+
+def test_mpich(machine):
+    start = plan(["a.py", "-x"], 4, None, None)
+    assert start.command == ["/opt/mpich/mpiexec", "-n", "4", "a.py", "-x"]
+    assert start.environment == {"OMP_NUM_THREADS": "2"}
+    assert start.notes == ["MPICH 5.0.2 from /opt/lib/libmpi.so.12; 4 ranks on 8 cores"]
+
+
+def test_open_mpi_is_told_what_it_wants(machine, monkeypatch, tmp_path):
+    machine.has(library=OPENMPI, cores=2)
+    start = plan(["a.py"], 2, None, None)
+    assert start.command == ["/opt/ompi/mpiexec", "--display", "map", "--bind-to", "none", "-n", "2", "a.py"]
+    assert start.environment == {"OMP_NUM_THREADS": "1", "OMPI_MCA_osc": "^ucx"}
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    start = plan(["a.py"], 3, None, None)
+    assert start.command[3:] == ["--allow-run-as-root", "--bind-to", "none", "--oversubscribe", "-n", "3", "a.py"]
+    assert start.environment == {"OMP_NUM_THREADS": "1"}
+
+
+def test_what_the_user_set_is_left(machine, monkeypatch):
+    machine.has(library=OPENMPI)
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    monkeypatch.setenv("OMPI_MCA_osc", "rdma")
+    assert plan(["a.py"], 2, None, None).environment == {}
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "strategy", "servers", "ranks"),
+    [
+        (8, 0, None, None, 8),
+        (8, 4, None, None, 4),
+        (8, 0, "one_device", None, 1),
+        (8, 4, "one_device", None, 1),
+        (8, 0, "parameter_server", None, 8),
+        (1, 0, "parameter_server", None, 2),
+        (1, 0, None, 3, 4),
+        (8, 0, None, 2, 8),
+    ],
+)
+def test_the_default_number_of_ranks(machine, cores, gpus, strategy, servers, ranks):
+    machine.has(cores=cores, gpus=gpus)
+    assert plan(["a.py"], None, strategy, servers).command[1:3] == ["-n", str(ranks)]
+
+
+def test_roles(machine):
+    assert plan(["a.py"], 4, None, 1).environment == {
+        "OMP_NUM_THREADS": "2", "MPISTRAT_STRATEGY": "parameter_server", "MPISTRAT_NUM_PS": "1",
+    }  # fmt: skip
+    assert plan(["a.py"], 8, "mirrored", None).environment == {"OMP_NUM_THREADS": "1", "MPISTRAT_STRATEGY": "mirrored"}
+    with pytest.raises(ValueError, match="--ps: expected a worker besides the servers, got 2 ranks and 2 servers"):
+        plan(["a.py"], 2, None, 2)
+    with pytest.raises(ValueError, match="--ps: expected --strategy parameter_server.*got --strategy mirrored"):
+        plan(["a.py"], 4, "mirrored", 1)
+
+
+def test_in_a_slurm_job_srun_starts_the_tasks(machine):
+    machine.slurm(["none", "pmi2", "pmix"], SLURM_NTASKS="6", SLURM_CPUS_PER_TASK="4")
+    start = plan(["a.py"], None, None, None)
+    assert start.command == [
+        "srun", "--ntasks=6", "--mpi=pmi2", "--kill-on-bad-exit=1", "--cpus-per-task=4", "a.py",
+    ]  # fmt: skip
+    assert start.environment == {"OMP_NUM_THREADS": "4"}
+    assert start.notes == ["MPICH 5.0.2; 6 tasks in SLURM's job 77"]
+    machine.has(library=OPENMPI)
+    assert plan(["a.py"], 2, None, None).command[:3] == ["srun", "--ntasks=2", "--mpi=pmix"]
+
+
+def test_an_srun_that_does_not_fit_is_left_out_and_said(machine):
+    machine.slurm(["none", "pmi2"], SLURM_NTASKS="6")
+    machine.has(library=OPENMPI)
+    start = plan(["a.py"], None, None, None)
+    assert start.command[0] == "/opt/ompi/mpiexec"
+    assert "--oversubscribe" not in start.command, "the slots are SLURM's"
+    assert start.notes[1] == "srun offers none, pmi2: nothing for Open MPI 5.0.11, so its own mpiexec starts the ranks"
+
+
+def test_no_launcher_that_fits_is_explained(machine, monkeypatch):
+    machine.has(library=OPENMPI)
+    monkeypatch.setattr(run, "find_launchers", lambda library: LAUNCHERS[:1])
+    expected = "Open MPI 5.0.11, got /opt/mpich/mpiexec, but it belongs to MPICH 5.0.2, and .*export MPIEXEC="
+    with pytest.raises(ClusterError, match=expected):
+        plan(["a.py"], 2, None, None)
+
+
+def test_a_rank_starts_no_ranks(machine, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "4")
+    with pytest.raises(ValueError, match=r"one of 4 processes \(PMI_SIZE=4\)\. Leave `mpistrat run` out: start a.py"):
+        plan(["a.py"], 2, None, None)
+    monkeypatch.setenv("PMI_SIZE", "1")  # as in salloc's interactive step
+    plan(["a.py"], 2, None, None)
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1))
+def test_what_is_shown_means_the_same_to_a_shell(words):
+    start = Start(["mpiexec", *words], {"A": words[0]})
+    assert shlex.split(str(start)) == [f"A={words[0]}", "mpiexec", *words]
+
+
+def shown(capsys, *words, status=0):
+    try:
+        found = main(["run", *words])
+    except SystemExit as end:
+        found = end.code
+    out, err = capsys.readouterr()
+    assert found == status, out + err
+    return out if status == 0 else err
+
+
+def command(capsys, *words):
+    return json.loads(shown(capsys, "--json", "-n", "2", *words))["command"][3:]
+
+
+def test_programs_and_their_arguments(machine, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "notes").touch()
+    (tmp_path / "package").mkdir()
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    python = sys.executable
+    assert command(capsys, "train.py", "--json", "-n", "9", "--", "-m") == [
+        python, "train.py", "--json", "-n", "9", "--", "-m",
+    ]  # fmt: skip
+    assert command(capsys, "--", "train.py", "a b") == [python, "train.py", "a b"]
+    assert command(capsys, "package") == [python, "package"]
+    assert command(capsys, "notes") == [python, "notes"]
+    assert command(capsys, "./tool", "x") == ["./tool", "x"]
+    assert command(capsys, "sh", "-c", "true; false")[1:] == ["-c", "true; false"]
+    assert command(capsys, "-m", "pkg.train", "--ps", "3") == [python, "-m", "pkg.train", "--ps", "3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "program: expected a program, or -m and a module, got none"),
+        (["-m"], "program: expected a program, or -m and a module, got none"),
+        (["missing.py"], "program: expected a file that is there, got missing.py"),
+        (["missing"], "program: expected a file, or a program on PATH, got missing"),
+        (["-n", "0", "a.py"], "expected a number ≥ 1, got '0'"),
+        (["-n", "two", "a.py"], "expected a number ≥ 1, got 'two'"),
+        (["--strategy", "best", "a.py"], "invalid choice: 'best'"),
+        (["--epochs", "3"], "--epochs"),
+    ],
+)
+def test_wrong_use(machine, capsys, monkeypatch, tmp_path, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert said in shown(capsys, "--dry-run", *words, status=2)
+
+
+def test_a_machine_without_a_launcher_is_a_problem(machine, capsys, monkeypatch):
+    monkeypatch.setattr(run, "find_launchers", lambda library: [])
+    assert "error: mpistrat run: launcher: expected an mpiexec that" in shown(capsys, "-n", "2", "sh", status=1)
+
+
+def test_a_dry_run_says_what_it_would_do(machine, capsys):
+    text = shown(capsys, "-n", "4", "--ps", "1", "--dry-run", "-m", "train", "a b")
+    assert text == (
+        "# MPICH 5.0.2 from /opt/lib/libmpi.so.12; 4 ranks on 8 cores\n"
+        "OMP_NUM_THREADS=2 MPISTRAT_STRATEGY=parameter_server MPISTRAT_NUM_PS=1"
+        f" /opt/mpich/mpiexec -n 4 {sys.executable} -m train 'a b'\n"
+    )
+
+
+def test_mpi_is_not_started():
+    code = (
+        "import sys; from mpistrat.cli.main import main; main(['run', '-n', '2', '--dry-run', 'sh']);"
+        " print('mpi4py' in sys.modules)"
+    )
+    reply = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert reply.stdout.splitlines()[-1] == "False", reply.stderr
