@@ -36,17 +36,17 @@ def count_node_cores(intra: MPI.Intracomm) -> int:
 
     The hardware threads of one core count once. Where every rank's control group has a quota, no more than these.
     """
-    from mpi4py import MPI
-
+    mine = np.zeros(1, [("mask", np.uint8, _MOST_CORES // 8), ("group", np.int64), ("quota", np.float64)])
     mask = np.zeros(_MOST_CORES, np.uint8)
     mask[[core for core in available_cores() if core < _MOST_CORES]] = 1
-    intra.Allreduce(MPI.IN_PLACE, mask, MPI.BOR)
+    mine["mask"] = np.packbits(mask)
     quota = cpu_quota()
-    mine = np.array([-1, -1] if quota is None else [quota.group, quota.cores], np.float64)
-    table = np.empty((intra.size, 2))
-    intra.Allgather(mine, table)
-    limits = [count_cores(np.flatnonzero(mask).tolist())]
-    quotas = {row[0]: row[1] for row in table.tolist()}
+    mine["group"], mine["quota"] = (-1, 0.0) if quota is None else (quota.group, quota.cores)
+    table = np.empty(intra.size, mine.dtype)
+    intra.Allgather(mine.view(np.uint8), table.view(np.uint8))
+    cpus = np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(table["mask"], axis=0)))
+    limits = [count_cores(cpus.tolist())]
+    quotas = dict(zip(table["group"].tolist(), table["quota"].tolist(), strict=True))
     if -1 not in quotas:
         limits.append(int(sum(quotas.values())))
     node = allotted("SLURM_CPUS_ON_NODE")

@@ -247,3 +247,20 @@ def test_roles_by_explicit_ranks():
     for wrong in ({"worker": 2}, {"worker": [0, 1]}, {"trainer": 3}, {"chief": 2, "worker": 1}, "worker", 3, {}):
         with pytest.raises(ClusterError):
             MPIClusterResolver(jobs=wrong)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_quotas_of_several_groups_on_a_node_add_up(monkeypatch):
+    from mpi4py import MPI
+
+    from mpistrat.cluster import threads
+    from mpistrat.cluster.cores import Quota
+
+    world = MPI.COMM_WORLD
+    cpus = list(range(40 * world.rank, 40 * world.rank + 40))
+    monkeypatch.setattr(threads, "available_cores", lambda: cpus)
+    monkeypatch.setattr(threads, "count_cores", len)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: Quota(2.5, 1 + world.rank % 2))
+    assert threads.count_node_cores(world) == (2 if world.size == 1 else 5)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: Quota(1.0, 1) if world.rank else None)
+    assert threads.count_node_cores(world) == 40 * world.size
