@@ -1,0 +1,250 @@
+"""`mpistrat job`: what is asked for comes out as a script, is written, is submitted; what is wrong is said."""
+
+import json
+import os
+import shlex
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from launcher import ROOT
+from mpistrat.cli.job import COMMAND
+from mpistrat.cli.main import main
+from mpistrat.jobs import site_names
+
+NOTED = 'printf "%s\\n" "$0" "$@" > "$NOTES/called"; cat > "$NOTES/script"\n'
+
+
+@pytest.fixture
+def job(capsys):
+    def run(*words, status=0):
+        try:
+            found = main(["job", *words])
+        except SystemExit as end:
+            found = end.code
+        said = capsys.readouterr()
+        assert found == status, said.err
+        return said.err if status else said.out
+
+    return run
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """A command of a batch system that notes its arguments and the script, and answers."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("NOTES", str(tmp_path))
+
+    def make(name, answer):
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/bash\n{NOTED}{answer}\n")
+        path.chmod(0o755)
+
+    return make
+
+
+def directives(script):
+    return {line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")}
+
+
+def test_the_command_of_the_help_text(job):
+    words = (
+        "--scheduler slurm --nodes 4 --ranks-per-node 4 --gpus-per-node 4 --time 02:00:00 --strategy multi_worker_mirrored "
+        "--site generic train.py --epochs 10"
+    )
+    script = job(*words.split())
+    assert {
+        "--nodes=4",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=4",
+        "--time=02:00:00",
+        "--job-name=train",
+    } <= directives(script)
+    assert "export MPISTRAT_STRATEGY=multi_worker_mirrored\n" in script
+    assert "program=(python train.py --epochs 10)\n" in script
+    assert script.endswith('srun --kill-on-bad-exit=1 "${program[@]}"\n')
+
+
+def test_the_program_s_options_are_not_ours(job):
+    assert "program=(python train.py --nodes 7 --json -m x)" in job(
+        "--nodes", "2", "train.py", "--nodes", "7", "--json", "-m", "x"
+    )
+    script = job("-m", "mpistrat.examples.digits", "--strategy", "mirrored")
+    assert "program=(python -m mpistrat.examples.digits --strategy mirrored)" in script
+    assert "--job-name=digits" in directives(script)
+    assert "program=(./solve --help)" in job("--", "./solve", "--help")
+
+
+def test_every_example_of_the_help_text_works(job, stub):
+    stub("sbatch", "echo 1")
+    for example in COMMAND.examples:
+        words = [word for word in shlex.split(example.split(" > ")[0])[2:] if word not in ("-o", "job.sh")]
+        if "~" not in example:  # a shell's
+            assert job(*words)
+
+
+def test_ranks_follow_gpus_and_strategies_follow_servers(job):
+    assert {"--ntasks-per-node=4", "--gpus-per-node=4"} <= directives(job("--gpus-per-node", "4", "a.py"))
+    assert "--ntasks-per-node=1" in directives(job("a.py"))
+    script = job("--nodes", "2", "--ps", "1", "a.py")
+    assert "export MPISTRAT_STRATEGY=parameter_server\nexport MPISTRAT_NUM_PS=1 " in script
+
+
+def test_an_array(job):
+    script = job("--array", "0-9%2", "--index-argument", "seed", "--output-argument", "output", "a.py")
+    assert "--array=0-9%2" in directives(script)
+    assert 'folder=a/"$SLURM_ARRAY_TASK_ID"' in script
+    assert "its own folder" in job("--array", "0-9", "--index-argument", "seed", "a.py", status=2)
+
+
+def test_a_file_is_its_owner_s_alone(job, tmp_path):
+    path = tmp_path / "a job.sh"
+    path.write_text("before, and longer than what comes now" * 100)
+    path.chmod(0o666)
+    assert job("-o", str(path), "a.py") == ""
+    assert path.read_text() == job("a.py")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert "No such file" in job("-o", str(tmp_path / "no" / "job.sh"), "a.py", status=1)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "command", "answer", "job_id"),
+    [
+        ("slurm", "sbatch", "echo 123", "123"),
+        ("slurm", "sbatch", "echo '123;cluster'", "123"),
+        ("pbs", "qsub", "echo 12.host.domain", "12.host.domain"),
+        ("pbs", "qsub", "echo '12[].host'", "12[].host"),
+        ("lsf", "bsub", "echo 'Job <77> is submitted to queue <normal>.'", "77"),
+        ("flux", "flux", "echo ƒM7Zq9AKHno", "ƒM7Zq9AKHno"),
+    ],
+)
+def test_submitting(job, stub, tmp_path, scheduler, command, answer, job_id):
+    stub(command, answer)
+    words = ["--scheduler", scheduler, "a.py", "it's $HOME"]
+    assert job("--submit", *words) == f"{job_id}\n"
+    assert (tmp_path / "script").read_text() == job(*words)
+    called = (tmp_path / "called").read_text().splitlines()[1:]
+    assert called == {"slurm": ["--parsable"], "flux": ["batch"]}.get(scheduler, [])
+    told = json.loads(job("--submit", "--json", *words))
+    assert told["job_id"] == job_id
+    assert told["scheduler"] == scheduler
+    assert told["script"] == job(*words)
+
+
+def test_a_refused_job_and_a_missing_command(job, stub, monkeypatch):
+    stub("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    said = job("--submit", "a.py", status=1)
+    assert (
+        said
+        == "error: submit: expected that sbatch --parsable takes the script, got sbatch: error: invalid partition\n"
+    )
+    stub("sbatch", "echo hello")
+    assert "got hello" in job("--submit", "a.py", status=1)
+    monkeypatch.setenv("PATH", "/nowhere")
+    said = job("--submit", "a.py", status=1)
+    assert "expected the command sbatch --parsable" in said
+    assert "Submit where SLURM is installed" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nodes", "0", "a.py"], "Job: nodes: expected a whole number from 1"),
+        (["--nodes", "two", "a.py"], "invalid int value: 'two'"),
+        (["--time", "2h", "a.py"], "[DAYS-]HOURS:MINUTES:SECONDS, got '2h'"),
+        (["--partition=-x", "a.py"], "Job: partition: expected letters"),
+        (["--name", "a\nb", "a.py"], "got 'a\\nb'"),
+        (
+            ["--strategy", "mirrored", "--nodes", "2", "a.py"],
+            "These strategies fit: multi_worker_mirrored, parameter_server",
+        ),
+        (["--site", "nowhere", "a.py"], "expected one of alps, aurora,"),
+        (["--env", "X", "a.py"], "--env: expected NAME=VALUE, got 'X'"),
+        (["--env", "BASH_ENV=x", "a.py"], "variables that neither the shell"),
+        (["--directive=--wrap=x", "a.py"], "directives: expected one of --begin"),
+        (["a.py", ":"], "take it for the end of the program"),
+        ([], "expected a program, got none"),
+        (["--venv", "x", "--conda", "y", "a.py"], "a virtual environment or one of conda"),
+    ],
+)
+def test_wrong_use(job, words, says):
+    said = job(*words, status=2)
+    assert says in said
+    assert "Traceback" not in said
+
+
+def test_the_environment_is_the_one_this_runs_in_unless_it_is_said(job, monkeypatch):
+    if sys.prefix != sys.base_prefix:
+        assert f"source {sys.prefix}/bin/activate\n" in job("a.py")
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    assert f"program=({sys.executable} a.py)" in job("a.py")
+    monkeypatch.setenv("CONDA_PREFIX", sys.prefix)
+    assert f"conda activate {sys.prefix}\n" in job("a.py")
+    assert "source /v/bin/activate\n" in job("--venv", "/v", "a.py")
+    assert "conda activate c\n" in job("--conda", "c", "a.py")
+    assert "program=(/py a.py)" in job("--python", "/py", "a.py")
+    script = job("--container", "image.sif", "a.py")
+    assert "program=(apptainer exec image.sif python a.py)" in script
+    assert "activate" not in script
+
+
+def test_a_profile_of_one_s_own_and_what_comes_before_it(job, tmp_path):
+    profile = json.loads(job("--site", "perlmutter", "--show-site"))
+    assert profile["gpu_bind"] == "none"
+    profile |= {"name": "mine", "venv": "/v", "modules": ["gcc"], "reasons": {"mpi": "because"}, "mpi": "pmi2"}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(profile))
+    script = job("--site", str(path), "--gpus-per-node", "4", "a.py")
+    assert {"--gpu-bind=none", "--constraint=gpu"} <= directives(script)
+    assert "module load gcc\n" in script
+    assert "--mpi=pmi2" in script
+    script = job(
+        "--site", str(path), "--mpi", "pmix", "--load", "x/1", "--env", "A=b", "--directive=--exclusive", "a.py"
+    )
+    assert "module load gcc x/1\n" in script
+    assert "--mpi=pmix" in script
+    assert "export A=b\n" in script
+    assert {"--constraint=gpu", "--exclusive"} <= directives(script)
+    assert "#PBS" in job("--site", str(path), "--scheduler", "pbs", "a.py")  # what was only SLURM's is left out
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"nope": 1}', '{"mpi": 3}', '{"modules": "gcc"}', '{"variables": []}', "[" * 9999]
+)
+def test_a_profile_that_is_wrong(job, tmp_path, text):
+    path = tmp_path / "site.json"
+    path.write_text(text)
+    assert "error: " in job("--site", str(path), "a.py", status=2)
+    assert "No such file" in job("--site", "./none.json", "a.py", status=2)
+
+
+def test_every_site_makes_a_script(job, tmp_path):
+    for name in site_names():
+        profile = json.loads(job("--site", name, "--show-site"))
+        assert profile["name"] == name
+        assert name == "generic" or "not run" in profile["about"]
+        path = tmp_path / "script"
+        job("--site", name, "--nodes", "2", "--gpus-per-node", "4", "-o", str(path), "a.py")
+        subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_it_needs_no_mpi(tmp_path):
+    """Not the library, not mpi4py, and no launcher's word that there are more ranks."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise SystemExit('mpi4py was imported')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "4"}
+    done = subprocess.run(
+        [sys.executable, "-m", "mpistrat", "job", "a.py"], env=environment, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "program=(python a.py)" in done.stdout
+
+
+def test_without_jinja2_it_says_what_to_install(job, monkeypatch):
+    sys.modules["mpistrat.jobs.render"]._environment.cache_clear()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert "pip install jinja2" in job("a.py", status=2)
