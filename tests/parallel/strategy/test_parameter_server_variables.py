@@ -276,6 +276,8 @@ def test_variables_made_after_training_began():
         later = [ms.Variable(np.full(3, 10.0), name=f"later{i}") for i in range(3)]
         if not strategy.is_server:
             assert later[2].numpy().tolist() == [10] * 3
+        strategy.comm.Barrier()  # before any worker's step
+        if not strategy.is_server:
             strategy.run(step, args=([first, *later],))
         settle(strategy, first, *later)
         if not strategy.is_server:
