@@ -16,12 +16,13 @@ import mpistrat
 
 
 def public_objects() -> Iterator[tuple[str, Any]]:
-    """The full name and the object of everything in `mpistrat.__all__`, and in that of the modules in it."""
-    for name in mpistrat.__all__:
-        thing = getattr(mpistrat, name)
-        yield f"mpistrat.{name}", thing
-        if isinstance(thing, types.ModuleType):
-            yield from ((f"mpistrat.{name}.{inner}", getattr(thing, inner)) for inner in getattr(thing, "__all__", ()))
+    """The full name and the object of everything in `mpistrat.__all__`, then of what the modules in it list."""
+    listed = {name: getattr(mpistrat, name) for name in mpistrat.__all__}
+    modules = {name: thing for name, thing in listed.items() if isinstance(thing, types.ModuleType)}
+    yield from ((f"mpistrat.{name}", thing) for name, thing in listed.items() if name not in modules)
+    for name, module in modules.items():
+        yield f"mpistrat.{name}", module
+        yield from ((f"mpistrat.{name}.{inner}", getattr(module, inner)) for inner in getattr(module, "__all__", ()))
 
 
 PUBLIC = {
