@@ -79,13 +79,6 @@ class Page:
         """Whether there is anything to run."""
         return any(block.program or (block.language == "console" and block.runs) for block in self.blocks)
 
-    @property
-    def starts_ranks(self) -> bool:
-        """Whether the MPI matters."""
-        started = re.compile(r"\bmpiexec\b|\bmpistrat run\b")
-        consoles = [block for block in self.blocks if block.language == "console" and block.runs]
-        return self.ranks > 1 or any(started.search(command) for b in consoles for command, _ in b.commands())
-
 
 @functools.cache
 def read(path: str) -> Page:

@@ -12,19 +12,20 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pages
 import pytest
+from launcher_plugin import ENVS
 
 import launcher
 import mpistrat as ms
 
 INPUT, SERVERS = "docs/input.md", "docs/parameter_servers.md"
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1e-3, "s": 1}
+UNDER_EACH_MPI = ("README.md", "docs/command_line.md", SERVERS, "docs/quickstart.md")  # the others take turns
 PAGES = [pages.read(path) for path in pages.paths()]
 PROGRAMS = ("python", "mpistrat", "cat", "head", "tail", "ls", "grep", "bash", "echo")  # what a console block may start
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
@@ -35,18 +36,24 @@ def some(wanted):
     return [pytest.param(page, id=page.path) for page in PAGES if wanted(page)]
 
 
-@pytest.mark.parametrize("page", some(lambda page: page.runs and page.starts_ranks))
+@pytest.mark.parametrize("page", some(lambda page: page.runs and page.path in UNDER_EACH_MPI))
 def test_page_under_each_mpi(page, mpi, tmp_path):
     Session(page, mpi, tmp_path).run()
 
 
-@pytest.mark.parametrize("page", some(lambda page: page.runs and not page.starts_ranks))
-def test_page(page, tmp_path):
-    try:
-        mpi = launcher.mpi_env(sys.executable)
-    except LookupError as error:
-        pytest.skip(str(error))
-    Session(page, mpi, tmp_path).run()
+@pytest.mark.parametrize("page", some(lambda page: page.runs and page.path not in UNDER_EACH_MPI))
+def test_page(page, pytestconfig, tmp_path):
+    mpis = list(pytestconfig.stash[ENVS].all.values())
+    if not mpis:
+        pytest.skip(pytestconfig.stash[ENVS].why_none)
+    Session(page, mpis[PAGES.index(page) % len(mpis)], tmp_path).run()
+
+
+def test_programs_are_found():
+    programs = {page.path: sum(block.program for block in page.blocks) for page in PAGES}
+    assert programs[INPUT] > 8
+    assert programs[SERVERS] > 8
+    assert sum(block.language == "console" for page in PAGES for block in page.blocks) > 8
 
 
 @pytest.mark.parametrize("page", some(bool))
