@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 
 import numpy as np
@@ -106,6 +107,46 @@ class Writer:
 
     def acknowledge(self, worker, number):
         raise NotImplementedError
+
+
+class Replacer(Writer):
+    """The same, into memory that nobody reads where there is some."""
+
+    def poll(self):
+        self.writes += 1
+        with self.server.replacing(0) as (_, value):
+            value[:] = self.writes
+        return not self.server.left(0)
+
+
+def check_views(ps, reads, seconds):
+    """While a server replaces a variable at full speed, versions that lie there to be read never change.
+
+    Return how many there were.
+    """
+    if ps.server is not None:
+        ps.server.add_port(Replacer(ps.server), ())
+        ps.server.start(adding(ps.server)[0])
+        ps.server.wait()
+        return None
+    spec, transport = ps.places[0].spec, ps.transports[0]
+    out, last, views, kept = np.zeros(spec.shape, spec.dtype), 0, 0, None
+    until = time.monotonic() + seconds
+    for turn in itertools.count():
+        if (turn >= reads and last >= 5) or time.monotonic() > until:
+            break
+        if turn % 3 == 0:
+            kept = None  # and so may hold another version
+        found = transport.view(0)
+        version, array = found if found is not None else (transport.read(0, out), out)
+        assert version >= last
+        kept, last, views = kept or found, version, views + (found is not None)
+        for number, there in ((version, array), kept or (version, array)):
+            assert there[0] == number
+            assert (there == number).all()
+        del found, array, there
+    transport.leave()
+    return views
 
 
 def check_whole_reads(ps, reads, seconds):

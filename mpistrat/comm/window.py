@@ -96,9 +96,14 @@ class Window(ABC):
         self._window.Flush(rank)
         return int(self._result[0])
 
-    def populate(self, low: int, high: int) -> bool:
-        """Make the system find memory for bytes [low, high) of this rank's segment; False where it cannot. Not collective."""
-        return self._block.populate(self._own_index, low, high)
+    def populate(self, low: int, high: int, index: int | None = None) -> bool:
+        """Make the system find memory for bytes [low, high) of a segment; False where it cannot. Not collective.
+
+        Args:
+            low, high: the range.
+            index: of the segment: in a `SharedWindow` the rank, else None; default this rank's own.
+        """
+        return self._block.populate(self._own_index if index is None else index, low, high)
 
     def close(self) -> None:
         """Free the memory, or leave it to the end of the process if a view of it lives on any rank. Collective.

@@ -57,6 +57,17 @@ class Access(ABC):
     def read(self, variable: int, out: np.ndarray) -> int:
         """Copy a variable, whole, and return its version; what this rank wrote before is in it. Not collective."""
 
+    def view(self, variable: int) -> tuple[int, np.ndarray] | None:
+        """Return a variable's version, as `read`, and the variable where it lies; None where it must be read. Not collective.
+
+        The array is read-only, and stays as it is for as long as anything refers to it.
+        """
+        return None
+
+    def gradient(self, variable: int) -> np.ndarray | None:
+        """Return memory from which gradients are pushed without a copy, zeros at first; None if there is none. Not collective."""
+        return None
+
     @abstractmethod
     def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
         """Copy rows of a variable, all of one version, and return it. Not collective."""
@@ -178,6 +189,11 @@ class WorkerAccess(Access):
 
     # reading
 
+    def view(self, variable: int) -> tuple[int, np.ndarray] | None:
+        """See `Access.view`."""
+        with self.lock:
+            return self._up_to_date(variable).view(variable) if self._sync_group is None else None
+
     def read(self, variable: int, out: np.ndarray) -> int:
         """See `Access.read`."""
         with self.lock:
@@ -203,6 +219,11 @@ class WorkerAccess(Access):
 
     # writing
 
+    def gradient(self, variable: int) -> np.ndarray | None:
+        """See `Access.gradient`."""
+        with self.lock:
+            return self._transport(variable).gradient(variable) if self._sync_group is None else None
+
     def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
         """See `Access.write`."""
         with self._by_one() as leads:
@@ -224,9 +245,14 @@ class WorkerAccess(Access):
 
     @contextlib.contextmanager
     def _by_one(self) -> Iterator[bool]:
-        """Let the first of the workers in sync do something, which all see when they leave the context."""
+        """Let the first of the workers in sync do something, which all see when they leave the context.
+
+        What was pushed may be changed then.
+        """
         with self.lock:
             yield self._leads
+            for transport in self._transports:
+                transport.settle()
             if self._sync_group is not None:
                 if self._leads:
                     self.flush()
@@ -311,8 +337,10 @@ class ServerAccess(Access):
     def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
         """See `Access.write`."""
         self._check(variable, "assign")
-        with self._server.writing(variable) as value:
-            apply_operation(operation, value, None, array)
+        with self._server.replacing(variable) as (old, new):
+            if new is not old and operation is not Operation.ASSIGN:
+                np.copyto(new, old)
+            apply_operation(operation, new, None, array)
 
     def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
         """See `Access.write_rows`."""

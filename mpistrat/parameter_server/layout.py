@@ -8,8 +8,9 @@ The mailbox of a server, in bytes:
 | a line for each worker | the server | taken, applied |
 | slots for each worker | that worker | header and payload of one part of a message |
 
-A line is 64 bytes, so that no two writers share a cache line. A slab holds variables: a line with the version word, then
-the bytes of the variable.
+A line is 64 bytes, so that no two writers share a cache line. A slab holds variables: a line with the version word and those
+of `rooms.py`, then the bytes of the variable. A large one that workers of the same node may read where it lies has a
+word for each of them before that line, and behind more rooms like the first, and one for the gradient of each of them.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class Place:
         spec: what it is.
         slab: the number of the slab.
         offset: of its bytes, or of a counter's word, in its server's segment of the slab.
+        near: the workers that may hold rooms of the variable, in ascending order.
         version: offset of the version word.
     """
 
@@ -100,15 +102,53 @@ class Place:
     spec: VariableSpec
     slab: int
     offset: int
+    near: tuple[int, ...] = ()
+
+    @classmethod
+    def after(cls, start: int, index: int, spec: VariableSpec, slab: int, near: tuple[int, ...] = ()) -> Place:
+        """Return the place of a variable whose memory begins at an offset. Not collective."""
+        return cls(index, spec, slab, start + aligned(8 * len(near)) + LINE, near)
+
+    @property
+    def start(self) -> int:
+        """The first byte of all that belongs to the variable."""
+        return self.version - aligned(8 * len(self.near))
 
     @property
     def version(self) -> int:
         return self.offset - LINE
 
     @property
+    def current(self) -> int:
+        """Offset of the word that says in which room the newest version lies."""
+        return self.version + 8
+
+    @property
+    def may_hold(self) -> int:
+        """Offset of the word that says whether workers may hold rooms."""
+        return self.version + 16
+
+    def held(self, worker: int) -> int:
+        """The word of a near worker: 1 + the number of the room that it holds."""
+        return self.start + 8 * self.near.index(worker)
+
+    @property
+    def rooms(self) -> int:
+        """How many there are: the current one, one for each worker to hold, and one in which the next version is written."""
+        return len(self.near) + 2 if self.near else 1
+
+    def room(self, number: int) -> int:
+        """The first byte of a room; the variable lies in room 0 at first."""
+        return self.offset + number * aligned(max(self.spec.nbytes, 1))
+
+    def gradient(self, worker: int) -> int:
+        """The first byte of the memory in which a near worker writes its gradient."""
+        return self.room(self.rooms + self.near.index(worker))
+
+    @property
     def end(self) -> int:
         """The first byte after the variable that another one may have."""
-        return self.offset + aligned(self.spec.nbytes)
+        return self.room(self.rooms + len(self.near))
 
 
 @final

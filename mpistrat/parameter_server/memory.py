@@ -78,14 +78,18 @@ class ServerMemory:
         name = "one_sided" if self.remote is not None else "shared_window"
         return None if self.shared is None and self.remote is None else self.window(name, server_rank)
 
-    def populate(self, low: int, high: int) -> None:
-        """Have the system find memory for a range of each server's own segment; ranges differ. Collective.
+    def populate(self, *ranges: tuple[int, int]) -> None:
+        """Have the system find memory for ranges of each server's own segment; they differ. Collective.
 
         Raises:
             SharedMemoryError: on every rank, where it cannot.
         """
+        self._group.node.agree_populated(all(self.find(low, high) for low, high in ranges), self._what)
+
+    def find(self, low: int, high: int) -> bool:
+        """Have the system find memory for bytes [low, high) of this rank's segment; False where it cannot. Not collective."""
         window = self.shared or self.remote
-        self._group.node.agree_populated(window is None or window.populate(low, high), self._what)
+        return window is None or window.populate(low, high)
 
     def close(self) -> None:
         """Free the memory, or leave it to the end of the process if anybody has a view of it. Collective."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ..buffer_pool import BufferPool
+from ..cluster.devices import parse
 from ..types import IndexedSlices
 from ..variables.aggregation import aggregate, aggregate_slices, check_replica_write, check_scatter
 from ..variables.memory import zeros
@@ -84,8 +85,11 @@ class ParameterServerVariable(Variable):
             if step and self._seen == step:  # another replica was quicker
                 return self._snapshot
             self._snapshot = None  # its memory may be used again
-            out = _POOL.empty(self.size, self.dtype).reshape(self.shape)
-            self.version, self._read_in = access.read(self.number, out), step
+            found = access.view(self.number)
+            if found is None:
+                out = _POOL.empty(self.size, self.dtype).reshape(self.shape)
+                found = access.read(self.number, out), out
+            (self.version, out), self._read_in = found, step
             out.flags.writeable = False
             if step:
                 self._snapshot, self._seen = out, step
@@ -170,7 +174,11 @@ class ParameterServerVariable(Variable):
             self._require_open()
             if not self.trainable or self.dtype.kind in "biu":
                 return super().gradient(local_replica)
-            self._gradients = [zeros(self.shape, self.dtype, device) for device in self.placement.devices]
+            devices, access = self.placement.devices, self._access
+            assert access is not None
+            alone = len(devices) == 1 and parse(devices[0])[0] == "cpu"
+            only = access.gradient(self.number) if alone else None
+            self._gradients = [only] if only is not None else [zeros(self.shape, self.dtype, d) for d in devices]
         return self._gradients[local_replica]
 
     # files

@@ -11,7 +11,7 @@ from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space
 from ..errors import ClosedError, LayoutError, explain
 from .choice import choose, describe
-from .layout import LINE, MailboxLayout, Place, VariableSpec, aligned
+from .layout import MailboxLayout, Place, VariableSpec, aligned
 from .memory import ServerMemory
 from .message_port import MessagePort
 from .message_transport import MessageTransport
@@ -88,7 +88,7 @@ class ParameterServers:
         self._posting = MailboxLayout(len(self.workers), slots, chunk_bytes)
         sizes = [self._layout.nbytes] * len(self.servers)
         self._mailbox = ServerMemory(group, self._comm, self.servers, sizes, *self._windows, "the servers' mailboxes")
-        self._mailbox.populate(0, self._mailbox.own.nbytes)
+        self._mailbox.populate((0, self._mailbox.own.nbytes))
         self._connect(back_off)
         group.attach(self)
         group.barrier("ParameterServers")
@@ -119,9 +119,8 @@ class ParameterServers:
             self._comm.Iprobe, back_off, self._threads,
         )  # fmt: skip
         if by_windows:
-            server.add_port(
-                WindowPort(by_windows, self._layout, self._mailbox, self._stagings, index, server.deliver), by_windows
-            )
+            memory = self._mailbox, self._stagings, self.places, self._slabs
+            server.add_port(WindowPort(by_windows, self._layout, *memory, index, server.deliver), by_windows)
         if by_messages:
             ranks = {self.workers[w]: w for w in by_messages}
             port = MessagePort(server, ranks, self._layout, self._mailbox, self._comm, server.deliver)
@@ -148,21 +147,40 @@ class ParameterServers:
                 )
         detail = tuple((s.name, s.shape, s.dtype.str, s.server, s.counter) for s in specs)
         with self.group.collective("add_variables", detail=detail):
-            needed = [0] * len(self.servers)
-            for spec in specs:
-                needed[spec.server] += LINE + aligned(max(spec.nbytes, 1))
+            needed, near = [0] * len(self.servers), self._near(specs)
+            for spec, workers in zip(specs, near, strict=True):
+                needed[spec.server] += Place.after(0, 0, spec, 0, workers).end
             self._grow_staging(specs)
             if not self._slabs or any(u + n > r for u, n, r in zip(self._used, needed, self._room, strict=True)):
                 self._add_slab(needed)
-            first, slab = list(self._used), len(self._slabs) - 1
-            for spec in specs:
-                start = self._used[spec.server]
-                self.places.append(Place(len(self.places), spec, slab, start + LINE))
-                self._used[spec.server] = start + LINE + aligned(max(spec.nbytes, 1))
-            own = self.server.index if self.server is not None else None
-            low, high = (0, 0) if own is None else (first[own], self._used[own])
-            self._slabs[slab].populate(low, high)
+            slab, own = len(self._slabs) - 1, []
+            for spec, workers in zip(specs, near, strict=True):
+                place = Place.after(self._used[spec.server], len(self.places), spec, slab, workers)
+                self.places.append(place)
+                self._used[spec.server] = place.end
+                if self.server is not None and self.server.index == spec.server:
+                    own.append((place.start, place.room(1)))
+            self._slabs[slab].populate(*own)
         return list(range(len(self.places) - len(specs), len(self.places)))
+
+    def _near(self, specs: Sequence[VariableSpec]) -> list[tuple[int, ...]]:
+        """Return for each variable the workers that shall be able to read it where it lies: see `rooms.py`. Collective.
+
+        None where there is little memory, and where a network may read it, which would take all of it at once.
+        """
+        sharing: list[tuple[int, ...]] = [
+            tuple(w for w in range(len(self.workers)) if self.choice[w, server] == "shared_window")
+            for server in range(len(self.servers))
+        ]
+        large = [s.nbytes > self._posting.chunk_bytes and not s.counter and not self._windows[1] for s in specs]
+        near = [sharing[spec.server] if wanted else () for spec, wanted in zip(specs, large, strict=True)]
+        more = sum(
+            Place.after(0, 0, spec, 0, workers).end for spec, workers in zip(specs, near, strict=True) if workers
+        )
+        if not more:
+            return near
+        free = free_space()
+        return near if self.group.agree(free is None or free // 4 > more, "min") else [()] * len(specs)
 
     def _add_slab(self, needed: Sequence[int]) -> None:
         free = free_space() if any(self._windows) else None
@@ -187,7 +205,7 @@ class ParameterServers:
         if self.group.agree(free is None or free // 4 > sum(nbytes), "min"):
             what = "large pushes to the servers"
             memory = ServerMemory(self.group, self._comm, self.servers, nbytes, *self._windows, what)
-            memory.populate(0, memory.own.nbytes)
+            memory.populate((0, memory.own.nbytes))
             self._stagings.append(Staging(wanted, memory))
 
     def describe(self) -> str:

@@ -21,12 +21,14 @@ _WORDS = struct.Struct("<8q")  # a line
 class Kind:
     """What a message is. The windows carry pushes only; the rest is done there by reading and writing words.
 
-    `ENDS_STEP` is a flag beside `PUSH` and `PUSH_ROWS`: a commit goes with the push. `STAGED` is one, too: the payload lies
-    whole in a `Staging`; the offset tells which, and which half.
+    `ENDS_STEP` is a flag beside `PUSH` and `PUSH_ROWS`: a commit goes with the push. Two flags tell that the payload lies
+    whole elsewhere: `STAGED` in a `Staging`, where the offset tells which, and which half; `IN_PLACE` in the worker's
+    gradient of the variable.
     """
 
     PUSH, PUSH_ROWS, COMMIT, READ, READ_ROWS, ADD, CLOCK, CLOCKS, LEAVE = range(1, 10)
-    STAGED, ENDS_STEP = 0x40, 0x80
+    IN_PLACE, STAGED, ENDS_STEP = 0x20, 0x40, 0x80
+    ELSEWHERE = IN_PLACE | STAGED
 
 
 class Part(NamedTuple):

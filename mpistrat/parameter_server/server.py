@@ -13,11 +13,13 @@ import numpy as np
 
 from ..comm.process_group import ProcessGroup
 from ..errors import ClosedError, PeerExitError, explain
+from ..variables.memory import read_only
 from .gate import WriterGate
 from .layout import MailboxLayout, Place
 from .memory import ServerMemory
 from .parts import Kind, Part
 from .push import Handler, Push
+from .rooms import Rooms
 from .service import Rounds, Service
 from .stats import ServerStats, count
 from .transport import FOR_GOOD, Port
@@ -29,24 +31,28 @@ __all__ = ["Server"]
 class _Held:
     """A variable that this server holds; also the context in which it is written."""
 
-    __slots__ = ("_gate", "_lock", "_place", "_sync", "_view", "array", "dtype", "row_size", "shape", "word", "words")
+    __slots__ = (
+        "_gate", "_lock", "_next", "_place", "_rooms", "_sync", "_view", "array", "dtype", "row_size", "shape", "word",
+        "words",
+    )  # fmt: skip
 
     def __init__(self, place: Place, slab: ServerMemory, gate: WriterGate, lock: Any) -> None:
         self.shape, self.dtype = place.spec.shape, place.spec.dtype
         self.row_size = place.spec.row_bytes // self.dtype.itemsize
         self.words, self.word = slab.words, place.version // 8
-        memory = slab.own[place.offset : place.offset + place.spec.nbytes]
-        self._view = memory.view(self.dtype).reshape(self.shape)
-        self.array = self._view[...]
-        self.array.flags.writeable = False
         self._place, self._sync, self._gate, self._lock = place, slab.sync, gate, lock
+        self._rooms = Rooms(place, slab)
+        self._next: int | None = None  # the room of the next version, while it is written
+        self._use(0)
 
     def __enter__(self) -> np.ndarray:
         self._lock.acquire()
         try:
-            self._gate.wait(self._place.index, self._place.spec.nbytes)
-            self.words[self.word] += 1
-            self._sync()
+            self._begin()
+            if self._rooms.close():  # somebody holds it, and must not see what is written
+                before = self.array
+                self._use(self._rooms.free())
+                np.copyto(self._view, before)
         except BaseException:
             self._lock.release()
             raise
@@ -56,10 +62,66 @@ class _Held:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._sync()
-            self.words[self.word] += 1
-            self._sync()
+            self._end()
         self._lock.release()
+
+    def enter_replacing(self) -> tuple[np.ndarray, np.ndarray]:
+        """Begin what `Server.replacing` is for."""
+        self._lock.acquire()
+        try:
+            if self._rooms.open():
+                self._next = self._rooms.free()
+                return self.array, self._rooms.view(self._next)
+            view = self.__enter__()
+            return view, view
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def exit_replacing(self, *raised: Any) -> None:
+        """End it."""
+        try:
+            if self._next is None:
+                self.__exit__(*raised)
+            elif raised[0] is None:
+                self._begin()
+                self._use(self._next)
+                self._end()
+        finally:
+            self._next = None
+            self._lock.release()
+
+    def _begin(self) -> None:
+        self._gate.wait(self._place.index, self._place.spec.nbytes)
+        self.words[self.word] += 1
+        self._sync()
+
+    def _end(self) -> None:
+        self._sync()
+        self.words[self.word] += 1
+        self._sync()
+
+    def _use(self, room: int) -> None:
+        """Let a room be the current one."""
+        self._rooms.make_current(room)
+        self._view = self._rooms.view(room)
+        self.array = read_only(self._view)
+
+
+@final
+class _Replacing:
+    """The context in which a variable that this server holds gets a new value."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: _Held) -> None:
+        self._held = held
+
+    def __enter__(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._held.enter_replacing()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._held.exit_replacing(*raised)
 
 
 @final
@@ -153,6 +215,14 @@ class Server(Rounds):
         An error inside leaves the variable closed to readers, because it may be half written. Not collective.
         """
         return self._held.get(variable) or self._hold(variable, "writing")
+
+    def replacing(self, variable: int) -> AbstractContextManager[tuple[np.ndarray, np.ndarray]]:
+        """Return a context with a variable and an array in which to write a new value of all of it. Not collective.
+
+        Both may be the same array; if not, readers go on reading the old value meanwhile. Where workers hold it to read, this
+        is much quicker than `writing`. An error inside leaves a variable closed to readers that was to be overwritten.
+        """
+        return _Replacing(self._held.get(variable) or self._hold(variable, "replacing"))
 
     def fetch_and_add(self, counter: int, value: int) -> int:
         """Add to a counter, atomically, and return what it was. Not collective."""

@@ -96,6 +96,18 @@ class Transport(ABC):
         return version
 
     @final
+    def view(self, variable: int) -> tuple[int, np.ndarray] | None:
+        """Return a variable's version and the variable where it lies; None where it must be read. Not collective.
+
+        The array is read-only, and stays as it is for as long as anything refers to it.
+        """
+        place = self._place(variable, "view")
+        found = self._view(place) if place.near else None
+        if found is not None:
+            count(self.stats.pulls, variable, place.spec.nbytes)
+        return found
+
+    @final
     def read_rows(self, variable: int, rows: Any, out: np.ndarray) -> int:
         """Copy rows of a variable, all of one version, into an array; return the version. Not collective.
 
@@ -117,6 +129,8 @@ class Transport(ABC):
         self, variable: int, number: int, array: Any, *, what: int = 0, version: int = 0, commit: bool = False
     ) -> None:
         """Send an array to the server, which applies it once. Returns when the array may be changed. Not collective.
+
+        What lies in `gradient(variable)` is not copied, and must not be changed before `settle` has returned.
 
         Args:
             variable: its number.
@@ -186,6 +200,13 @@ class Transport(ABC):
         self._post(Part(Kind.COMMIT, -1, number, 0, what), ())
         self.pushed = max(self.pushed, number)
 
+    def gradient(self, variable: int) -> np.ndarray | None:
+        """Return memory from which a push of a variable is not copied, zeros at first; None if there is none. Not collective."""
+        return None
+
+    def settle(self) -> None:  # noqa: B027  # nothing to do where all is copied
+        """Wait until what was pushed from `gradient` may be changed. Not collective."""
+
     @final
     def flush(self) -> None:
         """Wait until all pushes of this worker to this server are applied. Not collective.
@@ -235,6 +256,9 @@ class Transport(ABC):
     @abstractmethod
     def clocks(self) -> np.ndarray:
         """Return the finished steps of every worker, as this server knows them; int64. Not collective."""
+
+    def _view(self, place: Place) -> tuple[int, np.ndarray] | None:
+        return None
 
     @abstractmethod
     def _read(self, place: Place, out: np.ndarray) -> int: ...

@@ -29,8 +29,15 @@ class Updater(Protocol):
     def count_step(self) -> None:
         """Count a step that is complete. Not collective."""
 
-    def dense(self, variable: Any, weights: np.ndarray, gradients: Sequence[np.ndarray], step: int) -> None:
-        """Update a variable by the sum of gradients of all of it. Not collective."""
+    def dense(
+        self,
+        variable: Any,
+        weights: np.ndarray,
+        gradients: Sequence[np.ndarray],
+        step: int,
+        old: np.ndarray | None = None,
+    ) -> None:
+        """Make weights of old ones, if they lie elsewhere, by the sum of gradients of all of a variable. Not collective."""
 
     def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
         """Update rows of a variable, each of which is named once. Not collective."""
@@ -116,8 +123,15 @@ class Updates:
     def write(self, push: Push) -> None:
         """Assign, add or scatter."""
         assert push.values is not None
-        with self._server.writing(push.variable) as array:
-            apply_operation(unpack(push.what)[0], array, push.rows, push.values)
+        operation = unpack(push.what)[0]
+        if push.rows is not None:
+            with self._server.writing(push.variable) as array:
+                apply_operation(operation, array, push.rows, push.values)
+            return
+        with self._server.replacing(push.variable) as (old, new):
+            if new is not old and operation is not Operation.ASSIGN:
+                np.copyto(new, old)
+            apply_operation(operation, new, None, push.values)
 
     def apply(self, updater: Updater, step: int, pushes: Sequence[Push]) -> None:
         """Update a variable by the sum of gradients, from the first to the last.
@@ -133,16 +147,21 @@ class Updates:
             variable = self._variables[number] = self._variable(number)
         for push in pushes:
             self._server.count_staleness(push)
-        with self._server.writing(number) as weights:
-            if pushes[0].rows is None and len(pushes) == 1:
-                updater.dense(variable, weights, (pushes[0].values,), step)  # type: ignore[arg-type]
-            elif all(push.rows is not None for push in pushes):
+        if all(push.rows is not None for push in pushes):
+            with self._server.writing(number) as weights:
                 updater.rows(variable, weights, *_sum_of_rows(pushes), step)
-            else:
-                updater.dense(variable, weights, [_whole(push, weights) for push in pushes], step)
-            if variable.constraint is not None:
-                value = variable.constraint(read_only(weights))
-                weights.reshape(-1)[...] = as_flat(value, weights.shape, weights.dtype, "Variable.constraint")
+                _constrain(variable, weights)
+            return
+        with self._server.replacing(number) as (old, weights):
+            gradients = (pushes[0].values,) if len(pushes) == 1 else [_whole(push, weights) for push in pushes]
+            updater.dense(variable, weights, gradients, step, old)  # type: ignore[arg-type]
+            _constrain(variable, weights)
+
+
+def _constrain(variable: Any, weights: np.ndarray) -> None:
+    if variable.constraint is not None:
+        value = variable.constraint(read_only(weights))
+        weights.reshape(-1)[...] = as_flat(value, weights.shape, weights.dtype, "Variable.constraint")
 
 
 def _copy(array: np.ndarray | None) -> np.ndarray | None:

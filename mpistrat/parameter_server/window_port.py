@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from .layout import LINE, MailboxLayout
+from .layout import LINE, MailboxLayout, Place
 from .memory import ServerMemory
 from .parts import Assembly, Kind, Part
 from .staging import HALVES, Staging
@@ -25,6 +25,8 @@ class WindowPort(Port):
         layout: of the mailbox.
         mailbox: with this rank's segment.
         stagings: of large pushes; it grows.
+        places: where the variables lie, by number; it grows.
+        slabs: the memory there; it grows.
         server: this server's number.
         deliver: takes a worker, the last part of a message, and the whole payload.
     """
@@ -35,10 +37,13 @@ class WindowPort(Port):
         layout: MailboxLayout,
         mailbox: ServerMemory,
         stagings: list[Staging],
+        places: list[Place],
+        slabs: list[ServerMemory],
         server: int,
         deliver: Callable[[int, Part, np.ndarray], None],
     ) -> None:
         self._mailbox, self._stagings, self._server, self._deliver = mailbox, stagings, server, deliver
+        self._places, self._slabs = places, slabs
         self._workers = [
             (
                 worker,
@@ -62,8 +67,8 @@ class WindowPort(Port):
             sync()
             slot = slots[number % len(slots)]
             part = Part.read(memory, slot)
-            if part.kind & Kind.STAGED:
-                self._deliver_staged(worker, part)
+            if part.kind & Kind.ELSEWHERE:
+                self._deliver(worker, part._replace(kind=part.kind & ~Kind.ELSEWHERE), self._find(worker, part))
             else:
                 payload = assembly.add(part, memory[slot + LINE : slot + LINE + part.nbytes])
                 if payload is not None:
@@ -72,14 +77,16 @@ class WindowPort(Port):
             sync()
         return found
 
-    def _deliver_staged(self, worker: int, part: Part) -> None:
-        number, half = divmod(part.offset, HALVES)
-        staging = self._stagings[number]
-        start = staging.offset(self._server, worker, half)
-        staging.memory.sync()
-        self._deliver(
-            worker, part._replace(kind=part.kind & ~Kind.STAGED), staging.memory.own[start : start + part.total]
-        )
+    def _find(self, worker: int, part: Part) -> np.ndarray:
+        """Return a payload that lies whole in other memory."""
+        if part.kind & Kind.IN_PLACE:
+            place = self._places[part.variable]
+            memory, start = self._slabs[place.slab], place.gradient(worker)
+        else:
+            number, half = divmod(part.offset, HALVES)
+            memory, start = self._stagings[number].memory, self._stagings[number].offset(self._server, worker, half)
+        memory.sync()
+        return memory.own[start : start + part.total]
 
     def acknowledge(self, worker: int, number: int) -> None:
         self._mailbox.words[self._applied[worker]] = number

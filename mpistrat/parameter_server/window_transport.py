@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, final
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, final
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from .gate import ReaderGate
 from .layout import LINE, Place
 from .memory import ServerMemory
 from .parts import Kind, Part, cut
+from .rooms import HeldRoom
 from .staging import HALVES, Staging
 from .transport import Pair, Transport
 
@@ -36,6 +37,8 @@ class _WindowTransport(Transport):
         self._slab_of: dict[int, Window] = {}
         self._posted = self._taken = 0
         self._acknowledged = 0
+        self._gradients: dict[int, np.ndarray] = {}
+        self._settled = 0  # what was posted last that lies there
 
     @final
     def acknowledged(self) -> int:
@@ -58,20 +61,37 @@ class _WindowTransport(Transport):
     @final
     def _read(self, place: Place, out: np.ndarray) -> int:
         slab = self._slab(place)
-        return self._gate.read(place.index, slab, place.version, slab.get, self._rank, place.offset, out)
+        return self._gate.read(place.index, slab, place.version, self._get, slab.get, slab, place, out)
 
     @final
     def _read_rows(self, place: Place, rows: np.ndarray, out: np.ndarray) -> int:
         slab = self._slab(place)
-        return self._gate.read(place.index, slab, place.version, slab.get_rows, self._rank, place.offset, rows, out)
+        return self._gate.read(place.index, slab, place.version, self._get, slab.get_rows, slab, place, rows, out)
+
+    def _get(self, get: Callable[..., None], slab: Window, place: Place, *args: Any) -> None:
+        room = slab.get_word(self._rank, place.current) if place.near else 0
+        get(self._rank, place.room(room), *args)
 
     @final
     def _post(self, message: Part, pieces: Sequence[np.ndarray]) -> None:
-        if self._chunk_bytes < message.total <= self._largest_staged():
+        if message.variable in self._gradients and self._lies_there(message, pieces):
+            self._post_part(message._replace(kind=message.kind | Kind.IN_PLACE, nbytes=0), ())
+            self._settled = self._posted
+        elif self._chunk_bytes < message.total <= self._largest_staged():
             self._stage(message, pieces)
-            return
-        for part, payload in cut(message, pieces, self._chunk_bytes):
-            self._post_part(part, payload)
+        else:
+            for part, payload in cut(message, pieces, self._chunk_bytes):
+                self._post_part(part, payload)
+
+    @final
+    def settle(self) -> None:
+        if self._taken < self._settled:
+            self._wait_for(self._settled)
+
+    def _lies_there(self, message: Part, pieces: Sequence[np.ndarray]) -> bool:
+        """Whether a payload is the worker's gradient of the variable, in the memory for it."""
+        own = self._gradients[message.variable].ctypes.data
+        return message.kind & ~Kind.ENDS_STEP == Kind.PUSH and pieces[0].ctypes.data == own
 
     def _post_part(self, part: Part, payload: Sequence[np.ndarray]) -> None:
         mailbox, header, slots = self._mailbox, self._header, self._slots
@@ -140,6 +160,29 @@ class SharedWindowTransport(_WindowTransport):
     """By load and store in memory that worker and server share."""
 
     name: ClassVar[str] = "shared_window"
+
+    def __init__(self, pair: Pair, mailbox: ServerMemory, slabs: list[ServerMemory], stagings: list[Staging]) -> None:
+        super().__init__(pair, mailbox, slabs, stagings)
+        self._rooms: dict[int, HeldRoom] = {}
+
+    def gradient(self, variable: int) -> np.ndarray | None:
+        place = self._place(variable, "gradient")
+        found = self._gradients.get(variable)
+        if found is None and place.near:
+            slab: Any = self._slab(place)
+            spec, start = place.spec, place.gradient(self.pair.worker)
+            if not slab.populate(start, start + spec.nbytes, self._rank):
+                return None
+            memory = slab.segments[self._rank][start : start + spec.nbytes]
+            found = self._gradients[variable] = memory.view(spec.dtype).reshape(spec.shape)
+        return found
+
+    def _view(self, place: Place) -> tuple[int, np.ndarray] | None:
+        room = self._rooms.get(place.index)
+        if room is None:
+            slab: Any = self._slab(place)
+            room = self._rooms[place.index] = HeldRoom(place, self.pair.worker, slab, self._rank)
+        return room.read()
 
 
 @final

@@ -11,6 +11,7 @@ from transports_stand import (
     check_exact,
     check_passes,
     check_rows,
+    check_views,
     check_whole_reads,
     counters,
     parameter_servers,
@@ -50,6 +51,43 @@ def test_reads_are_whole(transport, elements):
             assert accepted >= 20
             assert last >= 5
             assert mixed in (True, None)
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("elements", [1_000, 1_000_000])
+def test_what_is_read_where_it_lies_never_changes(transport, elements):
+    with parameter_servers(transport, [((elements,), F4)]) as ps:
+        views = check_views(ps, 60, 8.0)
+        if ps.server is None and transport == "shared_window" and elements == 1_000_000:
+            assert views >= 10
+        elif ps.server is None:
+            assert views == 0
+
+
+@ranks(2, 3)
+def test_gradients_are_pushed_from_where_they_lie(transport):
+    """The array is written anew as soon as that is allowed; what was pushed before counts as it was."""
+    with parameter_servers(transport, [((600_000,), F4), ((10,), F4)]) as ps:
+
+        def work(worker, transports):
+            (transport,) = transports
+            assert transport.gradient(1) is None
+            mine = transport.gradient(0)
+            assert (mine is not None) == (transport.name == "shared_window")
+            if mine is None:
+                mine = np.zeros(600_000, F4)
+            assert not mine.any()
+            for number in range(1, 31):
+                mine[:] = number
+                transport.push(0, number, mine)
+                transport.settle()
+            transport.push(0, 31, np.full(600_000, 1000, F4))  # other memory is copied
+            assert (mine == 30).all()
+            transport.flush()
+
+        run(ps, work)
+        if ps.server is not None:
+            assert (ps.server.array(0) == len(ps.workers) * (30 * 31 // 2 + 1000)).all()
 
 
 DTYPES = [

@@ -335,3 +335,41 @@ def test_servers_may_come_first(mpi_tmp_path):
             assert on_read.numpy().tolist() == [1, 2]
         found = [optimizer.slots(v)["velocity"] for v in variables]
         assert [slot.tobytes() for slot in found] == [slot.tobytes() for slot in slots]
+
+
+# large variables
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_large_variables_are_read_and_pushed_whole(transport):
+    """What a step has read stays as it was, and the gradient may be written anew when the step has been taken."""
+    shape, steps = (3, 200_000), 20
+    with made(transport=transport) as strategy:
+        v, w = (ms.Variable(np.zeros(shape, np.float32), aggregation=SUM) for _ in range(2))
+        sgd, kept = ms.optimizers.SGD(1.0), []
+
+        def step(number):
+            before, first = v.array, float(v.array[0, 0])
+            v.grad[...] = w.grad[...] = -number
+            sgd.apply_gradients([(v.grad, v), (w.grad, w)])
+            v.grad[...] = w.grad[...] = 1e9
+            assert (before == first).all()
+            assert not before.flags.writeable
+            if number % 7 == 0:
+                kept.append((before, first))
+
+        for number in range(1, steps + 1) if not strategy.is_server else ():
+            strategy.run(step, args=(number,))
+            assert all((array == value).all() for array, value in kept)
+        settle(strategy, v, w)
+        total = strategy.num_workers * steps * (steps + 1) / 2
+        if not strategy.is_server:
+            assert (v.array == total).all()
+            assert (w.array == total).all()
+            strategy.run(lambda: v.scatter_add(([2], np.ones((1, 200_000), np.float32))))
+        settle(strategy, v, w)
+        if not strategy.is_server:
+            assert v.array[:, -1].tolist() == [total, total, total + strategy.num_workers]
+            assert all((array == value).all() for array, value in kept)
+        kept.clear()
+        strategy.comm.Barrier()

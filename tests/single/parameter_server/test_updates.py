@@ -57,7 +57,7 @@ class Recorder:
     def count_step(self):
         self.iterations += 1
 
-    def dense(self, variable, weights, gradients, step):
+    def dense(self, variable, weights, gradients, step, old=None):
         self.steps.append((variable.name, step))
 
     def rows(self, variable, weights, rows, values, step):
