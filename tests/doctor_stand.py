@@ -34,6 +34,9 @@ class Visit:
         assert len(found) == 1, f"{name}: {self.out}{self.err}"
         return found[0]
 
+    def names(self) -> set[str]:
+        return {finding["name"] for finding in self.document["findings"]}
+
     def bad(self) -> list[dict[str, str]]:
         return [finding for finding in self.document["findings"] if finding["status"] != "OK"]
 
@@ -89,5 +92,13 @@ import os, sys, time
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 os.environ.update({ {rank: dict(own) for rank, own in variables.items()}!r}.get(rank, {{}}))
 {prelude}
+os.chdir("/")  # Python imports from there first
 os.execv(sys.executable, [sys.executable, "-m", "mpistrat", "doctor", "--ranks", "--json", *{list(words)!r}])
 """
+
+
+def documented(title: str) -> set[str]:
+    """The findings that docs/doctor.md explains under a title."""
+    part = (ROOT / "docs/doctor.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1].strip() for line in part.splitlines() if line[:1] == "|" and "---" not in line]
+    return {name for row in rows for name in row.split(", ")}

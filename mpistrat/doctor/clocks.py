@@ -36,7 +36,8 @@ def check_clocks(topology: Topology) -> Finding:
     if abs(offsets[worst]) - doubts[worst] > _LIMIT:
         what = f"the clock of rank {worst} is {offsets[worst]:+.1f} s from that of rank 0"
         return warning("clocks", what, "Ask the site to run NTP on that node: dates of files and lines of logs mislead")
-    return ok("clocks", f"within {np.max(np.abs(offsets) + doubts) * 1e3:.1f} ms of each other")
+    apart = float(np.max(np.abs(offsets) + doubts))
+    return ok("clocks", f"within {max(apart * 1e3, 0.1):.1f} ms of that of rank 0")
 
 
 def _ask(comm: Any, rank: int) -> tuple[float, float]:

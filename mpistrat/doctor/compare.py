@@ -125,7 +125,7 @@ def _settings(rows: Rows) -> Finding:
             return problem(
                 "settings", what, "Export it before srun or mpiexec, so that every rank has it (Open MPI: -x NAME)"
             )
-    return ok("settings", f"alike on every rank: {', '.join(names)}" if names else "no MPISTRAT_ variable is set")
+    return ok("settings", f"alike on every rank: {', '.join(names)}" if names else "none is set")
 
 
 def _thread_level(rows: Rows) -> Finding:

@@ -25,7 +25,9 @@ def check_cores() -> Iterator[Finding]:
     threads, why = blas_threads()
     if threads > len(cores):
         what = f"{threads} ({why}) on {len(cores)} cores: they hinder each other"
-        yield warning("BLAS threads", what, f"unset {why}: mpistrat gives each rank its share; or at most {len(cores)}")
+        name = why.partition("=")[0]
+        remedy = f"unset {name}: mpistrat gives each rank its share; or set it to {len(cores)} at most"
+        yield warning("BLAS threads", what, remedy)
     elif why:
         yield ok("BLAS threads", f"{threads} ({why}) for every rank")
     else:

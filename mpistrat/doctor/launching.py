@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 
-from ..cluster.launchers import Launcher, choose_launcher, find_launchers, fitting_pmi, mismatch, srun_pmis
+from ..cluster.launchers import USER, Launcher, choose_launcher, find_launchers, fitting_pmi, mismatch, srun_pmis
 from ..cluster.mpi_library import MPILibrary
 from .finding import Finding, ok, problem, warning
 
@@ -34,8 +34,9 @@ def _mpiexec(
         f"install the launcher of {library}, or mpi4py for the launcher's MPI (pip install --no-binary=mpi4py mpi4py)"
     )
     if typed is not None and (why := mismatch(library, typed)):
+        where = "in $MPIEXEC" if typed.where == USER else "on PATH"
         what = (
-            f"{typed.path}, the one on PATH, is the launcher of another MPI: {why}. Under it each process is rank 0 of 1, or "
+            f"{typed.path}, the one {where}, is the launcher of another MPI: {why}. Under it each process is rank 0 of 1, or "
             "fails at the start"
         )
         yield problem(name, what, f"Start with {use}, or put its folder first on PATH" if use else install.capitalize())
