@@ -11,9 +11,10 @@ import harness
 import numpy as np
 
 import mpistrat as ms
+from mpistrat.bench import all_reduce
 
 SIZES = {"4 KB": 1 << 10, "64 KB": 1 << 14, "1 MB": 1 << 18, "16.8 MB": 1 << 22, "67 MB": 1 << 24, "134 MB": 1 << 25}
-RAW, GLOO, OWN, ARENA = "raw MPI_Allreduce", "torch gloo", "mpistrat, own arrays", "mpistrat, arenas"
+GLOO = "torch gloo"
 TENSORFLOW = "TensorFlow MultiWorkerMirroredStrategy"
 
 
@@ -24,30 +25,16 @@ def tensorflow_all_reduce(workers: Any, mine: np.ndarray) -> harness.Operation:
     value = tf.constant(mine)
 
     @tf.function
-    def all_reduce() -> Any:
+    def reduce() -> Any:
         return workers.run(lambda: tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value))
 
-    return lambda: all_reduce().numpy()
+    return lambda: reduce().numpy()
 
 
 def contenders(strategy: Any, dist: Any, workers: Any, count: int) -> dict[str, harness.Operation]:
     """Return what is measured for `count` elements, by name."""
-    comm, ops = strategy.comm, strategy.extended.cross_device_ops
-    mine = np.full(count, comm.rank + 1, np.float32)
-    out = np.empty_like(mine)
-    with strategy.scope():
-        variable = ms.Variable(np.zeros(count, np.float32), name=f"v{count}")
-    gradient = variable.gradient(0)
-    gradient[:] = mine
-    expected = comm.size * (comm.size + 1) / 2
-    found = ops.reduce(ms.ReduceOp.SUM, gradient, variable)
-    if not (found[0] == found[-1] == expected and (ops.reduce(ms.ReduceOp.SUM, mine) == expected).all()):
-        raise RuntimeError(f"all_reduce of {count}: expected {expected}, got {found[0]}")
-    operations: dict[str, harness.Operation] = {
-        RAW: lambda: comm.Allreduce(mine, out),
-        OWN: lambda: ops.reduce(ms.ReduceOp.SUM, mine),
-        ARENA: lambda: ops.reduce(ms.ReduceOp.SUM, gradient, variable),
-    }
+    mine = np.full(count, strategy.comm.rank + 1, np.float32)
+    operations = all_reduce.operations(strategy, count)
     if dist is not None:
         import torch
 
@@ -75,7 +62,7 @@ def main() -> None:
     if comm.rank == 0:
         names = list(next(iter(result["seconds"].values())))
         rows = [
-            [label, *(f"{harness.describe(times[n])} ({times[RAW] / times[n]:.2f} ×)" for n in names)]
+            [label, *(f"{harness.describe(times[n])} ({times[all_reduce.RAW] / times[n]:.2f} ×)" for n in names)]
             for label, times in result["seconds"].items()
         ]
         about = result["machine"]

@@ -16,7 +16,6 @@ import importlib.util
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,40 +26,10 @@ import harness
 import numpy as np
 
 import mpistrat as ms
+from mpistrat.bench import hdf5_input
+from mpistrat.bench.hdf5_input import Case
 
 OURS, MAP, HAND = "mpistrat", "memory map, np.take", "h5py by hand"
-CHUNK_BYTES = 1 << 18
-BATCH = {64: 256, 3072: 256, 150_000: 64}
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is read: storage, number of files, order and size of the rows."""
-
-    layout: str
-    files: int
-    order: str
-    row_bytes: int
-
-    @property
-    def batch(self) -> int:
-        """The rows of one rank's batch."""
-        return BATCH[self.row_bytes]
-
-    @property
-    def chunk_rows(self) -> int:
-        """The rows of a compressed chunk."""
-        return max(1, CHUNK_BYTES // self.row_bytes)
-
-    @property
-    def window_chunks(self) -> int:
-        """The chunks that a block shuffle mixes: 16, or four batches."""
-        return max(16, 4 * self.batch // self.chunk_rows)
-
-    def __str__(self) -> str:
-        return f"{self.layout}, {self.files} file{'s' * (self.files > 1)}, {self.order}, {self.row_bytes:,} B rows"
-
-
 CASES = [
     *(
         Case(layout, files, order, 3072)
@@ -124,48 +93,16 @@ class Share:
 Reader = Callable[[Share], Iterator[Any]]
 
 
-def write(folder: Path, case: Case, megabytes: int) -> int:
-    """Write a case's files by h5py, and return the number of rows."""
-    rng = np.random.default_rng(0)
-    rows = megabytes * 1_000_000 // case.row_bytes // case.files
-    storage: dict[str, Any] = {}
-    if case.layout != "contiguous":
-        storage = {"chunks": (min(rows, case.chunk_rows), case.row_bytes), "compression": case.layout}
-    for number in range(case.files):
-        with h5py.File(folder / f"part-{number:03d}.h5", "w", libver="latest") as file:
-            data = rng.integers(0, 16, (rows, case.row_bytes), np.uint8)  # four bits of eight
-            if case.layout == "lzf":  # which finds repetitions only
-                data[:, case.row_bytes // 2 :] = 0
-            file.create_dataset("x", data=data, **storage)
-    return rows * case.files
-
-
 @contextlib.contextmanager
 def written(comm: Any, case: Case, megabytes: int) -> Iterator[Share]:
-    """While the context lasts there are a case's files, written by rank 0; give each rank its share. Collective."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(harness.share_text(comm, name))
-        rows = np.zeros(1, np.int64)
-        if comm.rank == 0:
-            rows[0] = write(folder, case, megabytes)
-        comm.Bcast(rows)
-        yield Share(case, tuple(sorted(folder.glob("*.h5"))), int(rows[0]), comm.rank, comm.size)
-        comm.Barrier()
+    """While the context lasts there are a case's files; give each rank its share. Collective."""
+    with hdf5_input.files(comm, case, megabytes, tempfile.gettempdir()) as (paths, rows):
+        yield Share(case, tuple(paths), rows, comm.rank, comm.size)
 
 
 def ours(share: Share) -> Iterator[Any]:
     """This package, as a user writes it."""
-    strategy = ms.MultiWorkerMirroredStrategy()
-    dataset = ms.data.HDF5Dataset(list(share.paths), fields="x")
-    if share.case.order == "shuffled":
-        window = share.case.window_chunks * share.case.chunk_rows * share.case.row_bytes
-        dataset = dataset.shuffle(seed=1, window_bytes=window)
-    data = strategy.distribute_dataset(dataset.batch(share.case.batch * share.size))
-    try:
-        while True:
-            yield from data
-    finally:
-        strategy.close()
+    return hdf5_input.batches(share.case, share.paths, None)
 
 
 def by_hand(share: Share) -> Iterator[Any]:
@@ -290,23 +227,7 @@ def contenders(case: Case) -> dict[str, Reader]:
 
 def rate(comm: Any, share: Share, reader: Reader, seconds: float) -> float:
     """Return bytes a second of all ranks' batches, start-up left out. Collective."""
-    with contextlib.closing(reader(share)) as batches:  # type: ignore[type-var]
-        next(batches)
-        comm.Barrier()
-        start, got, steps = time.perf_counter(), 0, 0
-        go_on = np.ones(1, np.int32)
-        while go_on[0]:
-            for _ in range(4):
-                batch = next(batches)
-                got += batch.nbytes
-                steps += 1
-            go_on[0] = time.perf_counter() - start < seconds
-            if comm.size > 1:
-                comm.Bcast(go_on, root=0)
-        spent = harness.slowest(comm, time.perf_counter() - start)
-    total = np.empty(1)
-    comm.Allreduce(np.array([float(got)]), total)
-    return float(total[0]) / spent
+    return hdf5_input.rate(comm, reader(share), seconds)
 
 
 def measure(comm: Any, case: Case, megabytes: int, seconds: float, rounds: int) -> dict[str, float]:

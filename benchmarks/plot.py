@@ -10,29 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-COLOURS = {
-    "raw MPI_Allreduce": "#7f7f7f",
-    "raw MPI_Allreduce + NumPy Adam": "#7f7f7f",
-    "torch gloo": "#d62728",
-    "torch DDP, fused Adam": "#d62728",
-    "torch DDP, plain Adam": "#ff9896",
-    "mpistrat, own arrays": "#6baed6",
-    "mpistrat, arenas": "#08519c",
-    "mpistrat": "#08519c",
-    "TensorFlow": "#ff7f0e",
-    "TensorFlow, 20 steps a call": "#ffbb78",
-    "torch RPC": "#d62728",
-    "pull": "#08519c",
-    "push": "#6baed6",
-    "Send/Recv to worker": "#3f3f3f",
-    "Send/Recv to server": "#9f9f9f",
-}
-
+from mpistrat.bench import machine
+from mpistrat.bench.machine import layout as title
+from mpistrat.bench.plot import colour, finish, new_figure
 
 COLUMNS = 3
 
@@ -41,7 +21,8 @@ def panels(count: int, *, sharey: bool) -> tuple[Any, list[Any]]:
     """Return a figure and as many panels, in rows of three."""
     columns = min(count, COLUMNS)
     rows = -(-count // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(4.2 * columns, 3.8 * rows), sharey=sharey, squeeze=False)
+    figure = new_figure(4.2 * columns, 3.8 * rows)
+    grid = figure.subplots(rows, columns, sharey=sharey, squeeze=False)
     axes = list(grid.flat)
     for axis in axes[count:]:
         axis.set_visible(False)
@@ -54,25 +35,9 @@ def load(folder: Path, name: str) -> list[dict[str, Any]]:
     return sorted(results, key=lambda r: (r["machine"]["mpi"], r["machine"]["nodes"], r["machine"]["ranks"]))
 
 
-def title(about: dict[str, Any]) -> str:
-    """Return what distinguishes one result from the others: MPI, nodes and ranks."""
-    words = about["mpi"].replace("Open MPI v", "Open MPI ").replace("MPICH Version:", "MPICH").split()
-    vendor = " ".join(words[: 3 if words[0] == "Open" else 2]).rstrip(",")
-    hosts = "one host" if about["nodes"] == 1 else f"{about['nodes']} hosts"
-    return f"{vendor}, {about['ranks']} rank{'s' * (about['ranks'] > 1)}, {hosts}"
-
-
 def caption(results: list[dict[str, Any]]) -> str:
     """Return a line that says on what machine, with which versions and when."""
-    about = results[0]["machine"]
-    versions = {name: v for r in results for name, v in r["machine"]["versions"].items() if v}
-    named = ", ".join(f"{name} {v}" for name, v in versions.items())
-    return f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB · {named} · {about['date']}"
-
-
-def colour(name: str) -> str:
-    """Return a contender's colour, the same in every plot."""
-    return COLOURS.get(name, "#2ca02c")
+    return machine.caption([result["machine"] for result in results])
 
 
 def draw_all_reduce(folder: Path) -> None:
@@ -134,7 +99,8 @@ def draw_hdf5_input(folder: Path) -> None:
         return
     names = list(dict.fromkeys(name for r in results for case in r["cases"] for name in case["bytes_per_second"]))
     titles = list(dict.fromkeys(case_title(case) for result in results for case in result["cases"]))[::-1]
-    figure, grid = plt.subplots(1, len(results), figsize=(6.5 * len(results), 9), sharey=True, squeeze=False)
+    figure = new_figure(6.5 * len(results), 9)
+    grid = figure.subplots(1, len(results), sharey=True, squeeze=False)
     for axis, result in zip(grid.flat, results, strict=True):
         for name in names:
             points = [(c["bytes_per_second"].get(name), titles.index(case_title(c))) for c in result["cases"]]
@@ -164,7 +130,8 @@ def draw_parameter_server(folder: Path) -> None:
     results = load(folder, "parameter_server")
     if not results:
         return
-    figure, grid = plt.subplots(len(results), 4, figsize=(19, 4.4 * len(results)), squeeze=False)
+    figure = new_figure(19, 4.4 * len(results))
+    grid = figure.subplots(len(results), 4, squeeze=False)
     for axes, result in zip(grid, results, strict=True):
         cells = result["cells"]
         names = list(dict.fromkeys(name for cell in cells for name in cell["steps_per_second"]))
@@ -217,15 +184,6 @@ def draw_growth(axis: Any, cells: list[dict[str, Any]], names: list[str]) -> Non
     axis.margins(y=0.1)
     axis.set_ylim(bottom=0)
     axis.set_xlabel("workers (squares: 2 servers)")
-
-
-def finish(figure: Any, heading: str, footnote: str, path: Path, top: float = 1.0) -> None:
-    """Give a figure its heading and footnote, and write it."""
-    figure.suptitle(heading)
-    figure.text(0.5, 0.005, footnote, ha="center", fontsize=7, color="#555555")
-    figure.tight_layout(rect=(0, 0.03, 1, top))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -17,45 +17,9 @@ import harness
 import numpy as np
 
 import mpistrat as ms
+from mpistrat.bench.training_step import LAYERS, OURS, RAW, ours, raw
 
-OURS, RAW = "mpistrat, arenas", "raw MPI_Allreduce + NumPy Adam"
 TENSORFLOW = "TensorFlow MultiWorkerMirroredStrategy, Keras Adam"
-LAYERS = 16
-
-
-def ours(strategy: Any, count: int) -> harness.Operation:
-    """Return a step of this package: gradients lie in `v.grad` already, then `apply_gradients`."""
-    with strategy.scope():
-        variables = [ms.Variable(np.zeros(count // LAYERS, np.float32), name=f"w{i}") for i in range(LAYERS)]
-        optimizer = ms.optimizers.Adam(1e-3)
-    for variable in variables:
-        variable.gradient(0)[:] = 1e-3
-
-    def step() -> None:
-        optimizer.apply_gradients([(v.grad, v) for v in variables])
-
-    return lambda: strategy.run(step)
-
-
-def raw(comm: Any, count: int) -> harness.Operation:
-    """Return a step by hand: the whole gradient through MPI, then Adam in blocks on every rank."""
-    gradient, weights = np.full(count, 1e-3, np.float32), np.zeros(count, np.float32)
-    first, second = np.zeros_like(weights), np.zeros_like(weights)
-    total = np.empty_like(gradient)
-    block = 1 << 16
-    scratch = np.empty(block, np.float32), np.empty(block, np.float32)
-    adam = ms.optimizers.Adam(1e-3)
-    steps = [0]
-
-    def step() -> None:
-        comm.Allreduce(gradient, total)
-        steps[0] += 1
-        for low in range(0, count, block):
-            part = slice(low, low + block)
-            slots = {"momentum": first[part], "velocity": second[part]}
-            adam.update(total[part], weights[part], slots, steps[0], 1e-3, scratch)
-
-    return step
 
 
 def ddp(count: int, fused: bool) -> tuple[harness.Operation, harness.Operation]:

@@ -10,6 +10,7 @@ ROOT = Group(
     "tf.distribute for MPI programs",
     {
         "run": "run:COMMAND",
+        "bench": "bench:COMMAND",
         "shards": "shards:COMMAND",
         "job": "job:COMMAND",
         "doctor": "doctor:COMMAND",

@@ -23,19 +23,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The floor of each folder; files beside the folders are floor 0, or front doors that only re-export, which floor 8 uses.
 FLOORS = {
     "cluster": 1, "jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4, "parameter_server": 5, "optimizers": 5,
-    "strategy": 6, "coordinator": 7, "training": 7, "adapters": 8, "doctor": 8, "examples": 8,
+    "strategy": 6, "coordinator": 7, "training": 7, "adapters": 8, "bench": 8, "doctor": 8, "examples": 8,
     "cli": 9,
 }  # fmt: skip
 
 # Where a library beyond NumPy may be imported at all. A pickle could run a stranger's code.
 ALLOWED = {
     "mpi4py": {"cluster", "comm", "cross_device", "data", "variables", "parameter_server", "optimizers", "strategy",
-               "coordinator", "training", "doctor", "cli", "examples"},
-    "h5py": {"data", "strategy", "training", "doctor", "cli", "examples"},
+               "coordinator", "training", "bench", "doctor", "cli", "examples"},
+    "h5py": {"data", "strategy", "training", "bench", "doctor", "cli", "examples"},
     "cupy": {"cluster", "comm", "cross_device"},
     "jinja2": {"jobs"},
     "sklearn": {"examples"},
-    "matplotlib": {"training", "cli", "examples"},
+    "matplotlib": {"training", "bench", "cli", "examples"},
     "torch": {"adapters"}, "jax": {"adapters"}, "keras": {"adapters"}, "tensorflow": {"adapters"},
     "cloudpickle": {"coordinator"},  # only for functions that the chief of the same job sends, and their results
     "pickle": set(), "marshal": set(), "shelve": set(), "dill": set(),

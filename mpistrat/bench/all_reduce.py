@@ -1,0 +1,67 @@
+"""All-reduce of float32: on users' own arrays and in place on arenas, against MPI_Allreduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..strategy import MultiWorkerMirroredStrategy
+from ..types import ReduceOp
+from ..variables import Variable
+from .measure import Operation, medians, pair
+from .result import Result, Setting
+
+__all__ = ["ARENA", "OWN", "RAW", "measure", "operations"]
+
+RAW, OWN, ARENA = "raw MPI_Allreduce", "mpistrat, own arrays", "mpistrat, arenas"
+SIZES = {"4 KB": 1 << 10, "64 KB": 1 << 14, "1 MB": 1 << 18, "16.8 MB": 1 << 22, "67 MB": 1 << 24}
+COPIES = 6  # of the largest buffer, that a rank holds
+
+
+def operations(strategy: Any, count: int) -> dict[str, Operation]:
+    """Return the all-reduces of `count` elements, by name, after checking their sums. Collective.
+
+    Raises:
+        RuntimeError: a sum is wrong.
+    """
+    comm, ops = strategy.comm, strategy.extended.cross_device_ops
+    mine = np.full(count, comm.rank + 1, np.float32)
+    out = np.empty_like(mine)
+    with strategy.scope():
+        variable = Variable(np.zeros(count, np.float32), name=f"v{count}")
+    gradient = variable.gradient(0)
+    gradient[:] = mine
+    expected = comm.size * (comm.size + 1) / 2
+    found = ops.reduce(ReduceOp.SUM, gradient, variable)
+    if not (found[0] == found[-1] == expected and (ops.reduce(ReduceOp.SUM, mine) == expected).all()):
+        raise RuntimeError(f"all-reduce of {count}: expected {expected}, got {found[0]}")
+    return {
+        OWN: lambda: ops.reduce(ReduceOp.SUM, mine),
+        ARENA: lambda: ops.reduce(ReduceOp.SUM, gradient, variable),
+        RAW: lambda: comm.Allreduce(mine, out),
+    }
+
+
+def measure(setting: Setting) -> Result:
+    """Return the seconds of an all-reduce by size. Collective."""
+    largest = SIZES["1 MB"] if setting.quick else int(setting.memory / 4 / COPIES)
+    values = {}
+    for label, count in SIZES.items():
+        if count > max(largest, SIZES["4 KB"]):
+            continue
+        runs = []
+        for _ in range(2):  # where the pages of a buffer lie makes up to a factor of 2
+            strategy = MultiWorkerMirroredStrategy(comm=setting.comm)
+            found = operations(strategy, count)
+            runs.append(pair(strategy.comm, found, repetitions=200, seconds=setting.budget(1.2)))
+            strategy.close()
+        values[label] = medians(runs)
+    return Result(
+        title="All-reduce of float32",
+        unit="seconds",
+        first_column="size",
+        values=values,
+        against=(ARENA, RAW),
+        note="Gradients lie in arenas, where variables share memory; own arrays are what ctx.all_reduce takes.",
+    )

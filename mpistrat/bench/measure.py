@@ -1,0 +1,112 @@
+"""How operations are timed: taking turns, each warm, behind a barrier; medians of the slowest rank."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Operation", "describe", "largest", "median_rate", "medians", "pair", "total"]
+
+Operation = Callable[[], object]
+_PAUSE = 5e-4  # seconds
+
+
+def pair(comm: Any, operations: Mapping[str, Operation], *, repetitions: int, seconds: float) -> dict[str, float]:
+    """Return the seconds of each operation: the median of its repetitions on the slowest rank. Collective.
+
+    The operations take turns (A B A B …), so that a machine that drifts drifts for all. Each is done once untimed before
+    it is timed, so that it finds its own data in the caches and not its predecessor's; a barrier precedes both.
+    `seconds` bounds the whole measurement; rank 0 decides for all, and at least three rounds are made.
+    """
+    times: dict[str, list[float]] = {name: [] for name in operations}
+    for operation in operations.values():
+        operation()
+    start, go_on = time.perf_counter(), np.ones(1, np.int32)
+    for done in range(repetitions):
+        for name, operation in operations.items():
+            comm.Barrier()
+            operation()
+            comm.Barrier()
+            before = time.perf_counter()
+            operation()
+            times[name].append(time.perf_counter() - before)
+        go_on[0] = done < 2 or time.perf_counter() - start < seconds
+        comm.Bcast(go_on, root=0)
+        if not go_on[0]:
+            break
+    return {name: largest(comm, statistics.median(values)) for name, values in times.items()}
+
+
+def median_rate(
+    comm: Any, operation: Operation | None, finish: Operation | None = None, *, rounds: int, seconds: float
+) -> float:
+    """Return how often a second all ranks together do something: the median of the rounds. Collective.
+
+    Args:
+        operation: what this rank does over and over; None for a rank that looks on, and leaves its core to others.
+        finish: waits for what `operation` began.
+        rounds: their number; a barrier precedes each, and the slowest rank ends it.
+        seconds: of one round.
+    """
+    rates = []
+    for _ in range(rounds):
+        _meet(comm)
+        start, count, spent = time.perf_counter(), 0, 0.0
+        while operation is not None and spent < seconds:
+            operation()
+            count, spent = count + 1, time.perf_counter() - start
+        if finish is not None:
+            finish()
+            spent = time.perf_counter() - start
+        _meet(comm)
+        rates.append(total(comm, count) / largest(comm, spent))
+    return statistics.median(rates)
+
+
+def _meet(comm: Any) -> None:
+    """Wait for all ranks without keeping a core busy. Collective."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(_PAUSE)
+
+
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each figure over several runs. Not collective.
+
+    Example:
+        >>> medians([{"a": 1.0}, {"a": 9.0}, {"a": 2.0}])
+        {'a': 2.0}
+    """
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def largest(comm: Any, value: float) -> float:
+    """Return the largest value over the ranks. Collective."""
+    from mpi4py import MPI
+
+    out = np.empty(1)
+    comm.Allreduce(np.array([value], np.float64), out, op=MPI.MAX)
+    return float(out[0])
+
+
+def total(comm: Any, value: float) -> float:
+    """Return the sum over the ranks. Collective."""
+    out = np.empty(1)
+    comm.Allreduce(np.array([value], np.float64), out)
+    return float(out[0])
+
+
+def describe(seconds: float) -> str:
+    """Return a time with a fitting unit. Not collective.
+
+    Example:
+        >>> describe(0.0123), describe(0.0000123), describe(12.3)
+        ('12.3 ms', '12.3 µs', '12.3 s')
+    """
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,91 @@
+"""What a benchmark found, and how it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .measure import describe
+
+__all__ = ["Result", "Setting"]
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}/s" if value >= 10 else f"{value:.1f}/s"
+
+
+def _bandwidth(value: float) -> str:
+    return f"{value / 1e9:.2f} GB/s" if value >= 1e9 else f"{value / 1e6:.1f} MB/s"
+
+
+_TEXTS: Mapping[str, Callable[[float], str]] = {
+    "seconds": describe, "per second": _rate, "bytes per second": _bandwidth,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How much a benchmark may do.
+
+    Attributes:
+        comm: all ranks.
+        quick: few sizes and short measurements.
+        folder: for files, which are removed at the end.
+        memory: bytes that each rank may take.
+    """
+
+    comm: Any
+    quick: bool
+    folder: str
+    memory: float
+
+    def budget(self, seconds: float) -> float:
+        """Return the seconds for a measurement."""
+        return seconds / 8 if self.quick else seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a benchmark found.
+
+    Attributes:
+        title: what was measured.
+        unit: of the values: "seconds", "per second" or "bytes per second".
+        first_column: what the cases are.
+        values: by case, and then by who was measured; a dash stands for one that is not there.
+        against: (ours, raw): a last column shows how many times the first is faster.
+        note: how to read it.
+    """
+
+    title: str
+    unit: str
+    first_column: str
+    values: Mapping[str, Mapping[str, float]]
+    against: tuple[str, str] | None = None
+    note: str = ""
+    columns: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = dict.fromkeys(name for values in self.values.values() for name in values)
+        object.__setattr__(self, "columns", list(names))
+
+    def header(self) -> list[str]:
+        """Return the heads of the columns of `rows`. Not collective."""
+        return [self.first_column, *self.columns, *(["speed-up"] if self.against else [])]
+
+    def rows(self) -> list[list[str]]:
+        """Return the lines of a table, as text. Not collective."""
+        text = _TEXTS[self.unit]
+        lines = []
+        for case, values in self.values.items():
+            line = [case, *(text(values[name]) if name in values else "–" for name in self.columns)]
+            if self.against is not None:
+                ours, raw = (values[name] for name in self.against)
+                line.append(f"{raw / ours if self.unit == 'seconds' else ours / raw:.2f} ×")
+            lines.append(line)
+        return lines
+
+    def document(self) -> dict[str, Any]:
+        """Return it for JSON. Not collective."""
+        return {"title": self.title, "unit": self.unit, "values": {case: dict(v) for case, v in self.values.items()}}

@@ -1,0 +1,76 @@
+"""One synchronous step, reduce and Adam: against MPI_Allreduce and Adam in NumPy on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..optimizers import Adam
+from ..strategy import MultiWorkerMirroredStrategy
+from ..variables import Variable
+from .measure import Operation, pair
+from .result import Result, Setting
+
+__all__ = ["OURS", "RAW", "measure", "ours", "raw"]
+
+OURS, RAW = "mpistrat, arenas", "raw MPI_Allreduce + NumPy Adam"
+LAYERS = 16
+SIZES = {"262 K": 1 << 18, "4.2 M": 1 << 22, "16.8 M": 1 << 24}
+COPIES = 12  # of the parameters, that a rank holds
+
+
+def ours(strategy: Any, count: int) -> Operation:
+    """Return a step of this package: gradients lie in `v.grad` already, then `apply_gradients`. Collective."""
+    with strategy.scope():
+        variables = [Variable(np.zeros(count // LAYERS, np.float32), name=f"w{i}") for i in range(LAYERS)]
+        optimizer = Adam(1e-3)
+    for variable in variables:
+        variable.gradient(0)[:] = 1e-3
+
+    def step() -> None:
+        optimizer.apply_gradients([(v.grad, v) for v in variables])
+
+    return lambda: strategy.run(step)
+
+
+def raw(comm: Any, count: int) -> Operation:
+    """Return a step by hand: the whole gradient through MPI, then Adam in blocks on every rank. Not collective."""
+    gradient, weights = np.full(count, 1e-3, np.float32), np.zeros(count, np.float32)
+    first, second = np.zeros_like(weights), np.zeros_like(weights)
+    total = np.empty_like(gradient)
+    block = 1 << 16
+    scratch = np.empty(block, np.float32), np.empty(block, np.float32)
+    adam = Adam(1e-3)
+    steps = [0]
+
+    def step() -> None:
+        comm.Allreduce(gradient, total)
+        steps[0] += 1
+        for low in range(0, count, block):
+            part = slice(low, low + block)
+            slots = {"momentum": first[part], "velocity": second[part]}
+            adam.update(total[part], weights[part], slots, steps[0], 1e-3, scratch)
+
+    return step
+
+
+def measure(setting: Setting) -> Result:
+    """Return the seconds of a step by number of parameters. Collective."""
+    largest = SIZES["262 K"] if setting.quick else int(setting.memory / 4 / COPIES)
+    values = {}
+    for label, count in SIZES.items():
+        if count > max(largest, SIZES["262 K"]):
+            continue
+        strategy = MultiWorkerMirroredStrategy(comm=setting.comm)
+        operations = {OURS: ours(strategy, count), RAW: raw(strategy.comm, count)}
+        values[label] = pair(strategy.comm, operations, repetitions=100, seconds=setting.budget(4.0))
+        strategy.close()
+    return Result(
+        title="A step: reduce and Adam",
+        unit="seconds",
+        first_column="parameters",
+        values=values,
+        against=(OURS, RAW),
+        note="Ranks of a node share one copy of the weights, and each updates its part.",
+    )
