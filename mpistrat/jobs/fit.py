@@ -46,7 +46,7 @@ def _check_servers(ranks: int, num_ps: int, ps_nodes: int) -> None:
         return LayoutError(explain("Job", "num_ps", expected=expected, got=got, remedy=remedy))
 
     if num_ps < 1:
-        raise refuse("at least one server for parameter_server", "none")
+        raise refuse("at least one server for parameter_server", "none", "Say how many: --ps, num_ps")
     if ps_nodes and num_ps % ps_nodes:
         raise refuse(f"a multiple of {ps_nodes}, the servers' nodes", str(num_ps))
     if not ps_nodes and num_ps >= ranks:

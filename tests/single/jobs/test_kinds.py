@@ -96,9 +96,22 @@ def test_every_launcher_gets_the_ranks_and_the_program(machine, settings, words)
         ("flux", ["--gpus-per-slot=2", "--nslots=6"]),
     ],
 )
-def test_gpus(machine, scheduler, wanted):
+def test_gpus(scheduler, wanted):
     sentinel = {"slurm": "#SBATCH", "pbs": "#PBS", "flux": "# flux:"}[scheduler]
     assert set(wanted) <= set(directives(render(job(gpus_per_node=6), at(scheduler=scheduler)), sentinel))
+
+
+def test_memory_and_mail_of_pbs():
+    script = render(job(memory="64G", mail="a@b.c", partition="q", account="me", time="00:01:30"), at(scheduler="pbs"))
+    assert directives(script, "#PBS") == [
+        "-N mpistrat", "-j oe", "-q q", "-A me", "-l walltime=00:01:30", "-M a@b.c", "-m ae",
+        "-l select=2:ncpus=12:mpiprocs=3:mem=64gb",
+    ]  # fmt: skip
+
+
+def test_limits_are_rounded_up_to_minutes():
+    assert "-W 2" in directives(render(job(time="00:01:30"), at(scheduler="lsf")), "#BSUB")
+    assert "--time-limit=2m" in directives(render(job(time="00:01:30"), at(scheduler="flux")), "# flux:")
 
 
 def test_gpus_as_sites_ask_for_them():
