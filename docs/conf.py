@@ -13,7 +13,7 @@ author = copyright = "mpistrat developers"
 version = release = mpistrat.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-extensions += ["api", "collective", "public_names", "repository_links"]  # docs/_ext
+extensions += ["api", "collective", "long_names", "public_names", "repository_links"]  # docs/_ext
 exclude_patterns = ["_build"]
 
 # Markdown

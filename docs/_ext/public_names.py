@@ -50,8 +50,7 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
         return content
     if public is None or public == target:
         return None
-    domain = env.domains.python_domain
-    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
+    return env.get_domain("py").resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

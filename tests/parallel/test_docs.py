@@ -76,6 +76,13 @@ def test_blocks_are_as_contributing_says(page):
             assert reply.returncode == 0, f"{where}: {reply.stderr}"
 
 
+@pytest.mark.parametrize("page", some(bool))
+def test_pictures_have_words(page):
+    for words, target in re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", page.text):
+        assert len(words) > 5, f"{page.path}: {target} has no description"
+        assert ((pages.ROOT / page.path).parent / target).exists(), f"{page.path}: there is no {target}"
+
+
 class Session:
     """A page from top to bottom, in one folder: its programs on ranks that wait for each other, its commands beside them."""
 
