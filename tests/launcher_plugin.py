@@ -244,6 +244,26 @@ def hosts(pytestconfig: pytest.Config) -> Iterator[Any]:
     yield Hosts.shared(pytestconfig, 2)
 
 
+@pytest.fixture(scope="session")
+def slurm(pytestconfig: pytest.Config) -> Iterator[Any]:
+    """A real SLURM over the two isolated hosts."""
+    from integration.slurm import Slurm, why_no_slurm
+
+    if reason := why_no_slurm():
+        pytest.skip(reason)
+    yield Slurm.shared(pytestconfig)
+
+
+@pytest.fixture
+def slurm_mpi(slurm: Any, mpi: MpiEnv) -> MpiEnv:
+    """An MPI whose ranks this SLURM's `srun` starts; the test runs once for each MPI of the run."""
+    from integration.slurm import mpi_type
+
+    if mpi_type(mpi) == "pmix" and slurm.why_no_pmix:
+        pytest.skip(slurm.why_no_pmix)
+    return mpi
+
+
 def _derandomise_hypothesis() -> None:
     """Every rank must see the same examples; ranks share no database."""
     try:

@@ -11,8 +11,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,10 +29,9 @@ if TYPE_CHECKING:
 
 SHARED = "mpistrat_slurm"
 COMMANDS = ("munged", "mungekey", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue", "sinfo")
-PMIX = "/usr/lib/*/slurm*/mpi_pmix.so"
 CPUS = 4
-# TmpFS: two slurmds on one machine would share their PMIx sockets. SLURM looks for work every 2 s only where it has just been
-# told of some; preempted jobs may be requeued once they are 0 s old.
+# TmpFS: two slurmds on one machine would share their PMIx sockets. SchedulerParameters: look for work more often than on a
+# busy cluster, so that tests need not wait. Hosts have more CPUs here than this machine has cores: nothing is bound to them.
 CONF = """\
 ClusterName=test
 SlurmctldHost=head({network}.254)
@@ -56,9 +56,7 @@ SlurmdLogFile={folder}/slurmd.%n.log
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=2,sched_min_interval=0
-MinJobAge=600
 KillWait=5
-InactiveLimit=0
 NodeName={nodes} CPUs={cpus} RealMemory=4000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=20
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=10
@@ -88,18 +86,6 @@ def why_no_slurm() -> str:
     if missing := [name for name in COMMANDS if shutil.which(name) is None]:
         return f"a SLURM needs {', '.join(missing)} (Debian: slurm-wlm munge libpmix-dev)"
     return ""
-
-
-@functools.cache
-def why_no_pmix() -> str:
-    """The reason why this SLURM starts no ranks by PMIx; empty where it does."""
-    reply = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=20)
-    has = "pmix" in reply.stdout + reply.stderr and any(map(os.path.exists, _libraries("libpmix.so")))
-    return "" if has else "srun --mpi=pmix needs SLURM's plugin and libpmix.so (Debian: libpmix-dev)"
-
-
-def _libraries(name: str) -> Iterable[str]:
-    return map(str, Path("/usr").glob(f"lib*/**/{name}"))
 
 
 @dataclass
@@ -145,7 +131,11 @@ class Slurm:
         return config.__dict__[SHARED]
 
     def run(
-        self, *command: str, env: Mapping[str, str | None] | None = None, cwd: Path | None = None, timeout: float = 60.0
+        self,
+        *command: str,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+        timeout: float = 120.0,
     ) -> Reply:
         """Run a command on "head", where `srun`, `sbatch` and the others find this SLURM. A late one is ended, and an error."""
         words = [*self.hosts.enter("head", cwd), *command]
@@ -175,12 +165,34 @@ class Slurm:
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         wanted: dict[str, str | None] = {
             "SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": "1", "OMPI_MCA_osc": "^ucx",
+            "OMP_NUM_THREADS": "1", "OMPI_MCA_osc": "^ucx", "PRTE_MCA_hwloc_default_binding_policy": "none",
             "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             **(extra or {}),
         }  # fmt: skip
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         return {name: value for name, value in {**kept, **wanted}.items() if value is not None}
+
+    @functools.cached_property
+    def why_no_pmix(self) -> str:
+        """The reason why this SLURM starts no ranks by PMIx; empty where it does."""
+        plugins = self.run("srun", "--mpi=list")
+        library = any(Path("/usr").glob("lib*/libpmix.so")) or any(Path("/usr/lib").glob("*/libpmix.so"))
+        if "pmix" in plugins.out + plugins.err and library:
+            return ""
+        return "srun --mpi=pmix needs SLURM's plugin for PMIx and libpmix.so (Debian: libpmix-dev)"
+
+    def tasks(
+        self, program: str | Sequence[str], *options: str, mpi: MpiEnv | None = None, timeout: float = 120.0
+    ) -> list[str]:
+        """Run a Python program by `srun` on as many tasks as the options say; what each wrote to stdout, by SLURM_PROCID.
+
+        With an MPI, its Python and the `--mpi=` that starts its ranks; else the Python of the tests.
+        """
+        words = [program] if isinstance(program, str) else list(program)
+        start = ["srun", "--label", "--kill-on-bad-exit=1"] + ([f"--mpi={mpi_type(mpi)}"] if mpi else [])
+        python = mpi.python if mpi else sys.executable
+        out = self.ok(*start, *options, python, *(["-c"] if isinstance(program, str) else []), *words, timeout=timeout)
+        return by_task(out)
 
     def submit(self, script: Path, *options: str, env: Mapping[str, str | None] | None = None) -> Job:
         """`sbatch` a script, in its own folder, with its output beside it unless it says where."""
@@ -266,18 +278,18 @@ class Job:
         lines = self.slurm.ok("scontrol", "--oneliner", "show", "job", self.number).splitlines()
         return [line.split("JobState=")[1].split()[0] for line in lines if "JobState=" in line]
 
-    def wait(self, timeout: float = 90.0) -> list[str]:
+    def wait(self, timeout: float = 150.0) -> list[str]:
         """Wait for the end of all parts, and return their states."""
         self.wait_until(f"the end of job {self.number}", lambda: all(s in ENDED for s in self.states()), timeout)
         return self.states()
 
-    def completed(self, timeout: float = 90.0) -> str:
+    def completed(self, timeout: float = 150.0) -> str:
         """Wait for the end, which must be a good one, and return what the job wrote."""
         states = self.wait(timeout)
         assert set(states) == {"COMPLETED"}, self.tell(f"job {self.number} is {states}")
         return self.output()
 
-    def wait_until(self, what: str, there: object, timeout: float = 60.0) -> None:
+    def wait_until(self, what: str, there: object, timeout: float = 120.0) -> None:
         """Wait until `there()` is true; show everything where it is not in time."""
         until = time.monotonic() + timeout
         while not there():  # type: ignore[operator]
@@ -285,7 +297,7 @@ class Job:
                 text = self.tell(f"no {what} within {timeout:g} s")
                 self.slurm.run("scancel", "--full", "--signal=KILL", self.number)
                 raise AssertionError(text)
-            time.sleep(0.1)
+            time.sleep(0.3)
 
     def output(self) -> str:
         """What its scripts wrote, all parts one after the other."""
@@ -294,6 +306,15 @@ class Job:
     def tell(self, what: str) -> str:
         """`what`, the job's output, and SLURM's view of things."""
         return f"{what}\n---- output\n{self.output()[-8000:]}\n{self.slurm.report(self.number.split('_')[0])}"
+
+
+def by_task(labelled: str) -> list[str]:
+    """What `srun --label` wrote, task by task."""
+    texts: dict[int, str] = {}
+    for line in labelled.splitlines():
+        task, _, text = line.partition(":")
+        texts[int(task)] = texts.get(int(task), "") + text.removeprefix(" ") + "\n"
+    return [texts[task] for task in sorted(texts)]
 
 
 def mpi_type(mpi: MpiEnv) -> str:
