@@ -16,7 +16,9 @@ __all__ = ["ARENA", "OWN", "RAW", "measure", "operations"]
 
 RAW, OWN, ARENA = "raw MPI_Allreduce", "mpistrat, own arrays", "mpistrat, arenas"
 SIZES = {"4 KB": 1 << 10, "64 KB": 1 << 14, "1 MB": 1 << 18, "16.8 MB": 1 << 22, "67 MB": 1 << 24}
-COPIES = 6  # of the largest buffer, that a rank holds
+COPIES = 6  # of the buffer, that a rank holds
+_ALLOCATIONS = 2  # where the pages of a buffer lie makes up to a factor of 2
+_TIMES = 7 * _ALLOCATIONS  # that each operation is done, at least
 
 
 def operations(strategy: Any, count: int) -> dict[str, Operation]:
@@ -45,23 +47,25 @@ def operations(strategy: Any, count: int) -> dict[str, Operation]:
 
 def measure(setting: Setting) -> Result:
     """Return the seconds of an all-reduce by size. Collective."""
-    largest = SIZES["1 MB"] if setting.quick else int(setting.memory / 4 / COPIES)
-    values = {}
-    for label, count in SIZES.items():
-        if count > max(largest, SIZES["4 KB"]):
-            continue
+    values: dict[str, dict[str, float]] = {}
+    left_out, each = "", 0.0  # seconds of all operations on one element
+    for label, count in list(SIZES.items())[: 3 if setting.quick else None]:
+        left_out = setting.why_not(label, 4 * COPIES * count, each * count * _TIMES)
+        if left_out:
+            break
         runs = []
-        for _ in range(2):  # where the pages of a buffer lie makes up to a factor of 2
+        for _ in range(_ALLOCATIONS):
             strategy = MultiWorkerMirroredStrategy(comm=setting.comm)
             found = operations(strategy, count)
             runs.append(pair(strategy.comm, found, repetitions=200, seconds=setting.budget(1.2)))
             strategy.close()
         values[label] = medians(runs)
+        each = sum(values[label].values()) / count
     return Result(
         title="All-reduce of float32",
         unit="seconds",
         first_column="size",
         values=values,
         against=(ARENA, RAW),
-        note="Gradients lie in arenas, where variables share memory; own arrays are what ctx.all_reduce takes.",
+        note=f"Gradients lie in arenas, where variables share memory; own arrays are what ctx.all_reduce takes. {left_out}",
     )

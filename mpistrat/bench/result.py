@@ -11,6 +11,9 @@ from .measure import describe
 __all__ = ["Result", "Setting"]
 
 
+_LONGEST = 15.0  # seconds of one case
+
+
 def _rate(value: float) -> str:
     return f"{value:,.0f}/s" if value >= 10 else f"{value:.1f}/s"
 
@@ -41,8 +44,20 @@ class Setting:
     memory: float
 
     def budget(self, seconds: float) -> float:
-        """Return the seconds for a measurement."""
+        """Return the seconds for a measurement. Not collective."""
         return seconds / 8 if self.quick else seconds
+
+    def why_not(self, label: str, nbytes: int, seconds: float) -> str:
+        """Return why a case is too large for this machine, "" if it is not. The same on all ranks; not collective.
+
+        Args:
+            label: the case.
+            nbytes: memory that it takes on each rank.
+            seconds: that it takes at least, by what was measured before.
+        """
+        if nbytes > self.memory:
+            return f"{label} and more left out: too much memory."
+        return f"{label} and more left out: too slow here." if seconds > self.budget(_LONGEST) else ""
 
 
 @dataclass(frozen=True)

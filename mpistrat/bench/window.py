@@ -62,7 +62,7 @@ def _rates(setting: Setting, transport: str, count: int) -> tuple[float, float]:
 
         read()
         push()
-    comm, seconds = strategy.comm, setting.budget(0.4)
+    comm, seconds = strategy.comm, setting.budget(0.3)
     reads = median_rate(comm, read, rounds=3, seconds=seconds)
     pushes = median_rate(comm, push, read, rounds=3, seconds=seconds)  # a read is behind this worker's pushes
     strategy.close()

@@ -1,0 +1,42 @@
+"""`mpistrat bench` on ranks: all of it, shortly; its files go, and a folder that is not there is an error."""
+
+import json
+
+PROGRAM = """
+import sys
+from mpistrat.cli.main import main
+sys.exit(main(["bench", "--quick", "--no-plot", *sys.argv[1:]]))
+"""
+
+
+def test_everything(mpi_run, tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (tmp_path / "bench.py").write_text(PROGRAM)
+    words = ["--folder", str(folder), "--json", str(tmp_path / "found.json")]
+    result = mpi_run([str(tmp_path / "bench.py"), *words], 2, timeout=240)
+    assert result.returncode == 0, result
+    assert not list(folder.iterdir())
+    assert result.out[1] == "", "rank 0 speaks for all"
+    document = json.loads((tmp_path / "found.json").read_text())
+    values = {name: found["values"] for name, found in document["benchmarks"].items()}
+    assert list(values) == ["all_reduce", "step", "window", "input"]
+    assert next(iter(values["all_reduce"])) == "4 KB"
+    assert set(values["window"]["push 4 KB"]) == {"shared_window", "one_sided", "messages"}
+    assert set(values["input"]) == {
+        "contiguous, in order",
+        "contiguous, random rows",
+        "gzip, in order",
+        "gzip, shuffled",
+    }
+    assert all(figure > 0 for found in values.values() for case in found.values() for figure in case.values())
+    assert document["machine"]["ranks"] == 2
+    assert "Input from HDF5 files" in result.out[0]
+
+
+def test_a_folder_that_is_not_there(mpi_run, tmp_path):
+    (tmp_path / "bench.py").write_text(PROGRAM)
+    words = ["--only", "input", "--folder", str(tmp_path / "missing")]
+    result = mpi_run([str(tmp_path / "bench.py"), *words], 2, timeout=120)
+    assert result.returncode == 1, result
+    assert "missing" in result.err[0]
