@@ -161,12 +161,16 @@ class Slurm:
         return reply.out
 
     def environment(self, extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
-        """What a user of this cluster has, and one BLAS thread a rank; then `extra`."""
+        """What a user of this cluster has, and one BLAS thread a rank; then `extra`.
+
+        MPICH over UCX writes 4 KB of memory, set or not, into lines for SLURM's PMI2, which takes 1 KB: where they do not
+        compress well, MPI_Init hangs. Over libfabric the lines are short.
+        """
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         wanted: dict[str, str | None] = {
             "SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1", "OMPI_MCA_osc": "^ucx", "PRTE_MCA_hwloc_default_binding_policy": "none",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "MPIR_CVAR_CH4_NETMOD": "ofi",
             **(extra or {}),
         }  # fmt: skip
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
