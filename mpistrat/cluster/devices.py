@@ -86,8 +86,8 @@ def gpu_identities() -> tuple[list[tuple[str, str]], str]:
         import cupy
 
         about = cupy.cuda.runtime.getDeviceProperties(index)
-        model, uuid = about["name"], about.get("uuid")
-        name = f"GPU-{UUID(bytes=bytes(uuid))}" if uuid else cupy.cuda.runtime.deviceGetPCIBusId(index)
+        model, uuid = about["name"], bytes(about.get("uuid", b""))  # CuPy 13 cuts it off at a zero byte
+        name = f"GPU-{UUID(bytes=uuid)}" if len(uuid) == 16 else cupy.cuda.runtime.deviceGetPCIBusId(index)
         found.append((str(name), model.decode(errors="replace") if isinstance(model, bytes) else str(model)))
     return found, reason
 

@@ -153,15 +153,15 @@ def _gpus(rows: Rows) -> Iterator[Finding]:
         yield problem(name, what, "SLURM: --gpus-per-task=1, or as many --gpus-per-node as --ntasks-per-node")
         return
     users = _users_of_gpus(rows)
-    shared = {uuid: ranks for uuid, ranks in users.items() if len(ranks) > 1}
+    shared = {gpu: ranks for gpu, ranks in users.items() if len(ranks) > 1}
     if not shared:
         yield ok(name, f"{len(users)}, each used by one rank")
         return
-    uuid, ranks = next(iter(shared.items()))
+    (node, uuid), ranks = next(iter(shared.items()))
     row = rows[ranks[0]]
-    visible = {one for other in rows if other["node"] == row["node"] for one in other["gpus"]}
+    visible = {one for other in rows if other["node"] == node for one in other["gpus"]}
     there = max(row["node_gpus"], len(visible))
-    used = sum(1 for found in users.values() if rows[found[0]]["node"] == row["node"])
+    used = sum(1 for where, _ in users if where == node)
     what = f"ranks {_list(ranks)} on {row['host']} share {uuid}"
     if used < there:
         remedy = (
@@ -172,15 +172,15 @@ def _gpus(rows: Rows) -> Iterator[Finding]:
         yield warning(name, f"{what}: there are more ranks than GPUs", "Start as many ranks on a node as it has GPUs")
 
 
-def _users_of_gpus(rows: Rows) -> dict[str, list[int]]:
-    """Return the ranks that take each GPU."""
+def _users_of_gpus(rows: Rows) -> dict[tuple[int, str], list[int]]:
+    """Return the ranks that take each GPU of each node."""
     size = Counter(row["node"] for row in rows)
-    users: dict[str, list[int]] = {}
+    users: dict[tuple[int, str], list[int]] = {}
     for row in rows:
         gpus = row["gpus"]
         taken = gpus if size[row["node"]] == 1 else [gpus[row["local_rank"] % len(gpus)]]
         for uuid in taken:
-            users.setdefault(f"{uuid}", []).append(row["rank"])
+            users.setdefault((row["node"], uuid), []).append(row["rank"])
     return users
 
 

@@ -17,11 +17,14 @@ from typing import Any, final
 __all__ = ["Outcome", "Watched", "said_last", "say", "step"]
 
 _SEPARATOR = "\x1e"
-# The same folders to import from, in the same order: neither -m nor -c adds the current one.
-_START = (
-    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=False)"
-)
+# It ends with the process that watches it, however that ends (Linux: PR_SET_PDEATHSIG, SIGKILL). And it has the same folders
+# to import from, in the same order: neither -m nor -c adds the current one.
+_START = """
+import ctypes, json, runpy, sys
+getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(1, 9)
+sys.path[:] = json.loads(sys.argv.pop(1))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=False)
+"""
 
 
 def say(**record: Any) -> None:

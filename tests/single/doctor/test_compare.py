@@ -48,6 +48,7 @@ GPU = [f"GPU-{number}" for number in range(4)]
         ([{"gpus": GPU[:2]}, {"gpus": GPU[2:], "node": 1}], None, ""),  # alone on its node, a rank takes all
         ([{"gpus": GPU[:1]}, {"gpus": GPU[:1]}], "problem", "ranks 0, 1 on h0 share GPU-0, by mistake: 3 of 4"),
         ([{"gpus": GPU}, {"gpus": GPU[::-1]}, {"gpus": GPU}, {"gpus": GPU}], "problem", "share GPU-2, by mistake"),
+        ([{"gpus": ["0000:07:00.0"]}, {"gpus": ["0000:07:00.0"], "node": 1}], None, ""),  # a place on each bus
         ([{"gpus": GPU}] * 8, "warning", "ranks 0, 4 on h0 share GPU-0: there are more ranks than GPUs"),
         ([{"gpus": GPU}, {}], "problem", "ranks 1 see none"),
         ([{}, {}], "warning", "there are 4 on a node, and no rank sees one"),
