@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from ..data.shards.ranks import Ranks
 
-__all__ = ["DONE", "PROBLEM", "WRONG_USE", "Command", "Group"]
+__all__ = ["DONE", "PROBLEM", "STATUS", "WRONG_USE", "Command", "Group"]
 
 DONE, PROBLEM, WRONG_USE = 0, 1, 2  # exit statuses
+STATUS = "0 fine, 1 a problem was found, 2 wrong use"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Command:
         run: does it, on all ranks under mpiexec, and returns the exit status.
         collective: under mpiexec MPI is started, and the ranks work together with rank 0 speaking for all. Otherwise
             each process is alone (`ranks.comm` is None), and MPI is not started.
+        status: what the exit status means, where it is not that of `STATUS`; shown by --help.
     """
 
     summary: str
@@ -33,6 +35,7 @@ class Command:
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Ranks], int]
     collective: bool = True
+    status: str = STATUS
 
 
 @dataclass(frozen=True)

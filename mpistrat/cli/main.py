@@ -16,13 +16,13 @@ from .._version import __version__
 from ..cluster.launcher import launched_size
 from ..data.shards.ranks import Ranks
 from ..errors import MissingDependencyError, ShardError
-from .command import PROBLEM, WRONG_USE, Command, Group
+from .command import PROBLEM, STATUS, WRONG_USE, Command, Group
 from .commands import ROOT
 from .terminal import read_or_not
 
 __all__ = ["main"]
 
-_STATUS = "exit status: 0 fine, 1 a problem was found, 2 wrong use"
+_STATUS = f"exit status: {STATUS}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +104,7 @@ def _add(parser: argparse.ArgumentParser, group: Group) -> None:
             name,
             help=command.summary,
             description=command.text,
-            epilog="\n  ".join(["examples:", *command.examples]) + f"\n\n{_STATUS}",
+            epilog="\n  ".join(["examples:", *command.examples]) + f"\n\nexit status: {command.status}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.arguments(inner)

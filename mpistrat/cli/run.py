@@ -191,16 +191,22 @@ def _count(text: str) -> int:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--dry-run | --json] (PROGRAM | -m MODULE) [ARGUMENT …]"
+    )
     parser.add_argument(
         "-n", "--ranks", type=_count, metavar="N",
         help="ranks, servers included; default: SLURM's tasks in a SLURM job, else a rank for each GPU, else for each core",
     )  # fmt: skip
-    parser.add_argument("--strategy", choices=STRATEGIES, help="what ms.strategy_from_environment() makes")
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, metavar="NAME",
+        help=f"what ms.strategy_from_environment() makes: {', '.join(STRATEGIES)}",
+    )  # fmt: skip
     parser.add_argument("--ps", type=_count, metavar="N", help="parameter servers among the ranks: the last ones")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its environment; start nothing")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="start a module, as python -m does"
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="start a module, as python -m does"
     )
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="PROGRAM …",
@@ -247,8 +253,7 @@ wants besides is added; --dry-run shows the whole command. --strategy and --ps r
 MPISTRAT_NUM_PS, which ms.strategy_from_environment() reads.
 
 The launcher takes this process's place. It ends the program on Ctrl-C, passes SIGUSR1 on to the ranks, and on SIGTERM
-does the latter (MPICH) or the former (Open MPI). Its exit status is the program's; before the program starts, 1 where no
-launcher fits, and 2 for wrong use.""",
+does the latter (MPICH) or the former (Open MPI).""",
     examples=(
         "mpistrat run train.py",
         "mpistrat run -n 4 train.py --epochs 3",
@@ -259,4 +264,5 @@ launcher fits, and 2 for wrong use.""",
     arguments=_arguments,
     run=_run,
     collective=False,
+    status="the program's, as its launcher tells it; if nothing was started, 1 where no launcher fits, 2 for wrong use",
 )
