@@ -1,0 +1,29 @@
+"""`mpistrat run` in a job of a real SLURM: all its tasks, on both hosts, are the ranks of one world."""
+
+from __future__ import annotations
+
+PROGRAM = """
+import os
+import mpistrat as ms
+strategy = ms.strategy_from_environment(default="one_device")
+print(strategy.rank, strategy.size, os.uname().nodename, strategy.servers, os.environ["OMP_NUM_THREADS"], flush=True)
+strategy.close()
+"""
+SCRIPT = """#!/bin/bash
+#SBATCH --output=job.out --nodes=2 --ntasks-per-node=2 --cpus-per-task=1
+unset OMP_NUM_THREADS
+{python} -m mpistrat run --ps 1 --dry-run train.py >dry
+{python} -m mpistrat run --ps 1 train.py
+"""
+
+
+def test_the_tasks_of_the_job_are_the_ranks(slurm, slurm_mpi, tmp_path) -> None:
+    from integration.slurm import mpi_type
+
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "job.sh").write_text(SCRIPT.format(python=slurm_mpi.python))
+    said = slurm.submit(tmp_path / "job.sh").completed().splitlines()
+    ranks = sorted(line for line in said if line[:1].isdigit())
+    assert ranks == [f"{rank} 4 h{1 + rank // 2} (3,) 1" for rank in range(4)], said
+    dry = (tmp_path / "dry").read_text()
+    assert f"srun --ntasks=4 --mpi={mpi_type(slurm_mpi)} --kill-on-bad-exit=1 --cpus-per-task=1 " in dry
