@@ -39,7 +39,7 @@ echo "8 ranks with $OMP_NUM_THREADS threads each, strategy $MPISTRAT_STRATEGY: $
 # SLURM signals this script, and the script the launcher, which hands it on to the ranks. A trap ends `wait` early:
 # then wait again, for the launcher's own status.
 ranks=""
-trap 'signalled=yes; [ -z "$ranks" ] || kill -USR1 "$ranks" 2>/dev/null || true' USR1
+trap 'signalled=yes; [ -z "$ranks" ] || kill -USR1 "$ranks" 2>/dev/null || true' USR1 TERM
 mpirun -n 8 --map-by ppr:4:node --bind-to none -x MPISTRAT_STRATEGY -x OMP_NUM_THREADS -x PYTHONUNBUFFERED "${program[@]}" &
 ranks=$!
 signalled=yes
@@ -50,10 +50,12 @@ done
 
 # Status 42: stopped early, everything is saved. Unless somebody cancelled it, the job goes back into the queue.
 job="$SLURM_JOB_ID"
-if [ "$status" -eq 42 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then
-  case $(scontrol show job "$job") in
-    *JobState=CANCELLED*) echo "job $job was cancelled" ;;
-    *) scontrol requeue "$job" ;;
-  esac
-fi
+state=$(scontrol show job "$job" || true)
+again=""
+if [ "$status" -eq 42 ]; then again=yes; fi
+# mpirun ends on a preemption's SIGTERM, with status 0 or another: the job then goes on from what it saved last.
+case $state in *PreemptTime=[0-9]*) again=yes ;; esac
+case $state in *JobState=CANCELLED*) again="" ;; esac
+if [ "${SLURM_RESTART_COUNT:-0}" -ge 10 ]; then again=""; fi
+if [ -n "$again" ]; then scontrol requeue "$job"; fi
 exit "$status"

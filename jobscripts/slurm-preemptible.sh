@@ -46,10 +46,10 @@ srun --kill-on-bad-exit=0 --wait=60 "${program[@]}" || status=$?
 
 # Status 42: stopped early, everything is saved. Unless somebody cancelled it, the job goes back into the queue.
 job="$SLURM_JOB_ID"
-if [ "$status" -eq 42 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then
-  case $(scontrol show job "$job") in
-    *JobState=CANCELLED*) echo "job $job was cancelled" ;;
-    *) scontrol requeue "$job" ;;
-  esac
-fi
+state=$(scontrol show job "$job" || true)
+again=""
+if [ "$status" -eq 42 ]; then again=yes; fi
+case $state in *JobState=CANCELLED*) again="" ;; esac
+if [ "${SLURM_RESTART_COUNT:-0}" -ge 10 ]; then again=""; fi
+if [ -n "$again" ]; then scontrol requeue "$job"; fi
 exit "$status"

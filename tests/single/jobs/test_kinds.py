@@ -244,6 +244,25 @@ def test_a_job_that_stopped_early_goes_back_into_the_queue(machine, launcher, st
     assert {signalled, "--requeue", "--open-mode=append"} <= set(directives(script))
 
 
+@pytest.mark.parametrize("status", [0, 1])
+@pytest.mark.parametrize(("launcher", "requeued"), [("openmpi", True), ("mpich", False), ("srun", False)])
+def test_mpirun_of_a_preempted_job_tells_nothing(machine, launcher, requeued, status):
+    """Open MPI's ends with 0 when its daemons were told to stop; SLURM knows better."""
+    for name in ("srun", "mpirun", "mpiexec"):
+        machine.stub(name, f"exit {status}")
+    script = render(job(preemption=Preemption(max_restarts=3)), at(launcher=launcher))
+    for time_of, state, again in (
+        ("2026-11-21T17:01:41", "RUNNING", requeued),
+        ("2026-11-21T17:01:41", "CANCELLED", False),
+        ("None", "RUNNING", False),
+    ):
+        machine.stub("scontrol", f'if [ "$1" = show ]; then echo "JobState={state} PreemptTime={time_of}"; fi')
+        ran = machine.run(script)
+        assert ran.status == status
+        assert (["scontrol", "requeue", "17"] in ran.calls) == again
+    assert ["scontrol", "requeue", "17"] not in machine.run(script, SLURM_RESTART_COUNT="3").calls
+
+
 def test_a_preemptible_step_ends_a_minute_after_its_first_rank(machine):
     ran = machine.run(render(job(preemption=Preemption()), SITE))
     assert ran.of("srun")[0][:3] == ["srun", "--kill-on-bad-exit=0", "--wait=60"]
@@ -265,12 +284,13 @@ done
 """
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize(("launcher", "command"), [("openmpi", "mpirun"), ("mpich", "mpiexec")])
-def test_a_signal_to_the_script_reaches_the_launcher(machine, launcher, command):
+def test_a_signal_to_the_script_reaches_the_launcher(machine, launcher, command, number):
     machine.stub(command, LAUNCHER)
     process = machine.start(render(job(preemption=Preemption()), at(launcher=launcher)))
     wait_for(machine.folder / "started", process)
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(number)
     process.communicate(timeout=30)
     calls = machine.calls()
     assert process.returncode == 42
