@@ -86,6 +86,9 @@ class LocalUpdates:
         with self._turn:
             kept = self._begin(variable, step)
             kept.fill()
+            if flat.size <= BLOCK and before is None:
+                kept.update(kept.room, flat, kept.slots, parts)
+                return
             blocks = iter(range(0, flat.size, BLOCK))  # shared by the threads
 
             def update(room: _Room) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, final
 
 import numpy as np
@@ -191,8 +190,10 @@ class WorkerAccess(Access):
 
     def view(self, variable: int) -> tuple[int, np.ndarray] | None:
         """See `Access.view`."""
+        if self._sync_group is not None or not self._places[variable].near:
+            return None
         with self.lock:
-            return self._up_to_date(variable).view(variable) if self._sync_group is None else None
+            return self._up_to_date(variable).view(variable)
 
     def read(self, variable: int, out: np.ndarray) -> int:
         """See `Access.read`."""
@@ -226,37 +227,33 @@ class WorkerAccess(Access):
 
     def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
         """See `Access.write`."""
-        with self._by_one() as leads:
-            if leads:
+        with self.lock:
+            if self._leads:
                 transport = self._transport(variable)
                 transport.push(variable, transport.pushed + 1, array, what=pack(operation))
+            self._hand_over()
 
     def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
         """See `Access.write_rows`."""
         values = values.reshape(rows.size, *self._places[variable].spec.shape[depth:])
-        with self._by_one() as leads:
-            if leads:
+        with self.lock:
+            if self._leads:
                 transport = self._transport(variable)
                 summed = operation in (Operation.SCATTER_ADD, Operation.SCATTER_SUB)
                 number = transport.pushed + 1
                 transport.push_rows(
                     variable, number, rows, values, what=pack(operation), sum_duplicates=summed, depth=depth
                 )
+            self._hand_over()
 
-    @contextlib.contextmanager
-    def _by_one(self) -> Iterator[bool]:
-        """Let the first of the workers in sync do something, which all see when they leave the context.
-
-        What was pushed may be changed then.
-        """
-        with self.lock:
-            yield self._leads
-            for transport in self._transports:
-                transport.settle()
-            if self._sync_group is not None:
-                if self._leads:
-                    self.flush()
-                self._sync_group.barrier("write")
+    def _hand_over(self) -> None:
+        """Wait until what was pushed may be changed, and workers in sync until what the first of them pushed is seen."""
+        for transport in self._transports:
+            transport.settle()
+        if self._sync_group is not None:
+            if self._leads:
+                self.flush()
+            self._sync_group.barrier("write")
 
     def push(self, variable: int, gradient: np.ndarray, optimizer: int, version: int, last: bool) -> None:
         """Send a gradient, which was computed from a version of the variable. Not collective.
@@ -296,10 +293,11 @@ class WorkerAccess(Access):
             optimizer: its key.
             others: servers that hold variables of the optimizer and got no gradient: they count the step, too.
         """
-        with self._by_one() as leads:
-            for server in others if leads else ():
+        with self.lock:
+            for server in others if self._leads else ():
                 transport = self._transports[server]
                 transport.commit(transport.pushed + 1, what=pack(Operation.GRADIENT, optimizer))
+            self._hand_over()
             self._finished += 1
             if self._limit is not None:
                 self.flush()

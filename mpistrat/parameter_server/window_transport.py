@@ -60,17 +60,21 @@ class _WindowTransport(Transport):
 
     @final
     def _read(self, place: Place, out: np.ndarray) -> int:
-        slab = self._slab(place)
-        return self._gate.read(place.index, slab, place.version, self._get, slab.get, slab, place, out)
+        return self._copy(place, self._slab(place).get, out)
 
     @final
     def _read_rows(self, place: Place, rows: np.ndarray, out: np.ndarray) -> int:
-        slab = self._slab(place)
-        return self._gate.read(place.index, slab, place.version, self._get, slab.get_rows, slab, place, rows, out)
+        return self._copy(place, self._slab(place).get_rows, rows, out)
 
-    def _get(self, get: Callable[..., None], slab: Window, place: Place, *args: Any) -> None:
-        room = slab.get_word(self._rank, place.current) if place.near else 0
-        get(self._rank, place.room(room), *args)
+    def _copy(self, place: Place, get: Callable[..., None], *args: Any) -> int:
+        slab = self._slab(place)
+        if not place.near:
+            return self._gate.read(place.index, slab, place.version, get, self._rank, place.offset, *args)
+
+        def get_newest() -> None:
+            get(self._rank, place.room(slab.get_word(self._rank, place.current)), *args)
+
+        return self._gate.read(place.index, slab, place.version, get_newest)
 
     @final
     def _post(self, message: Part, pieces: Sequence[np.ndarray]) -> None:

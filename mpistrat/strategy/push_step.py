@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -67,9 +67,11 @@ class PushStep:
             aggregate: whether gradients are summed over the worker's replicas; else they are equal on all already.
         """
         replicas, self._replicas = self._replicas, ()
-        own = [[(g, v) for g, v in pairs if g is not None] for pairs in replicas[: None if aggregate else 1]]
-        each = [[checked(pairs[i][0], v) for pairs in own] for i, (_, v) in enumerate(own[0])]
-        gradients = [own[0] for own in each] if self._alone or not aggregate else self._sum(each)
+        if self._alone or not aggregate:
+            gradients = [checked(g, v) for g, v in replicas[0] if g is not None]
+        else:
+            own = [[(g, v) for g, v in pairs if g is not None] for pairs in replicas]
+            gradients = self._sum([[checked(pairs[i][0], v) for pairs in own] for i, (_, v) in enumerate(own[0])])
         if self._optimizer.global_clipnorm is not None:
             gradients = _clip(gradients, self._optimizer.global_clipnorm)
         if self._check_numerics:
@@ -77,7 +79,7 @@ class PushStep:
                 _check_finite(variable, gradient)
         for variable, gradient, last in zip(self._variables, gradients, self._last, strict=True):
             self._push(variable, gradient, last)
-        self._access.finish_step(self._key, self._servers() - self._reached)
+        self._access.finish_step(self._key, self._others())
 
     def _sum(self, gradients: Sequence[Sequence[Any]]) -> list[Any]:
         """Sum each variable's gradients over the replicas in sync."""
@@ -94,11 +96,10 @@ class PushStep:
             array = np.asarray(to_host(gradient)).astype(dtype, copy=False)
             access.push(variable.number, array, self._key, variable.version_of_step, last)
 
-    def _servers(self) -> set[int]:
-        """The servers that hold any variable of the optimizer: all of them count its steps."""
-        if len(self._optimizer.variables) == len(self._variables):
-            return self._reached
-        return {variable.server for variable in self._optimizer.variables}
+    def _others(self) -> Iterable[int]:
+        """The servers that hold variables of the optimizer, but none of these: they count its steps, too."""
+        variables = self._optimizer.variables
+        return () if len(variables) == len(self._variables) else {v.server for v in variables} - self._reached
 
 
 def _check_finite(variable: ParameterServerVariable, gradient: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABCMeta, abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,7 +52,7 @@ class ArrayOperators(_Operators, metaclass=ABCMeta):
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
