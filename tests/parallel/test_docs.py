@@ -11,8 +11,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -175,17 +177,16 @@ class Session:
             return result.returncode, result.stdout + (result.stderr if result.returncode else "")
         assert program in PROGRAMS, f"{self.where}: {program} is none of {PROGRAMS}; say <!-- not run: why -->"
         line = f'set -o pipefail; mpistrat() {{ "{self.mpi.python}" -m mpistrat "$@"; }}; {command}'
-        mark = f"page-{time.monotonic_ns()}"
+        mark = uuid.uuid4().hex
         env = launcher.job_environment(mark, self.folder.parent, self.env)
-        reply = subprocess.run(
-            ["bash", "-c", line],
-            cwd=self.folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
+        options = {"cwd": self.folder, "env": env, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        try:
+            reply = subprocess.run(["bash", "-c", line], timeout=PATIENCE, **options)
+        finally:
+            left = launcher.with_variable(f"{launcher.MARK}={mark}")
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        assert not left, f"{self.where}: $ {command}\nleft processes behind"
         return reply.returncode, reply.stdout + (reply.stderr if reply.returncode else "")
 
     def end(self):
