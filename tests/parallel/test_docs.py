@@ -31,18 +31,20 @@ UNDER_EACH_MPI = ("README.md", "docs/command_line.md", SERVERS, "docs/quickstart
 PAGES = [pages.read(path) for path in pages.paths()]
 PROGRAMS = ("python", "mpistrat", "cat", "head", "tail", "ls", "grep", "bash", "echo")  # what a console block may start
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
-PATIENCE = 100  # seconds for a command, and for a block
+PATIENCE = 200  # seconds for a command, and for a block
 
 
 def some(wanted):
     return [pytest.param(page, id=page.path) for page in PAGES if wanted(page)]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", some(lambda page: page.runs and page.path in UNDER_EACH_MPI))
 def test_page_under_each_mpi(page, mpi, tmp_path):
     Session(page, mpi, tmp_path).run()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", some(lambda page: page.runs and page.path not in UNDER_EACH_MPI))
 def test_page(page, pytestconfig, tmp_path):
     mpis = list(pytestconfig.stash[ENVS].all.values())
