@@ -6,6 +6,7 @@ this one. Jobs run on the two hosts of `hosts.py`; `srun` and `sbatch` are run o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,14 +31,15 @@ if TYPE_CHECKING:
 SHARED = "mpistrat_slurm"
 COMMANDS = ("munged", "mungekey", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue", "sinfo")
 CPUS = 4
-# TmpFS: two slurmds on one machine would share their PMIx sockets. SchedulerParameters: look for work more often than on a
-# busy cluster, so that tests need not wait. Hosts have more CPUs here than this machine has cores: nothing is bound to them.
+# TmpFS: two slurmds on one machine would share their PMIx sockets. cred_expire: so long a requeued job waits (else two minutes).
+# SchedulerParameters: look for work more often than on a busy cluster. Hosts have more CPUs here than this machine has cores:
+# nothing is bound to them.
 CONF = """\
 ClusterName=test
 SlurmctldHost=head({network}.254)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge
+AuthInfo=socket={folder}/munge,cred_expire=15
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -202,6 +204,19 @@ class Slurm:
         """`sbatch` a script, in its own folder, with its output beside it unless it says where."""
         words = ["sbatch", "--parsable", *options, str(script)]
         return Job(self, self.ok(*words, env=env, cwd=script.parent).split(";")[0].strip(), script.parent)
+
+    @contextlib.contextmanager
+    def configured(self, *lines: str) -> Iterator[None]:
+        """These lines more in slurm.conf, for a while."""
+        conf = self.folder / "slurm.conf"
+        before = conf.read_text()
+        try:
+            conf.write_text(before + "\n".join(lines) + "\n")
+            self.ok("scontrol", "reconfigure")
+            yield
+        finally:
+            conf.write_text(before)
+            self.ok("scontrol", "reconfigure")
 
     def report(self, jobid: str = "") -> str:
         """The queue, the job if one is named, and the ends of the daemons' logs."""
