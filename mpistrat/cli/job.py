@@ -21,6 +21,7 @@ _SITE = ("scheduler", "launcher", "mpi", "gpu_request", "gpu_bind", "venv", "con
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "mpistrat job [options] PROGRAM [ARGUMENT …]"
     parser.add_argument("program", metavar="PROGRAM", nargs="?", help="your program; one in .py is run by Python")
     parser.add_argument("words", metavar="…", nargs=argparse.REMAINDER, help="its arguments")
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a Python module, as behind python -m")

@@ -86,6 +86,14 @@ def test_every_example_of_the_help_text_works(job, stub):
             assert job(*words)
 
 
+def test_help(job):
+    text = job("--help")
+    assert text.startswith("usage: mpistrat job [options] PROGRAM [ARGUMENT …]\n")
+    assert "exit status: 0 fine, 1 a problem was found, 2 wrong use" in text
+    assert all(example in text for example in COMMAND.examples)
+    assert all(name in text for name in site_names())
+
+
 def test_ranks_follow_gpus_and_strategies_follow_servers(job):
     assert {"--ntasks-per-node=4", "--gpus-per-node=4"} <= directives(job("--gpus-per-node", "4", "a.py"))
     assert "--ntasks-per-node=1" in directives(job("a.py"))
