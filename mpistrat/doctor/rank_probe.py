@@ -38,6 +38,7 @@ def main(limit: float, needs: Sequence[str]) -> None:
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     from mpi4py import MPI
 
+    say(vendor=MPI.get_vendor()[0])
     step("MPI_Init_thread")
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
     lone = lone_rank(MPI.COMM_WORLD.size)

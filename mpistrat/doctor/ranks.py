@@ -6,6 +6,7 @@ process, which never starts MPI, lives to tell.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -19,16 +20,24 @@ from .watched import Outcome, Watched, said_last
 
 __all__ = ["check_ranks"]
 
+_PMI2 = (
+    "MPICH over UCX hangs now and then under srun --mpi=pmi2, whose lines are too short for it: export "
+    "MPIR_CVAR_CH4_NETMOD=ofi, or start with MPICH's mpiexec in the batch script"
+)
 _GRACE = 1.0  # seconds in which rank 0 may tell what other ranks would tell, too
 
 
 def check_ranks(needs: Collection[str], limit: float) -> Summary:
     """Return what is found on all ranks; on other processes than the launcher's first, what befell this one. Collective.
 
+    A launcher may end a job when one process of it fails. So only who has something of its own to tell fails, and all others
+    wait longer than the first.
+
     Args:
         needs: what the user cannot do without.
         limit: seconds that all of it may take.
     """
+    first = launched_rank() in (None, 0)
     child = Watched("mpistrat.doctor.rank_probe", [str(0.7 * limit), *needs])
     ended = False
 
@@ -39,14 +48,16 @@ def check_ranks(needs: Collection[str], limit: float) -> Summary:
 
     before = signal.signal(signal.SIGTERM, end)  # what a launcher sends when another rank has failed
     try:
-        outcome = child.finish(limit)
+        outcome = child.finish(limit if first else 1.5 * limit + 10)
     finally:
         signal.signal(signal.SIGTERM, before)
-    findings = [Finding(**record["finding"]) for record in outcome.records if "finding" in record]
-    if not outcome.ended_well:
-        failed = _failure(outcome, limit, ended)
-        if launched_rank() not in (None, 0):
+    failed = None if outcome.ended_well else _failure(outcome, limit, ended)
+    if not first:
+        if failed is not None:
             _tell(failed, ended)
+        return Summary([] if failed is None else [failed])
+    findings = [Finding(**record["finding"]) for record in outcome.records if "finding" in record]
+    if failed is not None:
         findings.append(failed)
     elif launched_size() is None:
         what = "one process, which no launcher started: there is nothing to compare"
@@ -65,6 +76,12 @@ def _failure(outcome: Outcome, limit: float, ended: bool) -> Finding:
     if outcome.returncode is None:
         what = f"{where} was still at this after {limit:g} s: {outcome.step}" + (f". It wrote: {last}" if last else "")
         remedy = "A rank is missing, or the network does not work between the nodes; --time-limit gives it longer"
+        if (
+            outcome.step == "MPI_Init_thread"
+            and outcome.get("vendor") == "MPICH"
+            and "SLURM_STEP_NUM_TASKS" in os.environ
+        ):
+            remedy = f"{_PMI2}. Otherwise: {remedy[0].lower()}{remedy[1:]}"
         return problem(_organ(outcome.step), what, remedy)
     remedy = "See what the ranks wrote above; run mpistrat doctor on that node"
     if outcome.step == "MPI_Init_thread" and launched_size() is not None:
