@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from . import obituary
+
 __all__ = ["end_job", "install", "print_text"]
 
 _FORWARDING = 0.2  # seconds that launchers get to pass on what was printed
@@ -34,6 +36,7 @@ def end_job(text: str, code: int = 1, reason: str = "") -> None:
     from mpi4py import MPI
 
     ending = True
+    obituary.tell("told")
     print_text(text)
     if MPI.Is_initialized() and not MPI.Is_finalized():
         if tell_others is not None:

@@ -16,7 +16,7 @@ from .. import log
 from ..cluster.topology import Topology
 from ..errors import ClosedError, CollectiveMismatchError
 from ..options import Environment
-from . import abort, contract
+from . import abort, contract, obituary
 from .contract import Call, Comparison
 from .node import Node
 from .watchdog import Watch, Watchdog
@@ -113,6 +113,7 @@ class ProcessGroup:
             private.Free()
             raise
         Watchdog.add(group.watch, private)
+        obituary.begin(topology)
         _at_exit(group)
         return group
 
@@ -313,3 +314,4 @@ def _leave() -> None:
     for wait in _waits:  # what others may still want of this rank; MPI's end waits for them anyway
         wait()
     _waits.clear()
+    obituary.end()

@@ -20,7 +20,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from .. import log
-from . import abort
+from . import abort, obituary
 
 if TYPE_CHECKING:
     from .contract import Call
@@ -215,6 +215,7 @@ class _Patrol:
         self.told_end = True
         if self.watch.rank == 0:
             self._spread_end(data)
+        obituary.tell("told")
         if not abort.ending:
             abort.print_text(f"rank {self.watch.rank} of {self.watch.size}: {data.decode(errors='replace')}")
 

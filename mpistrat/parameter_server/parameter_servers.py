@@ -15,6 +15,7 @@ from .layout import MailboxLayout, Place, VariableSpec, aligned
 from .memory import ServerMemory
 from .message_port import MessagePort
 from .message_transport import MessageTransport
+from .roles import introduce
 from .server import Server
 from .staging import HALVES, Staging, area_bytes
 from .transport import Pair, Transport
@@ -68,6 +69,7 @@ class ParameterServers:
     ) -> None:
         self.group, self.workers, self.servers = group, tuple(workers), tuple(servers)
         _check_roles(group, self.workers, self.servers)
+        introduce(group, self.workers, self.servers)
         _check_sizes(slots, chunk_bytes, back_off)
         detail = (self.workers, self.servers, transport, slots, chunk_bytes)
         with group.collective("ParameterServers", detail=detail):

@@ -8,6 +8,7 @@ from typing import final
 
 from ..cluster import ClusterResolver, ClusterSpec
 from ..cluster.roles import id_in_cluster, validate
+from ..comm import obituary
 from ..comm.process_group import ProcessGroup
 from ..errors import ClusterError, explain
 
@@ -142,3 +143,11 @@ def is_server(resolver: ClusterResolver) -> bool:
     if spec and resolver.task_type in ("chief", "worker") and resolver.task_id is not None:
         id_in_cluster(spec, resolver.task_type, resolver.task_id)
     return resolver.task_type == "ps"
+
+
+def introduce(group: ProcessGroup, workers: Sequence[int], servers: Sequence[int]) -> None:
+    """Say what this rank is, for those who speak when it is killed. Not collective."""
+    rank, topology = group.topology.rank, group.topology
+    kind, tasks = ("ps", servers) if rank in servers else ("worker", workers)
+    role = f"{kind} {tasks.index(rank)}" if rank in tasks else "no role"
+    obituary.introduce(f"rank {rank} of {topology.size} ({role}) on {topology.hostname}")

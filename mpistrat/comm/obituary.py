@@ -1,0 +1,132 @@
+"""A rank that is killed cannot say so, and the launcher ends the others before they could. So a small process does.
+
+The first rank of a node starts it (`obituary_process.py`), and every rank of the node keeps a Unix socket to it: "rank 2 of
+4 (ps 0) on h1". A rank that ends in order says that, and so does one that tells why the job ends. A socket that closes
+without a word is a rank that died, and the process prints a line about the first one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import log
+
+if TYPE_CHECKING:
+    from ..cluster.topology import Topology
+
+__all__ = ["begin", "end", "introduce", "tell"]  # of this process: the strategies of a rank share its line
+
+_PROGRAM = Path(__file__).with_name("obituary_process.py")
+_NAME_BYTES = 32
+_CONNECT = 5.0  # seconds
+
+_name = b""  # of the process's socket, once this rank has one
+_line: socket.socket | None = None
+
+
+def begin(topology: Topology) -> None:
+    """Have somebody speak for this rank when it cannot. Collective over the topology; nobody waits for the process to start.
+
+    Where there are no Unix sockets, or no interpreter to start, there is none.
+    """
+    global _name
+    first = topology.local_rank == 0
+    listener = _listen() if first and not _name else None
+    name = np.zeros(_NAME_BYTES, np.uint8)
+    if first and _name:
+        name[:] = np.frombuffer(_name, np.uint8)
+    if topology.intra is not None:
+        topology.intra.Bcast(name)
+    if listener is not None:
+        _start(listener)
+    if _line is None and name.any():
+        _name = name.tobytes()
+        _connect(
+            f"rank {topology.rank} of {topology.size} (worker {topology.rank}) on {topology.hostname}",
+            topology.num_nodes,
+        )
+
+
+def _listen() -> socket.socket | None:
+    """Take a name that nobody can guess, and that is no file."""
+    global _name
+    listener = None
+    try:
+        listener = socket.socket(socket.AF_UNIX)
+        name = secrets.token_hex(_NAME_BYTES // 2).encode()
+        listener.bind(b"\0" + name)
+        listener.listen(4096)
+    except (AttributeError, OSError) as error:
+        log.logger.debug("a killed rank will not be named: %s", error)
+        if listener is not None:
+            listener.close()
+        return None
+    _name = name
+    return listener
+
+
+def _start(listener: socket.socket) -> None:
+    """Start the process in a session of its own, where what ends the ranks does not end it. It only keeps stderr."""
+    try:
+        subprocess.Popen(
+            [sys.executable, "-S", "-I", str(_PROGRAM), str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        ).returncode = 0  # nobody waits for it: it ends after this rank
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        log.logger.debug("a killed rank will not be named: %s", error)
+    listener.close()
+
+
+def _connect(who: str, nodes: int) -> None:
+    global _line
+    line = socket.socket(socket.AF_UNIX)
+    try:
+        line.settimeout(_CONNECT)
+        line.connect(b"\0" + _name)
+    except OSError as error:
+        log.logger.debug("a killed rank will not be named: %s", error)
+        line.close()
+        return
+    _line = line
+    os.register_at_fork(after_in_child=_forget)
+    tell(f"nodes {nodes}")
+    introduce(who)
+
+
+def _forget() -> None:
+    """A forked child must not keep the line open."""
+    global _line
+    if _line is not None:
+        _line.close()
+        _line = None
+
+
+def tell(words: str) -> None:
+    """Tell the process something. Not collective."""
+    if _line is not None:
+        with contextlib.suppress(OSError):
+            _line.sendall(words.encode() + b"\n")
+
+
+def introduce(who: str) -> None:
+    """Say who this rank is, as the line about its death shall. Not collective."""
+    tell(f"who {who}")
+
+
+def end() -> None:
+    """Say that this rank ends in order. Not collective."""
+    tell("bye")
+    _forget()

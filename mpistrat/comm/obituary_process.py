@@ -1,0 +1,172 @@
+"""The process that prints which rank of its node was the first to die without a word: see `obituary.py`.
+
+It is started as a script, imports next to nothing, and ends with the last rank of the node. Its argument is the number of the
+socket on which it listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+
+FIRST_RANK = 60.0  # seconds in which the first rank must come
+SETTLE = 0.1  # seconds in which ranks that are ended together end, where nobody knows how one ended
+LEAVING = 2.0  # seconds in which a launcher may kill the others, because one has ended in order but with an error
+ASKED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # by people, launchers, schedulers
+
+REMEDIES: dict[int, str] = {
+    signal.SIGKILL: "perhaps by the out-of-memory killer or a limit of the scheduler: see dmesg, seff or sacct",
+    signal.SIGBUS: "perhaps /dev/shm or another file system is full: see df /dev/shm",
+}
+CRASH = "a crash in compiled code: PYTHONFAULTHANDLER=1 shows where"
+
+
+class Rank:
+    """A rank of this node, while it lives."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self.line = line
+        self.pid, self.uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self.who, self.text, self.ended = f"a rank, process {self.pid}", b"", False
+
+
+def status_of(pid: int) -> int | None:
+    """Return how a process that has just ended has ended, as waitpid tells it; None where it is too late to see."""
+    try:
+        for _ in range(20):
+            with open(f"/proc/{pid}/stat") as stat:
+                words = stat.read().rsplit(")", 1)[1].split()
+            if words[0] == "Z" or words[49] != "0":
+                return int(words[49])
+            time.sleep(1e-3)  # it has closed its files, and is about to end
+    except (OSError, IndexError, ValueError):
+        pass
+    return None
+
+
+def obituary(rank: Rank, status: int | None, nodes: int, at: float) -> str:
+    """Return the line about a rank that died without a word."""
+    when = time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"
+    number = 0 if status is None else status & 0x7F
+    if status is None:
+        how = f"ended without a word at {when}: killed, or crashed"
+    elif number:
+        name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
+        how = f"was ended by {name} at {when}: {REMEDIES.get(number, CRASH)}"
+    else:
+        how = f"ended with status {status >> 8} at {when}, without a word: by os._exit, or a library"
+    more = "; if other hosts say so of theirs, the earliest time counts" if nodes > 1 else ""
+    return f"mpistrat: {rank.who}, process {rank.pid}, {how}{more}\n"
+
+
+class Watch:
+    """What is known of the ranks of this node."""
+
+    def __init__(self) -> None:
+        self.nodes, self.quiet, self.left = 1, False, time.monotonic() - LEAVING
+        self.doubtful: tuple[Rank, float] | None = None  # (rank, time) that died first, nobody knows how
+
+    def hear(self, rank: Rank, words: str) -> None:
+        kind, _, rest = words.partition(" ")
+        if kind == "who":
+            rank.who = rest
+        elif kind == "nodes":
+            self.nodes = int(rest)
+        elif kind == "told":  # the ranks say themselves why the job ends
+            self.quiet = True
+        elif kind == "bye":
+            rank.ended, self.left = True, time.monotonic()
+
+    def lose(self, rank: Rank) -> None:
+        """Judge a line that has closed."""
+        if rank.ended or self.quiet:
+            return
+        status = status_of(rank.pid)
+        killed = status is None or status & 0x7F == signal.SIGKILL
+        if (status is not None and status & 0x7F in ASKED) or (killed and time.monotonic() - self.left < LEAVING):
+            self.quiet = True
+        elif self.doubtful is None:
+            if status is None:
+                self.doubtful = rank, time.time()
+            else:
+                self.say(rank, status, time.time())
+        else:
+            self.settle()
+
+    def settle(self) -> None:
+        """Name the rank that died first, though nobody knows how: who is ended from outside is so together with others."""
+        doubtful, self.doubtful = self.doubtful, None
+        if doubtful is not None and not self.quiet:
+            self.say(doubtful[0], None, doubtful[1])
+
+    def say(self, rank: Rank, status: int | None, at: float) -> None:
+        self.quiet = True
+        with contextlib.suppress(OSError):
+            os.write(2, obituary(rank, status, self.nodes, at).encode(errors="replace"))
+
+
+class Desk:
+    """Where the ranks' lines end."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener, self.events, self.watch = listener, select.epoll(), Watch()
+        self.ranks: dict[int, Rank] = {}
+        listener.setblocking(False)
+        self.events.register(listener.fileno(), select.EPOLLIN)
+        self.until = time.monotonic() + FIRST_RANK
+
+    def serve(self) -> None:
+        """Listen until the last rank has gone."""
+        while self.ranks or time.monotonic() < self.until:
+            idle = -1.0 if self.ranks else max(self.until - time.monotonic(), 0.0)
+            ready = self.events.poll(SETTLE if self.watch.doubtful else idle)  # in the order in which it happened
+            if not ready:
+                self.watch.settle()
+            for descriptor, _ in ready:
+                if descriptor == self.listener.fileno():
+                    self.accept()
+                else:
+                    self.receive(descriptor)
+        self.watch.settle()
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):
+            line, _ = self.listener.accept()
+            rank = Rank(line)
+            if rank.uid != os.getuid():
+                line.close()
+                return
+            self.ranks[line.fileno()] = rank
+            self.events.register(line.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+            self.until = 0.0
+
+    def receive(self, descriptor: int) -> None:
+        rank, data = self.ranks[descriptor], b""
+        with contextlib.suppress(OSError):
+            data = rank.line.recv(4096)
+        *lines, rank.text = (rank.text + data).split(b"\n")
+        for words in lines:
+            self.watch.hear(rank, words.decode(errors="replace"))
+        if not data:
+            self.watch.lose(rank)
+            self.events.unregister(descriptor)
+            rank.line.close()
+            del self.ranks[descriptor]
+
+
+if __name__ == "__main__":
+    for number in ASKED:
+        signal.signal(number, signal.SIG_IGN)
+    Desk(socket.socket(fileno=int(sys.argv[1]))).serve()
