@@ -38,6 +38,7 @@ napoleon_use_ivar = True
 toc_object_entries_show_parents = "hide"
 
 # The pages
+smartquotes_action = "q"  # quotation marks only: two dashes begin an option
 html_theme = "furo"
 html_title = f"mpistrat {version}"
 html_static_path = ["_static"]
