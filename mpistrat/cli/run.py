@@ -17,7 +17,7 @@ from typing import NoReturn
 from ..cluster.cores import usable_cores
 from ..cluster.devices import count_gpus
 from ..cluster.launcher import launched_size
-from ..cluster.launchers import choose_launcher, find_launchers, fitting_pmi, mismatch, srun_pmis
+from ..cluster.launchers import USER, choose_launcher, find_launchers, fitting_pmi, mismatch, srun_pmis
 from ..cluster.mpi_library import MPILibrary, loaded_library
 from ..cluster.threads import THREAD_VARIABLES
 from ..data.shards.ranks import Ranks
@@ -136,6 +136,10 @@ def _by_mpiexec(library: MPILibrary, ranks: int, environment: dict[str, str]) ->
             environment["OMPI_MCA_osc"] = "^ucx"  # its one-sided calls fail where UCX finds no network card
     where = f" from {library.path}" if library.path else ""
     notes = [f"{library}{where}; {ranks} rank{'s' * (ranks > 1)} on {usable_cores()} cores"]
+    given = os.environ.get("MPIEXEC")
+    if given and launcher.where != USER:
+        why = next((mismatch(library, one) for one in launchers if one.where == USER), "there is no such program")
+        notes.append(f"$MPIEXEC ({given}) is left out: {why}")
     return Start([*command, "-n", str(ranks)], environment, notes)
 
 

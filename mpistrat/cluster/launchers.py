@@ -132,7 +132,11 @@ def fitting_pmi(library: MPILibrary, offered: Sequence[str]) -> str | None:
 
 def _candidates(library: MPILibrary | None) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the words of launchers that exist, and where they were found."""
-    words = shlex.split(os.environ.get("MPIEXEC", ""))
+    given = os.environ.get("MPIEXEC", "")
+    try:
+        words = shlex.split(given)
+    except ValueError:  # a quotation mark that nothing closes
+        words = [given]
     found = shutil.which(words[0]) if words else None
     if found:
         yield (found, *words[1:]), USER

@@ -33,7 +33,7 @@ class Machine:
     def __init__(self, monkeypatch, tmp_path):
         self._patch = monkeypatch
         for name in os.environ:
-            if name.startswith(("SLURM_", "OMPI_", "PMI", "MPISTRAT_")) or name in THREAD_VARIABLES:
+            if name.startswith(("SLURM_", "OMPI_", "PMI", "MPIEXEC", "MPISTRAT_")) or name in THREAD_VARIABLES:
                 monkeypatch.delenv(name)
         monkeypatch.setattr(run, "_INFINIBAND", tmp_path / "infiniband")
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -131,6 +131,19 @@ def test_an_srun_that_does_not_fit_is_left_out_and_said(machine):
     assert start.command[0] == "/opt/ompi/mpiexec"
     assert "--oversubscribe" not in start.command, "the slots are SLURM's"
     assert start.notes[1] == "srun offers none, pmi2: nothing for Open MPI 5.0.11, so its own mpiexec starts the ranks"
+
+
+def test_a_launcher_of_the_users_that_is_not_taken_is_said(machine, monkeypatch):
+    monkeypatch.setenv("MPIEXEC", "/opt/ompi/mpiexec --display map")
+    said = "$MPIEXEC (/opt/ompi/mpiexec --display map) is left out: "
+    start = plan(["a.py"], 2, None, None)
+    assert start.command[0] == "/opt/mpich/mpiexec"
+    assert start.notes[1] == said + "it belongs to Open MPI 5.0.3, and mpi4py loads MPICH 5.0.2"
+    monkeypatch.setattr(run, "find_launchers", lambda library: LAUNCHERS[:1])
+    assert plan(["a.py"], 2, None, None).notes[1] == said + "there is no such program"
+    machine.has(library=OPENMPI)
+    monkeypatch.setattr(run, "find_launchers", lambda library: LAUNCHERS)
+    assert len(plan(["a.py"], 2, None, None).notes) == 1
 
 
 def test_no_launcher_that_fits_is_explained(machine, monkeypatch):

@@ -83,6 +83,12 @@ def test_what_came_with_the_library_precedes_path_and_follows_the_users_word(tmp
     assert found[0].command == (str(chosen), "-ppn", "4")
 
 
+@pytest.mark.parametrize("given", ["/there/is/none", "'unclosed", " ", "''"])
+def test_a_word_of_the_users_that_is_no_program_is_passed_over(monkeypatch, given):
+    monkeypatch.setenv("MPIEXEC", given)
+    assert all(launcher.where != launchers.USER for launcher in find_launchers())
+
+
 @pytest.mark.parametrize(
     ("library", "offered", "fits"),
     [
