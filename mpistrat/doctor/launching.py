@@ -49,16 +49,16 @@ def _mpiexec(
 
 
 def _typed(launchers: Sequence[Launcher]) -> Launcher | None:
-    """Return what `mpiexec` (or `mpirun`) would run; the user's word $MPIEXEC comes before it."""
-    path = os.environ.get("MPIEXEC") and launchers[0].path if launchers else None
-    path = path or shutil.which("mpiexec") or shutil.which("mpirun")
-    if path is None:
-        return None
-    folder = os.path.dirname(os.path.realpath(path))
-    same = [one for one in launchers if os.path.realpath(one.path) == os.path.realpath(path)]
-    return next(iter(same), None) or next(
-        (one for one in launchers if os.path.dirname(os.path.realpath(one.path)) == folder), None
-    )
+    """Return what starts ranks where nobody names a path: the user's word $MPIEXEC, else what PATH has for `mpiexec`."""
+    given = next((launcher for launcher in launchers if launcher.where == USER), None)
+    path = shutil.which("mpiexec") or shutil.which("mpirun")
+    if given is not None or path is None:
+        return given
+    file = os.path.realpath(path)
+    same = [launcher for launcher in launchers if os.path.realpath(launcher.path) == file]
+    # Of several launchers in a folder that say the same of themselves only one is listed.
+    beside = [one for one in launchers if os.path.dirname(os.path.realpath(one.path)) == os.path.dirname(file)]
+    return next(iter(same + beside), None)
 
 
 def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:

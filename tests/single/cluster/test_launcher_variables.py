@@ -3,13 +3,13 @@
 import pytest
 
 from mpistrat.cluster import launcher
-from mpistrat.cluster.launcher import check_size, launched_size
+from mpistrat.cluster.launcher import check_size, launched_rank, launched_size, lone_rank
 from mpistrat.errors import ClusterError
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in [*launcher._SIZE_VARIABLES, "SLURM_NTASKS", "SLURM_NPROCS"]:
+    for name in [*launcher._SIZE_VARIABLES, *launcher._RANK_VARIABLES.values(), "SLURM_NTASKS", "SLURM_NPROCS"]:
         monkeypatch.delenv(name, raising=False)
 
     def set_variables(**variables):
@@ -77,3 +77,24 @@ def test_srun_by_another_mpis_protocol_has_sruns_remedy(environment):
     environment(PMI_SIZE="2", SLURM_STEP_NUM_TASKS="2")
     with pytest.raises(ClusterError, match=r"SLURM_STEP_NUM_TASKS=2.*--mpi=pmix"):
         check_size(1)
+
+
+@pytest.mark.parametrize("name", launcher._SIZE_VARIABLES)
+def test_which_process_this_is(environment, name):
+    assert launched_rank() is None
+    environment(**{name: "4"})
+    assert launched_rank() is None
+    environment(**{launcher._RANK_VARIABLES[name]: "3"})
+    assert launched_rank() == 3
+
+
+def test_the_number_is_of_the_launcher_that_has_the_word(environment):
+    environment(SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="2", PMI_SIZE="1", PMI_RANK="0")
+    assert launched_rank() == 0 and lone_rank(1) is None
+
+
+def test_a_lone_rank_in_parts(environment):
+    environment(SLURM_STEP_NUM_TASKS="4")
+    lone = lone_rank(1)
+    assert "SLURM_STEP_NUM_TASKS=4" in lone.expected and "rank 0 of 1" in lone.got and "--mpi=pmix" in lone.remedy
+    assert lone_rank(4) is None

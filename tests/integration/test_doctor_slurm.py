@@ -1,0 +1,37 @@
+"""`mpistrat doctor` on a real SLURM of two hosts: what srun offers, ranks that it starts, and tasks that it starts alone."""
+
+from __future__ import annotations
+
+import pytest
+from doctor_stand import Visit
+
+DOCTOR = ("-m", "mpistrat", "doctor", "--json")
+
+
+def test_login_node(slurm, slurm_mpi):
+    from integration.slurm import mpi_type
+
+    reply = slurm.run(slurm_mpi.python, *DOCTOR, env={"MPIEXEC": slurm_mpi.mpiexec[0]})
+    found = Visit(reply.returncode, reply.out, reply.err)
+    assert [one for one in found.bad() if one["name"] not in ("leftovers", "segments")] == []
+    assert f"srun --mpi={mpi_type(slurm_mpi)} python train.py" in found.finding("srun")["what"]
+
+
+def test_ranks(slurm, slurm_mpi):
+    from integration.slurm import mpi_type
+
+    start = ("srun", "-N2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", f"--mpi={mpi_type(slurm_mpi)}")
+    reply = slurm.run(*start, slurm_mpi.python, *DOCTOR, "--ranks", "--time-limit", "110", timeout=140)
+    assert reply.returncode == 0, reply
+    found = Visit(reply.returncode, reply.out, reply.err)
+    assert found.bad() == [] and [row["node"] for row in found.document["ranks"]] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("kill", [0, 1])
+def test_tasks_that_are_each_rank_0_of_1_are_told_once(slurm, mpi, kill):
+    start = ("srun", "-N2", "-n4", f"--kill-on-bad-exit={kill}", "--mpi=none")
+    reply = slurm.run(*start, mpi.python, *DOCTOR, "--ranks", "--time-limit", "110", timeout=140)
+    assert reply.returncode, reply  # srun's own where it ends the others
+    finding = Visit(reply.returncode, reply.out, reply.err).finding("launch")  # one document, or it is no JSON
+    assert finding["status"] == "problem" and "SLURM_STEP_NUM_TASKS=4" in finding["what"]
+    assert "--mpi=pmix" in finding["remedy"] and "--mpi=pmi2" in finding["remedy"]
