@@ -47,7 +47,7 @@ def test_parameter_servers_by_rank(slurm, slurm_mpi, references, tmp_path, launc
     expected = references.weights(slurm_mpi, *servers, *words, over_hosts=False)
     size = (*jobs.TWO_BY_TWO, "--ps", "1")
     job = jobs.submit(slurm, slurm_mpi, launcher, tmp_path, *size, *jobs.PROGRAM, *words, "--output", "made")
-    assert '"strategy": "parameter_server", "ranks": 4, "replicas": 3' in job.completed(), job.tell("summary")
+    assert '"strategy": "parameter_server", "ranks": 4' in job.completed(), job.tell("summary")
     assert digits_jobs.difference(digits_jobs.weights(tmp_path / "made"), expected) <= 1e-9
 
 
@@ -60,7 +60,7 @@ def test_parameter_servers_as_a_heterogeneous_job(slurm, slurm_mpi, references, 
     expected = references.weights(slurm_mpi, *servers, *words, ranks=3, over_hosts=False)
     size = ("--nodes", "1", "--ranks-per-node", "2", "--ps", "1", "--ps-nodes", "1")
     job = jobs.submit(slurm, slurm_mpi, "srun", tmp_path, *size, *jobs.PROGRAM, *words, "--output", "made")
-    assert '"strategy": "parameter_server", "ranks": 3, "replicas": 2' in job.completed(), job.tell("summary")
+    assert '"strategy": "parameter_server", "ranks": 3' in job.completed(), job.tell("summary")
     assert digits_jobs.difference(digits_jobs.weights(tmp_path / "made"), expected) <= 1e-9
 
 
