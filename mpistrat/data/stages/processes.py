@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import signal
 import threading
 import traceback
 import weakref
@@ -42,6 +43,7 @@ class RemoteTraceback(Exception):
 def _serve(connection: Connection, function_bytes: bytes) -> None:
     """What a process does: answer requests until the other side closes the connection."""
     no_mpi.keep_away()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     from multiprocessing.reduction import ForkingPickler
 
     try:
@@ -97,7 +99,12 @@ class _Worker:
         self.process: ForkServerProcess = context.Process(
             target=_serve, args=(theirs, function_bytes), name=f"mpistrat-map-{number}", daemon=True
         )
-        self.process.start()
+        # A signal that tells the job to stop may go to all processes of its group: these go on. So does Python's server.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # else nobody would notice that the process has ended
         self._started = False
 

@@ -13,6 +13,7 @@ import pytest
 from strategy_stand import without_mpi
 
 import mpistrat as ms
+from launcher import ROOT
 from mpistrat.strategy import preemption
 from mpistrat.strategy.preemption import last_moment
 
@@ -160,6 +161,31 @@ def test_programs(name):
     started = time.monotonic()
     assert subprocess.run([sys.executable, "-c", program], timeout=30, stderr=subprocess.PIPE).returncode == status
     assert time.monotonic() - started < 15
+
+
+MAPPED = """
+import os, signal
+import numpy as np
+import mpistrat as ms
+
+if __name__ == "__main__":
+    ms.catch_stop_signals()
+    rows = 0
+    for row in ms.data.from_arrays(np.arange(20_000.0)).map(np.sqrt, processes=True, num_parallel_calls=2):
+        rows += 1
+        if rows == 50:
+            os.killpg(0, signal.SIGUSR1)
+    print(rows, ms.get_strategy().should_stop())
+"""
+
+
+def test_a_signal_to_all_processes_leaves_those_of_a_map_alone(tmp_path):
+    """Schedulers and launchers may send it to the rank's whole group."""
+    (tmp_path / "program.py").write_text(MAPPED)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    reply = subprocess.run(command, env=environment, timeout=60, start_new_session=True, capture_output=True, text=True)
+    assert reply.stdout.split() == ["20000", "True"], reply.stderr
 
 
 # the time limit
