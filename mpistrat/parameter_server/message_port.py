@@ -13,8 +13,8 @@ import numpy as np
 from ..buffer_pool import BufferPool
 from .layout import LINE, MailboxLayout
 from .memory import ServerMemory
-from .message_transport import ACKNOWLEDGE, DATA, REPLY, REQUEST, SHORT, chunks
-from .parts import Assembly, Kind, Part
+from .message_transport import ACKNOWLEDGE, DATA, PAYLOAD, REPLY, REQUEST, SHORT, chunks
+from .parts import Kind, Part
 from .transport import Port, flat_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MessagePort"]
 
-_SENDING = 5e-3  # seconds in each round for sending on what workers are receiving
+_MOVING = 5e-3  # seconds in each round for what workers are sending, and for what they are receiving
 _QUESTIONS = (Kind.READ, Kind.READ_ROWS, Kind.ADD, Kind.CLOCKS)
 
 
@@ -38,7 +38,7 @@ class MessagePort(Port):
         ranks: the worker of each rank that sends messages.
         layout, mailbox: with the words in which clocks and sign-offs are kept.
         comm: a communicator on which nothing else is sent.
-        deliver: takes a worker, the last part of a push, and the whole payload.
+        deliver: takes a worker, the request, and the whole payload.
     """
 
     def __init__(
@@ -55,13 +55,15 @@ class MessagePort(Port):
         self._server, self._layout, self._mailbox, self._comm, self._deliver = server, layout, mailbox, comm, deliver
         self._worker_of = dict(ranks)
         self._rank_of = {worker: rank for rank, worker in ranks.items()}
-        self._assemblies = {worker: Assembly() for worker in self._rank_of}
+        self._payloads = {worker: _Payload() for worker in self._rank_of}
         self._coming: dict[int, deque[tuple[Any, np.ndarray]]] = {worker: deque() for worker in self._rank_of}
         self._taken = dict.fromkeys(self._rank_of, 0)
         self._owed: set[int] = set()  # workers to be told what was taken and applied
         self._spare: list[np.ndarray] = []
         self._sending: list[tuple[Any, np.ndarray]] = []  # requests, each with the memory that it reads
-        self._stalled = False
+        self._stalled = self._waits = (
+            False  # whether nothing got on in the last round: of what is sent, of what arrives
+        )
         self._snapshots: dict[int, tuple[int, np.ndarray]] = {}
         self._pool = BufferPool()  # fresh memory would cost as much in page faults as the copy
         self._any, self._byte, self._status = MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
@@ -70,11 +72,20 @@ class MessagePort(Port):
         if self._sending:
             self._send_on()
         moved, waiting = self._match(), 0
+        moved = self._receive_on() or moved
         for worker, coming in self._coming.items():
-            waiting += len(coming)
-            while coming and coming[0][0].Test():
+            payload = self._payloads[worker]
+            waiting += len(coming) + (payload.part is not None)
+            if payload.part is not None and not payload.left:
+                self._take(worker, payload.part, payload.end())
+                moved = True
+            while payload.part is None and coming and coming[0][0].Test():
                 _, buffer = coming.popleft()
-                self._take(worker, buffer)
+                part = Part.read(buffer)
+                if part.nbytes < part.total:
+                    payload.begin(part, self._receive(worker, part, payload.room(part.total)))
+                else:
+                    self._take(worker, part, buffer[LINE : LINE + part.nbytes])
                 self._spare.append(buffer)
                 moved = True
         if self._owed:
@@ -87,7 +98,7 @@ class MessagePort(Port):
         self._owed.add(worker)
 
     def busy(self) -> bool:
-        return bool(self._sending or self._owed) or any(self._coming.values())
+        return bool(self._sending or self._owed) or any(self._coming.values()) or any(self._arriving())
 
     def _send_on(self) -> None:
         """Give what is being sent some time, as long as it gets on: MPI sends large messages only while it is called.
@@ -102,11 +113,35 @@ class MessagePort(Port):
                 self._stalled = False
             elif self._stalled:
                 return
-            elif monotonic() - start > _SENDING:
+            elif monotonic() - start > _MOVING:
                 self._stalled = before == at_first
                 return
             else:
                 os.sched_yield()
+
+    def _receive(self, worker: int, part: Part, memory: np.ndarray) -> list[Any]:
+        """Begin to receive a payload: row numbers, if any, and then numbers, each cut as the worker does it."""
+        rows, rank = 8 * part.rows, self._rank_of[worker]
+        pieces = [p for half in (memory[:rows], memory[rows:]) for p in chunks(half, self._layout.chunk_bytes)]
+        return [self._comm.Irecv([piece, self._byte], rank, PAYLOAD) for piece in pieces]
+
+    def _arriving(self) -> list[_Payload]:
+        return [payload for payload in self._payloads.values() if payload.left]
+
+    def _receive_on(self) -> bool:
+        """Give what is arriving some time, in the same way. Return whether it got on."""
+        end, moved = monotonic() + _MOVING, False
+        while arriving := self._arriving():
+            if sum(payload.look() for payload in arriving):
+                moved, self._waits = True, False
+            elif self._waits:
+                break
+            else:
+                os.sched_yield()
+            if monotonic() > end:
+                self._waits = not moved
+                break
+        return moved
 
     def _match(self) -> bool:
         """Begin to receive what has arrived. Each worker sends few parts before it hears that they were taken."""
@@ -119,17 +154,14 @@ class MessagePort(Port):
             moved = True
         return moved
 
-    def _take(self, worker: int, buffer: np.ndarray) -> None:
-        part = Part.read(buffer)
-        payload = self._assemblies[worker].add(part, buffer[LINE : LINE + part.nbytes])
+    def _take(self, worker: int, part: Part, payload: np.ndarray) -> None:
         self._taken[worker] += 1
-        if payload is not None and part.kind in _QUESTIONS:
+        if part.kind in _QUESTIONS:
             self._reply(worker, *self._find(worker, part, payload))
             self._owed.discard(worker)  # the reply has told
             return
         self._owed.add(worker)
-        if payload is not None:
-            self._handle(worker, part, payload)
+        self._handle(worker, part, payload)
 
     def _answer(self) -> None:
         """Tell workers what was taken and applied; several parts, and a push that is taken and applied, in one answer."""
@@ -180,3 +212,46 @@ class MessagePort(Port):
         request = self._comm.Isend([data, self._byte], self._rank_of[worker], tag)
         if not request.Test():
             self._sending.append((request, data))
+
+
+@final
+class _Payload:
+    """The large payload of one worker's request, while it arrives. Its memory is that of the largest so far.
+
+    Attributes:
+        part: the request; None while there is none.
+        left: how many pieces have yet to arrive.
+    """
+
+    __slots__ = ("_memory", "_requests", "_some", "left", "part")
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._memory = np.empty(0, np.uint8)
+        self._requests: list[Any] = []
+        self._some = MPI.Request.Testsome
+        self.part: Part | None = None
+        self.left = 0
+
+    def room(self, nbytes: int) -> np.ndarray:
+        """Return memory for so many bytes."""
+        if self._memory.nbytes < nbytes:
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory[:nbytes]
+
+    def begin(self, part: Part, requests: list[Any]) -> None:
+        """Let the pieces arrive."""
+        self.part, self._requests, self.left = part, requests, len(requests)
+
+    def look(self) -> bool:
+        """Return whether pieces have arrived since the last look."""
+        arrived = self._some(self._requests) or ()
+        self.left -= len(arrived)
+        return bool(arrived)
+
+    def end(self) -> np.ndarray:
+        """Return the payload, valid until the next one begins, when all has arrived."""
+        assert self.part is not None
+        nbytes, self.part, self._requests = self.part.total, None, []
+        return self._memory[:nbytes]

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from .layout import LINE, Place
-from .parts import Kind, Part, cut
+from .parts import Kind, Part
 from .transport import Pair, Transport, flat_bytes
 
-__all__ = ["ACKNOWLEDGE", "DATA", "REPLY", "REQUEST", "SHORT", "MessageTransport", "chunks"]
+__all__ = ["ACKNOWLEDGE", "DATA", "PAYLOAD", "REPLY", "REQUEST", "SHORT", "MessageTransport", "chunks"]
 
-REQUEST, ACKNOWLEDGE, REPLY, DATA = 1, 2, 3, 4  # tags
+REQUEST, ACKNOWLEDGE, REPLY, DATA, PAYLOAD = range(1, 6)  # tags
 _SENDING = 5e-3  # seconds for which a worker gives what it sends all its time, unless it gets on
 SHORT = 1 << 15  # bytes of data that go with the reply, through a copy; more go straight to where they belong
 
@@ -27,8 +27,9 @@ def chunks(data: np.ndarray, chunk_bytes: int) -> list[np.ndarray]:
 
 @final
 class MessageTransport(Transport):
-    """Sends parts; the server answers each with what it has taken and applied, and reads with the data.
+    """Sends requests; the server answers each with what it has taken and applied, and reads with the data.
 
+    A request has its payload with it, or, if that is large, announces it: then it goes from where it lies to where it belongs.
     The server must be in its loop, for reads, too.
     """
 
@@ -86,15 +87,15 @@ class MessageTransport(Transport):
         for piece in chunks(out[short.nbytes :], self.pair.layout.chunk_bytes):
             requests.append(comm.Irecv([piece, self._byte], source, DATA))
         self._post(question, pieces)
-        self._finish(requests)
+        self._finish(requests, "read")
         number, taken, applied = self._numbers[:3].tolist()
         self._note(taken, applied)
         short[:] = self._reply[LINE : LINE + short.nbytes]
         return number
 
-    def _finish(self, requests: list[Any]) -> None:
-        """Wait for everything; without sleeping while it comes, for MPI receives only a piece in each call."""
-        left, patience = len(requests), self.pair.patience("read")
+    def _finish(self, requests: list[Any], what: str) -> None:
+        """Wait for everything; without sleeping while it moves, for MPI moves only a piece in each call."""
+        left, patience = len(requests), self.pair.patience(what)
         while left:
             arrived = self._some(requests)
             if arrived:
@@ -105,17 +106,24 @@ class MessageTransport(Transport):
 
     def _post(self, message: Part, pieces: Sequence[np.ndarray]) -> None:
         layout = self.pair.layout
-        for part, payload in cut(message, pieces, layout.chunk_bytes):
-            self._wait_for_room()
-            slot = self._posted % layout.slots
-            buffer, at = self._buffers[slot], LINE
-            part.write(buffer)
-            for piece in payload:
-                buffer[at : at + piece.nbytes] = piece
-                at += piece.nbytes
-            data = [buffer[:at], self._byte]
-            self._sending[slot] = self._comm.Isend(data, self.pair.server_rank, REQUEST)
-            self._posted += 1
+        self._wait_for_room()
+        slot = self._posted % layout.slots
+        buffer, at = self._buffers[slot], LINE
+        large = message.total > layout.chunk_bytes
+        (message._replace(nbytes=0) if large else message).write(buffer)
+        for piece in () if large else pieces:
+            buffer[at : at + piece.nbytes] = piece
+            at += piece.nbytes
+        self._sending[slot] = self._comm.Isend([buffer[:at], self._byte], self.pair.server_rank, REQUEST)
+        self._posted += 1
+        if large:
+            self._send(pieces)
+
+    def _send(self, pieces: Sequence[np.ndarray]) -> None:
+        """Send a payload, and wait until its memory may be changed, without sleeping while it gets on."""
+        comm, rank, chunk_bytes = self._comm, self.pair.server_rank, self.pair.layout.chunk_bytes
+        parts = [part for piece in pieces for part in chunks(piece, chunk_bytes)]
+        self._finish([comm.Isend([part, self._byte], rank, PAYLOAD) for part in parts], "push")
 
     def _wait_for_room(self) -> None:
         """Wait until the server has taken enough, and the buffer of the next part is free.

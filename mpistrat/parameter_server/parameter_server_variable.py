@@ -36,10 +36,10 @@ _POOL = BufferPool(kept=8)
 class ParameterServerVariable(Variable):
     """A variable that one server holds, and every worker reads and writes without waiting for other workers.
 
-    Reading gets the whole variable from its server, as it was between two writes, with all that this worker wrote
-    before; a large one on this node is not copied. In a step (`strategy.run`) the first read does so, and later ones of the step give the same numbers; outside
-    every read asks the server. Writing returns when the value was handed over; the server applies it once. Neither is
-    collective. In replica context what the worker's own replicas write is aggregated first.
+    Reading gets the whole variable from its server, as it was between two writes, with all that this worker wrote before; a
+    large one on this node is not copied. In a step (`strategy.run`) the first read does so, and later ones of the step give
+    the same numbers; outside every read asks the server. Writing returns when the value was handed over; the server applies
+    it once. Neither is collective. In replica context what the worker's own replicas write is aggregated first.
 
     Attributes:
         number: of the variable among all that the servers hold.
