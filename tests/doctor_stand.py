@@ -24,6 +24,7 @@ class Visit:
 
     @functools.cached_property
     def document(self) -> dict[str, Any]:
+        assert self.out[:1] == "{", f"exit status {self.status}\n{self.out}\n{self.err}"
         return json.loads(self.out)
 
     def findings(self, name: str) -> list[dict[str, str]]:

@@ -24,7 +24,7 @@ _PMI2 = (
     "MPICH over UCX hangs now and then under srun --mpi=pmi2, whose lines are too short for it: export "
     "MPIR_CVAR_CH4_NETMOD=ofi, or start with MPICH's mpiexec in the batch script"
 )
-_GRACE = 1.0  # seconds in which rank 0 may tell what other ranks would tell, too
+_GRACE = 1.0  # seconds, and half of those that went by, in which rank 0 may tell what other ranks would tell, too
 
 
 def check_ranks(needs: Collection[str], limit: float) -> Summary:
@@ -37,7 +37,9 @@ def check_ranks(needs: Collection[str], limit: float) -> Summary:
         needs: what the user cannot do without.
         limit: seconds that all of it may take.
     """
+    start = time.monotonic()
     first = launched_rank() in (None, 0)
+    patience = limit if first else 1.5 * limit + 10
     child = Watched("mpistrat.doctor.rank_probe", [str(0.7 * limit), *needs])
     ended = False
 
@@ -48,13 +50,13 @@ def check_ranks(needs: Collection[str], limit: float) -> Summary:
 
     before = signal.signal(signal.SIGTERM, end)  # what a launcher sends when another rank has failed
     try:
-        outcome = child.finish(limit if first else 1.5 * limit + 10)
+        outcome = child.finish(patience)
     finally:
         signal.signal(signal.SIGTERM, before)
-    failed = None if outcome.ended_well else _failure(outcome, limit, ended)
+    failed = None if outcome.ended_well else _failure(outcome, patience, ended)
     if not first:
-        if failed is not None:
-            _tell(failed, ended)
+        if failed is not None and not ended:
+            _tell(failed, _GRACE + 0.5 * (time.monotonic() - start))
         return Summary([] if failed is None else [failed])
     findings = [Finding(**record["finding"]) for record in outcome.records if "finding" in record]
     if failed is not None:
@@ -95,8 +97,7 @@ def _organ(step: str) -> str:
     )
 
 
-def _tell(failed: Finding, ended: bool) -> None:
+def _tell(failed: Finding, patience: float) -> None:
     """Say in one line what befell this process, if rank 0 does not end the job first by telling the same."""
-    if not ended:
-        time.sleep(_GRACE)
-        print(f"mpistrat doctor: {failed.what}", file=sys.stderr, flush=True)
+    time.sleep(patience)
+    print(f"mpistrat doctor: {failed.what}", file=sys.stderr, flush=True)
