@@ -240,7 +240,8 @@ class StopTogether(StopAgreement):
     def _take(self) -> bool:
         if self._pending is None:
             return False
-        self._pending.Wait()
+        while not self._pending.Test():  # MPI's own wait would keep a core that another rank may need
+            os.sched_yield()
         self._pending = None
         return bool(self._wishes[0])
 
