@@ -173,6 +173,7 @@ class Slurm:
             "SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1", "OMPI_MCA_osc": "^ucx", "PRTE_MCA_hwloc_default_binding_policy": "none",
             "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "MPIR_CVAR_CH4_NETMOD": "ofi",
+            "OMPI_MCA_mpi_yield_when_idle": "1",  # as mpirun sets it itself where ranks share cores; srun does not
             **(extra or {}),
         }  # fmt: skip
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
