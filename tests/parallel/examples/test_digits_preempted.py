@@ -73,7 +73,7 @@ def kill(at: tuple[int, ...]):
     return tell
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, 3, timeout=150)
 @pytest.mark.parametrize(
     ("strategy", "at"), [("mirrored", (6,)), ("multi_worker_mirrored", (3, 10, 3, 10)), ("central_storage", (6,))]
 )
@@ -89,7 +89,7 @@ def test_the_bits_of_an_undisturbed_run(mpi_tmp_path, monkeypatch, strategy: str
     MPI.COMM_WORLD.Barrier()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=150)
 @pytest.mark.parametrize("devices", ["cpu:0,cpu:1"])
 def test_with_several_devices(mpi_tmp_path, monkeypatch, devices: str) -> None:
     from mpi4py import MPI
@@ -102,7 +102,7 @@ def test_with_several_devices(mpi_tmp_path, monkeypatch, devices: str) -> None:
     MPI.COMM_WORLD.Barrier()
 
 
-@pytest.mark.hosts(2, ranks_per_host=2)
+@pytest.mark.hosts(2, ranks_per_host=2, timeout=150)
 def test_over_two_hosts(mpi_tmp_path, monkeypatch) -> None:
     from mpi4py import MPI
 
@@ -114,7 +114,7 @@ def test_over_two_hosts(mpi_tmp_path, monkeypatch) -> None:
     MPI.COMM_WORLD.Barrier()
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, timeout=150)
 def test_told_at_any_moment(mpi_tmp_path, monkeypatch) -> None:
     """Before the first step, during evaluation, in the last step, while it saves; one rank, or all of them."""
     from mpi4py import MPI
@@ -147,7 +147,7 @@ def test_told_at_any_moment(mpi_tmp_path, monkeypatch) -> None:
     comm.Barrier()
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, timeout=150)
 def test_on_another_number_of_ranks(mpi_tmp_path, monkeypatch) -> None:
     """Begun on four ranks, ended on one: the weights of one rank, up to rounding."""
     from mpi4py import MPI
@@ -173,7 +173,7 @@ def stop_once(folder: Path, monkeypatch, words: tuple[str, ...]) -> None:
         digits_jobs.run(folder, *words)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=150)
 def test_settings_must_be_those_it_began_with(mpi_tmp_path, monkeypatch) -> None:
     with pytest.raises(SystemExit):
         stop_once(mpi_tmp_path / "job", monkeypatch, ("--strategy", "mirrored"))
@@ -182,7 +182,7 @@ def test_settings_must_be_those_it_began_with(mpi_tmp_path, monkeypatch) -> None
         digits_jobs.run(mpi_tmp_path / "job", "--strategy", "mirrored", "--seed", "1")
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3, 4, timeout=150)
 def test_parameter_servers(mpi_tmp_path, monkeypatch) -> None:
     """Every row of the data is read once an epoch, and the result is as good."""
     from mpi4py import MPI
