@@ -61,7 +61,7 @@ def obituary(rank: Rank, status: int | None, nodes: int, at: float) -> str:
     when = time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"
     number = 0 if status is None else status & 0x7F
     if status is None:
-        how = f"ended without a word at {when}: killed, or crashed"
+        how = f"ended without a word at {when}: killed, crashed, or ended by os._exit"
     elif number:
         name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
         how = f"was ended by {name} at {when}: {REMEDIES.get(number, CRASH)}"

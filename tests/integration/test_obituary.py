@@ -62,9 +62,9 @@ def test_roles_of_parameter_servers(mpi_run, victim, role):
 
 
 ENDS = {
-    KILL: ("SIGKILL", "killed, or crashed"),
-    "os.kill(os.getpid(), signal.SIGSEGV)": ("SIGSEGV", "killed, or crashed"),
-    "os._exit(3)": ("ended with status 3",),
+    KILL: ("SIGKILL", "killed, crashed, or ended by os._exit"),
+    "os.kill(os.getpid(), signal.SIGSEGV)": ("SIGSEGV", "killed, crashed, or ended by os._exit"),
+    "os._exit(3)": ("ended with status 3", "ended by os._exit"),
 }
 
 
