@@ -146,8 +146,10 @@ PROGRAMS = {
     ),
     "a forked child": (
         """ms.catch_stop_signals()
+        reader, writer = os.pipe()
         pid = os.fork()
-        if not pid: time.sleep(20)
+        if not pid: os.write(writer, b"x"); time.sleep(20); os._exit(1)
+        os.read(reader, 1)  # Python drops signals that come to a child while it is being made
         os.kill(pid, signal.SIGTERM)
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) + 20)""", 5,
     ),
