@@ -53,10 +53,10 @@ class Interrupted:
         self.job.wait_until("restart", restarted, timeout)
         assert "made/resume.h5" in self.job.output(), self.job.tell("the job did not save")
 
-    def completed(self) -> dict:
-        """The end of the job, once restarted; its weights."""
+    def completed(self, most: int = 1) -> dict:
+        """The end of the job, restarted once or at most so often; its weights."""
         text = self.job.completed()
-        assert int(self.job.fields()["Restarts"]) == 1, self.job.tell("restarts")
+        assert 1 <= int(self.job.fields()["Restarts"]) <= most, self.job.tell("restarts")
         assert text.count("stepped") < 4 * (30 + 30), "it began anew and did not go on"
         return digits_jobs.weights(self.folder / "made")
 
@@ -96,7 +96,8 @@ def test_told_by_scancel(slurm, slurm_mpi, references, tmp_path, launcher: str) 
 
 
 def test_told_before_the_time_limit(slurm, slurm_mpi, references, tmp_path) -> None:
-    """SLURM looks at time limits every half minute, so the notice of a limit of one minute comes in its first half."""
+    """SLURM looks at time limits every half minute, so the notice of a limit of one minute comes in its first half,
+    and on a slow machine a second time."""
     from integration.slurm_jobs import same_bits
 
     if slurm_mpi.name != "openmpi":
@@ -104,4 +105,4 @@ def test_told_before_the_time_limit(slurm, slurm_mpi, references, tmp_path) -> N
     undisturbed = references.weights(slurm_mpi)
     run = Interrupted(slurm, slurm_mpi, tmp_path, "srun", 2.5, "--time", "00:01:00", "--notice", "45")
     run.wait_for_restart()
-    assert same_bits(run.completed(), undisturbed)
+    assert same_bits(run.completed(most=3), undisturbed)
