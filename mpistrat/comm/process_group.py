@@ -238,7 +238,7 @@ class ProcessGroup:
                 attachment.close()
             else:
                 _note_leaving(attachment)
-        Watchdog.remove(self.watch)
+        Watchdog.remove(self.watch, self._private if healthy else None)
         self.watch.refusal = ClosedError("the strategy is closed")
         self._calls.clear()
         if self._private is None:

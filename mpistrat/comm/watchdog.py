@@ -14,10 +14,12 @@ import struct
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import numpy as np
 
 from .. import log
 from . import abort, obituary
@@ -146,6 +148,7 @@ class _Patrol:
     def __init__(self, watch: Watch, comm: Any) -> None:
         self.watch, self.comm = watch, comm
         self.sending: list[tuple[Any, bytes]] = []
+        self.sent, self.received = np.zeros(watch.size, np.int64), 0  # messages: to each rank, and from all
         self.told_end = False  # whether this rank knows, or has told, why the job ends
         self.told_stop = False
         self.judged: tuple[float, Call, int] | None = None
@@ -163,16 +166,24 @@ class _Patrol:
         from mpi4py import MPI
 
         self.sending.append((self.comm.Isend([data, MPI.BYTE], rank, kind), data))
+        self.sent[rank] += 1
 
-    def receive(self) -> None:
-        """Answer and note what came."""
+    def _messages(self) -> Iterator[tuple[int, int, bytearray]]:
+        """Source, kind and content of what came."""
         from mpi4py import MPI
 
-        status, watch = MPI.Status(), self.watch
+        status = MPI.Status()
         while self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             source, kind = status.source, status.tag
             data = bytearray(status.Get_count(MPI.BYTE))
             self.comm.Recv([data, MPI.BYTE], source, kind)
+            self.received += 1
+            yield source, kind, data
+
+    def receive(self) -> None:
+        """Answer and note what came."""
+        watch = self.watch
+        for source, kind, data in self._messages():
             if kind == _ASK:
                 _, number, tag, seconds, in_mpi, text = watch.answer()
                 self.send(_PLACE, _HEAD.pack(number, tag, seconds, in_mpi) + text.encode()[:_LONGEST], source)
@@ -186,6 +197,20 @@ class _Patrol:
                 watch.stop = True
             elif kind == _END:
                 self._hear_end(bytes(data))
+
+    def drain(self) -> None:
+        """Receive what is still on its way, and forget it. Collective; nobody sends any more.
+
+        MPI may give the freed communicator's context to the next one, whose ranks would take it for their own.
+        """
+        expected = np.zeros(1, np.int64)
+        self.comm.Reduce_scatter_block(self.sent, expected)
+        while self.received < expected[0]:
+            for _ in self._messages():
+                pass
+            os.sched_yield()
+        for request, _ in self.sending:
+            request.Wait()
 
     def _tell_stop(self) -> None:
         """Tell all others that one of them was told to stop, through rank 0: they may all have been."""
@@ -330,13 +355,22 @@ class Watchdog:
             cls.instance._patrols.append(_Patrol(watch, comm))
 
     @classmethod
-    def remove(cls, watch: Watch) -> None:
-        """Forget a group, so that its communicator may be freed. Not collective."""
+    def remove(cls, watch: Watch, comm: Any = None) -> None:
+        """Forget a group. Collective over its ranks if they are about to free its communicator, else not.
+
+        Args:
+            watch: what `add` was given.
+            comm: the communicator that will be freed: it is left without a message. None if it stays to the program's end.
+        """
         watch.watched = False
+        mine: list[_Patrol] = []
         if cls.instance is not None:
             with cls.instance.lock:
                 patrols = cls.instance._patrols
+                mine = [patrol for patrol in patrols if patrol.watch is watch]
                 patrols[:] = [patrol for patrol in patrols if patrol.watch is not watch]
+        if comm is not None:
+            (mine[0] if mine else _Patrol(watch, comm)).drain()  # others may have a watchdog where this rank has none
 
     @classmethod
     def tell_left(cls, watch: Watch, ranks: Iterable[int]) -> None:

@@ -1,6 +1,7 @@
 """What the ranks of a group do together."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -61,6 +62,23 @@ def test_closed_group_refuses(group):
         pass
     with pytest.raises(ClosedError):
         group.barrier()
+
+
+def test_the_next_group_does_not_hear_the_one_before():
+    """MPI may give it the same context; what was still on its way then reached it."""
+    from mpistrat.cluster.topology import Topology
+    from mpistrat.comm.process_group import ProcessGroup
+
+    for turn in range(6):
+        topology = Topology.create()
+        group = ProcessGroup.create(topology)
+        tell = turn % 2 == 0
+        group.watch.stop = tell
+        time.sleep(0.12)  # the watchdog looks every tenth of a second, and then tells all others
+        heard = group.watch.stop
+        group.close()
+        topology.close()
+        assert heard == tell, turn
 
 
 def test_place_is_kept_while_inside(group):
