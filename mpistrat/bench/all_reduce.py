@@ -47,21 +47,17 @@ def operations(strategy: Any, count: int) -> dict[str, Operation]:
 
 def measure(setting: Setting) -> Result:
     """Return the seconds of an all-reduce by size. Collective."""
-    values: dict[str, dict[str, float]] = {}
-    left_out, each = "", 0.0  # seconds of all operations on one element
-    for label, count in list(SIZES.items())[: 3 if setting.quick else None]:
-        left_out = setting.why_not(label, 4 * COPIES * count, each * count * _TIMES)
-        if left_out:
-            break
+
+    def one(count: int) -> dict[str, float]:
         runs = []
         for _ in range(_ALLOCATIONS):
             strategy = MultiWorkerMirroredStrategy(comm=setting.comm)
             found = operations(strategy, count)
             runs.append(pair(strategy.comm, found, repetitions=200, seconds=setting.budget(1.2)))
             strategy.close()
-        values[label] = medians(runs)
-        if count >= SIZES["1 MB"]:  # smaller ones take as long as a message
-            each = sum(values[label].values()) / count
+        return medians(runs)
+
+    values, left_out = setting.by_size(SIZES, COPIES, _TIMES, one)
     return Result(
         title="All-reduce of float32",
         unit="seconds",

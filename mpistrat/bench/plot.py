@@ -122,4 +122,6 @@ def _bars(axis: Any, result: Result) -> None:
 
 
 def _short(value: float) -> str:
+    if value >= 10_000:  # a group's labels would overlap
+        return f"{value / 1000:,.0f} K"
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

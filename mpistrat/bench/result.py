@@ -11,6 +11,7 @@ from .measure import describe
 __all__ = ["Result", "Setting"]
 
 
+_LARGE = 1 << 18  # elements: 1 MB
 _LONGEST = 15.0  # seconds of one case
 
 
@@ -47,17 +48,30 @@ class Setting:
         """Return the seconds for a measurement. Not collective."""
         return seconds / 8 if self.quick else seconds
 
-    def why_not(self, label: str, nbytes: int, seconds: float) -> str:
-        """Return why a case is too large for this machine, "" if it is not. The same on all ranks; not collective.
+    def by_size(
+        self, sizes: Mapping[str, int], copies: int, times: int, measure: Callable[[int], dict[str, float]]
+    ) -> tuple[dict[str, dict[str, float]], str]:
+        """Return the seconds of operations by size, and which sizes are too large for this machine. Collective.
 
         Args:
-            label: the case.
-            nbytes: memory that it takes on each rank.
-            seconds: that it takes at least, by what was measured before.
+            sizes: numbers of float32 elements, by label, in ascending order; `quick` takes the first ones, up to 1 MB.
+            copies: of so many elements, that a rank holds at once.
+            times: how often each operation is done, at least.
+            measure: returns the seconds of each operation on so many elements; collective.
         """
-        if nbytes > self.memory:
-            return f"{label} and more left out: too much memory."
-        return f"{label} and more left out: too slow here." if seconds > self.budget(_LONGEST) else ""
+        values: dict[str, dict[str, float]] = {}
+        each = 0.0  # seconds of all operations on one element
+        for label, count in sizes.items():
+            if self.quick and count > _LARGE:
+                break
+            if 4 * copies * count > self.memory:
+                return values, f"{label} and more left out: too much memory."
+            if each * count * times > self.budget(_LONGEST):
+                return values, f"{label} and more left out: too slow here."
+            values[label] = measure(count)
+            if count >= _LARGE:  # smaller ones take as long as a message
+                each = sum(values[label].values()) / count
+        return values, ""
 
 
 @dataclass(frozen=True)

@@ -58,17 +58,15 @@ def raw(comm: Any, count: int) -> Operation:
 
 def measure(setting: Setting) -> Result:
     """Return the seconds of a step by number of parameters. Collective."""
-    values: dict[str, dict[str, float]] = {}
-    left_out, each = "", 0.0  # seconds of both operations on one parameter
-    for label, count in list(SIZES.items())[: 1 if setting.quick else None]:
-        left_out = setting.why_not(label, 4 * COPIES * count, each * count * _TIMES)
-        if left_out:
-            break
+
+    def one(count: int) -> dict[str, float]:
         strategy = MultiWorkerMirroredStrategy(comm=setting.comm)
         operations = {OURS: ours(strategy, count), RAW: raw(strategy.comm, count)}
-        values[label] = pair(strategy.comm, operations, repetitions=100, seconds=setting.budget(4.0))
+        found = pair(strategy.comm, operations, repetitions=100, seconds=setting.budget(4.0))
         strategy.close()
-        each = sum(values[label].values()) / count
+        return found
+
+    values, left_out = setting.by_size(SIZES, COPIES, _TIMES, one)
     return Result(
         title="A step: reduce and Adam",
         unit="seconds",

@@ -9,9 +9,9 @@ import os
 import sys
 from typing import Any
 
+from ..batch_jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render, site_names, submit
+from ..batch_jobs.schedulers import LAUNCHERS
 from ..data.shards.ranks import Ranks
-from ..jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render, site_names, submit
-from ..jobs.schedulers import LAUNCHERS
 from ..options import STRATEGIES
 from .command import DONE, Command
 

@@ -20,6 +20,7 @@ from ..variables.memory import move_like
 from .block_update import BlockUpdate
 from .gradients import Pairs, place_gradients
 from .slots import SlotStore, owners
+from .step import Step
 
 if TYPE_CHECKING:
     from ..variables.variable import Variable
@@ -31,12 +32,8 @@ Consume = Callable[[int, int, Any], None]
 
 
 @final
-class FusedStep:
-    """The step of one optimizer on one set of variables: made at the first such step, used again at every other.
-
-    Attributes:
-        strategy: whose variables they are; opaque.
-    """
+class FusedStep(Step):
+    """The step of one optimizer on one set of variables whose arenas all ranks of a node share."""
 
     def __init__(
         self,

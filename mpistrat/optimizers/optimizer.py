@@ -20,6 +20,7 @@ from .fused_step import FusedStep
 from .gradients import check_variables
 from .schedules import LearningRateSchedule
 from .slots import SlotStore
+from .step import Step
 
 if TYPE_CHECKING:
     from ..variables.variable import Variable
@@ -81,7 +82,7 @@ class Optimizer(ABC):
         self._counted_from = 0  # steps are counted alike, but may be set otherwise on one rank
         self._slot_start = float(slot_start)
         self._slots = SlotStore(self)
-        self._steps: dict[tuple[int, ...], FusedStep] = {}
+        self._steps: dict[tuple[int, ...], Step] = {}
         self._variables: list[Variable] = []
         self._strategy: Any = None
         self._revision = 0
@@ -279,13 +280,13 @@ class Optimizer(ABC):
         """Return whether it serves no other strategy. Not collective."""
         return self._strategy is None or self._strategy is strategy
 
-    def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> FusedStep:
+    def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> Step:
         chosen, left_out = check_variables(strategy, pairs)
         self.join(strategy)
         known = set(map(id, self._variables))
         new = [variable for variable in chosen if id(variable) not in known]
         make = chosen[0].placement.make_step
-        step = make(self, chosen) if make else FusedStep(self, strategy, chosen, left_out, self._slots)
+        step: Step = make(self, chosen) if make else FusedStep(self, strategy, chosen, left_out, self._slots)
         self._variables.extend(new)
         self._slots.fill_pending(new)
         return step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -10,11 +9,11 @@ import numpy as np
 from ..buffer_pool import BufferPool
 from ..cluster.devices import parse
 from ..types import IndexedSlices
-from ..variables.aggregation import aggregate, aggregate_slices, check_replica_write, check_scatter
 from ..variables.memory import zeros
+from ..variables.on_write_variable import OnWriteVariable
 from ..variables.scatter import row_numbers
-from ..variables.values import as_flat, one_value
-from ..variables.variable import Description, Variable
+from ..variables.values import as_flat
+from ..variables.variable import Description
 from .access import Access
 from .operations import Operation
 
@@ -33,7 +32,7 @@ _POOL = BufferPool(kept=8)
 
 
 @final
-class ParameterServerVariable(Variable):
+class ParameterServerVariable(OnWriteVariable):
     """A variable that one server holds, and every worker reads and writes without waiting for other workers.
 
     Reading gets the whole variable from its server, as it was between two writes, with all that this worker wrote before; a
@@ -119,42 +118,16 @@ class ParameterServerVariable(Variable):
 
     # writing
 
-    def _update(self, op: str, value: Any) -> Variable:
-        function = f"Variable.{op}"
-        frame = self._frame(op)
-        if frame.replica is None:
-            self._write(op, as_flat(one_value(value, function), self.shape, self.dtype, function))
-            return self
-        check_replica_write(self, function)
-        array = as_flat(value, self.shape, self.dtype, function).reshape(self.shape)
-        frame.replica.merge_call(functools.partial(self._merge, op), args=(array,))
-        return self
-
-    def _merge(self, op: str, strategy: Any, value: Any) -> None:
-        total = aggregate(self, self._per_replica(value))
-        self._write(op, as_flat(total, self.shape, self.dtype, f"Variable.{op}"))
-
-    def _write(self, op: str, flat: Any) -> None:
+    def _store(self, op: str, flat: Any, only: int | None = None, given: bool = False) -> None:
         access = self._access
         assert access is not None
         with access.lock:
             access.write(self.number, _OPERATIONS[op], np.ascontiguousarray(flat).reshape(self.shape))
             self._seen = 0  # the step reads anew, and sees it
 
-    def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> Variable:
-        frame = self._frame(f"scatter_{op}")
-        delta = IndexedSlices(updates, indices)
-        if frame.replica is None:
-            self._write_rows(op, depth, delta)
-            return self
-        check_scatter(self, op)
-        frame.replica.merge_call(functools.partial(self._merge_rows, op, depth), args=(delta,))
-        return self
-
-    def _merge_rows(self, op: str, depth: int, strategy: Any, delta: Any) -> None:
-        self._write_rows(op, depth, aggregate_slices(self, self._per_replica(delta)))
-
-    def _write_rows(self, op: str, depth: int, delta: IndexedSlices) -> None:
+    def _store_rows(
+        self, op: str, depth: int, delta: IndexedSlices, only: int | None = None, given: bool = False
+    ) -> None:
         access = self._access
         assert access is not None
         rows = np.asarray(delta.indices, np.int64)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import sleep
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
-from .. import log
-from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
+from ..cluster import ClusterResolver, Topology
 from ..cluster.communicator import check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
 from ..cross_device.cross_device_ops import CrossDeviceOps
@@ -19,12 +17,14 @@ from ..data.distribution.workers import Workers
 from ..errors import ContextError, explain
 from ..options import CommunicationOptions, RunOptions
 from ..parameter_server.access import Access, ServerAccess, WorkerAccess
+from ..parameter_server.casting import Casting
 from ..parameter_server.layout import VariableSpec
 from ..parameter_server.parameter_server_variable import ParameterServerVariable
 from ..parameter_server.parameter_servers import ParameterServers
 from ..parameter_server.placing import PLACEMENTS
 from ..parameter_server.report import ParameterServerStats, gather_stats
-from ..parameter_server.roles import Roles, elsewhere, is_server
+from ..parameter_server.roles import Roles
+from ..parameter_server.settings import Settings
 from ..parameter_server.synchronous import SynchronousUpdates
 from ..parameter_server.updates import Updates
 from ..parameter_server.waiting import CEILING
@@ -101,7 +101,7 @@ class ParameterServerStrategy(Strategy):
         workers, servers: their ranks.
         is_server: whether this rank is a server.
         worker_index: this worker's number, None on a server.
-        max_staleness, workers_in_sync: as given.
+        cluster_resolver: as given, or one that says the same as `num_ps`.
     """
 
     def __init__(
@@ -122,108 +122,77 @@ class ParameterServerStrategy(Strategy):
         comm: MPI.Intracomm | None = None,
         devices: Sequence[str] | str | None = None,
     ) -> None:
-        resolver = cluster_resolver if cluster_resolver is not None else _from_environment(num_ps)
-        ranks = check_comm(running_mpi(_NAME), comm, _NAME)
-        followers = following.tell(
-            ranks,
-            {
-                "variable_partitioner": variable_partitioner,
-                "num_ps": num_ps,
-                "max_staleness": max_staleness,
-                "backup_workers": backup_workers,
-                "placement": placement,
-                "transport": transport,
-                "workers_in_sync": workers_in_sync,
-                "back_off": back_off,
-                "check_numerics": check_numerics,
-                "communication_options": communication_options,
-            },
+        settings = Settings(
+            variable_partitioner,
+            num_ps,
+            max_staleness,
+            backup_workers,
+            placement,
+            transport,
+            workers_in_sync,
+            back_off,
+            check_numerics,
+            communication_options,
         )
-        count = 1 if num_ps is None else num_ps
-
-        def check(topology: Topology) -> None:
-            if resolver is not None and num_ps is not None:
-                got = "both"
-                raise ValueError(explain(_NAME, "num_ps", expected="num_ps or cluster_resolver", got=got))
-            if resolver is None:
-                Roles.of_counts(topology.size, count)
-            _check_settings(max_staleness, backup_workers, placement, workers_in_sync)
-
+        casting = Casting(settings, cluster_resolver)
+        ranks = check_comm(running_mpi(_NAME), comm, _NAME)
+        followers = following.tell(ranks, dict(vars(settings)))
         roles = Roles((), ())
 
         def make_sync_group(group: ProcessGroup) -> ProcessGroup:
             nonlocal roles
-            with group.collective(_NAME, detail=settings):
-                pass
-            size, rank = group.topology.size, group.topology.rank
-            roles = Roles.of_counts(size, count) if resolver is None else Roles.gather(group, resolver)
-            if not backup_workers < len(roles.workers):
-                expected = f"less than the {len(roles.workers)} workers"
-                raise ValueError(explain(_NAME, "backup_workers", expected=expected, got=backup_workers))
-            return _sync_group(group, roles.in_sync_with(rank, workers_in_sync))
+            roles = casting.agree(group)
+            return _sync_group(group, roles.in_sync_with(group.topology.rank, workers_in_sync))
 
-        here = _serves(resolver, ranks.rank, ranks.size, count)
-        settings = (max_staleness, backup_workers, placement, transport, workers_in_sync, back_off, check_numerics)
         parts = assemble(
             PARAMETER_SERVER,
             comm,
-            "cpu:0" if here else devices,
+            "cpu:0" if casting.serves(ranks) else devices,
             cross_device_ops,
             communication_options,
-            check=check,
+            check=casting.check,
             make_sync_group=make_sync_group,
         )
         group = parts.group
-        if resolver is None:
-            jobs = {"worker": list(roles.workers), "ps": list(roles.servers)}
-            resolver = MPIClusterResolver(group.topology.comm, jobs)
-        _tell_placement(group, roles, resolver)
+        self.cluster_resolver = casting.tell(group, roles)
+        self._settings = settings
         self.workers, self.servers = roles.workers, roles.servers
-        self.max_staleness, self.workers_in_sync = max_staleness, workers_in_sync
         rank = group.topology.rank
         self.is_server = rank in roles.servers
         self.worker_index = None if self.is_server else roles.workers.index(rank)
-        self._check_numerics = bool(check_numerics)
         self._parameter_servers = ParameterServers(
             group, roles.workers, roles.servers, transport=transport, back_off=back_off
         )
         self._optimizers = ServedOptimizers(self)
-        self._access = self._make_access(parts.sync_group or group, max_staleness, backup_workers)
+        self._access = self._make_access(parts.sync_group or group)
         self._place = PLACEMENTS[placement](len(roles.servers))
-        super().__init__(
-            replace(
-                parts,
-                make=self._make,
-                make_step=self._make_step,
-                num_input_pipelines=len(roles.workers) // workers_in_sync,
-            )
-        )
-        placement_of = self._extended.placement
-        placement_of.partitioner, placement_of.first_worker = variable_partitioner, self.workers[0]
-        number = next(_strategies) % (ORDINAL_STEP - 1) + 1
-        placement_of.ordinals = itertools.count(number, ORDINAL_STEP)
-        placement_of.slots = ServerSlots(
-            group,
-            roles.servers,
-            self._optimizers.updates if self.is_server else None,
-            lambda: placement_of.variables,
-        )
-        self.cluster_resolver = resolver
+        pipelines = len(roles.workers) // workers_in_sync
+        super().__init__(replace(parts, make=self._make, make_step=self._make_step, num_input_pipelines=pipelines))
+        self._complete(self._extended.placement)
         self._stop_request = StopRequest(group, spread=True)
         self._stop_agreement = StopAtPasses(
             group, self._stop_agreement, lambda: bool(followers) or self._access.in_pass
         )
         following.lead(self, followers)
 
-    def _make_access(self, sync_group: ProcessGroup, max_staleness: int | None, backup_workers: int) -> Access:
-        server = self._parameter_servers.server
+    def _complete(self, placement: Placement) -> None:
+        """Say what is special about variables and optimizers of this strategy. Not collective."""
+        placement.partitioner, placement.first_worker = self._settings.variable_partitioner, self.workers[0]
+        number = next(_strategies) % (ORDINAL_STEP - 1) + 1
+        placement.ordinals = itertools.count(number, ORDINAL_STEP)
+        updates = self._optimizers.updates if self.is_server else None
+        group = self._parameter_servers.group
+        placement.slots = ServerSlots(group, self.servers, updates, lambda: placement.variables)
+
+    def _make_access(self, sync_group: ProcessGroup) -> Access:
+        server, max_staleness = self._parameter_servers.server, self.max_staleness
         self._dropped: Sequence[int] = ()
         if server is None:
             access = WorkerAccess(self._parameter_servers, sync_group, max_staleness)
             self._parameter_servers.group.attach(access)
             return access
         if max_staleness == 0:
-            together = SynchronousUpdates(server, self._optimizers.find, self._by_number, backup_workers)
+            together = SynchronousUpdates(server, self._optimizers.find, self._by_number, self._settings.backup_workers)
             self._dropped = together.dropped
             server.start(together, together.on_leave, together.retry)
         else:
@@ -232,6 +201,16 @@ class ParameterServerStrategy(Strategy):
         return ServerAccess(server, self._parameter_servers)
 
     # who
+
+    @property
+    def max_staleness(self) -> int | None:
+        """As given."""
+        return self._settings.max_staleness
+
+    @property
+    def workers_in_sync(self) -> int:
+        """As given."""
+        return self._settings.workers_in_sync
 
     @property
     def num_workers(self) -> int:
@@ -298,7 +277,7 @@ class ParameterServerStrategy(Strategy):
         raise ContextError(explain(f"{_NAME}.{function}", "", expected="a worker", got=got, remedy=remedy))
 
     def _make_step(self, optimizer: Optimizer, variables: Sequence[Any]) -> PushStep:
-        return PushStep(optimizer, self, variables, self._worker("apply_gradients"), self._check_numerics)
+        return PushStep(optimizer, self, variables, self._worker("apply_gradients"), self._settings.check_numerics)
 
     # serving, on servers
 
@@ -439,53 +418,6 @@ class ParameterServerStrategy(Strategy):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(explain(_NAME, "", expected="no copy.deepcopy", got="one", remedy="Make another strategy"))
-
-
-def _from_environment(num_ps: int | None) -> ClusterResolver | None:
-    """The resolver of TF_CONFIG, where that says who is a server and the program does not."""
-    if num_ps is not None or not os.environ.get("TF_CONFIG"):
-        return None
-    resolver = TFConfigClusterResolver()
-    return resolver if "ps" in resolver.cluster_spec().jobs else None
-
-
-def _serves(resolver: ClusterResolver | None, rank: int, size: int, num_ps: int) -> bool:
-    """Whether this rank will be a server, as far as it can be seen before the ranks have talked."""
-    if resolver is not None:
-        return is_server(resolver)
-    return type(num_ps) is int and rank >= size - num_ps
-
-
-def _check_settings(max_staleness: int | None, backup_workers: int, placement: str, workers_in_sync: int) -> None:
-    for name, value, optional in (("max_staleness", max_staleness, True), ("backup_workers", backup_workers, False)):
-        if not (value is None and optional) and (type(value) is not int or value < 0):
-            expected = f"an integer of at least 0{' or None' * optional}"
-            raise ValueError(explain(_NAME, name, expected=expected, got=repr(value)))
-    if backup_workers and max_staleness != 0:
-        expected, got = "max_staleness=0 with backup workers", repr(max_staleness)
-        raise ValueError(explain(_NAME, "max_staleness", expected=expected, got=got))
-    if type(workers_in_sync) is not int or workers_in_sync < 1:
-        expected = "an integer of at least 1"
-        raise ValueError(explain(_NAME, "workers_in_sync", expected=expected, got=repr(workers_in_sync)))
-    if workers_in_sync > 1 and max_staleness == 0:
-        expected = "1 with max_staleness=0, where all workers step together"
-        raise ValueError(explain(_NAME, "workers_in_sync", expected=expected, got=workers_in_sync))
-    if placement not in PLACEMENTS:
-        raise ValueError(explain(_NAME, "placement", expected=f"one of {', '.join(PLACEMENTS)}", got=repr(placement)))
-
-
-def _tell_placement(group: ProcessGroup, roles: Roles, resolver: ClusterResolver) -> None:
-    """Log who is where; warn where that is not what the resolver said. Collective."""
-    host = group.topology.hostname
-    with group.collective(_NAME, "placement"):
-        told = [text.split("\n") for text in group.all_gather_text(f"{host}\n{elsewhere(resolver, host)}")]
-    placement = roles.describe([host for host, _ in told])
-    if group.topology.rank == 0:
-        log.once(logging.INFO, f"{_NAME}:\n{placement}")
-    wrong = [f"rank {rank} is on {host}, not on {asked}" for rank, (host, asked) in enumerate(told) if asked]
-    if wrong:
-        remedy = "check the launcher's host list (mpiexec --hosts, mpirun --host) against the cluster's addresses"
-        log.once(logging.WARNING, f"{_NAME}: other hosts than asked: {'; '.join(wrong)}: {remedy}\n{placement}")
 
 
 def _sync_group(group: ProcessGroup, members: tuple[int, ...]) -> ProcessGroup:

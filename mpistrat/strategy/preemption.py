@@ -43,9 +43,8 @@ __all__ = [
 RESTART_EXIT_CODE = 42  # of a program that has saved and wants to be put back into the queue, as TensorFlow's
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
-_INSISTS = (
-    1.0  # seconds after which one more SIGTERM ends at once; launchers and schedulers may both pass on the same one
-)
+# Seconds after which one more SIGTERM ends at once; launchers and schedulers may both pass on the same one.
+_INSISTS = 1.0
 _MARGIN, _SHARE = 60.0, 0.1  # seconds before the time limit, at most this share of what was left at first
 _LAST_WAIT = 1.0  # seconds at the end of the program
 

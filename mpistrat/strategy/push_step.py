@@ -12,6 +12,7 @@ from ..comm.arrays import to_host
 from ..distributed_values import DistributedValues, PerReplica
 from ..errors import explain
 from ..optimizers.gradients import checked
+from ..optimizers.step import Step
 from ..parameter_server.access import WorkerAccess
 from ..parameter_server.parameter_server_variable import ParameterServerVariable
 from ..parameter_server.transport import sum_duplicate_rows
@@ -26,12 +27,8 @@ __all__ = ["PushStep"]
 
 
 @final
-class PushStep:
-    """The step of one optimizer on one set of variables, on a worker. Nothing in it waits for other workers.
-
-    Attributes:
-        strategy: whose variables they are; opaque.
-    """
+class PushStep(Step):
+    """The step of one optimizer on one set of variables, on a worker. Nothing in it waits for other workers."""
 
     def __init__(
         self,

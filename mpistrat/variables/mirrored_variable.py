@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, final
 
@@ -10,12 +9,12 @@ import numpy as np
 
 from ..comm.arrays import to_host
 from ..types import IndexedSlices
-from .aggregation import aggregate, aggregate_slices, check_replica_write, check_scatter
 from .arena import Arena
 from .memory import move_like, read_only
+from .on_write_variable import OnWriteVariable
 from .scatter import scatter
-from .values import as_flat, checksum, one_value
-from .variable import Description, Variable
+from .values import as_flat, checksum
+from .variable import Description
 
 if TYPE_CHECKING:
     from .placement import Placement
@@ -26,7 +25,7 @@ _IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {"assign_add": np.add, "assign
 
 
 @final
-class MirroredVariable(Variable):
+class MirroredVariable(OnWriteVariable):
     """A variable whose copies are equal after every write, because every write is collective.
 
     It is a shaped view of its arena. A write is: the value is there on every rank, barrier of the node, each rank stores
@@ -90,23 +89,6 @@ class MirroredVariable(Variable):
             return self._gradients[local_replica]
         return super().gradient(local_replica)
 
-    def _update(self, op: str, value: Any) -> Variable:
-        function = f"Variable.{op}"
-        frame = self._frame(op)
-        if frame.replica is None or not self.placement.distributed:
-            flat = as_flat(one_value(value, function), self.shape, self.dtype, function)
-            self._store(op, flat, self._compared(flat), frame.update_replica_id)
-            return self
-        check_replica_write(self, function)
-        array = as_flat(value, self.shape, self.dtype, function).reshape(self.shape)
-        frame.replica.merge_call(functools.partial(self._merge, op), args=(array,))
-        return self
-
-    def _merge(self, op: str, strategy: Any, value: Any) -> None:
-        """Aggregate what the replicas wrote, and write it."""
-        total = aggregate(self, self._per_replica(value))
-        self._store(op, as_flat(total, self.shape, self.dtype, f"Variable.{op}"))
-
     def apply_constraint(self) -> None:
         """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective."""
         if self.constraint is not None:
@@ -117,8 +99,9 @@ class MirroredVariable(Variable):
         """Return what tells one value from another, so that ranks with different ones are found."""
         return f"value #{checksum(*arrays):08x}" if self.placement.group.topology.size > 1 else ()
 
-    def _store(self, op: str, flat: Any, detail: Hashable = (), only: int | None = None) -> None:
+    def _store(self, op: str, flat: Any, only: int | None = None, given: bool = False) -> None:
         """Write a value that every rank has, to all copies or, in update context, to the one meant. Collective."""
+        detail = self._compared(flat) if given else ()
 
         def write(copy: Any) -> None:
             low, high = self.arena.writes(self.size)
@@ -142,24 +125,11 @@ class MirroredVariable(Variable):
 
     # rows
 
-    def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> Variable:
-        frame = self._frame(f"scatter_{op}")
-        delta = IndexedSlices(updates, indices)
-        if frame.replica is None or not self.placement.distributed:
-            detail = self._compared(indices, updates.reshape(-1))
-            self._store_rows(op, depth, delta, detail, frame.update_replica_id)
-            return self
-        check_scatter(self, op)
-        frame.replica.merge_call(functools.partial(self._merge_rows, op, depth), args=(delta,))
-        return self
-
-    def _merge_rows(self, op: str, depth: int, strategy: Any, delta: Any) -> None:
-        self._store_rows(op, depth, aggregate_slices(self, self._per_replica(delta)))
-
     def _store_rows(
-        self, op: str, depth: int, delta: IndexedSlices, detail: Hashable = (), only: int | None = None
+        self, op: str, depth: int, delta: IndexedSlices, only: int | None = None, given: bool = False
     ) -> None:
         """Apply updates that every rank has to the rows that this rank writes. Collective."""
+        detail = self._compared(delta.indices, delta.values.reshape(-1)) if given else ()
         count = int(np.prod(self.shape[:depth], dtype=np.int64))
         width = int(np.prod(self.shape[depth:], dtype=np.int64))
 

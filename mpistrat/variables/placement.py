@@ -38,7 +38,7 @@ class Placement:
         world: all ranks of the strategy, where not all replicas step together.
         make: returns a variable and where this rank stores its initial value; collective over `creators`, inside a
             collective. Default: in the arenas.
-        make_step: takes an optimizer and variables, and returns a step like `FusedStep`, which is the default.
+        make_step: takes an optimizer and variables, and returns an `optimizers.step.Step`; default a `FusedStep`.
         ordinals: counts the optimizers that are made in the strategy's scope, where the ranks must have one name for each.
         slots: reads and writes what optimizers keep, where that is not beside the arenas.
         first_worker: the first of the ranks of `world` that have replicas; its copies of ON_READ variables are saved.

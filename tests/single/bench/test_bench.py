@@ -101,10 +101,18 @@ def test_what_is_compared_and_what_is_not_there():
 
 
 def test_cases_that_are_too_large_are_left_out():
-    setting = Setting(None, quick=False, folder="", memory=1000)
-    assert setting.why_not("4 KB", 1000, 15.0) == ""
-    assert setting.why_not("4 KB", 1001, 0.0) == "4 KB and more left out: too much memory."
-    assert setting.why_not("4 KB", 10, 15.1) == "4 KB and more left out: too slow here."
+    sizes = {"1 MB": 1 << 18, "2 MB": 1 << 19}
+    times = {"1 MB": 7.5, "2 MB": 15.0}
+
+    def measured(memory: float, factor: float = 1.0, quick: bool = False):
+        setting = Setting(None, quick, "", memory)
+        return setting.by_size(sizes, 2, 1, lambda count: {"a": factor * count / (1 << 18) * 7.5})
+
+    both = {label: {"a": seconds} for label, seconds in times.items()}
+    assert measured(2 * 4 * (1 << 19)) == (both, "")
+    assert measured(2 * 4 * (1 << 19) - 1) == ({"1 MB": {"a": 7.5}}, "2 MB and more left out: too much memory.")
+    assert measured(1e9, 1.01)[1] == "2 MB and more left out: too slow here."
+    assert measured(1e9, 0.1, quick=True) == ({"1 MB": {"a": 0.75}}, "")
 
 
 def test_where_it_was_measured():

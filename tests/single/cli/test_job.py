@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from launcher import ROOT
+from mpistrat.batch_jobs import site_names
 from mpistrat.cli.job import COMMAND
 from mpistrat.cli.main import main
-from mpistrat.jobs import site_names
 
 NOTED = 'printf "%s\\n" "$0" "$@" > "$NOTES/called"; cat > "$NOTES/script"\n'
 
@@ -253,6 +253,6 @@ def test_it_needs_no_mpi(tmp_path):
 
 
 def test_without_jinja2_it_says_what_to_install(job, monkeypatch):
-    sys.modules["mpistrat.jobs.render"]._environment.cache_clear()
+    sys.modules["mpistrat.batch_jobs.render"]._environment.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "pip install jinja2" in job("a.py", status=2)

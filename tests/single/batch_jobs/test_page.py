@@ -6,7 +6,7 @@ import re
 import pytest
 
 from launcher import ROOT
-from mpistrat.jobs import SCHEDULERS, SiteProfile, site_names
+from mpistrat.batch_jobs import SCHEDULERS, SiteProfile, site_names
 
 TEXT = (ROOT / "docs/job_scripts.md").read_text()
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from mpistrat.batch_jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render
+from mpistrat.batch_jobs.plan import launcher_of
 from mpistrat.cli.main import main
-from mpistrat.jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render
-from mpistrat.jobs.plan import launcher_of
 
 from .conftest import LAUNCHERS, VARIABLES, parse_calls
 

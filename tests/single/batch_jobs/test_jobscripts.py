@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from launcher import ROOT
+from mpistrat.batch_jobs import render
+from mpistrat.batch_jobs.examples import EXAMPLES, main
 from mpistrat.cluster import TFConfigClusterResolver
-from mpistrat.jobs import render
-from mpistrat.jobs.examples import EXAMPLES, main
 
 FOLDER = ROOT / "jobscripts"
 WRITTEN_BY_HAND = {"README.md", "kubernetes-mpijob.yaml", "tf-config.sh"}
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.sh"))
-REWRITE = "look at the difference; `python -m mpistrat.jobs.examples jobscripts` writes them anew"
+REWRITE = "look at the difference; `python -m mpistrat.batch_jobs.examples jobscripts` writes them anew"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

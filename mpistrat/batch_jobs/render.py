@@ -31,7 +31,7 @@ def render(job: Job, site: SiteProfile) -> str:
         MissingDependencyError: without jinja2.
 
     Example:
-        >>> from mpistrat.jobs import Job, SiteProfile, render
+        >>> from mpistrat.batch_jobs import Job, SiteProfile, render
         >>> script = render(Job(program=("train.py", "a file"), nodes=4), SiteProfile())
         >>> "#SBATCH --nodes=4" in script, "program=(python train.py 'a file')" in script
         (True, True)
@@ -64,7 +64,7 @@ def _environment() -> Any:
     except ImportError as error:
         raise MissingDependencyError("mpistrat job needs jinja2: pip install jinja2") from error
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("mpistrat.jobs"),
+        loader=jinja2.PackageLoader("mpistrat.batch_jobs"),
         undefined=jinja2.StrictUndefined,
         finalize=_quoted,
         autoescape=False,

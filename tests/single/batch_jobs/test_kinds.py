@@ -9,9 +9,9 @@ import time
 import pytest
 
 import mpistrat.strategy
+from mpistrat.batch_jobs import Array, Job, Preemption, SiteProfile, render
+from mpistrat.batch_jobs.render import RESTART_EXIT_CODE
 from mpistrat.errors import LayoutError
-from mpistrat.jobs import Array, Job, Preemption, SiteProfile, render
-from mpistrat.jobs.render import RESTART_EXIT_CODE
 
 WORDS = ("train.py", "--name", "it's $HOME", "")
 JOB = Job(program=WORDS, nodes=2, ranks_per_node=3, cpus_per_rank=4)
