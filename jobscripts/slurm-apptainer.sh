@@ -33,5 +33,6 @@ program=(apptainer exec --nv mpistrat.sif python train.py --epochs 10)
 echo "$(date): job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on ${SLURM_JOB_NODELIST:-?}"
 echo "16 ranks with $OMP_NUM_THREADS threads each, strategy $MPISTRAT_STRATEGY: $(command -v apptainer)"
 
+# How srun and the MPI of this job find each other.
 # A rank that fails ends the job at once; under MPICH the others would wait for it for ever.
 srun --kill-on-bad-exit=1 --mpi=pmix "${program[@]}"

@@ -41,5 +41,6 @@ program=(python train.py --epochs 10)
 echo "$(date): job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on ${SLURM_JOB_NODELIST:-?} and ${SLURM_JOB_NODELIST_HET_GROUP_1:-?}"
 echo "10 ranks with $OMP_NUM_THREADS threads each, strategy $MPISTRAT_STRATEGY: $(command -v python)"
 
+# Where every rank is "0 of 1", srun was not told how this MPI starts: add --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI.
 # A rank that fails ends the job at once; under MPICH the others would wait for it for ever.
 srun --kill-on-bad-exit=1 --het-group=0,1 "${program[@]}"

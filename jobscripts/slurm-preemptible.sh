@@ -38,6 +38,7 @@ program=(python train.py --epochs 10)
 echo "$(date): job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on ${SLURM_JOB_NODELIST:-?}"
 echo "8 ranks with $OMP_NUM_THREADS threads each, strategy $MPISTRAT_STRATEGY: $(command -v python)"
 
+# Where every rank is "0 of 1", srun was not told how this MPI starts: add --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI.
 # SLURM signals the ranks. All of them end with status 42 then, but not at the same moment: so the first to end does not end
 # the others at once (--kill-on-bad-exit=1), but after a minute.
 trap : USR1  # for them, not for this script

@@ -49,8 +49,8 @@ def check(job: Job, site: SiteProfile) -> None:
 
 
 def _check_mpi(site: SiteProfile, launcher: str) -> None:
-    legal = {"srun": ("auto", "pmix", "pmi2", "cray_shasta", "none"), "pals": ("auto", "pmix")}.get(launcher, ("auto",))
-    if site.mpi not in legal:
+    legal = ("auto", "pmix") if launcher == "pals" else ("auto",)
+    if launcher != "srun" and site.mpi not in legal:
         raise _error("mpi", f"one of {', '.join(legal)} with launcher {launcher}", site.mpi)
 
 

@@ -125,7 +125,9 @@ def _what(job: Job, launcher: str) -> str:
     ranks = f"{job.ranks} rank{'s' * (job.ranks > 1)}"
     if job.num_ps:
         nodes = " on nodes of their own" if job.ps_nodes else ""
-        ranks = f"{job.ranks - job.num_ps} workers, then {job.num_ps} parameter servers{nodes}"
+        workers = job.ranks - job.num_ps
+        servers = f"{job.num_ps} parameter server{'s' * (job.num_ps > 1)}{nodes}"
+        ranks = f"{workers} worker{'s' * (workers > 1)}, then {servers}"
     parts = [f"{ranks}, started by {launcher}"]
     parts += [f"{job.gpus_per_node} GPUs on each node"] * bool(job.gpus_per_node)
     parts += ["in a container"] * bool(job.container)

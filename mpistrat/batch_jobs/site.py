@@ -31,7 +31,8 @@ class SiteProfile:
         scheduler: slurm, pbs, lsf or flux.
         launcher: what starts the ranks inside the job: srun; mpich (its mpiexec); openmpi (its mpirun); pals (Cray's
             mpiexec); jsrun; flux; or auto for the usual one of the scheduler.
-        mpi: how the launcher meets the MPI library: pmix, pmi2, cray_shasta, none, or auto for the site's default.
+        mpi: how the launcher meets the MPI library: pmix (or a version of it, as pmix_v4), pmi2, cray_shasta, none, or auto
+            for the site's default.
         srun_cpus_per_task: export SRUN_CPUS_PER_TASK: since SLURM 22.05 srun does not take over --cpus-per-task.
         gpu_request: how the script asks for GPUs: per_node, per_task or gres.
         gpu_bind: what SLURM binds tasks to: closest, none, or "" for the site's default.
@@ -69,7 +70,8 @@ class SiteProfile:
         text("SiteProfile", "about", self.about, dash=True)
         chosen("SiteProfile", "scheduler", self.scheduler, tuple(SCHEDULERS))
         chosen("SiteProfile", "launcher", self.launcher, ("auto", *LAUNCHERS))
-        chosen("SiteProfile", "mpi", self.mpi, ("auto", "pmix", "pmi2", "cray_shasta", "none"))
+        expected = "one of auto, pmix, pmix_vN, pmi2, cray_shasta, none"
+        matching("SiteProfile", "mpi", self.mpi, r"auto|pmix(_v\d{1,2})?|pmi2|cray_shasta|none", expected)
         chosen("SiteProfile", "gpu_request", self.gpu_request, ("per_node", "per_task", "gres"))
         chosen("SiteProfile", "gpu_bind", self.gpu_bind, ("", "closest", "none"))
         if not isinstance(self.srun_cpus_per_task, bool):

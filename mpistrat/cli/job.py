@@ -6,12 +6,18 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import sys
+from types import MappingProxyType
 from typing import Any
 
 from ..batch_jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render, site_names, submit
+from ..batch_jobs.plan import launcher_of
 from ..batch_jobs.schedulers import LAUNCHERS
+from ..cluster.launchers import fitting_pmi, srun_pmis
+from ..cluster.mpi_library import loaded_library
 from ..data.shards.ranks import Ranks
+from ..errors import ClusterError
 from ..options import STRATEGIES
 from .command import DONE, Command
 
@@ -78,7 +84,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--launcher", choices=LAUNCHERS,
         help="what starts the ranks: srun, Open MPI's mpirun, MPICH's mpiexec, Cray's mpiexec, jsrun, flux run",
     )  # fmt: skip
-    site.add_argument("--mpi", choices=("auto", "pmix", "pmi2", "cray_shasta", "none"), help="srun's --mpi")
+    site.add_argument(
+        "--mpi", metavar="TYPE",
+        help="srun's --mpi: pmix, pmi2, cray_shasta, none; auto for srun's default (what the job's MPI wants, if srun has it)",
+    )  # fmt: skip
     site.add_argument("--gpu-request", choices=("per_node", "per_task", "gres"), help="how GPUs are asked for")
     site.add_argument("--gpu-bind", choices=("none", "closest"), help="SLURM's --gpu-bind")
     site.add_argument("--load", action="append", metavar="MODULE", help="environment module; may be repeated")
@@ -171,7 +180,34 @@ def _site(args: argparse.Namespace) -> SiteProfile:
     site = dataclasses.replace(site, **said)
     if not (site.venv or site.conda or args.container) and site.python == "python":
         site = dataclasses.replace(site, **_here())
+    if args.mpi is None and site.mpi == "auto" and launcher_of(site) == "srun" and not args.container:
+        site = _with_protocol(site)
     return site
+
+
+def _with_protocol(site: SiteProfile) -> SiteProfile:
+    """The profile with the `--mpi=` that the job's MPI wants, where there is an srun to ask, and it is known."""
+    offered = srun_pmis()
+    python = _python(site)
+    if not offered or python is None:
+        return site
+    try:
+        library = loaded_library(python)
+    except ClusterError:  # of modules that the job loads, perhaps
+        return site
+    wanted = fitting_pmi(library, offered)
+    if wanted is None:
+        return site
+    reason = f"srun offers {', '.join(offered)}, and {library} is started by {wanted}."
+    return dataclasses.replace(site, mpi=wanted, reasons=MappingProxyType({"mpi": reason, **site.reasons}))
+
+
+def _python(site: SiteProfile) -> str | None:
+    """The job's Python, if it can be told from here."""
+    folder = site.venv or site.conda
+    if folder and "/" not in folder:
+        return None  # an environment of conda by its name
+    return shutil.which(os.path.join(os.path.expanduser(folder), "bin", "python") if folder else site.python)
 
 
 def _here() -> dict[str, Any]:

@@ -117,7 +117,17 @@ def _library() -> str:
     module = sys.modules.get("mpi4py.MPI")
     if module is None:
         return "the MPI that mpi4py uses"
-    return f"mpi4py on {module.Get_library_version().strip().splitlines()[0].strip()[:60]}"
+    return f"mpi4py on {' '.join(module.Get_library_version().strip().splitlines()[0].split())[:60]}"
+
+
+def _protocol() -> str:
+    """What srun must be told for the MPI that mpi4py uses."""
+    module = sys.modules.get("mpi4py.MPI")
+    vendor = "" if module is None else module.get_vendor()[0]
+    known = {"Open MPI": "pmix", "MPICH": "pmi2"}.get(vendor)
+    if known is None or "CRAY" in _library().upper():
+        return "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)"
+    return f"srun --mpi={known}, or mpistrat job --mpi {known}"
 
 
 def launcher_remedy() -> str:
@@ -129,8 +139,8 @@ def launcher_remedy() -> str:
 def _remedy(name: str) -> str:
     if name == _STEP:
         return (
-            "srun and this MPI share no start-up protocol: use srun --mpi=pmix (Open MPI, newer MPICH) or --mpi=pmi2"
-            " (MPICH); srun --mpi=list shows what this SLURM has. For one process: srun -n 1"
+            f"srun was not told the start-up protocol of this MPI: use {_protocol()}; srun --mpi=list shows what this"
+            " SLURM has. For one process: srun -n 1"
         )
     mpiexec = Path(sys.executable).parent / "mpiexec"
     beside = f": {mpiexec}" if mpiexec.exists() else ""

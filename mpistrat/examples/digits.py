@@ -129,11 +129,11 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
                 }
                 resume.save(strategy, output / "resume.h5", state, batches.state()["next"])
                 return None
-            rate = clock.rate()
+            clock.stop()
             mean = sum(losses[first:]) / max(len(losses) - first, 1)
             accuracy = evaluate()
             progress.epoch(epoch, mean, accuracy, clock)
-            epochs.append({"epoch": epoch, "loss": mean, "test_accuracy": accuracy, "samples_per_second": rate})
+            epochs.append({"epoch": epoch, "loss": mean, "test_accuracy": accuracy, "samples_per_second": clock.rate()})
             epochs[-1] |= {f"seconds_{part}": seconds for part, seconds in clock.seconds().items()}
     strategy.save(output / "weights.h5")
     exchanged = strategy.stats() if isinstance(strategy, ms.ParameterServerStrategy) else None
@@ -170,21 +170,39 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     names = ["one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server"]
     environment = Environment.read()  # `mpistrat run --strategy` and job scripts say it there
-    parser.add_argument("--strategy", choices=names, default=environment.strategy or "mirrored")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--global-batch-size", type=int, default=96)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
-    parser.add_argument("--output", default="digits_output", metavar="DIR")
-    parser.add_argument("--devices", help="this rank's devices, one replica each: cpu:0,cpu:1", metavar="LIST")
-    parser.add_argument("--all-reduce", choices=list(ALL_REDUCE), default="auto", help="mirrored strategies' algorithm")
     parser.add_argument(
-        "--num-ps", type=int, default=environment.num_ps or 1, help="parameter servers: how many of the ranks"
+        "--strategy",
+        choices=names,
+        default=environment.strategy or "mirrored",
+        help="(MPISTRAT_STRATEGY, else mirrored)",
     )
-    parser.add_argument("--max-staleness", type=int, help="parameter servers: steps that a worker may be ahead")
-    parser.add_argument("--transport", default="", help="parameter servers: shared_window, one_sided or messages")
-    parser.add_argument("--progress", choices=["auto", "bar", "lines", "none"], default="auto")
+    parser.add_argument("--epochs", type=int, default=12, help="(%(default)s)")
+    parser.add_argument("--global-batch-size", type=int, default=96, help="of all replicas in sync (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of Adam (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order and the first weights (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "float64"], default="float32", help="of the weights (%(default)s)"
+    )
+    parser.add_argument("--output", default="digits_output", metavar="DIR", help="for all that it writes (%(default)s)")
+    parser.add_argument("--devices", help="this rank's devices, one replica each: cpu:0,cpu:1", metavar="LIST")
+    parser.add_argument(
+        "--all-reduce", choices=list(ALL_REDUCE), default="auto", help="of the mirrored strategies (%(default)s)"
+    )
+    parser.add_argument(
+        "--num-ps",
+        type=int,
+        default=environment.num_ps or 1,
+        help="parameter servers: their number (MPISTRAT_NUM_PS, else 1)",
+    )
+    parser.add_argument(
+        "--max-staleness", type=int, help="parameter servers: steps that a worker may be ahead (no bound)"
+    )
+    parser.add_argument(
+        "--transport", default="", help="parameter servers: shared_window, one_sided or messages (what fits)"
+    )
+    parser.add_argument(
+        "--progress", choices=["auto", "bar", "lines", "none"], default="auto", help="(a bar on a terminal, else lines)"
+    )
     return parser.parse_args(arguments)
 
 

@@ -31,6 +31,16 @@ class Clock:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self.samples = 0
         self.started = time.perf_counter()
+        self._elapsed: float | None = None
+        self._moved: tuple[int, int] | None = None
+
+    def stop(self) -> None:
+        """Count no more time: what comes now is no training. Not collective."""
+        self._elapsed, self._moved = self.elapsed(), self._traffic and self._traffic()
+
+    def elapsed(self) -> float:
+        """Return the seconds since the clock was made, until it was stopped. Not collective."""
+        return time.perf_counter() - self.started if self._elapsed is None else self._elapsed
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -48,7 +58,7 @@ class Clock:
 
     def state(self) -> dict[str, Any]:
         """Return what was counted so far, for `restore`. Not collective."""
-        return {"seconds": self.seconds(), "samples": self.samples, "elapsed": time.perf_counter() - self.started}
+        return {"seconds": self.seconds(), "samples": self.samples, "elapsed": self.elapsed()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Count on from where another clock was. Not collective."""
@@ -59,7 +69,7 @@ class Clock:
 
     def rate(self) -> float:
         """Return the samples a second since the clock was made. Not collective."""
-        return self.samples / max(time.perf_counter() - self.started, 1e-9)
+        return self.samples / max(self.elapsed(), 1e-9)
 
     def shares(self) -> str:
         """Return where the time went, in words. Not collective."""
@@ -68,8 +78,8 @@ class Clock:
         shares = ", ".join(f"{WORDS.get(part, part)} {seconds[part] / total:.0%}" for part in PARTS)
         if self._traffic is None:
             return shares
-        spent = max(time.perf_counter() - self.started, 1e-9)
-        pulled, pushed = self._traffic()
+        spent = max(self.elapsed(), 1e-9)
+        pulled, pushed = self._moved or self._traffic()
         rates = (pulled - self._pulled) / 1e6 / spent, (pushed - self._pushed) / 1e6 / spent
         return f"{shares}; pulled {rates[0]:,.0f} MB/s, pushed {rates[1]:,.0f} MB/s"
 

@@ -94,13 +94,16 @@ class MessageTransport(Transport):
         return number
 
     def _finish(self, requests: list[Any], what: str) -> None:
-        """Wait for everything; without sleeping while it moves, for MPI moves only a piece in each call."""
-        left, patience = len(requests), self.pair.patience(what)
+        """Wait for everything; once some of it has come without sleeping, a bounded time, for MPI moves a little in each call."""
+        left, patience, until = len(requests), self.pair.patience(what), 0.0
         while left:
             arrived = self._some(requests)
             if arrived:
                 left -= len(arrived)
                 patience.reset()
+                until = monotonic() + _SENDING
+            elif monotonic() < until:
+                os.sched_yield()
             else:
                 patience.pause()
 

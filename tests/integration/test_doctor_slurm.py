@@ -29,9 +29,11 @@ def test_ranks(slurm, slurm_mpi):
 
 @pytest.mark.parametrize("kill", [0, 1])
 def test_tasks_that_are_each_rank_0_of_1_are_told_once(slurm, mpi, kill):
+    from integration.slurm import mpi_type
+
     start = ("srun", "-N2", "-n4", f"--kill-on-bad-exit={kill}", "--mpi=none")
     reply = slurm.run(*start, mpi.python, *DOCTOR, "--ranks", "--time-limit", "110", timeout=140)
     assert reply.returncode, reply  # srun's own where it ends the others
     finding = Visit(reply.returncode, reply.out, reply.err).finding("launch")  # one document, or it is no JSON
     assert finding["status"] == "problem" and "SLURM_STEP_NUM_TASKS=4" in finding["what"]
-    assert "--mpi=pmix" in finding["remedy"] and "--mpi=pmi2" in finding["remedy"]
+    assert f"use srun --mpi={mpi_type(mpi)}" in finding["remedy"]

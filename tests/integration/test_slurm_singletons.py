@@ -19,7 +19,7 @@ def test_singletons(slurm, mpi, how: str) -> None:
     for task in range(4):
         own = [line for line in reply.err.splitlines() if line.startswith(f"{task}: ") and "ClusterError: " in line]
         assert len(own) == 1, reply
-        for words in ("expected 4 ranks", "SLURM_STEP_NUM_TASKS=4", "rank 0 of 1", "srun --mpi=pmix", "--mpi=pmi2"):
+        for words in ("expected 4 ranks", "SLURM_STEP_NUM_TASKS=4", "rank 0 of 1", f"use srun --mpi={mpi_type(mpi)}"):
             assert words in own[0]
     assert "trained" not in reply.out
 

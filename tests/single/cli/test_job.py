@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -13,12 +14,17 @@ from launcher import ROOT
 from mpistrat.batch_jobs import site_names
 from mpistrat.cli.job import COMMAND
 from mpistrat.cli.main import main
+from mpistrat.cluster.mpi_library import MPILibrary
+
+COMMAND_MODULE = sys.modules[COMMAND.run.__module__]
 
 NOTED = 'printf "%s\\n" "$0" "$@" > "$NOTES/called"; cat > "$NOTES/script"\n'
 
 
 @pytest.fixture
-def job(capsys):
+def job(capsys, monkeypatch):
+    monkeypatch.setattr(COMMAND_MODULE, "srun_pmis", list)  # wherever the tests run
+
     def run(*words, status=0):
         try:
             found = main(["job", *words])
@@ -198,6 +204,40 @@ def test_the_environment_is_the_one_this_runs_in_unless_it_is_said(job, monkeypa
     script = job("--container", "image.sif", "a.py")
     assert "program=(apptainer exec image.sif python a.py)" in script
     assert "activate" not in script
+
+
+def test_srun_is_told_how_the_mpi_of_the_job_starts(job, stub, monkeypatch, tmp_path):
+    library = MPILibrary("MPICH", "5.0.2", "")
+    asked = []
+    monkeypatch.setattr(COMMAND_MODULE, "srun_pmis", lambda: ["none", "pmi2", "pmix_v4"])
+    monkeypatch.setattr(COMMAND_MODULE, "loaded_library", lambda python: asked.append(python) or library)
+    script = job("a.py")
+    assert 'srun --kill-on-bad-exit=1 --mpi=pmi2 "${program[@]}"' in script
+    assert "# At generic: srun offers none, pmi2, pmix_v4, and MPICH 5.0.2 is started by pmi2.\n" in script
+    assert asked == [shutil.which(sys.executable)] or asked == [f"{sys.prefix}/bin/python"]
+
+    venv = tmp_path / "venv" / "bin"
+    venv.mkdir(parents=True)
+    (venv / "python").write_text("#!/bin/sh\n")
+    (venv / "python").chmod(0o755)
+    library = MPILibrary("Open MPI", "5.0.11", "")
+    assert "--mpi=pmix_v4 " in job("--venv", str(tmp_path / "venv"), "a.py")
+    assert asked[-1] == str(venv / "python")
+
+    for words in (
+        ["--mpi", "auto"], ["--container", "i.sif"], ["--venv", "/not/there"], ["--conda", "name"], ["--launcher", "openmpi"],
+    ):  # fmt: skip
+        before = len(asked)
+        assert "--mpi" not in job(*words, "a.py").splitlines()[-1]
+        assert len(asked) == before
+    assert "--mpi=none " in job("--mpi", "none", "a.py")
+    assert "--mpi=cray_shasta " in job("--mpi", "cray_shasta", "a.py")
+    assert "pmix_vN" in job("--mpi", "pmx", "a.py", status=2)
+
+    library = MPILibrary("Other", "1", "")
+    assert 'srun --kill-on-bad-exit=1 "${program[@]}"' in job("a.py")
+    monkeypatch.setattr(COMMAND_MODULE, "srun_pmis", list)
+    assert 'srun --kill-on-bad-exit=1 "${program[@]}"' in job("a.py")
 
 
 def test_a_profile_of_one_s_own_and_what_comes_before_it(job, tmp_path):

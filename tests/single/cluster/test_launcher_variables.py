@@ -1,5 +1,9 @@
 """An MPI of one rank among several processes is found out by the launcher's variables."""
 
+import re
+import sys
+import types
+
 import pytest
 
 from mpistrat.cluster import launcher
@@ -34,9 +38,23 @@ def test_mpiexec_of_another_mpi_has_its_remedy(environment):
         check_size(1)
 
 
-def test_srun_has_its_remedy(environment):
+def test_srun_has_its_remedy(environment, monkeypatch):
     environment(SLURM_STEP_NUM_TASKS="2")
-    with pytest.raises(ValueError, match=r"--mpi=pmix.*--mpi=pmi2.*srun -n 1"):
+    remedy = "srun --mpi=pmi2, or mpistrat job --mpi pmi2; srun --mpi=list shows what this SLURM has. For one process: srun -n 1"
+    both = "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)"
+    for vendor, version, expected in [
+        ("MPICH", "MPICH Version:      5.0.2\nmore", remedy),
+        ("Open MPI", "Open MPI v5.0.11, package", remedy.replace("pmi2", "pmix")),
+        ("MPICH", "MPI VERSION    : CRAY MPICH version 8.1", both),
+        ("Intel MPI", "Intel(R) MPI Library", both),
+    ]:
+        module = types.SimpleNamespace(get_vendor=lambda v=vendor: (v, (1,)), Get_library_version=lambda t=version: t)
+        monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
+        with pytest.raises(ValueError) as caught:
+            check_size(1)
+        assert expected in str(caught.value) and "  " not in str(caught.value)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI")
+    with pytest.raises(ValueError, match=re.escape(both)):
         check_size(1)
 
 
