@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import time
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from .. import nest
 from ..errors import explain
 from .buffers import RowBuffers
-from .readers.choice import READERS, choose_reader
+from .readers.choice import READERS, choose_reader, piece_starts
 from .readers.mpi_io import check_mpi_io
 from .readers.open_files import open_hdf5_files
 from .shards.files import PathLike, resolve
@@ -39,11 +40,18 @@ class _Opened:
         self.rows = sum(shard.rows for shard in opened.shards)
         self.row_shapes = {name: _fixed(field.shape) for name, field in opened.fields.items()}
         files = open_hdf5_files(driver)
-        self.readers = {
-            name: choose_reader([shard.storages[name] for shard in opened.shards], reader, files)
-            for name in opened.fields
-        }
+        self._reader = reader
+        self._storages = {name: [shard.storages[name] for shard in opened.shards] for name in opened.fields}
+        self.readers = {name: choose_reader(storages, reader, files) for name, storages in self._storages.items()}
         self.buffers = RowBuffers()
+
+    @functools.cached_property
+    def piece_starts(self) -> NDArray[np.int64] | None:
+        """Where the pieces begin of the field with the largest rows, among those in chunks if there are any."""
+        chunked = [name for name, storages in self._storages.items() if any(each.chunk_rows for each in storages)]
+        found = {name: piece_starts(self._storages[name], self._reader) for name in chunked or self._storages}
+        costly = [name for name, starts in found.items() if starts is not None]
+        return found[max(costly, key=lambda name: self._storages[name][0].row_bytes)] if costly else None
 
 
 class HDF5Dataset(RowSource):
@@ -209,11 +217,8 @@ class HDF5Dataset(RowSource):
             reader.expect(positions)
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
-        """Return those of the field with the largest rows, of all fields that are read in pieces. Not collective."""
-        opened = self._open()
-        found = {name: reader.chunk_starts() for name, reader in opened.readers.items()}
-        costly = [name for name, starts in found.items() if starts is not None]
-        return found[max(costly, key=lambda name: opened.shards[0].storages[name].row_bytes)] if costly else None
+        """Return those of the field with the largest rows, stored in chunks if there are any. Not collective."""
+        return self._open().piece_starts
 
     def keep(self, rows: int) -> None:
         for reader in self._open().readers.values():

@@ -1,14 +1,18 @@
-"""Which reader a field gets."""
+"""Which reader a field gets, and in which pieces its rows are read."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import ShardError, explain
 from .chunked import ChunkedReader
 from .chunks import Chunks
-from .library import LibraryReader
+from .library import LibraryReader, all_kept
 from .mapped import MappedReader
 from .mixed import MixedReader
 from .open_files import OpenFiles
@@ -19,9 +23,10 @@ from .varying import VaryingReader
 if TYPE_CHECKING:
     import h5py
 
-__all__ = ["READERS", "choose_reader"]
+__all__ = ["READERS", "choose_reader", "piece_starts"]
 
 READERS = ("auto", "mmap", "pread", "h5py")
+_PIECE = 1024  # rows in a piece of files that have no chunks, where other files do
 
 
 def choose_reader(storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5py.File]) -> FieldReader:
@@ -41,6 +46,28 @@ def choose_reader(storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5py
     parts = [[i for i, own in enumerate(ways) if own == way] for way in dict.fromkeys(ways)]
     readers = [_make(ways[part[0]], [storages[i] for i in part], reader, hdf5) for part in parts]
     return MixedReader([storage.rows for storage in storages], parts, readers)
+
+
+def piece_starts(storages: Sequence[Storage], reader: str) -> NDArray[np.int64] | None:
+    """Return where the pieces of a field begin that are read as a whole, then its rows; None if single rows are cheap.
+
+    Where data is stored in chunks these are the pieces, whoever reads them: a shuffle's order follows from them, and must
+    not depend on the packages that a rank has. Not collective.
+
+    Args:
+        storages, reader: as for `choose_reader`.
+    """
+    through_hdf5 = [_way(storage, reader) == "h5py" for storage in storages]
+    if any(storage.chunk_rows and storage.rows for storage in storages):
+        rows = [storage.chunk_rows or _PIECE for storage in storages]
+    elif all_kept(list(itertools.compress(storages, through_hdf5))):
+        return None
+    else:
+        pairs = zip(storages, through_hdf5, strict=True)
+        rows = [storage.piece_rows if costly else _PIECE for storage, costly in pairs]
+    ends = np.cumsum([storage.rows for storage in storages])
+    pieces = [np.arange(end - each.rows, end, step) for each, end, step in zip(storages, ends, rows, strict=True)]
+    return np.concatenate([*pieces, ends[-1:]])
 
 
 def _way(storage: Storage, reader: str) -> str:

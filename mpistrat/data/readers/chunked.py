@@ -48,10 +48,6 @@ class ChunkedReader:
         names = sorted({layout.pipeline.name for layout in files.layouts if layout.pipeline.name})
         self.kind = f"raw chunks, decoded by {', '.join(names)}" if names else "raw chunks"
 
-    def chunk_starts(self) -> NDArray[np.int64]:
-        """Return the row at which each chunk begins, and the number of rows behind them. Not collective."""
-        return self._starts
-
     def keep(self, rows: int) -> None:
         """Make room for two windows of so many rows: the one that is read, and the next. Not collective."""
         smallest = min(int(self._starts[-1]) / len(self._files), *(layout.rows for layout in self._files.layouts))

@@ -19,7 +19,7 @@ from .reader import OnlyHDF5, RowIndex, Storage
 if TYPE_CHECKING:
     import h5py
 
-__all__ = ["LibraryReader"]
+__all__ = ["LibraryReader", "all_kept"]
 
 _KEPT = 1 << 24  # bytes of pieces that are kept at least
 _AT_ONCE = 1 << 30  # bytes read in one go at most: MPI-IO counts them in 31 bits
@@ -132,12 +132,15 @@ class LibraryReader:
         rows += 2 * max(storage.piece_rows for storage in self._storages)  # pieces of which the window has a part
         self._most_bytes = max(self._most_bytes, rows * max(storage.row_bytes for storage in self._storages))
 
-    def chunk_starts(self) -> NDArray[np.int64] | None:
-        if sum(storage.rows * storage.row_bytes for storage in self._storages) <= _KEPT:
-            return None  # all pieces stay
-        pairs = zip(self._index.starts, self._storages, strict=False)
-        pieces = [np.arange(start, start + storage.rows, storage.piece_rows) for start, storage in pairs]
-        return np.concatenate([*pieces, self._index.starts[-1:]])
+
+def all_kept(storages: Sequence[Storage]) -> bool:
+    """Whether all pieces of some storages stay in memory once they were read: then their rows are cheap. Not collective.
+
+    Example:
+        >>> all_kept([])
+        True
+    """
+    return sum(storage.rows * storage.row_bytes for storage in storages) <= _KEPT
 
 
 def _rows(dataset: h5py.Dataset, storage: Storage, start: int, stop: int) -> NDArray[Any]:

@@ -13,8 +13,6 @@ from .reader import FieldReader, RowIndex
 
 __all__ = ["MixedReader"]
 
-_PIECE = 1024  # rows in a piece of files that have no chunks, where other files do
-
 
 class MixedReader:
     """Shares rows out to several readers, each of which reads some of the files.
@@ -72,18 +70,3 @@ class MixedReader:
     def keep(self, rows: int) -> None:
         for reader in self._readers:
             reader.keep(rows)
-
-    def chunk_starts(self) -> NDArray[np.int64] | None:
-        found = [reader.chunk_starts() for reader in self._readers]
-        if all(starts is None for starts in found):
-            return None
-        pieces = []
-        for part, starts in zip(self._parts, found, strict=True):
-            for shard in part:
-                first, stop = self._index.starts[shard : shard + 2]
-                if starts is None:
-                    pieces.append(np.arange(first, stop, _PIECE))
-                else:
-                    own = starts[:-1] - self._shift[shard]
-                    pieces.append(own[(own >= first) & (own < stop)])
-        return np.concatenate([np.sort(np.concatenate(pieces)), self._index.starts[-1:]])

@@ -54,6 +54,7 @@ class Storage:
         rows: how many.
         row_bytes: bytes of a row; about so many where they vary.
         piece_rows: rows that h5py had better read together.
+        chunk_rows: rows of a stored chunk, whoever reads it; 0 where the data has no chunks.
         layout: how they are stored.
     """
 
@@ -63,6 +64,7 @@ class Storage:
     rows: int
     row_bytes: int
     piece_rows: int
+    chunk_rows: int
     layout: Layout
 
     @property
@@ -125,9 +127,6 @@ class FieldReader(Protocol):
     def keep(self, rows: int) -> None:
         """Take note that rows are read in windows of so many: what is read as a whole is kept for as long."""
 
-    def chunk_starts(self) -> NDArray[np.int64] | None:
-        """Return where the pieces that are read as a whole begin, then the number of rows; None if rows are cheap."""
-
 
 class ContiguousReader(ABC):
     """Rows of contiguous data, copied as bytes: alignment and byte order do not matter, and single rows are cheap."""
@@ -154,6 +153,3 @@ class ContiguousReader(ABC):
 
     def keep(self, rows: int) -> None:  # noqa: B027
         pass
-
-    def chunk_starts(self) -> None:
-        return None

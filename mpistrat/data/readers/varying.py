@@ -159,6 +159,3 @@ class VaryingReader:
 
     def keep(self, rows: int) -> None:
         self._pointers.keep(rows)
-
-    def chunk_starts(self) -> NDArray[np.int64] | None:
-        return self._pointers.chunk_starts()

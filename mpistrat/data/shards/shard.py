@@ -102,7 +102,9 @@ class Shard:
         piece_rows = max(1, _PIECE // max(1, row_bytes))
         if dataset.chunks:
             piece_rows = min(piece_rows, dataset.chunks[0]) if dataset.dtype.hasobject else dataset.chunks[0]
-        return Storage(self._file, name, field, rows, row_bytes, int(piece_rows), self._layout(dataset))
+        chunk_rows = dataset.chunks[0] if dataset.chunks else 0
+        layout = self._layout(dataset)
+        return Storage(self._file, name, field, rows, row_bytes, int(piece_rows), int(chunk_rows), layout)
 
     def _row_bytes(self, dataset: h5py.Dataset) -> int:
         row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64))
@@ -146,7 +148,8 @@ class Shard:
                 return OnlyHDF5(f"rows of varying length in {chunks}")
             layout = chunks
         field, name = Field(POINTER, (in_row,)), dataset.name.strip("/")
-        return Pointers(Storage(self._file, name, field, rows, row_bytes, 1, layout))
+        chunk_rows = layout.rows if isinstance(layout, Chunks) else 0
+        return Pointers(Storage(self._file, name, field, rows, row_bytes, 1, chunk_rows, layout))
 
     @property
     def rows(self) -> int:

@@ -18,7 +18,7 @@ from mpistrat import log
 from mpistrat.data import Dataset, HDF5Dataset, from_arrays
 from mpistrat.data.distribution.distributed_dataset import distribute
 from mpistrat.data.distribution.workers import Workers
-from mpistrat.data.readers import chunked
+from mpistrat.data.readers import chunked, chunks, codecs, library
 
 ROWS = 1000
 
@@ -282,3 +282,43 @@ def test_buffers_of_epochs_differ_and_states_are_restored() -> None:
     iterator = iter(shuffled)
     iterator.restore({"epoch": 1, "next": 17})
     assert [int(row) for row in iterator] == second[17:]
+
+
+def _order(directory: Path, fields: Any, reader: str) -> tuple[str, list[int]]:
+    dataset = HDF5Dataset(directory, fields, reader=reader)
+    shuffled = dataset.enumerate().map(lambda i, row: i).shuffle(seed=4)
+    return str(shuffled), [int(row) for row in shuffled]
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"compression": "lzf"}, "x"),
+        ({"compression": "gzip"}, "x"),
+        ({}, "x"),
+        ({"compression": "lzf"}, "text"),
+        ({"compression": "gzip"}, ("x", "wide")),
+    ],
+)
+def test_data_in_chunks_has_one_order_whoever_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], fields: Any
+) -> None:
+    for number in range(3):
+        stored = {} if number == 1 and fields == "x" else {"chunks": (7,), **options}  # a set of mixed files
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file.create_dataset("x", data=np.arange(100), **stored)
+            file.create_dataset("text", data=["word"] * 100, dtype=h5py.string_dtype(), chunks=(9,), **options)
+            file["wide"] = np.zeros((100, 5))  # not chunked, and larger than x
+    monkeypatch.setattr(library, "_KEPT", 1000)  # so that h5py reads "wide" in pieces
+    text, expected = _order(tmp_path, fields, "auto")
+    assert "rows are read in chunks" in text
+    assert sorted(expected) == list(range(300))
+    assert _order(tmp_path, fields, "h5py")[1] == expected
+    monkeypatch.setattr(chunks.Chunks, "of", lambda *_: "9999 chunks, which this HDF5 does not list")
+    assert _order(tmp_path, fields, "auto")[1] == expected
+    monkeypatch.undo()
+    monkeypatch.setattr(codecs, "lzf_decoders", tuple)
+    monkeypatch.setattr(codecs, "deflate_decoders", tuple)
+    text, order = _order(tmp_path, fields, "auto")
+    assert order == expected
+    assert ("imagecodecs is not installed" in text) == bool(options)
