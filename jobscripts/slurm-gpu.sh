@@ -27,7 +27,7 @@ export MPISTRAT_STRATEGY=multi_worker_mirrored
 export PYTHONUNBUFFERED=1  # what is printed gets into the log at once
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-8}"
 # Since SLURM 22.05 srun does not take over --cpus-per-task.
-export SRUN_CPUS_PER_TASK="$OMP_NUM_THREADS"
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-8}"
 
 # The program and its arguments.
 program=(python train.py --epochs 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from ..errors import explain
 from ..options import STRATEGIES
 from .checks import chosen, matching, text, whole
 from .fit import check_fit
@@ -88,7 +89,8 @@ class Job:
         name: of the job, and of its log.
         nodes, ranks_per_node: with `ps_nodes` those of the workers.
         cpus_per_rank: cores of each rank, and its threads.
-        gpus_per_node: 0 for none. Fewer ranks than GPUs is legal: a rank may have several.
+        gpus_per_node: 0 for none. One rank of a node uses all of them; of several each takes one, unless the program names
+            its devices.
         memory: of each node, for instance "64G"; "" for the site's default.
         time: the limit, as [DAYS-]HOURS:MINUTES:SECONDS.
         strategy: one_device, mirrored, multi_worker_mirrored, central_storage or parameter_server.
@@ -152,6 +154,9 @@ class Job:
             )
         if self.container:
             text("Job", "container", self.container, path=True)
+        if self.preemption and self.preemption.notice >= self.seconds:
+            expected, got = f"less than the time limit, {self.seconds} seconds", self.preemption.notice
+            raise ValueError(explain("Job", "preemption", expected=f"a notice of {expected}", got=got))
         chosen("Job", "strategy", self.strategy, STRATEGIES)
         check_fit(self.strategy, self.nodes, self.ranks_per_node, self.num_ps, self.ps_nodes)
 

@@ -36,6 +36,9 @@ def check(job: Job, site: SiteProfile) -> None:
     _check_mpi(site, launcher)
     if job.ps_nodes and launcher != "srun":
         raise _error("ps_nodes", "a heterogeneous job started by srun", f"launcher {launcher}")
+    if job.ps_nodes and job.array:
+        remedy = "Without ps_nodes the servers are among the ranks of each task"
+        raise _error("array", "a job of one component: SLURM has no arrays of others", job.array.indices, remedy)
     if job.ps_nodes and job.preemption:
         remedy = "Without ps_nodes the servers are among the ranks, and the job can be put back into the queue"
         raise _error("preemption", "a job of one component", f"{job.ps_nodes} nodes of servers", remedy)
@@ -55,6 +58,15 @@ def _check_mpi(site: SiteProfile, launcher: str) -> None:
 
 
 def _check_gpus(job: Job, site: SiteProfile) -> None:
+    servers = 0 if job.ps_nodes else job.num_ps  # on the nodes of the workers, and without a GPU
+    if job.gpus_per_node and job.ranks_per_node * job.nodes - servers > job.gpus_per_node * job.nodes:
+        got = f"{job.ranks_per_node} ranks on each node"
+        raise _error("gpus_per_node", "a GPU for each rank that trains", f"{job.gpus_per_node} for {got}")
+    for name, usual in (("gpu_bind", ""), ("gpu_request", "per_node")):
+        if site.scheduler != "slurm" and getattr(site, name) != usual:
+            raise _error(
+                name, "SLURM, whose option it is", f"{getattr(site, name)} under {SCHEDULERS[site.scheduler].title}"
+            )
     per_task = site.gpu_request == "per_task" or site.scheduler in ("lsf", "flux")
     if job.gpus_per_node and per_task and job.gpus_per_node % job.ranks_per_node:
         expected = f"a multiple of {job.ranks_per_node}, the ranks of a node, as {site.name} gives GPUs to ranks"

@@ -117,7 +117,8 @@ def _program(job: Job, site: SiteProfile) -> tuple[str, ...]:
 def _exported(job: Job, site: SiteProfile) -> list[str]:
     """The variables that a launcher must be told to hand on."""
     roles = ["MPISTRAT_NUM_PS"] if job.num_ps else []
-    return ["MPISTRAT_STRATEGY", *roles, "OMP_NUM_THREADS", "PYTHONUNBUFFERED", *site.variables]
+    names = ["MPISTRAT_STRATEGY", *roles, "OMP_NUM_THREADS", "PYTHONUNBUFFERED", *site.variables]
+    return list(dict.fromkeys(names))
 
 
 def _what(job: Job, launcher: str) -> str:

@@ -90,8 +90,8 @@ class SiteProfile:
 
     def _check_directive(self, directive: object) -> None:
         matching(
-            "SiteProfile", "directives", directive, r"-{1,2}[A-Za-z][A-Za-z_-]{0,40}([= ][A-Za-z0-9_.,:=/%@+&|*-]{1,200})?",
-            "an option, or an option=value of letters, digits and . , : = / % @ + & | * _ -",
+            "SiteProfile", "directives", directive, r"-{1,2}[A-Za-z][A-Za-z_-]{0,40}([= ][][()A-Za-z0-9_.,:=/%@+&|*-]{1,200})?",
+            "an option, or an option=value of letters, digits and . , : = / % @ + & | * _ - [ ] ( )",
         )  # fmt: skip
         option, legal = re.split("[= ]", str(directive))[0], SCHEDULERS[self.scheduler].directives
         if option not in legal:

@@ -70,6 +70,9 @@ def draw(path: Path, results: Mapping[str, Result], about: Mapping[str, Any]) ->
     Raises:
         ImportError: matplotlib is not installed.
     """
+    results = {name: result for name, result in results.items() if result.values}  # all of one may have been left out
+    if not results:
+        raise ValueError("bench: expected a result to draw, got none: too little memory for any")
     columns = min(2, len(results))
     rows = -(-len(results) // columns)
     figure = new_figure(6.2 * columns, 3.9 * rows + 0.4)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -63,8 +64,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument(
         "--preemptible", action="store_true", help="signalled before its end, requeued when it ends with status 42"
     )
-    kind.add_argument("--notice", type=int, default=120, metavar="SECONDS", help="before the time limit (120)")
-    kind.add_argument("--max-restarts", type=int, default=10, metavar="N", help="how often it is requeued (10)")
+    kind.add_argument("--notice", type=int, metavar="SECONDS", help="before the time limit (120)")
+    kind.add_argument("--max-restarts", type=int, metavar="N", help="how often it is requeued (10)")
     kind.add_argument("--container", default="", metavar="IMAGE", help="run in this image")
 
     queue = parser.add_argument_group("for the batch system")
@@ -105,7 +106,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.show_site:
         print(json.dumps(_document(site), indent=2))
         return DONE
-    script = render(_job(args), site)
+    script = render(_job(args), _with_what_is_here(site, args))
     if args.output:
         _write(args.output, script)
     job_id = submit(script, site.scheduler) if args.submit else None
@@ -123,6 +124,8 @@ def _job(args: argparse.Namespace) -> Job:
     if args.program is None:
         raise ValueError("mpistrat job: expected a program, got none. Put it behind the options")
     name = args.name or _name(args.program)
+    _refuse("--array", args.array, args, "index_argument", "output_argument", "output_folder")
+    _refuse("--preemptible", args.preemptible, args, "notice", "max_restarts")
     array = None
     if args.array:
         if not args.index_argument or not args.output_argument:
@@ -146,12 +149,24 @@ def _job(args: argparse.Namespace) -> Job:
         ps_nodes=args.ps_nodes,
         container=args.container,
         array=array,
-        preemption=Preemption(args.notice, args.max_restarts) if args.preemptible else None,
+        preemption=_preemption(args) if args.preemptible else None,
         partition=args.partition,
         account=args.account,
         qos=args.qos,
         mail=args.mail,
     )
+
+
+def _refuse(option: str, given: object, args: argparse.Namespace, *parts: str) -> None:
+    """Raise where an option stands without the one that it belongs to."""
+    for part in parts:
+        if not given and getattr(args, part) not in (None, ""):
+            raise ValueError(f"mpistrat job: --{part.replace('_', '-')}: expected {option} beside it, got none")
+
+
+def _preemption(args: argparse.Namespace) -> Preemption:
+    said = {"notice": args.notice, "max_restarts": args.max_restarts}
+    return Preemption(**{name: value for name, value in said.items() if value is not None})
 
 
 def _name(program: str) -> str:
@@ -168,7 +183,7 @@ def _site(args: argparse.Namespace) -> SiteProfile:
     site = read_site(args.site)
     said: dict[str, Any] = {name: getattr(args, name) for name in _SITE if getattr(args, name) is not None}
     if args.scheduler not in (None, site.scheduler):  # the launcher and the directives were those of another
-        said = {"launcher": "auto", "mpi": "auto", "directives": ()} | said
+        said = {"launcher": "auto", "mpi": "auto", "directives": (), "gpu_request": "per_node", "gpu_bind": ""} | said
     if "venv" in said or "conda" in said:
         said = {"venv": "", "conda": ""} | said
     if args.load:
@@ -177,12 +192,23 @@ def _site(args: argparse.Namespace) -> SiteProfile:
         said["directives"] = (*said.get("directives", site.directives), *args.directive)
     if args.env:
         said["variables"] = {**site.variables, **dict(_variable(text) for text in args.env)}
-    site = dataclasses.replace(site, **said)
-    if not (site.venv or site.conda or args.container) and site.python == "python":
+    return dataclasses.replace(site, **said)
+
+
+def _with_what_is_here(site: SiteProfile, args: argparse.Namespace) -> SiteProfile:
+    """The profile with what nobody said, and this machine tells: the environment, and how srun starts its MPI."""
+    if args.container:
+        return site
+    if not (site.venv or site.conda) and site.python == "python":
         site = dataclasses.replace(site, **_here())
-    if args.mpi is None and site.mpi == "auto" and launcher_of(site) == "srun" and not args.container:
+    if args.mpi is None and site.mpi == "auto" and launcher_of(site) == "srun" and _loaded(site.modules):
         site = _with_protocol(site)
     return site
+
+
+def _loaded(modules: Sequence[str]) -> bool:
+    """Whether the modules that the job loads are loaded here: they may bring another MPI."""
+    return set(modules) <= set(os.environ.get("LOADEDMODULES", "").split(":"))
 
 
 def _with_protocol(site: SiteProfile) -> SiteProfile:
@@ -193,7 +219,7 @@ def _with_protocol(site: SiteProfile) -> SiteProfile:
         return site
     try:
         library = loaded_library(python)
-    except ClusterError:  # of modules that the job loads, perhaps
+    except ClusterError:
         return site
     wanted = fitting_pmi(library, offered)
     if wanted is None:

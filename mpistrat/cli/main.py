@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._version import __version__
-from ..cluster.launcher import launched_size
+from ..cluster.launcher import launched_rank, launched_size
 from ..data.shards.ranks import Ranks
-from ..errors import MissingDependencyError, ShardError
+from ..errors import ClusterError, MissingDependencyError, MpistratError, ShardError
 from .command import PROBLEM, STATUS, WRONG_USE, Command, Group
 from .commands import ROOT
 from .terminal import read_or_not
@@ -37,10 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 parsed = _parser().parse_args(arguments)
         except SystemExit as end:
-            if Ranks(_world(), "mpistrat").rank == 0:  # rank 0 speaks for all
+            if launched_rank() in (None, 0):  # one speaks for all, and MPI need not start for that
                 print(said.getvalue(), end="", file=sys.stderr if end.code else sys.stdout)
             raise
-        ranks = Ranks(_world() if parsed.command.collective else None, "mpistrat")
+        try:
+            ranks = Ranks(_world() if parsed.command.collective else None, "mpistrat")
+        except MpistratError as error:  # the launcher and MPI do not find each other
+            print(f"error: {error}", file=sys.stderr)
+            return PROBLEM
         with contextlib.ExitStack() as stack:
             if ranks.rank:
                 silence = stack.enter_context(open(os.devnull, "w"))
@@ -65,9 +69,9 @@ def _run(parsed: argparse.Namespace, ranks: Ranks) -> int:
         return status
     except KeyboardInterrupt:
         return 130
-    except (ShardError, OSError) as error:
+    except (ClusterError, MissingDependencyError, ShardError, OSError) as error:
         status, text = PROBLEM, str(error)
-    except (ValueError, MissingDependencyError) as error:
+    except ValueError as error:
         status, text = WRONG_USE, str(error)
     except Exception:
         if ranks.size == 1:

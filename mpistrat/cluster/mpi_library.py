@@ -89,4 +89,8 @@ def loaded_library(python: str = sys.executable) -> MPILibrary:
             "or install a wheel: pip install mpich"
         )
         raise ClusterError(explain("loaded_library", python, expected=expected, got=said, remedy=remedy))
-    return MPILibrary(**json.loads(reply.stdout.splitlines()[-1]))
+    try:
+        return MPILibrary(**json.loads(reply.stdout.splitlines()[-1]))
+    except (IndexError, ValueError, TypeError):
+        got = f"{reply.stdout.strip()[-200:]!r}"
+        raise ClusterError(explain("loaded_library", python, expected="an answer of a Python", got=got)) from None

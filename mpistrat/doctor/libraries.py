@@ -54,6 +54,9 @@ def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
     if outcome.get("h5py") is not None and gpus is None:
         yield problem("GPU", f"{outcome.step} {outcome.end()}", "Install the CuPy of the driver's CUDA version")
         return
+    if outcome.get("h5py") is None and gpus is None:
+        yield warning("GPU", "not looked at, because h5py did not get that far", "Mend h5py first: see its line")
+        return
     if gpus:
         names = ", ".join(f"{model} ({uuid})" for uuid, model in gpus)
         yield ok("GPU", f"{len(gpus)} for this process: {names}")

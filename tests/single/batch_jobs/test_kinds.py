@@ -333,6 +333,11 @@ def wait_for(path, process):
             {},
             "a job of one component",
         ),
+        (
+            {"strategy": "parameter_server", "num_ps": 1, "ps_nodes": 1, "array": ARRAY},
+            {},
+            "SLURM has no arrays of others",
+        ),
         ({}, {"launcher": "jsrun"}, "one of srun, openmpi, mpich under SLURM"),
         ({}, {"launcher": "mpich", "mpi": "pmix"}, "mpi: expected one of auto with launcher mpich"),
         ({"program": ("a.py", "{{id}}")}, {"scheduler": "flux"}, "which replaces it"),

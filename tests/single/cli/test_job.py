@@ -182,6 +182,19 @@ def test_a_refused_job_and_a_missing_command(job, stub, monkeypatch):
         (["a.py", ":"], "take it for the end of the program"),
         ([], "expected a program, got none"),
         (["--venv", "x", "--conda", "y", "a.py"], "a virtual environment or one of conda"),
+        (["--notice", "60", "a.py"], "--notice: expected --preemptible beside it, got none"),
+        (["--max-restarts", "2", "a.py"], "--max-restarts: expected --preemptible beside it, got none"),
+        (["--output-folder", "x", "a.py"], "--output-folder: expected --array beside it, got none"),
+        (["--index-argument", "x", "a.py"], "--index-argument: expected --array beside it, got none"),
+        (
+            ["--preemptible", "--time", "00:01:00", "a.py"],
+            "preemption: expected a notice of less than the time limit, 60 seconds, got 120",
+        ),
+        (["--scheduler", "pbs", "--gpu-bind", "closest", "a.py"], "gpu_bind: expected SLURM, whose option it is"),
+        (
+            ["--gpus-per-node", "2", "--ranks-per-node", "4", "a.py"],
+            "a GPU for each rank that trains, got 2 for 4 ranks",
+        ),
     ],
 )
 def test_wrong_use(job, words, says):
@@ -206,6 +219,51 @@ def test_the_environment_is_the_one_this_runs_in_unless_it_is_said(job, monkeypa
     assert "activate" not in script
 
 
+def test_what_belongs_to_one_scheduler_does_not_get_into_another_s_script(job):
+    assert "closest" not in job("--site", "frontier", "--scheduler", "pbs", "a.py")
+
+
+def test_threads_that_the_user_chose_are_left_alone(job):
+    for words in ([], ["--scheduler", "pbs"], ["--scheduler", "flux"], ["--scheduler", "lsf"]):
+        script = job(*words, "--env", "OMP_NUM_THREADS=1", "--cpus-per-rank", "4", "a.py")
+        assert [line for line in script.splitlines() if "export OMP_NUM_THREADS" in line] == [
+            "export OMP_NUM_THREADS=1"
+        ]
+        assert script.count("-x OMP_NUM_THREADS") <= 1
+    script = job("--env", "OMP_NUM_THREADS=1", "--cpus-per-rank", "4", "a.py")
+    assert 'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-4}"' in script
+    assert job("--launcher", "openmpi", "--env", "OMP_NUM_THREADS=1", "a.py").count("-x OMP_NUM_THREADS") == 1
+
+
+def test_directives_that_name_several_nodes(job):
+    assert "#SBATCH '--exclude=n[1-3]'\n" in job("--directive=--exclude=n[1-3]", "a.py")
+    assert "#BSUB -w 'done(12)'\n" in job("--scheduler", "lsf", "--directive=-w done(12)", "a.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"), [(["job", "--help"], 0, "usage"), (["job", "--nope"], 2, "error:")]
+)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_help_and_wrong_use_start_no_mpi(words, status, says, rank):
+    """Not even where srun started tasks that do not find each other; one of them speaks."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": rank}
+    program = (
+        "import sys; sys.modules['mpi4py'] = None; from mpistrat.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done
+    assert (says in done.stdout + done.stderr) == (rank == "0") and "Traceback" not in done.stderr
+
+
+def test_tasks_that_do_not_find_each_other_are_a_problem_without_a_traceback():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    command = [sys.executable, "-m", "mpistrat", "shards", "info", "x.h5"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("error: check_size: "), done
+    assert "Traceback" not in done.stderr
+
+
 def test_srun_is_told_how_the_mpi_of_the_job_starts(job, stub, monkeypatch, tmp_path):
     library = MPILibrary("MPICH", "5.0.2", "")
     asked = []
@@ -226,10 +284,14 @@ def test_srun_is_told_how_the_mpi_of_the_job_starts(job, stub, monkeypatch, tmp_
 
     for words in (
         ["--mpi", "auto"], ["--container", "i.sif"], ["--venv", "/not/there"], ["--conda", "name"], ["--launcher", "openmpi"],
+        ["--load", "openmpi/5"],
     ):  # fmt: skip
         before = len(asked)
         assert "--mpi" not in job(*words, "a.py").splitlines()[-1]
         assert len(asked) == before
+    assert '"mpi": "auto"' in job("--show-site")  # a profile of the site, not of this environment
+    monkeypatch.setenv("LOADEDMODULES", "gcc/12:openmpi/5")
+    assert "--mpi=pmix_v4 " in job("--load", "openmpi/5", "a.py")
     assert "--mpi=none " in job("--mpi", "none", "a.py")
     assert "--mpi=cray_shasta " in job("--mpi", "cray_shasta", "a.py")
     assert "pmix_vN" in job("--mpi", "pmx", "a.py", status=2)
@@ -295,4 +357,4 @@ def test_it_needs_no_mpi(tmp_path):
 def test_without_jinja2_it_says_what_to_install(job, monkeypatch):
     sys.modules["mpistrat.batch_jobs.render"]._environment.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert "pip install jinja2" in job("a.py", status=2)
+    assert "pip install jinja2" in job("a.py", status=1)
