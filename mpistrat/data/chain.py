@@ -195,7 +195,7 @@ class Chain(ABC):
             position, together = stop, min(2 * together, _ROWS)
 
     def check(self) -> None:
-        """Raise if a source has changed since it was opened; called as an epoch begins. Not collective."""
+        """Raise if a source has changed since it was opened; called as an epoch or a pass begins. Not collective."""
         for parent in self.parents:
             parent.check()
 
@@ -210,6 +210,7 @@ class Chain(ABC):
 
     def element(self, epoch: int, position: int) -> Any:
         """Return one element of an epoch, wherever iteration stands. Not collective."""
+        self.check()
         if not self.random_access:
             return next(self.elements(epoch, position))
         rows = self.gather(*self.locate(epoch, position))

@@ -58,6 +58,7 @@ class Dataset(Chain):
         Raises:
             ValueError: after `batch`, where elements are no rows, and for a dataset that reads in order.
             IndexError: for an index out of range.
+            ShardError: for files that have changed.
         """
         if self.batching is not None:
             raise ValueError(
@@ -79,6 +80,7 @@ class Dataset(Chain):
         if positions.size and (positions.min() < 0 or 0 <= length <= positions.max()):
             got = f"{positions.min()} to {positions.max()}"
             raise IndexError(explain("Dataset.rows", "indices", expected=f"integers in [0, {length})", got=got))
+        self.check()
         return self.gather(np.full(positions.size, epoch, np.int64), positions)
 
     def set_epoch(self, epoch: int) -> None:
@@ -88,7 +90,8 @@ class Dataset(Chain):
     def __iter__(self) -> DatasetIterator:
         self.check()
         depth = self.prefetch_depth or 0
-        iterator = DatasetIterator(self.elements, self.cardinality(), self._epoch, depth, self.set_epoch)
+        told = self.set_epoch, self.check
+        iterator = DatasetIterator(self.elements, self.cardinality(), self._epoch, depth, *told)
         self._epoch += 1
         return iterator
 

@@ -119,6 +119,7 @@ class HDF5Dataset(RowSource):
         self._opened: _Opened | None = None
         self._lock = threading.Lock()
         self._counters = StageStats()
+        self._pass: int | None = None  # the last epoch that was read since the files were looked at
 
     def _open(self) -> _Opened:
         if self._opened is not None:
@@ -179,6 +180,14 @@ class HDF5Dataset(RowSource):
             shard.check()
         for source in opened.sources:
             source.check()
+        self._pass = None
+
+    def _begin_pass(self, epoch: int) -> None:
+        """Look at the files before each further pass of a repetition: one that was cut under a map kills the process."""
+        if self._pass is not None and epoch > self._pass:
+            self.check()
+        if self._pass is None:
+            self._pass = epoch
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         opened = self._open()
@@ -186,6 +195,8 @@ class HDF5Dataset(RowSource):
         if positions.size and np.maximum.reduce(positions.view(np.uint64)) >= opened.rows:
             got = f"{positions.min()} to {positions.max()}"
             raise IndexError(explain("HDF5Dataset", "rows", expected=f"rows in [0, {opened.rows})", got=got))
+        if positions.size:
+            self._begin_pass(int(epochs[-1]))
         began = time.perf_counter()
         if isinstance(self._structure, str):
             rows: Any = self._read(opened, self._structure, positions)

@@ -27,11 +27,24 @@ class PositionReader:
         epoch: which epoch.
         prefetch: how many elements a thread may read ahead; 0 for no thread.
         patience: start the thread when reading takes longer than so many seconds; 0 for at once.
+        same_length: whether an epoch of the same dataset is as long wherever a state of it is restored.
+        check: raises if a source has changed; called before other elements are read than those that come next.
     """
 
-    def __init__(self, elements: Elements, cardinality: int, epoch: int, prefetch: int, patience: float = 0.0) -> None:
+    def __init__(
+        self,
+        elements: Elements,
+        cardinality: int,
+        epoch: int,
+        prefetch: int,
+        patience: float = 0.0,
+        same_length: bool = True,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._elements = elements
         self._cardinality = cardinality
+        self._check = check
+        self._length = {"length": cardinality} if same_length and cardinality >= 0 else {}
         self._depth = prefetch
         self._patience = patience
         self._slow = 0  # elements in a row that took longer
@@ -76,19 +89,25 @@ class PositionReader:
             raise
 
     def state(self) -> dict[str, int]:
-        return {"epoch": self._epoch, "next": self._next}
+        return {"epoch": self._epoch, "next": self._next, **self._length}
 
     def restore(self, state: dict[str, int]) -> None:
         try:
             epoch, following = int(state["epoch"]), int(state["next"])
-        except (KeyError, TypeError, ValueError):
+            length = int(state.get("length", self._cardinality))
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise ValueError(
                 explain("restore", "state", expected='{"epoch": int, "next": int}, from state()', got=repr(state))
             ) from None
+        if length != self._length.get("length", length):
+            expected = f"a state of epochs of {self._cardinality} elements, as this dataset has"
+            remedy = "The batch size, the files or the policy changed: restore on the same dataset."
+            raise ValueError(explain("restore", "state", expected=expected, got=repr(state), remedy=remedy))
         if epoch < 0 or following < 0 or 0 <= self._cardinality < following:
             expected = f"an epoch of at least 0 and a position in [0, {self._cardinality}]"
             remedy = "The state belongs to another dataset."
             raise ValueError(explain("restore", "state", expected=expected, got=repr(state), remedy=remedy))
+        self._check()
         self.close()
         self._epoch, self._next, self._ended = epoch, following, False
 
@@ -124,8 +143,9 @@ class DatasetIterator(Iterator[Any]):
         epoch: int,
         prefetch: int = 0,
         set_epoch: Callable[[int], None] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._reader = PositionReader(elements, cardinality, epoch, prefetch)
+        self._reader = PositionReader(elements, cardinality, epoch, prefetch, check=check)
         self._set_epoch = set_epoch
 
     def __next__(self) -> Any:
@@ -145,14 +165,18 @@ class DatasetIterator(Iterator[Any]):
         return self._reader.peek()
 
     def state(self) -> dict[str, int]:
-        """Return where this iterator stands: the epoch and the next element's position. Not collective."""
+        """Return where this iterator stands: the epoch, the next element's position, an epoch's length. Not collective.
+
+        The length is left out where it is not known.
+        """
         return self._reader.state()
 
     def restore(self, state: dict[str, int]) -> None:
         """Go to where an iterator of the same dataset stood; its next `iter()` begins the epoch after. Not collective.
 
         Raises:
-            ValueError: for what is no state of this dataset.
+            ValueError: for what is no state of this dataset: its epochs have another length, too.
+            ShardError: for files that have changed.
         """
         self._reader.restore(state)
         if self._set_epoch is not None:

@@ -69,13 +69,14 @@ class Division:
             group: the same ranks.
             passes: who is told of passes.
         """
-        settings = {"passes": passes, "sum_over_ranks": _sum_over_ranks(group)}
+        # How many batches a worker is dealt depends on the number of workers.
+        settings = {"passes": passes, "sum_over_ranks": _sum_over_ranks(group), "same_length": False}
         return cls(workers, functools.partial(deal_out, within=within), settings, within)
 
     @classmethod
     def serving(cls, workers: Workers, passes: Passes) -> Division:
         """Return the division of a rank that serves those who step alone. Not collective."""
-        return cls(workers, serve_only, {"passes": passes})
+        return cls(workers, serve_only, {"passes": passes, "same_length": False})
 
 
 def distribute_dataset(

@@ -38,6 +38,7 @@ class DistributedDataset:
             that are read faster than a thread could hand them over are read there, too.
         sum_over_ranks: returns the elementwise sum of a small int64 array over all ranks; collective.
         passes: who is told when an epoch begins and ends to be read.
+        same_length: whether an epoch has as many steps wherever the state of an iterator is restored.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class DistributedDataset:
         buffer_size: int = InputOptions.per_replica_buffer_size,
         sum_over_ranks: SumOverRanks = alone,
         passes: Passes | None = None,
+        same_length: bool = True,
     ) -> None:
-        self._steps, self._passes = steps, passes
+        self._steps, self._passes, self._same_length = steps, passes, same_length
         self._prefetch = DevicePrefetch(devices)
         depth = steps.prefetch_depth
         self._depth = depth if depth is not None else buffer_size + 1 if buffer_size else 0
@@ -99,15 +101,15 @@ class DistributedDataset:
         return self._stats.snapshot(tuple(_stages(self._steps.datasets)))
 
     def __iter__(self) -> DistributedIterator:
-        for dataset in self._steps.datasets:
-            dataset.check()
+        self._steps.check()
         # The thread that reads ahead holds these, not the dataset nor the iterator.
         steps, prefetch = self._steps, self._prefetch
 
         def elements(epoch: int, start: int) -> Iterator[Loaded]:
             return prefetch.load(steps.elements(epoch, start))
 
-        reader = PositionReader(elements, self.cardinality(), self._epoch, self._depth, self._patience)
+        settings = self._epoch, self._depth, self._patience, self._same_length, steps.check
+        reader = PositionReader(elements, self.cardinality(), *settings)
         self._epoch += 1
         told = self._sum_over_ranks, self._stats, self.set_epoch, self._passes
         return DistributedIterator(reader, steps, prefetch, *told)

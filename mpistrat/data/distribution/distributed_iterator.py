@@ -162,7 +162,10 @@ class DistributedIterator(Iterator[Any]):
         return self._look()[2]
 
     def state(self) -> dict[str, int]:
-        """Return the position of what was consumed: {"epoch", "next"}, the same on every rank. Not collective."""
+        """Return the position of what was consumed, the same on every rank: {"epoch", "next", "length"}. Not collective.
+
+        "length" is the number of steps of an epoch. It is left out where it is not known, and with parameter servers.
+        """
         return self._reader.state()
 
     def restore(self, state: dict[str, int]) -> None:
@@ -173,7 +176,8 @@ class DistributedIterator(Iterator[Any]):
         Dataset, or the next step raises ValueError.
 
         Raises:
-            ValueError: for what is no state of this dataset.
+            ValueError: for what is no state of this dataset: its epochs have another number of steps, too.
+            ShardError: for files that have changed.
         """
         self._reader.restore(state)
         self._set_epoch(self._reader.state()["epoch"] + 1)

@@ -48,6 +48,11 @@ class Steps(ABC):
     def datasets(self) -> tuple[Dataset, ...]:
         """What this worker reads, as far as it is made of datasets of ours."""
 
+    def check(self) -> None:
+        """Raise if a source of what this worker reads has changed since it was opened."""
+        for dataset in self.datasets:
+            dataset.check()
+
     @property
     @abstractmethod
     def row_spec(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -17,6 +18,9 @@ import pytest
 
 from mpistrat import OneDeviceStrategy
 from mpistrat.data import HDF5Dataset, write_shards
+from mpistrat.data.distribution.distributed_dataset import distribute
+from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.readers.open_files import ShardFile
 from mpistrat.errors import ShardError
 
 
@@ -283,6 +287,65 @@ def test_a_file_that_changes_between_epochs_is_named(shards: list[Path]) -> None
     shards[2].unlink()
     with pytest.raises(ShardError, match=f"{shards[2].name}.*no such file"):
         iter(dataset)
+
+
+@pytest.mark.parametrize("chain", ["rows", "batches", "in order", "shuffled", "distributed"])
+@pytest.mark.parametrize("change", ["cut", "touched"])
+def test_a_file_that_changes_between_two_passes_is_named(shards: list[Path], chain: str, change: str) -> None:
+    """The files are mapped: reading what was cut off would kill the process."""
+    rows = HDF5Dataset(shards[0].parent)
+    repeated: Any = {
+        "rows": lambda: rows.repeat().batch(10),
+        "batches": lambda: rows.batch(10).repeat(3),
+        "in order": lambda: rows.filter(lambda row: True).repeat().batch(10),
+        "shuffled": lambda: rows.shuffle(seed=1).repeat().batch(10),
+        "distributed": lambda: rows.repeat().batch(10),
+    }[chain]()
+    if chain == "distributed":
+        repeated = distribute(repeated, Workers([1], 0), buffer_size=0)
+    steps = iter(repeated)
+    for _ in range(20):  # two passes
+        next(steps)
+    if change == "cut":
+        os.truncate(shards[1], 100)
+    else:
+        os.utime(shards[1])
+    with pytest.raises(ShardError, match=f"{shards[1].name}.*as it was opened"):
+        next(steps)
+
+
+def test_files_are_looked_at_before_other_rows_are_asked_for(shards: list[Path]) -> None:
+    rows = HDF5Dataset(shards[0].parent)
+    batches = rows.batch(10)
+    iterators = [iter(batches), iter(distribute(batches, Workers([1], 0)))]
+    os.truncate(shards[1], 100)
+    asked = [
+        lambda: rows.rows([50]),
+        lambda: rows.element(0, 50),
+        lambda: batches.element(0, 5),
+        *(functools.partial(iterator.restore, {"epoch": 0, "next": 5}) for iterator in iterators),
+    ]
+    for ask in asked:
+        with pytest.raises(ShardError, match=f"{shards[1].name}.*as it was opened"):
+            ask()
+
+
+def test_files_are_looked_at_once_a_pass(shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Path] = []
+    check = ShardFile.check
+
+    def spy(file: ShardFile, descriptor: int | None = None) -> None:
+        looked.append(file.path)
+        check(file, descriptor)
+
+    dataset = HDF5Dataset(shards[0].parent)
+    len(dataset)
+    monkeypatch.setattr(ShardFile, "check", spy)
+    assert len(list(dataset.shuffle(seed=1).repeat(4).batch(7))) == 58
+    assert looked == shards * 4
+    del looked[:]
+    assert len(list(dataset.repeat(4).shuffle(seed=1).batch(7))) == 58  # rows of all passes in each batch
+    assert len(looked) <= 4 * 3
 
 
 def test_damage_is_found_when_the_dataset_is_distributed(shards: list[Path]) -> None:

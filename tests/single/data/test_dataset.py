@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.data import INFINITE, ArraySpec, Dataset, from_arrays
+from mpistrat.data.distribution.distributed_dataset import distribute
+from mpistrat.data.distribution.workers import Workers
 from mpistrat.data.order import permute
 
 Point = collections.namedtuple("Point", ["x", "y"])
@@ -199,7 +201,36 @@ def test_a_restored_iterator_goes_on_where_the_first_stopped(n: int, size: int, 
     assert sorted(row for batch in before + rest for row in batch) == list(range(n))
 
 
-@pytest.mark.parametrize("state", [{}, {"epoch": 0}, {"epoch": -1, "next": 0}, {"epoch": 0, "next": 99}, None])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_state_belongs_to_epochs_of_its_length(distributed: bool) -> None:
+    def begin(dataset: Dataset) -> Any:
+        return iter(distribute(dataset, Workers([1, 1], 1)) if distributed else dataset)
+
+    rows = from_arrays(np.arange(100))
+    state = begin(rows.batch(10)).state()
+    assert state == {"epoch": 0, "next": 0, "length": 10}
+    for other in (rows.batch(9), rows.take(50).batch(10), rows.batch(10).take(9)):
+        with pytest.raises(ValueError, match=r"epochs of \d+ elements.*'length': 10.*restore on the same dataset"):
+            begin(other).restore(state)
+    begin(rows.shuffle(seed=2).batch(10)).restore(state)
+    endless = rows.batch(9).repeat()
+    assert begin(endless).state() == {"epoch": 0, "next": 0}  # no length: any may be restored
+    begin(endless).restore(state)
+    begin(rows.batch(9)).restore({"epoch": 0, "next": 3})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"epoch": 0},
+        {"epoch": -1, "next": 0},
+        {"epoch": 0, "next": 99},
+        {"epoch": 0, "next": 0, "length": "many"},
+        None,
+        [0, 1],
+    ],
+)
 def test_a_state_of_something_else_is_refused(state: Any) -> None:
     iterator = iter(from_arrays(np.arange(4)).batch(2))
     with pytest.raises(ValueError, match="state"):

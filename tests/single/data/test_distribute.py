@@ -119,7 +119,7 @@ def test_the_state_is_what_was_consumed_not_what_was_read_ahead() -> None:
     deadline = time.monotonic() + 5
     while iterator._reader._prefetcher._buffer.items.qsize() < 4 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert iterator.state() == {"epoch": 0, "next": 1}
+    assert iterator.state() == {"epoch": 0, "next": 1, "length": 10}
     iterator.close()
 
 
