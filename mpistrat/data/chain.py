@@ -88,6 +88,11 @@ class Chain(ABC):
         return cast("Dataset", self) if same else self.rebuild(parents)
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether something in this chain shares memory with other ranks, which `bind` makes."""
+        return any(parent.shares_memory for parent in self.parents)
+
+    @property
     def counters(self) -> StageStats | None:
         """What this stage alone has done so far; None where it does not count."""
         return None

@@ -91,7 +91,13 @@ def distribute_dataset(
             remedy = "PER_REPLICA is for distribute_datasets_from_function."
             got = settings.replication_mode
             raise ValueError(explain(function, "options", expected="PER_WORKER", got=got, remedy=remedy))
-        return distribute(dataset, division.workers, division.divide, **_settings(group, settings, division))
+        made = distribute(dataset, division.workers, division.divide, **_settings(group, settings, division))
+        if division.separate and dataset.shares_memory:
+            expected = "no shared cache: workers that step alone share none"
+            remedy = "Use cache(), which every worker keeps for itself."
+            shared = 'cache("node") or cache("job")'
+            raise ValueError(explain(function, "dataset", expected=expected, got=shared, remedy=remedy))
+        return made
 
     def described(made: DistributedDataset) -> tuple[str, str]:
         steps = dataset.cardinality() if division.separate else made.cardinality()
@@ -101,9 +107,6 @@ def distribute_dataset(
 
     made = _agreed(group, function, make, described)
     bound = dataset.bind(group)
-    if bound is not dataset and division.separate:
-        expected, got = 'cache("rank"): workers that step alone share no cache', 'cache("node") or cache("job")'
-        raise ValueError(explain(function, "dataset", expected=expected, got=got))
     return made if bound is dataset else make(bound)
 
 

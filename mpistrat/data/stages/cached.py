@@ -95,6 +95,10 @@ class Cached(Stage):
     def counters(self) -> StageStats:
         return self._counters
 
+    @property
+    def shares_memory(self) -> bool:
+        return self._scope != "rank" or super().shares_memory
+
     def _rows(self) -> SourceRows:
         if self._source is None:
             self._source = SourceRows(self._parent)

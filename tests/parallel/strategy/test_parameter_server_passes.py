@@ -200,3 +200,16 @@ def test_tf_config_says_who_serves(monkeypatch):
         if not strategy.is_server:
             assert v.numpy().tolist() == [2 * strategy.num_workers]
         strategy.comm.Barrier()
+
+
+@pytest.mark.parametrize("scope", ["node", "job"])
+def test_shared_caches_are_refused_before_they_take_memory(monkeypatch, scope):
+    bound = []
+    monkeypatch.setattr(ms.data.Dataset, "bind", lambda self, group: bound.append(self) or self)
+    with made() as strategy:
+        rows = ms.data.from_arrays(np.arange(8))
+        with pytest.raises(ValueError, match=r"distribute_dataset: dataset: .*no shared cache.*Use cache\(\)"):
+            strategy.distribute_dataset(rows.cache(scope).map(lambda x: x).batch(2))
+        assert not bound
+        seen = [row for batch in strategy.distribute_dataset(rows.cache().batch(2)) for row in batch.tolist()]
+        assert all_seen(strategy, seen) == list(range(8))
