@@ -204,6 +204,11 @@ class Chain(ABC):
         for parent in self.parents:
             parent.check()
 
+    def count_wait(self, seconds: float) -> None:
+        """Take note how long somebody waited for what a thread reads ahead; the last `prefetch` counts. Not collective."""
+        for parent in self.parents:
+            parent.count_wait(seconds)
+
     # What follows from that.
 
     @property

@@ -90,8 +90,7 @@ class Dataset(Chain):
     def __iter__(self) -> DatasetIterator:
         self.check()
         depth = self.prefetch_depth or 0
-        told = self.set_epoch, self.check
-        iterator = DatasetIterator(self.elements, self.cardinality(), self._epoch, depth, *told)
+        iterator = DatasetIterator(self.elements, self.cardinality(), self._epoch, depth, self.set_epoch, self)
         self._epoch += 1
         return iterator
 

@@ -129,7 +129,7 @@ class HDF5Dataset(RowSource):
                 names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
                 opened = open_shards(self._files, names, driver=self._driver, on_error=self._on_error)
                 self._opened = _Opened(opened, self._reader, self._driver)
-                self._counters.add(files=len(opened.shards))
+                self._counters.add(files=len(opened.shards), skipped=len(opened.skipped))
                 if self._structure is None:
                     self._structure = {name: name for name in opened.fields}
             return self._opened
@@ -153,10 +153,11 @@ class HDF5Dataset(RowSource):
     @property
     def counters(self) -> StageStats:
         """What was read so far, by all readers."""
-        total = replace(self._counters)
-        for reader in self._opened.readers.values() if self._opened else ():
-            total.add(bytes_read=reader.counters.bytes_read, chunk_reads=reader.counters.chunk_reads)
-        return total
+        readers = self._opened.readers.values() if self._opened else ()
+        read = StageStats.reading(reader.counters for reader in readers)
+        return replace(
+            self._counters, bytes_read=read.bytes_read, chunk_reads=read.chunk_reads, wait_seconds=read.wait_seconds
+        )
 
     @property
     def row_spec(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import explain
 from .prefetch import Prefetcher
@@ -18,6 +18,16 @@ _SLOW = 3  # elements in a row that took longer; a single one may have met a col
 Elements = Callable[[int, int], Iterator[Any]]  # (epoch, position) -> the elements from there on
 
 
+class Supplier(Protocol):
+    """What elements come from: a dataset, or the steps of a worker."""
+
+    def check(self) -> None:
+        """Raise if a source has changed; called before other elements are read than those that come next."""
+
+    def count_wait(self, seconds: float) -> None:
+        """Take note how long somebody waited for what a thread reads ahead."""
+
+
 class PositionReader:
     """Reads elements one after the other, ahead of need if told to. Position and state are those of what was consumed.
 
@@ -28,7 +38,7 @@ class PositionReader:
         prefetch: how many elements a thread may read ahead; 0 for no thread.
         patience: start the thread when reading takes longer than so many seconds; 0 for at once.
         same_length: whether an epoch of the same dataset is as long wherever a state of it is restored.
-        check: raises if a source has changed; called before other elements are read than those that come next.
+        supplier: what the elements come from.
     """
 
     def __init__(
@@ -39,11 +49,11 @@ class PositionReader:
         prefetch: int,
         patience: float = 0.0,
         same_length: bool = True,
-        check: Callable[[], None] = lambda: None,
+        supplier: Supplier | None = None,
     ) -> None:
         self._elements = elements
         self._cardinality = cardinality
-        self._check = check
+        self._supplier = supplier
         self._length = {"length": cardinality} if same_length and cardinality >= 0 else {}
         self._depth = prefetch
         self._patience = patience
@@ -81,7 +91,10 @@ class PositionReader:
         started = perf_counter()
         try:
             element = self._produce()
-            self._slow = self._slow + 1 if perf_counter() - started > self._patience else 0
+            seconds = perf_counter() - started
+            self._slow = self._slow + 1 if seconds > self._patience else 0
+            if self._prefetcher is not None and self._supplier is not None:
+                self._supplier.count_wait(seconds)
             return element
         except BaseException as error:
             self.close()  # a generator that has raised is over: who asks again begins at this element anew
@@ -107,7 +120,8 @@ class PositionReader:
             expected = f"an epoch of at least 0 and a position in [0, {self._cardinality}]"
             remedy = "The state belongs to another dataset."
             raise ValueError(explain("restore", "state", expected=expected, got=repr(state), remedy=remedy))
-        self._check()
+        if self._supplier is not None:
+            self._supplier.check()
         self.close()
         self._epoch, self._next, self._ended = epoch, following, False
 
@@ -143,9 +157,9 @@ class DatasetIterator(Iterator[Any]):
         epoch: int,
         prefetch: int = 0,
         set_epoch: Callable[[int], None] | None = None,
-        check: Callable[[], None] = lambda: None,
+        supplier: Supplier | None = None,
     ) -> None:
-        self._reader = PositionReader(elements, cardinality, epoch, prefetch, check=check)
+        self._reader = PositionReader(elements, cardinality, epoch, prefetch, supplier=supplier)
         self._set_epoch = set_epoch
 
     def __next__(self) -> Any:

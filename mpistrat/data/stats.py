@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 __all__ = ["InputStats", "StageStats"]
@@ -19,7 +20,10 @@ class StageStats:
         bytes_read: bytes read from files, as they lie there; pages of a memory map count as read each time.
         chunk_reads: pieces read as a whole.
         files: files opened.
+        skipped: files that on_error="skip" left out.
         waits: pieces that another rank or thread was reading already.
+        wait_seconds: time spent waiting for what others do: for those pieces, for a thread that decodes a chunk, for rows of
+            other nodes; of a `prefetch`, by the loop for the thread that reads ahead.
         bytes_received: bytes of rows that came from other nodes.
     """
 
@@ -29,9 +33,25 @@ class StageStats:
     bytes_read: int = 0
     chunk_reads: int = 0
     files: int = 0
+    skipped: int = 0
     waits: int = 0
+    wait_seconds: float = 0.0
     bytes_received: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Rows for each second of reading; 0 where a stage counts none of the two."""
+        return self.rows / self.seconds if self.seconds else 0.0
+
+    @classmethod
+    def reading(cls, parts: Iterable[StageStats]) -> StageStats:
+        """Return what several readers have read and waited together. Not collective."""
+        total = cls()
+        for part in parts:
+            read = {"bytes_read": part.bytes_read, "chunk_reads": part.chunk_reads}
+            total.add(**read, wait_seconds=part.wait_seconds)
+        return total
 
     def add(self, **amounts: float) -> None:
         """Add to some of the counters, from any thread. Not collective.
@@ -52,10 +72,13 @@ class StageStats:
             self.rows and _count(self.rows, "row"),
             self.calls and _count(self.calls, "call"),
             self.seconds and f"{self.seconds:.3g} s",
+            self.samples_per_second and f"{self.samples_per_second:,.0f} samples/s",
             self.bytes_read and f"{_size(self.bytes_read)} read",
             self.chunk_reads and _count(self.chunk_reads, "chunk read"),
             self.files and _count(self.files, "file"),
+            self.skipped and f"{_count(self.skipped, 'file')} skipped",
             self.waits and _count(self.waits, "wait"),
+            self.wait_seconds and f"{self.wait_seconds:.3g} s waited",
             self.bytes_received and f"{_size(self.bytes_received)} received",
         ]
         return ", ".join(text for text in shown if text)

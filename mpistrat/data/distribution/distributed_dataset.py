@@ -108,7 +108,7 @@ class DistributedDataset:
         def elements(epoch: int, start: int) -> Iterator[Loaded]:
             return prefetch.load(steps.elements(epoch, start))
 
-        settings = self._epoch, self._depth, self._patience, self._same_length, steps.check
+        settings = self._epoch, self._depth, self._patience, self._same_length, steps
         reader = PositionReader(elements, self.cardinality(), *settings)
         self._epoch += 1
         told = self._sum_over_ranks, self._stats, self.set_epoch, self._passes

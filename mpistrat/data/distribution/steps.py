@@ -53,6 +53,11 @@ class Steps(ABC):
         for dataset in self.datasets:
             dataset.check()
 
+    def count_wait(self, seconds: float) -> None:
+        """Take note how long somebody waited for what a thread reads ahead."""
+        for dataset in self.datasets:
+            dataset.count_wait(seconds)
+
     @property
     @abstractmethod
     def row_spec(self) -> Any:

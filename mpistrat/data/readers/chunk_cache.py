@@ -59,7 +59,8 @@ class ChunkCache:
         slot_bytes: the size of the largest.
         slots: how many are held at most.
         decode: makes a chunk's bytes; called in several threads at once.
-        counters: where to count chunks, bytes read for them, and seconds of reading and decoding, over all threads.
+        counters: where to count chunks, bytes read for them, seconds of reading and decoding, over all threads,
+            and seconds that the reader waited for a thread.
     """
 
     def __init__(self, chunks: int, slot_bytes: int, slots: int, decode: Decode, counters: StageStats) -> None:
@@ -159,9 +160,10 @@ class ChunkCache:
             self._reading = False
 
     def _wait(self) -> None:
-        self._waiting = True
+        self._waiting, started = True, time.perf_counter()
         self._changed.wait()
         self._waiting = False
+        self._counters.add(wait_seconds=time.perf_counter() - started)
 
     def _assign(self, chunks: NDArray[np.int64], *, hint: bool) -> NDArray[np.int64]:
         """Give as many of the chunks as possible a slot each, from the first on; return the slots."""

@@ -41,10 +41,7 @@ class MixedReader:
 
     @property
     def counters(self) -> StageStats:
-        total = StageStats()
-        for reader in self._readers:
-            total.add(bytes_read=reader.counters.bytes_read, chunk_reads=reader.counters.chunk_reads)
-        return total
+        return StageStats.reading(reader.counters for reader in self._readers)
 
     def _shares(self, rows: NDArray[np.int64]) -> list[tuple[FieldReader, NDArray[np.int64], NDArray[np.int64]]]:
         """Each reader that has some of the rows, where they stand among the rows, and its own numbers of them."""

@@ -101,13 +101,6 @@ class RowIndex:
                 yield int(shards[start]), slice(start, stop)
 
 
-class Counters(Protocol):
-    """What a reader has read so far."""
-
-    bytes_read: int
-    chunk_reads: int
-
-
 class FieldReader(Protocol):
     """Reads rows of one field of a whole set of files. Rows are numbered through the files, in the set's order."""
 
@@ -115,7 +108,7 @@ class FieldReader(Protocol):
     reason: str  # why not in a quicker way; empty where there is none
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> StageStats:
         """What it has read so far."""
 
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:

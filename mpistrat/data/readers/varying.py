@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...errors import ShardError, explain
 from ..stats import StageStats
 from .open_files import open_bytes
-from .reader import Counters, FieldReader, RowIndex, Storage
+from .reader import FieldReader, RowIndex, Storage
 
 __all__ = ["POINTER", "VaryingReader"]
 
@@ -68,9 +68,8 @@ class VaryingReader:
         self._kept_bytes = 0
 
     @property
-    def counters(self) -> Counters:
-        total, own = self._pointers.counters, self._counters
-        return StageStats(bytes_read=total.bytes_read + own.bytes_read, chunk_reads=total.chunk_reads + own.chunk_reads)
+    def counters(self) -> StageStats:
+        return StageStats.reading((self._pointers.counters, self._counters))
 
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
         if out.size == 0:

@@ -29,7 +29,7 @@ class FilledMemory:
         memory: where they are kept.
         pieces: what is read as a whole.
         claims: who reads what.
-        counters: where to count: rows, pieces (chunk_reads) and seconds of reading, and pieces waited for.
+        counters: where to count: rows, pieces (chunk_reads) and seconds of reading, pieces waited for, and how long.
         text: how much lies where.
         provide: called with the bytes that are about to be written; raises where the system has no room for them.
     """
@@ -75,19 +75,21 @@ class FilledMemory:
 
         Who waits holds no claims.
         """
-        waited = 0
+        waited, wait_seconds = 0, 0.0
         while missing.size:
             mine = self._claims.claim(missing, self._limit)
             if not mine.size:
                 missing = self._claims.missing(missing)
                 waited = max(waited, missing.size)
+                started = time.perf_counter()
                 try:
                     mine = self._claims.wait(missing, self._limit)
                 except TimeoutError as error:
                     raise CollectiveTimeoutError(f"cache: {error}") from None
+                wait_seconds += time.perf_counter() - started
             self._read(memory, mine)
             missing = self._claims.missing(missing)
-        self._counters.add(waits=waited)
+        self._counters.add(waits=waited, wait_seconds=wait_seconds)
 
     def _read(self, memory: RowMemory, claimed: NDArray[np.int64]) -> None:
         """Read the pieces that were claimed, and end the claims."""

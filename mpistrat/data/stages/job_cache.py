@@ -298,7 +298,10 @@ class JobMemory:
             own = numbers[mine] - self._lows[self._own]
             for array, whole in zip(memory.arrays, out, strict=True):
                 whole[mine] = array[own]
-        for reply in transport.finish(replies):
+        started = time.perf_counter()
+        replies = transport.finish(replies)
+        self._counters.add(wait_seconds=time.perf_counter() - started)
+        for reply in replies:
             for array, whole in zip(reply.rows.arrays, out, strict=True):
                 whole[reply.places] = array
         return nest.pack_like(self._source.row_spec, out)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..chain import Source
 from ..dataset import Dataset
+from ..stats import StageStats
 from .stage import Stage
 
 __all__ = ["Prefetched"]
@@ -21,6 +22,14 @@ class Prefetched(Stage):
     def __init__(self, parent: Dataset, depth: int) -> None:
         super().__init__(parent)
         self._depth = depth
+        self._counters = StageStats()
+
+    @property
+    def counters(self) -> StageStats:
+        return self._counters
+
+    def count_wait(self, seconds: float) -> None:
+        self._counters.add(wait_seconds=seconds)
 
     @property
     def prefetch_depth(self) -> int:

@@ -135,6 +135,8 @@ def test_leaving_an_epoch_early_and_going_back(strategy, transport):
         assert all(same(*both) for both in zip(again, rest, strict=True)), epoch
         plain.set_epoch(epoch + 1)
         kept.set_epoch(epoch + 1)
+    assert cache_of(kept).bytes_received > 0
+    assert 0 < cache_of(kept).wait_seconds < 60
 
 
 @pytest.mark.parametrize("strategy", ["shared", "private"], indirect=True)

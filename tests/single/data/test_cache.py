@@ -297,6 +297,25 @@ def test_who_waits_meets_the_error_itself():
     assert sorted(calls) == ["0", "1"]
 
 
+def test_time_that_is_waited_for_another_thread_is_counted():
+    started = threading.Event()
+
+    def function(x):
+        started.set()
+        time.sleep(0.05)
+        return x
+
+    dataset = ms.data.from_arrays(np.arange(1)).map(function, element_spec=ms.data.ArraySpec((), "int64")).cache()
+    first = threading.Thread(target=dataset.rows, args=([0],))
+    first.start()
+    assert started.wait(5)
+    assert dataset.rows([0]).tolist() == [0]
+    first.join(5)
+    assert dataset.counters.waits == 1
+    assert 0.02 < dataset.counters.wait_seconds < 5
+    assert "1 wait, 0.0" in str(dataset.counters)
+
+
 def test_a_wait_has_an_end():
     claims = Claims(np.zeros(3, np.int16), rank=4, timeout=0.05)
     assert claims.claim(np.array([1])).tolist() == [1]

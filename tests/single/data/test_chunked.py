@@ -355,13 +355,15 @@ def test_a_slot_that_is_being_filled_or_read_is_not_given_away() -> None:
 
 
 def test_a_reader_waits_for_a_chunk_that_a_thread_is_in() -> None:
-    gate = Gate(held=5)
-    cache = ChunkCache(100, 8, 10, gate.decode, StageStats())
+    gate, counters = Gate(held=5), StageStats()
+    cache = ChunkCache(100, 8, 10, gate.decode, counters)
     cache.expect(np.array([5]))
     assert gate.begun.wait(30)
+    assert counters.wait_seconds == 0
     threading.Timer(0.05, gate.open.set).start()
     assert read(cache, [5, 6]) == [5, 6]
     assert sorted(gate.seen) == [5, 6]
+    assert 0.03 < counters.wait_seconds < 10
 
 
 PROGRAM = """

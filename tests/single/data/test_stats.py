@@ -118,3 +118,46 @@ def test_reading_ahead_shortens_the_wait(buffer_size: int) -> None:
         time.sleep(0.02)
     stats: Any = part.stats()
     assert (stats.wait_seconds < 0.06) == bool(buffer_size)
+
+
+def test_rows_a_second_are_those_of_the_stage() -> None:
+    counters = StageStats(rows=3000, seconds=1.5, skipped=1, waits=2, wait_seconds=0.25)
+    assert counters.samples_per_second == 2000
+    assert str(counters) == "3,000 rows, 1.5 s, 2,000 samples/s, 1 file skipped, 2 waits, 0.25 s waited"
+    assert StageStats(rows=3).samples_per_second == 0
+    assert StageStats(calls=3, seconds=1).samples_per_second == 0
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_prefetch_counts_the_time_that_it_is_waited_for(distributed: bool) -> None:
+    """10 batches of 20 ms, of a loop that does nothing: all of it is waited for, at the last prefetch only."""
+
+    def slow(x: np.ndarray) -> np.ndarray:
+        time.sleep(0.02)
+        return x
+
+    below = from_arrays(np.zeros(40)).batch(4).map(slow).prefetch(1)
+    dataset = below.map(lambda x: x).prefetch(2)
+    for _ in distribute(dataset, Workers()) if distributed else dataset:
+        pass
+    counters: Any = dataset.counters
+    assert 0.15 <= counters.wait_seconds < 2
+    assert below.counters == StageStats()
+
+
+def test_a_loop_that_computes_does_not_wait_for_prefetch() -> None:
+    dataset = from_arrays(np.zeros(40)).batch(4).prefetch(2)
+    for _ in dataset:
+        time.sleep(0.02)
+    counters: Any = dataset.counters
+    assert counters.wait_seconds < 0.1
+
+
+def test_skipped_files_are_counted(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, {"x": np.arange(30)}, num_shards=3)
+    paths[1].write_bytes(b"not HDF5")
+    part = distribute(HDF5Dataset(tmp_path, "x", on_error="skip").batch(10), Workers())
+    counters = part.stats().stages[0][1]
+    assert counters is not None
+    assert (counters.files, counters.skipped) == (2, 1)
+    assert "2 files, 1 file skipped" in str(part.stats())
