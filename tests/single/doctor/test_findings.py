@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import subprocess
+import time
 
 import pytest
 from doctor_stand import documented
 
 from mpistrat.cluster.cores import Quota
 from mpistrat.cluster.mpi_library import MPILibrary
-from mpistrat.doctor import cores, libraries, limits
+from mpistrat.doctor import cores, launching, libraries, limits
 from mpistrat.doctor.cores import check_cores
 from mpistrat.doctor.finding import Finding
+from mpistrat.doctor.launching import check_launchers
 from mpistrat.doctor.libraries import check_gpus, check_hdf5
 from mpistrat.doctor.limits import check_limits
 from mpistrat.doctor.mpi import check_start
+from mpistrat.doctor.shared_folder import check_shared_folder
 from mpistrat.doctor.watched import Outcome
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -237,3 +242,63 @@ class TestMpi:
         found = list(check_start(outcome, MPICH, False))
         assert statuses(found) == WELL | {"shared memory": "problem"}
         assert named(found, "shared memory").what == "did not return: waiting"
+
+
+class TestLaunchers:
+    """A machine whose MPI came without a launcher."""
+
+    @pytest.fixture
+    def look(self, monkeypatch):
+        """Look for launchers where srun, if there is one, offers these protocols."""
+        monkeypatch.delenv("SLURM_MPI_TYPE", raising=False)
+        monkeypatch.setattr(launching, "find_launchers", lambda _: [])
+
+        def check(offered: list[str] | None, library: MPILibrary = MPICH) -> list[Finding]:
+            has = {} if offered is None else {"srun": "/usr/bin/srun"}
+            monkeypatch.setattr(launching.shutil, "which", has.get)
+            monkeypatch.setattr(launching, "srun_pmis", lambda: offered or [])
+            return list(check_launchers(library))
+
+        return check
+
+    def test_there_is_none(self, look):
+        found = look(None)
+        assert statuses(found) == {"mpiexec": "problem"} and "no launcher of MPICH 5.0.2" in found[0].what
+
+    def test_srun_is_enough(self, look):
+        found = look(["none", "pmi2"])
+        assert statuses(found) == {"mpiexec": "OK", "srun": "OK"}
+        assert found[1].what.endswith("start with srun --mpi=pmi2 python train.py")
+
+    def test_srun_without_a_slurm(self, look):
+        assert statuses(look([])) == {"mpiexec": "problem", "srun": "problem"}
+
+    def test_srun_offers_nothing_that_fits(self, look):
+        found = look(["none", "pmi2"], OPENMPI)
+        assert statuses(found) == {"mpiexec": "problem", "srun": "problem"}
+        assert "load the site's own MPI" in found[1].remedy
+
+    def test_the_user_has_set_what_is_not_offered(self, look, monkeypatch):
+        monkeypatch.setenv("SLURM_MPI_TYPE", "pmix_v5")
+        found = look(["none", "pmi2", "pmix_v4"], OPENMPI)
+        assert statuses(found)["srun"] == "problem"
+        assert "SLURM_MPI_TYPE=pmix_v5" in found[1].what and found[1].remedy == "export SLURM_MPI_TYPE=pmix_v4"
+
+
+class TestSharedFolder:
+    def test_there_is_none(self, tmp_path):
+        found = list(check_shared_folder(tmp_path / "nowhere"))
+        assert statuses(found) == {"/dev/shm": "OK"} and "there is no" in found[0].what
+
+    def test_the_command_that_removes_many_leftovers(self, tmp_path):
+        """Those of MPI, of this user, that were listed or not; nothing else."""
+        names = [*(f"mpich_shm_{number}" for number in range(7)), "sm_segment.h.0.1", "train.log", "a file"]
+        for name in names:
+            (tmp_path / name).touch(mode=0o600)
+            os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+        finding = named(list(check_shared_folder(tmp_path)), "leftovers")
+        assert finding.status == "warning" and finding.what.startswith("8 files of yours")
+        assert finding.what.endswith("mpich_shm_5 and 2 more")
+        command = finding.remedy.partition(": ")[2]
+        subprocess.run(["bash", "-c", command], check=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a file", "train.log"]
