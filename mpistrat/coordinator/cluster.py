@@ -98,11 +98,15 @@ class Cluster:
         if self.dispatcher is not None:
             self.dispatcher.queue_size = queue_size
             self.dispatcher.listeners.update(self._others)
+            extended: Any = self._strategy.extended
+            extended.leads = True
             if not self._followers:  # the same program made the same optimizers everywhere
                 self.home.note_optimizers()
 
     def release(self) -> None:
         """End what `open` began; collective where no rank follows for good."""
+        extended: Any = self._strategy.extended
+        extended.leads = False
         self.home.coordinator = None
         self.home.resources.clear()
         if not self._followers:
@@ -120,8 +124,8 @@ class Cluster:
         """Have those that serve take part in what this rank is about to do with all ranks. Not collective.
 
         Args:
-            name: "variable", "save", "restore", "optimizer" or "close"; or "step", of this rank alone, for which those
-                without a program must have its optimizers.
+            name: "variable", "save", "restore", "stats", "show_config", "optimizer" or "close"; or "step", of this rank alone,
+                for which those without a program must have its optimizers.
             args, kwargs: of that.
 
         Raises:

@@ -13,6 +13,7 @@ import numpy as np
 from .. import log
 from ..optimizers import Optimizer
 from ..optimizers import optimizer as optimizers
+from ..strategy.show_config import show_config
 from ..variables import create_variable
 from ..variables.values import initial_array, parse_dtype
 
@@ -23,8 +24,8 @@ __all__ = ["Orders", "order_of"]
 
 # What an optimizer keeps of its own steps, and does not share with the same one on other ranks.
 _OWN = {
-    "_ordinal", "_iterations", "_counted_from", "_slots", "_steps", "_variables", "_strategy", "slot_names", "_slot_start",
-    "global_clipnorm", "name", "_rate",
+    "_ordinal", "_made_in", "_iterations", "_counted_from", "_slots", "_steps", "_variables", "_strategy", "slot_names",
+    "_slot_start", "global_clipnorm", "name", "_rate",
 }  # fmt: skip
 
 
@@ -77,7 +78,11 @@ class Orders:
 
     def obey(self, name: str, args: tuple[Any, ...]) -> None:
         """Carry out an order. What fails here fails on the chief as well, which raises it. Collective."""
-        own: dict[str, Callable[..., None]] = {"variable": self._make_variable, "optimizer": self._make_optimizer}
+        own: dict[str, Callable[..., object]] = {
+            "variable": self._make_variable,
+            "optimizer": self._make_optimizer,
+            "show_config": lambda: show_config(self._strategy),
+        }
         try:
             (own.get(name) or getattr(self._strategy, name))(*args)
         except Exception as error:

@@ -92,7 +92,12 @@ class Optimizer(ABC):
 
     def _count(self) -> None:
         placement = context.get_strategy().extended.placement if context.has_strategy() else None
+        self._made_in: Any = None if placement is None else placement.slots
         register(self, next(_ordinals if placement is None or placement.ordinals is None else placement.ordinals))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with. Not collective."""
+        return {name: value for name, value in vars(self).items() if name != "_made_in"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, which is an optimizer of its own and counted like any other. Not collective."""
@@ -357,7 +362,7 @@ class Optimizer(ABC):
 
     def _keeper(self) -> Any:
         """What keeps the slots elsewhere, if anything does."""
-        return None if self._strategy is None else self._strategy.extended.placement.slots
+        return self._made_in if self._strategy is None else self._strategy.extended.placement.slots
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `get_state` gave, on any layout. Not collective, but every rank must do it.

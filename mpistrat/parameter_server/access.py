@@ -114,6 +114,7 @@ class WorkerAccess(Access):
         self._limit, self._synchronous = max_staleness or None, max_staleness == 0
         self._steps = self._passes = self._finished = self._open = 0
         self._left, self._left_at = False, 0  # for good; after which step it left a pass
+        self._pushed = False  # whether the step that runs has pushed or written anything
         if self._limit is not None:
             self._publish()
 
@@ -126,11 +127,18 @@ class WorkerAccess(Access):
         elif self._limit is not None and self._leads:
             self._wait_for_the_slowest(self._limit)
         self._steps += 1
-        self.step = self._steps
+        self.step, self._pushed = self._steps, False
 
     def end_step(self) -> None:
-        """End the step. Not collective."""
+        """End the step. It counts if it has pushed or written anything. Not collective."""
         self.step = 0
+        if not self._pushed:
+            return
+        self._finished += 1
+        if self._limit is not None:
+            with self.lock:
+                self.flush()
+                self._publish()
 
     def _wait_for_the_slowest(self, limit: int) -> None:
         with self.lock:
@@ -185,6 +193,16 @@ class WorkerAccess(Access):
     def close(self) -> None:
         """Sign off for good; the group calls it. Collective, like closing the group."""
         self.leave_for_good()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether a step is applied when all workers have sent theirs."""
+        return self._synchronous
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers."""
+        return len(self._transports)
 
     # reading
 
@@ -248,6 +266,7 @@ class WorkerAccess(Access):
 
     def _hand_over(self) -> None:
         """Wait until what was pushed may be changed, and workers in sync until what the first of them pushed is seen."""
+        self._pushed = True
         for transport in self._transports:
             transport.settle()
         if self._sync_group is not None:
@@ -298,10 +317,6 @@ class WorkerAccess(Access):
                 transport = self._transports[server]
                 transport.commit(transport.pushed + 1, what=pack(Operation.GRADIENT, optimizer))
             self._hand_over()
-            self._finished += 1
-            if self._limit is not None:
-                self.flush()
-                self._publish()
 
     def _transport(self, variable: int) -> Any:
         return self._transports[self._places[variable].spec.server]

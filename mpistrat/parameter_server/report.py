@@ -113,6 +113,7 @@ def gather_stats(servers: ParameterServers, dropped: Sequence[int] = ()) -> Para
         servers: the connections.
         dropped: on a server, each worker's steps that came too late.
     """
+    servers.group.barrier("ParameterServerStrategy.stats")  # what the workers have flushed by now is counted
     mine = _mine(servers) | {"dropped": list(dropped)}
     with servers.group.collective("ParameterServerStrategy.stats"):
         told = [json.loads(text) for text in servers.group.all_gather_text(json.dumps(mine))]
@@ -126,7 +127,8 @@ def _mine(servers: ParameterServers) -> dict[str, Any]:
             "pushes": [list(transport.stats.pushes.items()) for transport in servers.transports],
         }
     stats = servers.server.stats
-    staleness = [[(v, list(histogram.items())) for v, histogram in of.items()] for of in stats.staleness]
+    # Lists first: the server's thread goes on counting.
+    staleness = [[(v, list(histogram.items())) for v, histogram in list(of.items())] for of in stats.staleness]
     return {"busy": stats.busy, "idle": stats.idle, "most_waiting": stats.most_waiting, "staleness": staleness}
 
 

@@ -2,7 +2,8 @@
 
     /                 attributes format="mpistrat checkpoint", version=1
     /variables/NAME   one dataset each; the attribute dtype where HDF5 has no such type (bfloat16 as uint16)
-    /optimizers/0     attributes name, iterations; slots/NAME/SLOT one dataset each
+    /optimizers/0     attributes name, iterations, and made, its number in the program, where ranks meet optimizers in
+                      different orders; slots/NAME/SLOT one dataset each
 
 A ShardedVariable is one dataset too, and so are its slots: whoever restores it may have other shards, or none.
 
@@ -40,8 +41,12 @@ def save(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
     group, problem = extended.process_group, ""
     with group.collective("save", detail=os.fspath(path)):
         pass
-    optimizers = [{"name": o.name, "iterations": o.all_iterations()} for o in extended.optimizers]
-    optimizers += [{"name": name, "iterations": state["iterations"]} for name, state in extended.waiting()]
+    steps = [(extended.number_of(o), o.name, o.all_iterations()) for o in extended.optimizers]
+    steps += [(number, name, state["iterations"]) for number, name, state in extended.waiting()]
+    optimizers: list[dict[str, Any]] = [{"name": name, "iterations": taken} for _, name, taken in steps]
+    if extended.placement.numbers is not None:
+        for optimizer, (number, _, _) in zip(optimizers, steps, strict=True):
+            optimizer["made"] = number
     if group.topology.rank == 0:
         try:
             _write(Path(path), _contents(extended), optimizers)
@@ -102,7 +107,7 @@ def _slots(extended: StrategyExtended) -> Iterator[tuple[float, Iterable[tuple[s
     """Yield of each optimizer what slots begin with, and those of each variable, by its name; also of those that wait."""
     for optimizer in extended.optimizers:
         yield optimizer.slot_start, optimizer.each_slots()
-    for _, state in extended.waiting():
+    for _, _, state in extended.waiting():
         yield 0, state["slots"].items()
 
 
@@ -124,7 +129,8 @@ def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
     if "problem" in found:
         raise OSError(f"Strategy.restore: {os.fspath(path)}: {found['problem']}")
     forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
-    _check(extended, os.fspath(path), forms, found["optimizers"])
+    numbers = _numbers(extended, found["optimizers"])
+    _check(extended, os.fspath(path), forms, dict(zip(numbers, found["optimizers"], strict=True)))
     places = _places(extended)
     for variable in extended.variables:
         place = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
@@ -141,11 +147,12 @@ def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
             name, slot = map(_name, key.removeprefix(prefix).split("/"))
             for part, start, shape in parts.get(name, [(name, 0, forms[key][0])]):
                 slots.setdefault(part, {})[slot] = _shared(group, key, arrays.get(key), forms[key], start, shape)
-        extended.restore_optimizer(index, optimizer["name"], {"iterations": optimizer["iterations"], "slots": slots})
+        state = {"iterations": optimizer["iterations"], "slots": slots}
+        extended.restore_optimizer(numbers[index], optimizer["name"], state)
 
 
 def _check(
-    extended: StrategyExtended, path: str, forms: Mapping[str, Form], optimizers: Sequence[Mapping[str, Any]]
+    extended: StrategyExtended, path: str, forms: Mapping[str, Form], optimizers: Mapping[int, Mapping[str, Any]]
 ) -> None:
     """Raise ValueError, the same on every rank, unless the file has all that the program needs."""
     problems, places = [], _places(extended)
@@ -159,15 +166,28 @@ def _check(
             problems.append(f"variable {place.name!r} is not in it")
         elif form != wanted:
             problems.append(f"variable {place.name!r} is {form[1]} {form[0]} in it, here {wanted[1]} {wanted[0]}")
-    for index, optimizer in enumerate(extended.optimizers):
-        name = optimizers[index]["name"] if index < len(optimizers) else None
+    for optimizer in extended.optimizers:
+        number = extended.number_of(optimizer)
+        name = optimizers[number]["name"] if number in optimizers else None
         if name is None:
             problems.append(f"optimizer {optimizer.name!r} is not in it")
         elif name != optimizer.name:
-            problems.append(f"optimizer {index} is {name!r} in it, here {optimizer.name!r}")
+            problems.append(f"optimizer {number} is {name!r} in it, here {optimizer.name!r}")
     if problems:
         expected = "a file of this program's variables and optimizers"
         raise ValueError(explain("Strategy.restore", path, expected=expected, got="; ".join(problems)))
+
+
+def _numbers(extended: StrategyExtended, optimizers: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the number by which this strategy knows each optimizer of a file."""
+    numbers = extended.placement.numbers
+    if numbers is None:
+        return list(range(len(optimizers)))
+    made = [optimizer["made"] for optimizer in optimizers]
+    if None not in made:
+        return made
+    found: list[int] = numbers.named([optimizer["name"] for optimizer in optimizers])  # another strategy's file
+    return found
 
 
 def _shared(
@@ -264,7 +284,11 @@ def _read(path: Path) -> tuple[Contents, list[dict[str, Any]]]:
         file.visititems(visit)
         kept = file.get("optimizers", {})
         optimizers = [
-            {"name": str(kept[str(i)].attrs["name"]), "iterations": int(kept[str(i)].attrs["iterations"])}
-            for i in range(len(kept))
+            {
+                "name": str(about["name"]),
+                "iterations": int(about["iterations"]),
+                "made": int(about["made"]) if "made" in about else None,
+            }
+            for about in (kept[str(i)].attrs for i in range(len(kept)))
         ]
     return arrays, optimizers

@@ -45,6 +45,7 @@ class StrategyExtended:
         replicas: the contexts of the local replicas.
         threads: what runs several local replicas; None with one.
         optimizers: those that were applied, in that order, the same on every rank.
+        leads: whether a coordinator of this rank runs, which the other ranks serve.
         announce: called with the name and the arguments of what this rank is about to do with all ranks; a coordinator's, which
             takes those along that serve.
         scheduled: whether this rank runs a function of a coordinator, alone.
@@ -73,7 +74,7 @@ class StrategyExtended:
         self.layout, self.is_default, self.closed = layout, is_default, False
         self.optimizers: list[Any] = []
         self.announce: Callable[..., None] = _announce_nothing
-        self.scheduled = False
+        self.scheduled = self.leads = False
         self._strategy = strategy
         self._options = options
         self._shared = shared
@@ -140,27 +141,36 @@ class StrategyExtended:
         with self._registering:
             if any(known is optimizer for known in self.optimizers):
                 return
-            index = len(self.optimizers)
-            if index in self._restored:
-                name, state = self._restored[index]
+            self.optimizers.append(optimizer)
+            number = self.number_of(optimizer)
+            if number in self._restored:
+                name, state = self._restored[number]
                 if name != optimizer.name:
-                    expected = f"{name!r} as optimizer {index}, as in the file that was restored"
+                    self.optimizers.pop()
+                    expected = f"{name!r} as optimizer {number}, as in the file that was restored"
                     raise ValueError(explain("Strategy.restore", "", expected=expected, got=repr(optimizer.name)))
                 optimizer.set_state(state)
-                del self._restored[index]
-            self.optimizers.append(optimizer)
+                del self._restored[number]
 
-    def waiting(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return names and states of optimizers that were restored, and not applied yet. Not collective."""
-        return [self._restored[index] for index in sorted(self._restored)]
+    def number_of(self, optimizer: Any) -> int:
+        """Return the number by which files know an optimizer: in the order of their first steps, or as the strategy says."""
+        if self.placement.numbers is not None:
+            number: int = self.placement.numbers.of(optimizer)
+            return number
+        return next(index for index, known in enumerate(self.optimizers) if known is optimizer)
 
-    def restore_optimizer(self, index: int, name: str, state: Mapping[str, Any]) -> None:
+    def waiting(self) -> list[tuple[int, str, Mapping[str, Any]]]:
+        """Return numbers, names and states of optimizers that were restored, and not applied yet. Not collective."""
+        return [(number, *self._restored[number]) for number in sorted(self._restored)]
+
+    def restore_optimizer(self, number: int, name: str, state: Mapping[str, Any]) -> None:
         """Give an optimizer its state; one that was not applied yet gets it then. Not collective, but done by all."""
         with self._registering:
-            if index < len(self.optimizers):
-                self.optimizers[index].set_state(state)
-            else:
-                self._restored[index] = (name, state)
+            for optimizer in self.optimizers:
+                if self.number_of(optimizer) == number:
+                    optimizer.set_state(state)
+                    return
+            self._restored[number] = (name, state)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether a variable was made in this strategy's scope. Not collective."""

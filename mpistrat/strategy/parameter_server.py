@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from ..parameter_server.synchronous import SynchronousUpdates
 from ..parameter_server.updates import Updates
 from ..parameter_server.waiting import CEILING
 from ..variables import Placement, Variable
-from ..variables.placement import ORDINAL_STEP, Target
+from ..variables.placement import Target
 from . import following
 from .assemble import assemble
 from .input import Division
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["ParameterServerStrategy"]
 
 _NAME = "ParameterServerStrategy"
-_strategies = itertools.count()
 
 
 @final
@@ -171,15 +169,14 @@ class ParameterServerStrategy(Strategy):
         self._complete(self._extended.placement)
         self._stop_request = StopRequest(group, spread=True)
         self._stop_agreement = StopAtPasses(
-            group, self._stop_agreement, lambda: bool(followers) or self._access.in_pass
+            group, self._stop_agreement, lambda: bool(followers) or self._extended.leads or self._access.in_pass
         )
         following.lead(self, followers)
 
     def _complete(self, placement: Placement) -> None:
         """Say what is special about variables and optimizers of this strategy. Not collective."""
         placement.partitioner, placement.first_worker = self._settings.variable_partitioner, self.workers[0]
-        number = next(_strategies) % (ORDINAL_STEP - 1) + 1
-        placement.ordinals = itertools.count(number, ORDINAL_STEP)
+        placement.ordinals, placement.numbers = self._optimizers.ordinals, self._optimizers
         updates = self._optimizers.updates if self.is_server else None
         group = self._parameter_servers.group
         placement.slots = ServerSlots(group, self.servers, updates, lambda: placement.variables)
@@ -384,6 +381,9 @@ class ParameterServerStrategy(Strategy):
             >>> print(strategy.stats())  # doctest: +SKIP
         """
         self._extended.require_open(f"{_NAME}.stats")
+        self._extended.announce("stats")
+        if isinstance(self._access, WorkerAccess):
+            self._access.flush()
         return gather_stats(self._parameter_servers, self._dropped)
 
     # files
@@ -400,6 +400,18 @@ class ParameterServerStrategy(Strategy):
             self._access.flush()
         self._optimizers.agree()
         super().save(path)
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Read all variables, and all that optimizers keep. Collective. See `Strategy.restore`.
+
+        What workers have pushed and written before is applied, and then overwritten.
+        """
+        self._extended.require_open("Strategy.restore")
+        self._extended.announce("restore", path)
+        if isinstance(self._access, WorkerAccess):
+            self._access.flush()
+        self._optimizers.agree()
+        super().restore(path)
 
     # its life
 

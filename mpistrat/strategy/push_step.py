@@ -94,7 +94,12 @@ class PushStep(Step):
             access.push(variable.number, array, self._key, variable.version_of_step, last)
 
     def _others(self) -> Iterable[int]:
-        """The servers that hold variables of the optimizer, but none of these: they count its steps, too."""
+        """The servers that hold variables of the optimizer, but none of these: they count its steps, too.
+
+        Where workers train in step, every server does: other workers may have gradients of what it holds, and it waits for all.
+        """
+        if self._access.synchronous:
+            return set(range(self._access.num_servers)) - self._reached
         variables = self._optimizer.variables
         return () if len(variables) == len(self._variables) else {v.server for v in variables} - self._reached
 

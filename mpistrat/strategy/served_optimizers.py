@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, final
 
 from ..errors import MpistratError, explain
 from ..optimizers.local_updates import LocalUpdates
-from ..optimizers.optimizer import find
+from ..optimizers.optimizer import find, known
+from ..variables.placement import ORDINAL_STEP
 
 if TYPE_CHECKING:
     from ..optimizers.optimizer import Optimizer
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["ServedOptimizers", "optimizer_key"]
 
 _ORDINALS = 1 << 24
+_OUTSIDE = 1 << 20  # before the numbers of optimizers that were made outside of the scope
+
+_strategies = itertools.count()
 
 
 def optimizer_key(optimizer: Optimizer) -> int:
@@ -32,10 +38,15 @@ class ServedOptimizers:
 
     Args:
         strategy: whose variables they update.
+
+    Attributes:
+        ordinals: for the optimizers that are made in the strategy's scope.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
+        # The multiples of ORDINAL_STEP are those of optimizers that are made outside of scopes.
+        self.ordinals = itertools.count(next(_strategies) % (ORDINAL_STEP - 1) + 1, ORDINAL_STEP)
         self._updates: dict[Optimizer, LocalUpdates] = {}
         self._found: dict[int, tuple[Optimizer, int, LocalUpdates]] = {}  # by key, while the optimizer is as it was
 
@@ -62,10 +73,24 @@ class ServedOptimizers:
             optimizer.join(self._strategy)
         return self._updates[optimizer]
 
+    def of(self, optimizer: Optimizer) -> int:
+        """Return the number of an optimizer in files: which one the program has made, in the scope or outside. Not collective."""
+        count, series = divmod(optimizer.ordinal, ORDINAL_STEP)
+        return count if series else _OUTSIDE + count
+
+    def named(self, names: Sequence[str]) -> list[int]:
+        """Return the numbers of the first optimizers of these names that the program has made. Not collective."""
+        made = sorted((self.of(one), one.name) for one in known() if one.may_join(self._strategy))
+        found: list[int] = []
+        for index, name in enumerate(names):
+            fitting = (number for number, own in made if own == name and number not in found)
+            found.append(next(fitting, index))  # of one that is yet to be made
+        return found
+
     def agree(self) -> None:
         """Let every rank know all optimizers that any rank has applied, in the order in which they were made. Collective."""
         extended = self._strategy.extended
-        with extended.process_group.collective("save", "optimizers"):
+        with extended.process_group.collective("optimizers"):
             mine = " ".join(str(optimizer.ordinal) for optimizer in extended.optimizers)
             told = extended.process_group.all_gather_text(mine)
         for ordinal in sorted({int(word) for text in told for word in text.split()}):

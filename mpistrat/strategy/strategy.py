@@ -362,7 +362,6 @@ class Strategy:
         """
         self._extended.require_open("Strategy.restore")
         context.expect_cross(self, "Strategy.restore")
-        self._extended.announce("restore", path)
         checkpoint.restore(self._extended, path)
 
     # its life

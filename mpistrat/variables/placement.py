@@ -40,6 +40,8 @@ class Placement:
             collective. Default: in the arenas.
         make_step: takes an optimizer and variables, and returns an `optimizers.step.Step`; default a `FusedStep`.
         ordinals: counts the optimizers that are made in the strategy's scope, where the ranks must have one name for each.
+        numbers: knows the numbers of optimizers in files, where ranks meet optimizers in different orders: `of(optimizer)`,
+            and `named(names)`, for files that have none.
         slots: reads and writes what optimizers keep, where that is not beside the arenas.
         first_worker: the first of the ranks of `world` that have replicas; its copies of ON_READ variables are saved.
         partitioner: says into how many shards a variable is cut, see `partitioners`; default: none is cut.
@@ -59,6 +61,7 @@ class Placement:
     make: Make | None = None
     make_step: Callable[..., Any] | None = None
     ordinals: Iterator[int] | None = None
+    numbers: Any = None
     slots: Any = None
     first_worker: int = 0
     partitioner: Callable[..., Sequence[int]] | None = None

@@ -25,6 +25,45 @@ def step(gradient):
 """
 
 
+def test_the_chief_sees_what_was_exchanged_and_whether_to_stop(mpi_run):
+    program = """
+c.schedule(step, (1.0,))
+c.join()
+stats = strategy.stats()
+print([(e.variable, e.worker, e.pushes) for e in stats.exchanges if e.pushes])
+print("servers" in ms.show_config(strategy))
+print(strategy.should_stop())
+strategy.close()
+"""
+    result = mpi_run(CHIEF + program, 4, timeout=60)
+    assert result.returncode == 0, result.stderr
+    lines = result.out[0].splitlines()
+    assert lines[0] in ("[('v', 1, 1)]", "[('v', 2, 1)]")
+    assert lines[-2:] == ["True", "False"]
+
+
+def test_a_chief_among_programs_that_serve_is_asked_alone(mpi_run):
+    program = """
+import os, signal
+import numpy as np
+import mpistrat as ms
+ms.catch_stop_signals()
+strategy = ms.ParameterServerStrategy(num_ps=1)
+with strategy.scope():
+    v = ms.Variable(np.zeros(4))
+with ms.coordinator.ClusterCoordinator(strategy) as c:
+    if strategy.rank == 0:
+        print(strategy.should_stop())
+        print(c.schedule(lambda: 7).get())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        print(strategy.should_stop())
+strategy.close()
+"""
+    result = mpi_run(program, 3, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.out[0].splitlines() == ["False", "7", "True"]
+
+
 def test_the_chiefs_program_is_as_if_alone(mpi_run, tmp_path):
     program = f"""
 for _ in range(10):

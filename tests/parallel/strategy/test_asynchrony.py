@@ -12,12 +12,15 @@ from mpistrat.errors import ClusterError
 
 
 @pytest.mark.ranks(3, 4)
-@pytest.mark.parametrize("transport", ["shared_window", "messages"])
-def test_no_worker_gets_further_ahead_than_the_bound(transport):
+@pytest.mark.parametrize(
+    ("transport", "pushes"),
+    [("shared_window", "gradients"), ("messages", "writes"), ("shared_window", "two optimizers")],
+)
+def test_no_worker_gets_further_ahead_than_the_bound(transport, pushes):
     bound, steps = 2, 12
     with ms.ParameterServerStrategy(max_staleness=bound, transport=transport) as strategy, strategy.scope():
-        v = ms.Variable(np.zeros(3))
-        optimizer = ms.optimizers.SGD(1.0)
+        v = ms.Variable(np.zeros(3), aggregation=ms.VariableAggregation.SUM)
+        optimizer, other = ms.optimizers.SGD(1.0), ms.optimizers.SGD(0.0)
         begun, finishing = [], []
 
         def step(batch):
@@ -25,8 +28,13 @@ def test_no_worker_gets_further_ahead_than_the_bound(transport):
             if strategy.worker_index == 0:
                 time.sleep(0.02)
             finishing.append(time.monotonic())
+            if pushes == "writes":
+                v.assign_sub(np.ones(3))
+                return
             v.grad[...] = 1
             optimizer.apply_gradients([(v.grad, v)])
+            if pushes == "two optimizers":
+                other.apply_gradients([(v.grad, v)])
 
         batches = ms.data.from_arrays(np.arange(steps * strategy.num_workers)).batch(1)
         for _ in range(2):  # the bound holds in a second pass as well
@@ -44,6 +52,31 @@ def test_no_worker_gets_further_ahead_than_the_bound(transport):
         if not strategy.is_server:
             assert v.numpy().tolist() == [-2.0 * steps * strategy.num_workers] * 3
         strategy.comm.Barrier()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("transport", ["", "messages"])
+def test_in_step_servers_wait_for_workers_that_have_no_gradient_there(transport):
+    """The first worker's first step concerns one server only, the other's both."""
+    with ms.ParameterServerStrategy(num_ps=2, max_staleness=0, transport=transport) as strategy, strategy.scope():
+        v, w = ms.Variable(np.zeros(2), name="v"), ms.Variable(np.zeros(2), name="w")
+        optimizer = ms.optimizers.SGD(1.0)
+        for number in range(1, 4) if not strategy.is_server else ():
+            only_one = number == 1 and strategy.worker_index == 0
+
+            def step(number=number, only_one=only_one):
+                share = 10.0**number * (1 + strategy.worker_index)
+                optimizer.apply_gradients([(np.full(2, share), v), (None if only_one else np.full(2, share), w)])
+
+            strategy.run(step)
+            if number == 2:
+                assert v.numpy().tolist() == [-30 - 300] * 2
+                assert w.numpy().tolist() == [-20 - 300] * 2
+        if not strategy.is_server:
+            strategy.flush()
+            assert w.numpy().tolist() == [-20 - 300 - 3000] * 2
+        strategy.comm.Barrier()
+        assert optimizer.all_iterations() == 3
 
 
 @pytest.mark.ranks(3, 4)

@@ -190,6 +190,70 @@ def test_a_clipped_gradient_has_that_norm(sparse):
         strategy.comm.Barrier()
 
 
+def saved_two(path, strategy) -> None:
+    """Two optimizers of one kind, the second of which steps first, and a third that never does."""
+    with strategy.scope():
+        ms.optimizers.Adam(0.5)
+        v, w = ms.Variable(np.zeros(2), name="v"), ms.Variable(np.zeros(2), name="w")
+        first, second = ms.optimizers.Adam(0.1), ms.optimizers.Adam(0.1)
+    if strategy.worker_index == 0:
+        strategy.run(lambda: second.apply_gradients([(np.full(2, 3.0), w)]))
+        for _ in range(3):
+            strategy.run(lambda: first.apply_gradients([(np.ones(2), v)]))
+    settle(strategy, v, w)
+    strategy.save(path)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_each_optimizer_is_restored_with_its_own_numbers(mpi_tmp_path, late):
+    """On a server that meets one of them only, and on others, whichever steps first."""
+    from mpi4py import MPI
+
+    path, servers = mpi_tmp_path / "state.h5", min(2, MPI.COMM_WORLD.size - 1)
+    with made(num_ps=servers) as strategy:
+        saved_two(path, strategy)
+    with made(num_ps=servers) as strategy:
+        if late:
+            strategy.comm.Barrier()
+        ms.optimizers.Adam(0.5)
+        v, w = ms.Variable(np.zeros(2), name="v"), ms.Variable(np.zeros(2), name="w")
+        first, second = ms.optimizers.Adam(0.1), ms.optimizers.Adam(0.1)
+        if late and strategy.worker_index == 0:  # they have met before the file is read
+            strategy.run(lambda: second.apply_gradients([(np.ones(2), w)]))
+            strategy.run(lambda: first.apply_gradients([(np.ones(2), v)]))
+        settle(strategy, v, w)
+        strategy.restore(path)
+        if strategy.worker_index == 0:
+            strategy.run(lambda: second.apply_gradients([(np.full(2, 3.0), w)]))
+            strategy.run(lambda: first.apply_gradients([(np.ones(2), v)]))
+        settle(strategy, v, w)
+        assert [first.all_iterations(), second.all_iterations()] == [4, 2]
+        moments = [first.slots(v)["momentum"][0], second.slots(w)["momentum"][0]]
+        np.testing.assert_allclose(moments, [1 - 0.9**4, 3 * (1 - 0.9**2)], rtol=1e-12)
+        strategy.comm.Barrier()
+
+
+def test_restoring_waits_for_what_was_pushed(mpi_tmp_path):
+    def slowly(value):
+        time.sleep(0.1)
+        return value
+
+    with made() as strategy:
+        v = ms.Variable(np.zeros(4), name="v", constraint=slowly)
+        optimizer = ms.optimizers.SGD(1.0)
+        if strategy.worker_index == 0:
+            strategy.run(lambda: optimizer.apply_gradients([(np.zeros(4), v)]))
+        strategy.save(mpi_tmp_path / "state.h5")
+        if strategy.worker_index == 0:
+            for _ in range(4):
+                strategy.run(lambda: optimizer.apply_gradients([(np.ones(4), v)]))
+        strategy.restore(mpi_tmp_path / "state.h5")
+        settle(strategy, v)
+        if not strategy.is_server:
+            assert v.numpy().tolist() == [0] * 4
+        strategy.comm.Barrier()
+
+
 @pytest.mark.parametrize("way", ["from servers", "to servers", "2 servers to 1"])
 def test_training_goes_on_under_another_strategy(mpi_tmp_path, way):
     """Adam on several variables, stopped and restored: as if it had not been."""
