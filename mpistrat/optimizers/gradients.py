@@ -42,7 +42,7 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[s
             continue
         if id(variable) in chosen:
             raise ValueError(explain(_FUNCTION, variable.name, expected="each variable once", got="it twice"))
-        variable.gradient(0)
+        variable.require_gradient()
         chosen[id(variable)] = variable
     if not chosen:
         names = ", ".join(left_out) or "no variables"

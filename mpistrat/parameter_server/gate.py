@@ -3,7 +3,8 @@
 The version word of a variable is odd while the server writes; a reader copies, and copies again if the word was odd or has
 changed. Alone that starves readers of a busy server. So a reader announces itself in a gate, a word of its own, and the
 server waits for it before its next write, a bounded time, once for each announcement: a reader that was stopped or died
-holds nobody up twice. Each attempt of a reader is a new announcement.
+holds nobody up twice. Each attempt of a reader is a new announcement. The first is given up after a second at most, since all
+workers wait meanwhile; each further one of a reader that goes on, but slowly, gets twice the time, so that it comes to an end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = ["ReaderGate", "WriterGate"]
 _BITS = 24  # of a gate's word for the variable, the others number the announcements
 _VARIABLES = 1 << _BITS
 _SECONDS, _BYTES_PER_SECOND = 0.1, 50e6  # how long a server waits for one reading
+_MOST_SECONDS = 1.0  # but at first no longer than this
 _YIELDS = 1000
 _NAP = 1e-4
 
@@ -86,18 +88,22 @@ class WriterGate:
         self._words, self._places = words, [offset // 8 for offset in offsets]
         self._sync, self._progress = sync, progress
         self._given_up: dict[int, int] = {}
+        self._most: dict[int, float] = {}  # seconds for the next attempt of readers that were given up
 
     def wait(self, variable: int, nbytes: int) -> None:
         """Wait until nobody is in a reading of a variable that began before now, or for long enough."""
         self._sync()
         words, wanted = self._words, variable + 1
+        start = 0.0
         for place in self._places:
             gate = words[place]
             if gate % _VARIABLES == wanted and self._given_up.get(place) != gate:
-                self._wait_for(place, gate, _SECONDS + nbytes / _BYTES_PER_SECOND)
+                start = start or monotonic()  # one time for all: they read at the same time
+                self._wait_for(place, gate, start, _SECONDS + nbytes / _BYTES_PER_SECOND)
 
-    def _wait_for(self, place: int, gate: int, seconds: float) -> None:
-        until, looks = monotonic() + seconds, 0
+    def _wait_for(self, place: int, gate: int, start: float, seconds: float) -> None:
+        most = self._most.get(place, _MOST_SECONDS)
+        until, looks = start + min(seconds, most), 0
         while self._words[place] == gate:
             self._progress()
             self._sync()
@@ -107,8 +113,9 @@ class WriterGate:
             else:
                 sleep(_NAP)
                 if monotonic() > until:
-                    self._given_up[place] = gate
+                    self._given_up[place], self._most[place] = gate, 2 * most
                     return
+        self._most.pop(place, None)
 
     def readers(self) -> int:
         """Return a number that changes whenever a reader announces itself or is done."""

@@ -144,9 +144,7 @@ class ParameterServerVariable(OnWriteVariable):
             ValueError: the variable has no gradients.
         """
         if self._gradients is None:
-            self._require_open()
-            if not self.trainable or self.dtype.kind in "biu":
-                return super().gradient(local_replica)
+            self.require_gradient()
             devices, access = self.placement.devices, self._access
             assert access is not None
             alone = len(devices) == 1 and parse(devices[0])[0] == "cpu"

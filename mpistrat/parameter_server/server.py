@@ -172,7 +172,9 @@ class Server(Rounds):
         self._on_leave: Callable[[int], object] | None = None
         self._retry: Callable[[], bool] | None = None
         self._left, self._readers = [0] * layout.workers, 0
-        self._gone: set[int] = set()
+        self._polls = 0
+        self._missing: dict[int, int] = {}  # workers that have left the program: at which poll all they sent is taken
+        self._gone: set[int] = set()  # of these who left for good as it should be
         self._target = 0
         self._held: dict[int, _Held] = {}
         self._closed = False
@@ -357,6 +359,7 @@ class Server(Rounds):
     def poll(self) -> bool:
         """See `Rounds.poll`."""
         self._progress()
+        self._polls += 1
         waiting = 0
         for port in self._ports:
             waiting += port.poll()
@@ -384,6 +387,8 @@ class Server(Rounds):
         """See `Rounds.check`."""
         for worker, rank in enumerate(self._worker_ranks):
             if not self._group.has_left(rank) or self.left(worker) >= self._target:
+                continue
+            if self._polls < self._missing.setdefault(worker, self._polls + self._layout.slots + 2):
                 continue
             signed = self._mailbox.words[self._layout.signed(worker) // 8]
             if not self.left(worker) or self._received[worker] > signed:

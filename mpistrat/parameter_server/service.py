@@ -14,6 +14,7 @@ from .waiting import Backoff
 __all__ = ["Rounds", "Service"]
 
 _CHECK = 0.1  # seconds between two looks after workers that have gone
+_LOOK = 0.01  # seconds with something to do, after which it looks at everything else nevertheless
 _LAST_SENDS = 2.0  # seconds at the end for what is on its way to workers
 
 
@@ -26,7 +27,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def rest(self) -> bool:
-        """Look, when there was nothing, after what else may have changed. Return whether it has."""
+        """Look, when there was nothing, and now and then, after what else may have changed. Return whether it has."""
 
     @abstractmethod
     def busy(self) -> bool:
@@ -108,15 +109,19 @@ class Service:
 
     def _work(self, until: Callable[[], bool]) -> None:
         rounds, backoff, next_check = self._rounds, Backoff(self._back_off), monotonic() + _CHECK
-        idle_since = 0.0
+        idle_since, next_look = 0.0, monotonic() + _LOOK
         while True:
-            if rounds.poll():
+            found = rounds.poll()
+            if found:
                 if idle_since:
                     self._stats.idle += perf_counter() - idle_since
                     idle_since = 0.0
                 backoff.reset()
-                continue
-            idle_since = idle_since or perf_counter()
+                if (now := monotonic()) < next_look:
+                    continue
+                next_look = now + _LOOK
+            elif not idle_since:
+                idle_since = perf_counter()
             if rounds.rest():
                 backoff.reset()
             if until():
@@ -124,7 +129,7 @@ class Service:
             if self._thread is not None and self._done():
                 with self._change:
                     self._change.notify_all()
-            if backoff.pause() and self.waiting and monotonic() > next_check:
+            if (found or backoff.pause()) and self.waiting and monotonic() > next_check:
                 next_check = monotonic() + _CHECK
                 rounds.check()
 

@@ -259,9 +259,22 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
             ValueError: the variable has no gradients.
         """
         self._require_open()
+        raise self._without_gradients()
+
+    def require_gradient(self) -> None:
+        """Raise an error if the variable has no gradients; no memory is taken for them. Not collective.
+
+        Raises:
+            ValueError: it has none.
+        """
+        self._require_open()
+        if not self.trainable or self.dtype.kind in "biu":
+            raise self._without_gradients()
+
+    def _without_gradients(self) -> ValueError:
         expected = "a trainable variable of a floating dtype"
         got = f"{self.dtype}, trainable={self.trainable}"
-        raise ValueError(explain("Variable.grad", self.name, expected=expected, got=got))
+        return ValueError(explain("Variable.grad", self.name, expected=expected, got=got))
 
     def __repr__(self) -> str:
         what = f"{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype}"

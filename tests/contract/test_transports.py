@@ -205,6 +205,38 @@ def test_rows_of_a_large_table(transport):
         run(ps, work)
 
 
+@ranks(3)
+@pytest.mark.big(gib=1)
+def test_a_reader_that_stopped_does_not_hold_up_others_for_long(transport):
+    """Worker 0 announces a reading of a variable of 200 MB and does not end it, worker 1 pushes rows meanwhile."""
+    from mpistrat.parameter_server.gate import _VARIABLES
+
+    def work(worker, transports):
+        link = transports[0]
+        if worker == 0:
+            if transport != "messages":
+                link._mailbox.put_word(link._rank, link._gate._offset, _VARIABLES + 1)
+            link.publish_clock(1)
+            wait_for(link, 1)
+            return None
+        wait_for(link, 0)
+        start = time.monotonic()
+        for number in range(1, 4):
+            link.push_rows(0, number, [1, 5], np.ones((2, 100), F4))
+            link.flush()
+        link.publish_clock(1)
+        return time.monotonic() - start
+
+    def wait_for(link, worker):
+        while not link.clocks()[worker]:
+            time.sleep(1e-3)
+
+    with parameter_servers(transport, [((500_000, 100), F4)]) as ps:
+        results = run(ps, work)
+        if ps.server is None and ps.group.topology.rank == 1:
+            assert results[0] < 2.5  # else 4 s
+
+
 @ranks(2, 3, 4)
 def test_a_push_that_comes_again_is_ignored(transport):
     def work(worker, transports):

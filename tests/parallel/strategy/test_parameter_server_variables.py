@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -261,6 +263,43 @@ def test_a_constraint_is_applied_by_the_server():
             assert table.numpy()[:, 1].tolist() == [1, 1, 0, 1]
         assert len(calls) == (2 * strategy.num_workers if strategy.is_server else 0)
         strategy.comm.Barrier()
+
+
+@pytest.mark.big(gib=1)
+def test_gradients_that_the_program_brings_take_no_memory_for_others():
+    """IndexedSlices, and arrays of its own: the memory in which `v.grad` lies is not there until somebody asks for it."""
+    from mpi4py import MPI
+
+    size = 16 << 20
+    shared_memory()  # where it is not told, the test is skipped here
+    with made() as strategy:
+        table, dense = (ms.Variable(np.zeros((size // 64, 16), np.float32), name=name) for name in ("table", "dense"))
+        optimizer = ms.optimizers.SGD(1.0)
+        strategy.comm.Barrier()
+        before = shared_memory()
+        if not strategy.is_server:
+            slices = ms.IndexedSlices(np.ones((2, 16), np.float32), np.array([2, 5]))
+            own = np.ones(dense.shape, np.float32)
+            for _ in range(2):
+                strategy.run(lambda: optimizer.apply_gradients([(slices, table), (own, dense)]))
+            strategy.flush()
+        strategy.comm.Barrier()
+        grown = MPI.COMM_WORLD.allreduce(shared_memory() - before)
+        assert grown < 0.2 * size
+        if not strategy.is_server:
+            dense.grad[...] = 1
+            assert dense.grad[-1, -1] == 1  # it is there when it is asked for
+        strategy.comm.Barrier()
+
+
+def shared_memory():
+    """Bytes of shared memory that this process takes, its part of pages that several use."""
+    rollup = Path("/proc/self/smaps_rollup")
+    lines = rollup.read_text().splitlines() if rollup.exists() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Shmem:")]
+    if not found:
+        pytest.skip("the system does not tell Pss_Shmem: Linux 5.9 and later do")
+    return found[0]
 
 
 def test_variables_made_after_training_began():

@@ -85,6 +85,48 @@ def test_an_error_while_nobody_waits_is_an_uncaught_exception_of_the_thread(serv
         made.wait(lambda: True)
 
 
+class Saturated(Rounds):
+    """Always has something to do."""
+
+    def __init__(self, fails=False):
+        self.polls = self.rests = 0
+        self.fails = fails
+
+    def poll(self):
+        self.polls += 1
+        return True
+
+    def rest(self):
+        self.rests += 1
+        return False
+
+    def busy(self):
+        return False
+
+    def check(self):
+        if self.fails:
+            raise ValueError("nobody comes")
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_server_that_always_has_something_to_do_looks_at_the_rest_too(service, threads):
+    ended = threading.Event()
+
+    def run():
+        rounds = Saturated()
+        made = service(rounds, threads)
+        until = time.monotonic() + 0.1
+        made.wait(lambda: time.monotonic() > until)  # a pass ends
+        assert 2 <= rounds.rests < rounds.polls / 10  # notices of leave, retries
+        made.stop()
+        with pytest.raises(ValueError, match="nobody comes"):
+            service(Saturated(fails=True), threads).wait(lambda: False)
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert ended.wait(10)
+
+
 def test_stop_lets_what_is_on_its_way_arrive(service):
     rounds = Counting()
     made = service(rounds)
