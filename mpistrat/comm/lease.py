@@ -45,22 +45,26 @@ class Lease:
         self._window, self._rank, self._offset = window, rank, offset
         self._tag, self._term = owner + 1, term
         self.token = 0
+        self._seen, self._since = -1, 0.0  # the word as it was last, and since when it has been that
 
     def acquire(self, timeout: float = 0.0) -> bool:
-        """Take the lease if it is free or expires; wait `timeout` seconds for that. Not collective."""
+        """Take the lease if it is free or expires; wait `timeout` seconds for that. Not collective.
+
+        What was seen counts in later calls, too: one that is called again and again notices an expiry, however short its
+        `timeout` is.
+        """
         until, nap = monotonic() + timeout, _NAP[0]
-        seen, since = self._window.get_word(self._rank, self._offset), monotonic()
         while True:
-            owner = seen % _OWNERS
-            if (owner in (0, self._tag) or monotonic() - since > self._term) and self._swap(seen, self._tag):
+            word = self._window.get_word(self._rank, self._offset)
+            if word != self._seen:
+                self._seen, self._since = word, monotonic()
+            free = word % _OWNERS in (0, self._tag) or monotonic() - self._since > self._term
+            if free and self._swap(word, self._tag):
                 return True
             if monotonic() >= until:
                 return False
             sleep(nap)
             nap = min(2 * nap, _NAP[1])
-            word = self._window.get_word(self._rank, self._offset)
-            if word != seen:
-                seen, since = word, monotonic()
 
     def renew(self) -> bool:
         """Begin a new term; False if another rank has taken the lease, or this one never had it. Not collective."""

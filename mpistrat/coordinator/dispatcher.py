@@ -272,8 +272,10 @@ class Dispatcher:
 
     def _run(self) -> None:
         backoff = Backoff()
-        while not self._stopping:
+        while True:
             self._wake.clear()
+            if self._stopping:  # looked at behind the clearing: else what `stop` sets between the two would be lost
+                return
             if not self._size() and not self._running() and not self._channel.sending():
                 self._wake.wait()
             elif self.progress():

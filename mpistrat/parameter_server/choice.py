@@ -58,7 +58,7 @@ def choose(
         return dict.fromkeys(together, forced)
     far = next((worker for (worker, _), near in together.items() if not near), None)
     between = "messages"
-    if far is not None and known_to_finish():
+    if far is not None and group.agree(known_to_finish()):  # ranks may have been started with different settings
         reached = [rank for j, rank in enumerate(servers) if not together[far, j]]
         if _probe(group, workers[far], reached, servers):
             between = "one_sided"

@@ -1,6 +1,7 @@
 """Windows: what is written arrives, whole words, atomic sums, and memory that outlives its window."""
 
 import gc
+import time
 
 import numpy as np
 import pytest
@@ -154,6 +155,23 @@ def test_a_lease_expires_when_nobody_renews_it(window):
     comm.Barrier()
     if last:
         assert other.renew()
+        assert other.release()
+    comm.Barrier()
+
+
+@every_kind
+def test_a_lease_expires_for_one_who_only_looks_again_and_again(window):
+    comm = window.comm
+    lease = Lease(window, 0, 56, comm.rank, term=0.2)
+    if comm.rank == 0:
+        assert lease.acquire()
+    comm.Barrier()
+    if comm.rank == comm.size - 1:
+        other, start = Lease(window, 0, 56, 1000, term=0.2), time.monotonic()
+        while not (taken := other.acquire()) and time.monotonic() < start + 5:
+            time.sleep(0.01)
+        assert taken
+        assert time.monotonic() - start > 0.2
         assert other.release()
     comm.Barrier()
 
