@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,18 @@ def made(**settings: Any) -> Iterator[Any]:
     with strategy.scope():
         yield strategy
     strategy.close()
+
+
+def serve_on_rank_0(monkeypatch: Any) -> None:
+    """Let TF_CONFIG say that rank 0 is a server, rank 1 the chief and the others workers. Not collective."""
+    from mpi4py import MPI
+
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    hosts = [f"{MPI.Get_processor_name()}:{port}" for port in range(1, size + 1)]
+    cluster = {"ps": hosts[:1], "chief": hosts[1:2], **({"worker": hosts[2:]} if size > 2 else {})}
+    job, index = [("ps", 0), ("chief", 0), *(("worker", i) for i in range(size - 2))][rank]
+    monkeypatch.delenv("MPISTRAT_NUM_PS", raising=False)
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": job, "index": index}}))
 
 
 def settle(strategy: Any, *variables: Any) -> None:

@@ -76,7 +76,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
         model = Digits(options.seed, options.dtype)
         optimizer = ms.optimizers.Adam(options.learning_rate)
 
-    serves = getattr(strategy, "is_server", False)
+    serves, tells = getattr(strategy, "is_server", False), strategy.rank == resume.first_reader(strategy)
 
     def step(inputs: Any) -> Any:
         with clock.measure("compute"):
@@ -100,7 +100,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
         )
     losses: list[float] = notes.get("losses", [])
     epochs: list[dict[str, Any]] = notes.get("epochs", [])
-    style = options.progress if strategy.rank == 0 else "none"
+    style = options.progress if tells else "none"
     with Progress(options.epochs * len(training_data), style, len(losses)) as progress:
         for epoch in range(len(epochs) + 1, options.epochs + 1):
             clock = Clock(training_data, getattr(strategy, "traffic", None))
@@ -140,7 +140,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
     if exchanged is not None and style != "none":
         print(exchanged, file=sys.stderr, flush=True)
     summary = summarise(strategy, options, epochs)
-    if strategy.rank == 0:
+    if tells:
         (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in epochs))
         title = f"digits, {summary['strategy']}, {summary['ranks']} ranks, {summary['replicas']} replicas"
         accuracies = [line["test_accuracy"] for line in epochs]
@@ -191,8 +191,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--num-ps",
         type=int,
-        default=environment.num_ps or 1,
-        help="parameter servers: their number (MPISTRAT_NUM_PS, else 1)",
+        default=environment.num_ps,
+        help="parameter servers: their number (MPISTRAT_NUM_PS, else those of TF_CONFIG, else 1)",
     )
     parser.add_argument(
         "--max-staleness", type=int, help="parameter servers: steps that a worker may be ahead (no bound)"
@@ -207,19 +207,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the job of the command line; rank 0 prints its summary as one line of JSON. Collective."""
+    """Run the job of the command line; one rank prints its summary as one line of JSON. Collective."""
     ms.catch_stop_signals()
     options = parse(arguments)
     strategy = make_strategy(options)
+    tells = strategy.rank == resume.first_reader(strategy)
     summary = train(strategy, options)
     if summary is None:
-        if strategy.rank == 0:
+        if tells:
             print(
                 f"told to stop; the same command goes on from {options.output}/resume.h5", file=sys.stderr, flush=True
             )
         strategy.close()
         sys.exit(ms.RESTART_EXIT_CODE)
-    if strategy.rank == 0:
+    if tells:
         print(f"curves, metrics and weights are in {options.output}", file=sys.stderr, flush=True)
         print(json.dumps(summary), flush=True)
     strategy.close()

@@ -11,18 +11,18 @@ import numpy as np
 
 import mpistrat as ms
 
-__all__ = ["read", "save"]
+__all__ = ["first_reader", "read", "save"]
 
 _NOTES, _TAKEN = "notes", "taken"  # datasets beside those of Strategy.save
 
 
 def save(strategy: Any, path: Path, notes: dict[str, Any], taken: int) -> None:
-    """Write variables, optimizer slots, rank 0's notes, and how many batches of its epoch each reader has taken. Collective.
+    """Write variables, optimizer slots, notes, and how many batches of its epoch each reader has taken. Collective.
 
     Args:
         strategy: whose variables these are.
         path: the file; one that exists is replaced.
-        notes: what JSON can hold.
+        notes: what JSON can hold; the first reader's are written.
         taken: the batches that this rank has taken.
     """
     import h5py
@@ -31,10 +31,10 @@ def save(strategy: Any, path: Path, notes: dict[str, Any], taken: int) -> None:
     strategy.comm.Allgather(np.array([taken], np.int64), everybody)
     aside = path.with_name(f".{path.name}.aside")
     strategy.save(aside)
-    if strategy.rank == 0:
+    if strategy.rank == first_reader(strategy):
         with h5py.File(aside, "r+") as file:
             file[_NOTES] = np.frombuffer(json.dumps(notes).encode(), np.uint8)
-            file[_TAKEN] = everybody[: _readers(strategy)[1]]
+            file[_TAKEN] = everybody[list(getattr(strategy, "workers", (0,)))]
         with aside.open("rb") as written:
             os.fsync(written.fileno())
         aside.replace(path)
@@ -65,6 +65,11 @@ def read(strategy: Any, path: Path) -> tuple[dict[str, Any], int]:
     index, count = _readers(strategy)
     mine = taken[index] if taken.size == count else taken.sum() // count
     return json.loads(notes.tobytes()), int(mine)
+
+
+def first_reader(strategy: Any) -> int:
+    """Return the rank that tells what the job does: the first one, or the first worker. Not collective."""
+    return int(getattr(strategy, "workers", (0,))[0])
 
 
 def _readers(strategy: Any) -> tuple[int, int]:

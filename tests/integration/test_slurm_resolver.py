@@ -30,6 +30,22 @@ assert comm.rank == int(os.environ["SLURM_PROCID"]) and comm.size == 5
 print(comm.rank, MPI.Get_processor_name())
 """
 
+SERVERS = """
+import numpy as np
+import mpistrat as ms
+with ms.ParameterServerStrategy(ms.cluster_resolver.SlurmClusterResolver({"ps": 1, "worker": 3})) as strategy:
+    with strategy.scope():
+        v = ms.Variable(np.zeros(2), aggregation=ms.VariableAggregation.SUM)
+    if strategy.is_server:
+        strategy.serve()
+    else:
+        strategy.run(lambda: v.assign_add(np.ones(2)))
+        v.numpy()        # behind its own write
+        strategy.leave()
+    strategy.comm.Barrier()
+    print(strategy.servers, strategy.workers, strategy.worker_index, v.numpy())
+"""
+
 
 @pytest.mark.parametrize(
     ("options", "hosts"),
@@ -72,6 +88,12 @@ def test_host_lists_as_slurm_writes_them(slurm, names: str) -> None:
 def test_ranks_are_procids(slurm, slurm_mpi, distribution: str, hosts: str) -> None:
     told = slurm.tasks(RANKS, "-N2", "-n5", "-m", distribution, "--exclusive", mpi=slurm_mpi)
     assert [text.split() for text in told] == [[str(rank), host] for rank, host in enumerate(hosts.split())]
+
+
+def test_parameter_servers(slurm, slurm_mpi) -> None:
+    """The first task serves, and not the last, as it would without a resolver."""
+    told = slurm.tasks(SERVERS, "-N2", "-n4", "--ntasks-per-node=2", mpi=slurm_mpi)
+    assert told == [f"(0,) (1, 2, 3) {index} [3. 3.]\n" for index in (None, 0, 1, 2)]
 
 
 def test_one_task_is_legal(slurm, slurm_mpi) -> None:

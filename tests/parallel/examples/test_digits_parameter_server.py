@@ -8,7 +8,7 @@ from pathlib import Path
 
 import digits_jobs
 import pytest
-from parameter_server_stand import TRANSPORTS
+from parameter_server_stand import TRANSPORTS, serve_on_rank_0
 
 WORDS = ("--strategy", "parameter_server", "--dtype", "float32", "--epochs", "8", "--learning-rate", "2e-3")
 
@@ -32,6 +32,36 @@ def train(folder: Path, servers: int, transport: str) -> None:
 @pytest.mark.ranks(3)
 def test_as_chosen(mpi_tmp_path: Path) -> None:
     train(mpi_tmp_path / "job", 1, "")
+
+
+@pytest.mark.ranks(3)
+def test_the_roles_of_tf_config(mpi_tmp_path: Path, monkeypatch) -> None:
+    """Rank 0 serves, and knows nothing of the training: the first worker writes of it."""
+    from mpi4py import MPI
+
+    from mpistrat.examples import digits
+
+    serve_on_rank_0(monkeypatch)
+    options = digits.parse([*digits_jobs.COMMON, *WORDS, "--epochs", "1", "--output", str(mpi_tmp_path)])
+    strategy = digits.make_strategy(options)
+    assert (strategy.workers, strategy.servers) == ((1, 2), (0,))
+    digits.train(strategy, options)
+    strategy.close()
+    (line,) = (mpi_tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["test_accuracy"] > 0.3  # 0.1 by chance, NaN on a server
+    MPI.COMM_WORLD.Barrier()
+
+
+@pytest.mark.ranks(3)
+def test_the_number_of_servers_by_the_environment(monkeypatch) -> None:
+    from mpistrat.examples import digits
+
+    serve_on_rank_0(monkeypatch)
+    monkeypatch.setenv("MPISTRAT_NUM_PS", "2")  # which precedes TF_CONFIG, and gives way to the option
+    for words, servers in ([], (1, 2)), (["--num-ps", "1"], (2,)):
+        strategy = digits.make_strategy(digits.parse([*WORDS, *words]))
+        assert strategy.servers == servers
+        strategy.close()
 
 
 @pytest.mark.ranks(2, 4)

@@ -12,6 +12,7 @@ from pathlib import Path
 import digits_jobs
 import numpy as np
 import pytest
+from parameter_server_stand import serve_on_rank_0
 
 import mpistrat as ms
 from mpistrat.strategy import preemption
@@ -197,3 +198,15 @@ def test_parameter_servers(mpi_tmp_path, monkeypatch) -> None:
         assert lines[0]["loss"] > 2 * lines[-1]["loss"]
         assert max(line["test_accuracy"] for line in lines[-2:]) >= 0.93
     comm.Barrier()
+
+
+@pytest.mark.ranks(3)
+def test_the_first_worker_s_notes_are_kept_and_each_worker_s_place(mpi_tmp_path, monkeypatch) -> None:
+    from mpistrat.examples import resume
+
+    serve_on_rank_0(monkeypatch)
+    with ms.ParameterServerStrategy() as strategy:
+        resume.save(strategy, mpi_tmp_path / "resume.h5", {"by": strategy.rank}, 10 * strategy.rank)
+        notes, taken = resume.read(strategy, mpi_tmp_path / "resume.h5")
+        assert notes == {"by": 1}
+        assert strategy.is_server or taken == 10 * strategy.rank
