@@ -8,15 +8,20 @@ from .follower import get_current_worker_index
 from .per_worker import PerWorkerValues
 from .server import Server
 
+PerWorkerValue = PerWorkerValues  # tf.distribute's spellings
+experimental_get_current_worker_index = get_current_worker_index
+
 __all__ = [
     "ClosureCancelledError",
     "ClusterCoordinator",
     "CoordinatorExecutor",
+    "PerWorkerValue",
     "PerWorkerValues",
     "RemoteError",
     "RemoteTraceback",
     "RemoteValue",
     "RemoteValueStatus",
     "Server",
+    "experimental_get_current_worker_index",
     "get_current_worker_index",
 ]

@@ -28,6 +28,10 @@ RESOLVERS = """
     ClusterResolver ClusterSpec MPIClusterResolver SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver
     UnionClusterResolver UnionResolver
 """
+COORDINATOR = """
+    ClusterCoordinator PerWorkerValue PerWorkerValues RemoteValue experimental_get_current_worker_index
+    get_current_worker_index
+"""
 PARTITIONERS = "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner Partitioner"
 OPTIMIZERS = "Adagrad Adam AdamW Momentum RMSProp SGD"
 PLACES = [
@@ -36,6 +40,7 @@ PLACES = [
     (ms.StrategyExtended, EXTENDED),
     (ms.ReplicaContext, REPLICA),
     (ms.cluster_resolver, RESOLVERS),
+    (ms.coordinator, COORDINATOR),
     (ms.optimizers, OPTIMIZERS),
     (ms.partitioners, PARTITIONERS),
 ]
@@ -46,7 +51,14 @@ def test_names(place, names):
     assert [name for name in names.split() if not hasattr(place, name)] == []
 
 
+def test_other_spellings_are_the_same_thing():
+    coordinator = ms.coordinator
+    assert coordinator.PerWorkerValue is coordinator.PerWorkerValues
+    assert coordinator.experimental_get_current_worker_index is coordinator.get_current_worker_index
+
+
 def test_what_is_listed_is_there():
-    for module in (ms, ms.cluster_resolver, ms.context, ms.data, ms.errors, ms.nn, ms.optimizers, ms.partitioners):
+    modules = (ms, ms.cluster_resolver, ms.context, ms.coordinator, ms.data, ms.errors, ms.nn, ms.optimizers)
+    for module in (*modules, ms.partitioners):
         assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert len(set(ms.__all__)) == len(ms.__all__)
