@@ -3,8 +3,11 @@
 Between the hosts is TCP, where one-sided calls are emulated and nobody chooses them; here they are asked for.
 """
 
+import functools
+
 import numpy as np
 import pytest
+from contract import test_transports as contract
 from transports_stand import (
     check_counters,
     check_exact,
@@ -16,13 +19,14 @@ from transports_stand import (
     run,
 )
 
-pytestmark = pytest.mark.hosts(2, ranks_per_host=2)
+hosts = pytest.mark.hosts(2, ranks_per_host=2)
 transports = pytest.mark.parametrize(
     "transport", ["one_sided", "messages", ""], ids=["one_sided", "messages", "chosen"]
 )
 F4 = np.float32
 
 
+@hosts
 def test_the_choice():
     with parameter_servers("") as ps:
         assert ps.choice == {(0, 0): "messages", (1, 0): "messages", (2, 0): "shared_window"}
@@ -30,6 +34,7 @@ def test_the_choice():
         assert ps.describe() == text
 
 
+@hosts
 def test_a_shared_window_needs_shared_memory():
     from mpistrat.errors import LayoutError
 
@@ -40,18 +45,21 @@ def test_a_shared_window_needs_shared_memory():
         pass
 
 
+@hosts
 @transports
 def test_pushes_are_exact(transport):
     with parameter_servers(transport, [((3,), np.int64)]) as ps:
         check_exact(ps, 900)
 
 
+@hosts
 @transports
 def test_large_pushes_are_exact(transport):
     with parameter_servers(transport, [((7, 10_001), F4)], chunk_bytes=1 << 16) as ps:
         check_exact(ps, 30)
 
 
+@hosts
 @transports
 def test_reads_are_whole(transport):
     with parameter_servers(transport, [((1_000_000,), F4)]) as ps:
@@ -63,22 +71,62 @@ def test_reads_are_whole(transport):
             assert mixed in (True, None)
 
 
+@hosts
 @transports
 def test_rows_move_alone_and_duplicates_are_summed(transport):
     with parameter_servers(transport, [((10, 2), F4)]) as ps:
         check_rows(ps)
 
 
+@hosts
 @transports
 def test_several_passes_and_an_early_leaver(transport):
     with parameter_servers(transport, [((4,), F4)]) as ps:
         check_passes(ps)
 
 
+# The rest of the contract by messages, what TCP is for: one-sided calls crawl over it, and some of these make thousands.
+
+ONE_WORKER = [
+    contract.test_rows_of_a_large_table,
+    contract.test_wrong_use_is_told,
+    functools.partial(contract.test_dtypes_and_shapes, chunk_bytes=16),
+    functools.partial(contract.test_dtypes_and_shapes, chunk_bytes=1 << 16),
+]
+THREE_WORKERS = [
+    contract.test_a_fast_worker_is_held_back,
+    contract.test_a_push_may_be_kept_and_applied_later,
+    contract.test_a_push_that_comes_again_is_ignored,
+    contract.test_clocks,
+    contract.test_counters_are_exact,
+    contract.test_pushes_carry_what_and_version_and_commits_keep_their_place,
+    contract.test_pushes_of_all_sizes_keep_their_order,
+    contract.test_several_servers,
+]
+
+
+def name(check):
+    function, settings = getattr(check, "func", check), getattr(check, "keywords", {})
+    return " ".join([function.__name__.removeprefix("test_"), *map(str, settings.values())])
+
+
+@pytest.mark.hosts(2, ranks_per_host=1)
+@pytest.mark.parametrize("check", ONE_WORKER, ids=name)
+def test_the_contract_with_one_worker(check):
+    check(transport="messages")
+
+
+@hosts
+@pytest.mark.parametrize("check", THREE_WORKERS, ids=name)
+def test_the_contract_with_three_workers(check):
+    check(transport="messages")
+
+
 # Two patterns that were seen to hang under MPICH over UCX and TCP, where one-sided calls met messages. The protocol sends
 # no message to a server that is reached by one-sided calls, and receives none by Irecv(ANY_SOURCE): both finish.
 
 
+@hosts
 def test_clocks_are_published_while_finished_workers_leave_and_others_flush():
     def work(worker, transports):
         link = transports[0]
@@ -94,6 +142,7 @@ def test_clocks_are_published_while_finished_workers_leave_and_others_flush():
             assert (ps.server.array(0) == 2 * 20 * (1 + 2 + 3)).all()
 
 
+@hosts
 def test_workers_add_to_counters_while_the_server_looks_for_messages():
     with parameter_servers("one_sided", counters(2)) as ps:
         check_counters(ps, 200)

@@ -24,6 +24,7 @@ def gathered(channel, count, seconds=20):
     return messages
 
 
+@pytest.mark.hosts(2, ranks_per_host=2)
 def test_messages_of_any_length():
     stand = Stand()
     comm = stand.topology.comm.Dup()
@@ -56,6 +57,7 @@ def seen_numbers(home):
     return home.resources["seen"]
 
 
+@pytest.mark.hosts(2, ranks_per_host=2)
 def test_222_calls_and_20_duplicates_run_once_each():
     stand = Stand()
     comm = stand.topology.comm.Dup()

@@ -17,6 +17,7 @@ RULES = {
     "momentum": lambda: ms.optimizers.SGD(0.1, 0.9, nesterov=True),
     "adam": lambda: ms.optimizers.Adam(0.01),
 }
+LARGE = 1.0  # a learning rate with which the last bit of a gradient's sum reaches the weights
 
 
 @contextlib.contextmanager
@@ -217,31 +218,38 @@ def test_coordinates_of_any_depth(transport):
         strategy.comm.Barrier()
 
 
-def test_synchronous_steps_are_those_of_the_synchronous_strategy():
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_synchronous_steps_are_those_of_the_synchronous_strategy(transport, servers):
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    workers = comm.size - 1
-    grads = np.random.default_rng(0).normal(size=(6, workers, 4, 3)).astype(np.float32)
+    servers = min(servers, comm.size - 1)
+    workers = comm.size - servers
+    grads = np.random.default_rng(0).normal(size=(6, workers, servers, 4, 3)).astype(np.float32)
+
+    def train(strategy, variables, optimizer, number):
+        """Let the worker so numbered give each variable a gradient; return the variables' bytes."""
+        for step in grads:
+            strategy.run(lambda g=step[number]: optimizer.apply_gradients(zip(g, variables, strict=True)))
+        return [v.numpy().tobytes() for v in variables]
+
+    def make():
+        """One variable for each server."""
+        return [ms.Variable(np.linspace(-1, 1 + i, 12).astype(np.float32).reshape(4, 3)) for i in range(servers)]
+
     together = comm.Split(int(comm.rank < workers))
     expected = None
     if comm.rank < workers:
         with ms.MultiWorkerMirroredStrategy(comm=together) as strategy, strategy.scope():
-            v = ms.Variable(np.linspace(-1, 1, 12).astype(np.float32).reshape(4, 3))
-            optimizer = ms.optimizers.Adam(0.01)
-            for step in grads:
-                strategy.run(lambda g=step[strategy.rank]: optimizer.apply_gradients([(g, v)]))
-            expected = v.numpy()
+            expected = train(strategy, make(), ms.optimizers.Adam(LARGE), strategy.rank)
     together.Free()
-    with made(max_staleness=0) as strategy, strategy.scope():
-        v = ms.Variable(np.linspace(-1, 1, 12).astype(np.float32).reshape(4, 3))
-        optimizer = ms.optimizers.Adam(0.01)
+    with made(num_ps=servers, max_staleness=0, transport=transport) as strategy, strategy.scope():
+        variables, optimizer = make(), ms.optimizers.Adam(LARGE)
         if strategy.is_server:
             strategy.serve()
         else:
-            for step in grads:
-                strategy.run(lambda g=step[strategy.worker_index]: optimizer.apply_gradients([(g, v)]))
-            assert v.numpy().tobytes() == expected.tobytes()
+            assert train(strategy, variables, optimizer, strategy.worker_index) == expected
             strategy.leave()
         strategy.comm.Barrier()
 
