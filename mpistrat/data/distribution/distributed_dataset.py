@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -18,6 +19,14 @@ from .steps import Steps
 from .workers import Workers
 
 __all__ = ["DistributedDataset", "distribute"]
+
+_WITHOUT_LENGTH = {
+    INFINITE: ("no end", "Put take(n) behind repeat, or leave the loop after as many steps as you want."),
+    UNKNOWN: (
+        "an end that is found while it is read",
+        "Loop to the end; cardinality() tells beforehand whether it is known.",
+    ),
+}
 
 Divide = Callable[[Dataset, Workers], Steps]
 
@@ -76,8 +85,10 @@ class DistributedDataset:
     def __len__(self) -> int:
         length = self.cardinality()
         if length < 0:
-            why = {INFINITE: "has no end", UNKNOWN: "finds its end while it is read"}[length]
-            raise TypeError(f"DistributedDataset: len: the dataset {why} and has no length")
+            got, remedy = _WITHOUT_LENGTH[length]
+            raise TypeError(
+                explain("DistributedDataset", "len", expected="a known number of steps", got=got, remedy=remedy)
+            )
         return length
 
     def __bool__(self) -> bool:
@@ -85,9 +96,16 @@ class DistributedDataset:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next `iter()` begin that epoch. Not collective; do it on every rank alike."""
-        if epoch < 0:
-            raise ValueError(explain("DistributedDataset.set_epoch", "epoch", expected="at least 0", got=epoch))
-        self._epoch = int(epoch)
+        try:
+            number = operator.index(epoch)
+        except TypeError:
+            expected = "an integer"
+            raise TypeError(
+                explain("DistributedDataset.set_epoch", "epoch", expected=expected, got=repr(epoch))
+            ) from None
+        if number < 0:
+            raise ValueError(explain("DistributedDataset.set_epoch", "epoch", expected="at least 0", got=number))
+        self._epoch = number
 
     def stats(self) -> InputStats:
         """Return what this rank's input has done so far, over all epochs. Not collective.

@@ -80,9 +80,15 @@ def call_dataset_fn(
         within: the workers that step together, where each of `workers` is a group of them; default all.
 
     Raises:
-        TypeError: it returns no iterable.
+        TypeError: it is no function, or returns no iterable.
         ValueError: it returns a dataset of rows.
     """
+    given: object = dataset_fn
+    if not callable(given):
+        expected = "a function of an InputContext"
+        remedy = "distribute_dataset takes a dataset itself." if isinstance(given, Dataset) else ""
+        got = type(given).__name__
+        raise TypeError(explain(FUNCTION, "dataset_fn", expected=expected, got=got, remedy=remedy))
     together, offset = within or workers, within.replica_offset if within else 0
     if mode is InputReplicationMode.PER_WORKER:
         pipelines, number = workers.count, workers.index

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Descriptor", "OpenFiles", "ShardFile", "open_bytes", "open_hdf5", "open_hdf5_files"]
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
+_LOCKED = (errno.EAGAIN, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_FORBIDDEN = (errno.EACCES, errno.EPERM)
 _KEPT_OPEN = 128  # files kept open: sets of shards may have more files than a process may open
 _KEPT_OPEN_BY_MPI = 32  # each takes two of MPICH's 2048 communicators, and MPICH 4.0 crashes where none is left
 _PATIENCE = 10.0  # seconds that the end of MPI waits for what is being read
@@ -75,6 +77,13 @@ def _refused(path: Path, error: OSError, got: str) -> ShardError:
     remedy = "The file is damaged, truncated or not HDF5: copy it again, or write the shards again."
     if error.errno in _TOO_MANY:
         remedy = "Raise the number of files that a process may open (ulimit -n)."
+    elif error.errno in _LOCKED:
+        remedy = (
+            "Somebody has it open for writing, or its file system has no locks: wait for who writes, or set"
+            " HDF5_USE_FILE_LOCKING=FALSE."
+        )
+    elif error.errno in _FORBIDDEN:
+        remedy = "Let this user read it: chmod, or ask who owns it."
     elif path.exists():
         got = f"a file of {path.stat().st_size} bytes: {got}"
     return ShardError(explain("HDF5Dataset", str(path), expected="an HDF5 file", got=got, remedy=remedy))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 from ...errors import ShardError, explain
 from .manifest import Field, Manifest, ShardEntry, digest_of, read_manifest
@@ -181,13 +181,30 @@ def resolve(files: PathLike | Sequence[PathLike]) -> FileSet:
     """Return the files that a path, a directory, a pattern or a list of paths names.
 
     Raises:
+        TypeError: for what is none of these.
         ShardError: when that is no file, naming what was asked.
     """
     if not isinstance(files, (str, os.PathLike)):
-        return _listed([Path(path) for path in files], repr(files))
+        return _listed(_paths(files), repr(files))
     path = Path(files)
-    if path.is_dir():
-        return _directory(path)
-    if not path.exists() and glob.has_magic(str(path)):
-        return _pattern(str(path))
-    return _listed([path], str(path))
+    try:
+        if path.is_dir():
+            return _directory(path)
+        if not path.exists() and glob.has_magic(str(path)):
+            return _pattern(str(path))
+        return _listed([path], str(path))
+    except PermissionError as error:
+        expected, remedy = "files that this user may look at", "Change the permissions of its directories."
+        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=str(error), remedy=remedy)) from error
+
+
+def _paths(files: Any) -> list[Path]:
+    expected = "a path, a directory, a pattern or a list of paths"
+    if not isinstance(files, Iterable):
+        raise TypeError(explain("HDF5Dataset", "files", expected=expected, got=repr(files)))
+    paths = []
+    for number, path in enumerate(files):
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(explain("HDF5Dataset", f"files[{number}]", expected="a path", got=repr(path)))
+        paths.append(Path(path))
+    return paths

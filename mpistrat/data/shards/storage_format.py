@@ -24,12 +24,15 @@ _VARYING_ROW = 64  # bytes that a row of varying length is taken for
 
 
 def positive(function: str, argument: str, value: Any) -> int:
-    """Return an integer of at least 1.
+    """Return an integer of at least 1; whole floats like 1e9 are taken for one.
 
     Raises:
         ValueError, TypeError: for anything else.
     """
-    number = operator.index(value)
+    try:
+        number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+    except TypeError:
+        raise TypeError(explain(function, argument, expected="a whole number", got=repr(value))) from None
     if number < 1:
         raise ValueError(explain(function, argument, expected="at least 1", got=number))
     return number

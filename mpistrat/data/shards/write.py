@@ -109,7 +109,7 @@ def _write_arrays(writer: SetWriter, data: Mapping[str, Any], settings: ShardSet
             got = f"both {num_shards} shards and {each} in each"
             raise ValueError(explain(_NAME, "", expected="one of num_shards, rows_per_shard, bytes_per_shard", got=got))
         bounds = partition.bounds(rows, positive(_NAME, "num_shards", num_shards))
-    elif rows and (step := settings.rows_of_shard(fields)) is not None:
+    elif rows and (step := settings.divided(_NAME).rows_of_shard(fields)) is not None:
         bounds = partition.blocks([(0, rows)], step)
     else:
         writer.write(data, *_DATA)

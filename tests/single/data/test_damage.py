@@ -8,6 +8,9 @@ import json
 import os
 import re
 import resource
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,63 @@ def test_no_match_names_the_pattern(tmp_path: Path) -> None:
         HDF5Dataset(tmp_path)
     with pytest.raises(ShardError, match="no match"):
         HDF5Dataset([])
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (5, "files: expected a path, a directory, a pattern or a list of paths, got 5"),
+        (None, "files: expected a path"),
+        (["a.h5", 5], r"files\[1\]: expected a path, got 5"),
+    ],
+)
+def test_what_is_no_path_is_named(files: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^HDF5Dataset: {message}"):
+        HDF5Dataset(files)
+
+
+def test_a_file_that_somebody_writes_is_not_called_damaged(tmp_path: Path) -> None:
+    path = plain(tmp_path / "x.h5", x=np.arange(3))
+    program = "import sys, h5py; file = h5py.File(sys.argv[1], 'r+'); print('open', flush=True); sys.stdin.read()"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "open\n"
+        with pytest.raises(ShardError, match=r"x\.h5.*unable to lock.*HDF5_USE_FILE_LOCKING=FALSE") as caught:
+            open_all(path)
+        assert "damaged" not in str(caught.value)
+    finally:
+        writer.communicate("")
+    assert open_all(path) == 3
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """Root may read everything: then go on as somebody else."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if user == 0:
+            os.seteuid(0)
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        path = plain(Path(directory) / "x.h5", x=np.arange(3))
+        path.chmod(0)
+        with nobody(), pytest.raises(ShardError, match=r"x\.h5.*Permission denied.*chmod") as caught:
+            open_all(path)
+        assert "damaged" not in str(caught.value)
+        os.chmod(directory, 0)
+        with nobody(), pytest.raises(ShardError, match=r"x\.h5.*may look at.*permissions of its directories"):
+            HDF5Dataset(path)
+        os.chmod(directory, 0o700)
 
 
 def test_a_missing_file_is_named(shards: list[Path]) -> None:

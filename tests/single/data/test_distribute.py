@@ -287,6 +287,13 @@ def test_wrong_use_is_explained() -> None:
         Workers([1, 0], 0)
     with pytest.raises(ValueError, match="epoch"):
         distribute(rows.batch(2), Workers()).set_epoch(-1)
+    for epoch in ("a", 1.5):
+        with pytest.raises(TypeError, match="DistributedDataset.set_epoch: epoch: expected an integer, got"):
+            distribute(rows.batch(2), Workers()).set_epoch(epoch)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"DistributedDataset: len: .*got no end. Put take\(n\) behind repeat"):
+        len(distribute(rows.batch(2).repeat(), Workers()))
+    with pytest.raises(TypeError, match=r"DistributedDataset: len: .*while it is read. Loop to the end"):
+        len(distribute(rows.filter(lambda x: True).batch(2), Workers()))
 
 
 def test_print_says_who_reads_what() -> None:

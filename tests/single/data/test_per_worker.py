@@ -224,7 +224,7 @@ def test_the_end_holds_until_restored() -> None:
 def test_the_length_is_not_known() -> None:
     dataset = made(from_arrays(np.arange(4)).batch(2))
     assert dataset.cardinality() == UNKNOWN
-    with pytest.raises(TypeError, match="finds its end while it is read"):
+    with pytest.raises(TypeError, match="found while it is read"):
         len(dataset)
 
 
@@ -251,3 +251,12 @@ def test_peeking_asks_once() -> None:
 
     assert ranks.run(worker) == [[[0], [0], [1]]] * 2
     assert ranks.calls == 2
+
+
+def test_what_is_no_function_is_named() -> None:
+    for given, message in (
+        (from_arrays(np.arange(3)).batch(1), "got .*distribute_dataset takes a dataset itself"),
+        ([np.arange(3)], "got list$"),
+    ):
+        with pytest.raises(TypeError, match=f"dataset_fn: expected a function of an InputContext, {message}"):
+            call_dataset_fn(given, Workers(), InputReplicationMode.PER_WORKER)  # type: ignore[arg-type]

@@ -200,6 +200,30 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, changed: dict[str, Any]
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"bytes_per_shard": 1e9 + 0.5},
+        {"rows_per_shard": "3"},
+        {"num_shards": 1.5},
+        {"layout": "chunked", "chunk_rows": 2.5},
+        {"bytes_per_shard": float("inf")},
+    ],
+)
+def test_sizes_are_whole_numbers(tmp_path: Path, options: dict[str, Any]) -> None:
+    name = list(options)[-1]
+    with pytest.raises(TypeError, match=f"^write_shards: {name}: expected a whole number, got {options[name]!r}"):
+        write_shards(tmp_path, {"x": np.zeros(3)}, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_whole_floats_are_whole_numbers(tmp_path: Path) -> None:
+    assert len(write_shards(tmp_path / "a", {"x": np.zeros(3)}, bytes_per_shard=1e9)) == 1
+    assert len(write_shards(tmp_path / "b", {"x": np.zeros(3)}, bytes_per_shard=8.0)) == 3
+    assert len(write_shards(tmp_path / "c", iter([{"x": 1}] * 3), rows_per_shard=2.0)) == 2
+    assert len(write_shards(tmp_path / "d", {"x": np.zeros(3)}, num_shards=2.0)) == 2
+
+
+@pytest.mark.parametrize(
     ("data", "message"),
     [
         ([{"x": 1}, {"x": 2.5}], r"^write_shards: data\[1\]: at \['x'\]: expected int64"),
