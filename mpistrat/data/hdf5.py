@@ -28,6 +28,8 @@ from .stats import StageStats
 
 __all__ = ["HDF5Dataset"]
 
+_NAMED = 5  # things left out that are named
+
 Fields = str | Sequence[str] | Mapping[str, str] | None
 
 
@@ -37,6 +39,7 @@ class _Opened:
     def __init__(self, opened: ShardSet, reader: str, driver: str | None) -> None:
         self.shards, self.sources = opened.shards, opened.sources
         self.fields, self.skipped = opened.fields, opened.skipped
+        self.left_out = list(dict.fromkeys(text for shard in opened.shards for text in shard.left_out))
         self.rows = sum(shard.rows for shard in opened.shards)
         self.row_shapes = {name: _fixed(field.shape) for name, field in opened.fields.items()}
         files = open_hdf5_files(driver)
@@ -68,8 +71,9 @@ class HDF5Dataset(RowSource):
     Args:
         files: a file; a directory; a pattern like `data/train-*.h5`; or a list of files, read in the list's order.
             Others are read in the manifest's order, else in natural order (2 before 10).
-        fields: None for a dict of all datasets; a list of names for a dict of these; a tuple of names for a tuple; a
-            dict from new names to names in the file; one name for that array alone. A name is like "x" or "group/x".
+        fields: None for a dict of all datasets that have rows (`print` names what else there is); a list of names for a
+            dict of these; a tuple of names for a tuple; a dict from new names to names in the file; one name for that
+            array alone. A name is like "x" or "group/x".
         verify: compare every file's bytes with the digest in the manifest before HDF5 opens it.
         reader: how contiguous uncompressed data is read: "auto" or "mmap" through a memory map, "pread" by reads, for
             file systems where a file may be cut while it is read (under a map, that kills the process). What is stored
@@ -251,6 +255,9 @@ class HDF5Dataset(RowSource):
             are = "1 file is a source" if number == 1 else f"{number} files are sources"
             where = f"{where} ({are} of virtual datasets)"
         fields = ", ".join(f"{name} {_described(opened, name)}" for name in opened.fields)
+        if opened.left_out:
+            more = f" and {len(opened.left_out) - _NAMED} more" if len(opened.left_out) > _NAMED else ""
+            fields = f"{fields}; left out: {', '.join(opened.left_out[:_NAMED])}{more}"
         return f"{where}, {opened.rows} rows of {fields}"
 
 

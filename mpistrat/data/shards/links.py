@@ -18,9 +18,9 @@ class Refused(Exception):
 
 
 def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
-    """Return the names of all datasets that have rows, in natural order, and of all others.
+    """Return the names of all datasets that have rows, in natural order, and what is left out, each with the reason.
 
-    A soft link is another name of what is seen elsewhere.
+    A soft link is another name of what is seen elsewhere, if it leads to anything.
 
     Raises:
         Refused: for a link to another file.
@@ -28,7 +28,7 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
     import h5py
 
     rows: list[str] = []
-    others: list[str] = []
+    left_out: list[str] = []
     visited = {file["/"]}
 
     def walk(group: h5py.Group, prefix: str) -> Iterator[tuple[str, h5py.Dataset]]:
@@ -36,7 +36,10 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
             link = group.get(key, getlink=True)
             if isinstance(link, h5py.ExternalLink):
                 raise Refused(f"an external link at {prefix}{key}, to {link.filename}")
-            if not isinstance(link, h5py.HardLink):
+            if isinstance(link, h5py.SoftLink):
+                why = _broken(group, link.path)
+                if why:
+                    left_out.append(f"{prefix}{key} ({why})")
                 continue
             item = group[key]
             if isinstance(item, h5py.Group):
@@ -47,8 +50,19 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
                 yield f"{prefix}{key}", item
 
     for name, dataset in walk(file, ""):
-        (rows if dataset.shape else others).append(name)
-    return rows, others
+        if dataset.shape:
+            rows.append(name)
+        else:
+            left_out.append(f"{name} (no rows)")
+    return rows, left_out
+
+
+def _broken(group: h5py.Group, path: str) -> str:
+    """Why a soft link of a group leads to nothing that is read; empty where it leads to something."""
+    try:
+        return "a link to nothing" if _follow(group, path, _SOFT_LINKS) is None else ""
+    except Refused as refused:
+        return str(refused)
 
 
 def find(file: h5py.File, name: str) -> h5py.Dataset | None:

@@ -38,6 +38,7 @@ class Shard:
         path: the file.
         storages: where each dataset's rows lie.
         sources: resolved paths of other files, from which virtual datasets among these draw.
+        left_out: what else the file names, where all datasets were wanted, and why it is not read.
 
     Raises:
         ShardError: when the file cannot be read or holds what is not supported, naming it.
@@ -52,6 +53,7 @@ class Shard:
             raise self._error("", "an HDF5 file", str(error)) from error
         self.storages: dict[str, Storage] = {}
         self.sources: set[Path] = set()
+        self.left_out: list[str] = []
         with open_hdf5(path, driver) as file:
             try:
                 self._look(file, names, declared)
@@ -65,9 +67,9 @@ class Shard:
 
     def _look(self, file: h5py.File, names: Sequence[str] | None, declared: Set[Path]) -> None:
         if names is None:
-            names, others = self._all_names(file)
+            names, self.left_out = self._all_names(file)
             if not names:
-                got = f"only datasets without rows: {', '.join(others[:5])}" if others else "none"
+                got = f"only {', '.join(self.left_out[:5])}" if self.left_out else "none"
                 raise self._error("", "at least one dataset with rows", got)
         for name in names:
             self.storages[name] = storage = self._storage(file, name, declared)

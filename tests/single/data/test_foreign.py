@@ -387,6 +387,32 @@ def test_links_out_of_the_file_are_refused_unless_nobody_asks_for_them(tmp_path:
     assert HDF5Dataset(both, "x").rows([4, 1]).tolist() == [0, 1]
 
 
+def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+    for number in range(2):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file["x"] = np.arange(4)
+            file["deep/step"] = 3
+            file["none"] = h5py.Empty("f4")
+            file["alias"] = h5py.SoftLink("x")
+            file["deep/up"] = h5py.SoftLink("nowhere")
+            file["deep/down"] = h5py.SoftLink("step")
+            if number:
+                file["loop"] = h5py.SoftLink("/loop")
+    dataset = HDF5Dataset(tmp_path)
+    assert list(dataset.rows([0])) == ["x"]
+    steps = "deep/step (no rows), deep/up (a link to nothing), none (no rows), loop (too many soft links, at /loop)"
+    assert str(dataset).endswith(f"; left out: {steps}")
+    named = HDF5Dataset(tmp_path, ["x"])
+    assert len(named) == 8
+    assert "left out" not in str(named)
+    with h5py.File(tmp_path / "0.h5", "r+") as file:
+        for number in range(6):
+            file[f"scalar {number}"] = number
+    more = HDF5Dataset(tmp_path)
+    assert len(more) == 8
+    assert str(more).endswith("scalar 0 (no rows), scalar 1 (no rows) and 5 more")
+
+
 # What is refused.
 
 
