@@ -144,8 +144,14 @@ class LocalUpdates:
 
     # slots
 
+    def has_slots(self, variable: Any) -> bool:
+        """Return whether a variable has slots: `slots` is not empty. Not collective."""
+        with self._turn:
+            kept = self._known(variable)
+            return kept is not None and bool(kept.slots)
+
     def slots(self, variable: Any) -> dict[str, np.ndarray]:
-        """Return a variable's slots, whole, not copied; {} if it was never updated. Not collective.
+        """Return new arrays with a variable's slots, all after the same update; {} if it was never updated. Not collective.
 
         Slots of 16-bit variables are float32.
         """
@@ -154,7 +160,7 @@ class LocalUpdates:
             if kept is None:
                 return {}
             kept.fill()
-            return {name: slot.reshape(variable.shape) for name, slot in kept.slots.items()}
+            return {name: slot.reshape(variable.shape).copy() for name, slot in kept.slots.items()}
 
     def set_slots(self, variable: Any, values: Mapping[str, Any]) -> None:
         """Overwrite a variable's slots. Not collective.

@@ -22,6 +22,8 @@ __all__ = ["ServerSlots"]
 class ServerSlots:
     """Reads and writes slots that lie on servers. Collective over all ranks, but for `write`.
 
+    What is read has in it all that workers had pushed when they came here.
+
     Args:
         group: all ranks.
         servers: the ranks of the servers.
@@ -40,26 +42,35 @@ class ServerSlots:
 
     def each(self, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         """Yield the name and the slots of each variable that the optimizer has updated. Collective."""
-        variables = [v for v in self._variables() if hasattr(v, "server")]
-        mine = [int(bool(self._slots_here(optimizer, variable))) for variable in variables]
+        variables = self._served()
+        self._settle()
+        mine = [int(self._has_slots(optimizer, variable)) for variable in variables]
         with self._group.collective("optimizer.slots", optimizer.name, detail=len(variables)):
             having: list[int] = self._group.all_gather_int(mine).max(axis=0).tolist()
         for variable, has in zip(variables, having, strict=True):
             if has:
-                yield variable.name, self.read(optimizer, variable)
+                yield variable.name, self._read(optimizer, variable)
 
     def read(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
         """Return new arrays with a variable's slots on every rank. Collective."""
-        found = self._slots_here(optimizer, variable)
+        self._settle()
+        return self._read(optimizer, variable)
+
+    def _read(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
         dtype, result = accumulation_dtype(variable.dtype), {}
         with self._group.collective("optimizer.slots", variable.name, dtype, variable.shape, optimizer.slot_names):
+            found = self._slots_here(optimizer, variable)
             for name in optimizer.slot_names:
-                array = np.zeros(variable.shape, dtype)
-                if name in found:
-                    array[...] = found[name]
+                array = found[name] if name in found else np.zeros(variable.shape, dtype)
                 self._group.broadcast(array, self._servers[variable.server])
                 result[name] = array
         return result
+
+    def _settle(self) -> None:
+        """Wait until all that the workers have pushed is applied. Collective."""
+        for variable in self._served()[:1]:  # one waits for all servers
+            variable.flush()
+        self._group.barrier("optimizer.slots")
 
     def write(self, optimizer: Optimizer, variable: ParameterServerVariable, values: Mapping[str, Any]) -> None:
         """Overwrite a variable's slots where it lies. Not collective, but every rank must do it."""
@@ -68,8 +79,12 @@ class ServerSlots:
 
     def iterations(self, optimizer: Optimizer) -> int:
         """Return how many steps the servers have taken with an optimizer, the largest number. Collective."""
+        self._settle()
         with self._group.collective("optimizer.iterations", optimizer.name):
             return self._group.agree(optimizer.iterations if self._updates is not None else 0, "max")
+
+    def _served(self) -> list[ParameterServerVariable]:
+        return [variable for variable in self._variables() if hasattr(variable, "server")]
 
     def _here(self, variable: ParameterServerVariable) -> bool:
         return self._servers[variable.server] == self._group.topology.rank
@@ -78,3 +93,6 @@ class ServerSlots:
         if self._updates is None or not self._here(variable):
             return {}
         return self._updates(optimizer).slots(variable)
+
+    def _has_slots(self, optimizer: Optimizer, variable: ParameterServerVariable) -> bool:
+        return self._updates is not None and self._here(variable) and self._updates(optimizer).has_slots(variable)

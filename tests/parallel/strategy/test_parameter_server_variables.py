@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -300,6 +301,32 @@ def shared_memory():
     if not found:
         pytest.skip("the system does not tell Pss_Shmem: Linux 5.9 and later do")
     return found[0]
+
+
+def test_slots_have_in_them_what_was_pushed_before(monkeypatch):
+    """However slow a server is: to read them is collective, and each worker waits for its own pushes."""
+    from mpistrat.optimizers.local_updates import LocalUpdates
+
+    at_once = LocalUpdates.dense
+
+    def slowly(self, *args):
+        time.sleep(0.2)
+        at_once(self, *args)
+
+    monkeypatch.setattr(LocalUpdates, "dense", slowly)
+    with made() as strategy:
+        v, optimizer = ms.Variable(np.zeros(3)), ms.optimizers.Momentum(1.0, 1.0)  # the sum of all gradients
+        for number in (1, 2, 3):
+            if not strategy.is_server:
+                strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), v)]))
+            total = number * strategy.num_workers
+            if number == 1:
+                assert np.abs(optimizer.slots(v)["momentum"]).tolist() == [total] * 3
+            elif number == 2:
+                assert np.abs(optimizer.get_state()["slots"][v.name]["momentum"]).tolist() == [total] * 3
+            else:
+                assert optimizer.all_iterations() == total
+        strategy.comm.Barrier()
 
 
 def test_variables_made_after_training_began():

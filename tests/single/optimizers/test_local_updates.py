@@ -243,6 +243,19 @@ def test_slots_are_kept_by_variable_and_can_be_set():
     np.testing.assert_allclose(array, [1.9, 2.8, 3.7])  # Keras: m = 0.9 m, w += m
 
 
+def test_slots_are_copies_and_no_update_goes_on_meanwhile():
+    updates, weights = LocalUpdates(ms.optimizers.Momentum(0.5, 0.5)), Weights(np.zeros(2))
+    assert not updates.has_slots(weights)
+    array = np.zeros(2)
+    updates.dense(weights, array, [np.ones(2)], 1)
+    assert updates.has_slots(weights)
+    first = updates.slots(weights)["momentum"]
+    assert first.flags.writeable
+    kept = first.tolist()
+    updates.dense(weights, array, [np.ones(2)], 2)
+    assert first.tolist() == kept != updates.slots(weights)["momentum"].tolist()
+
+
 def test_slots_that_do_not_fit():
     updates, weights = LocalUpdates(ms.optimizers.Momentum(0.1)), Weights(np.ones(3))
     with pytest.raises(ValueError, match=r"LocalUpdates.set_slots: w: expected slots momentum, got velocity"):
