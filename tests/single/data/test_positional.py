@@ -68,8 +68,13 @@ def test_reads_that_come_short_go_on(written: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, {"x": DATA}, num_shards=2)
     dataset = HDF5Dataset(tmp_path, "x", reader="pread")
-    assert np.array_equal(dataset.rows([0, 499]), DATA[[0, 499]])
+
+    def inside(*rows: int) -> np.ndarray:
+        """What an iterator does within a pass, in which nobody looks at the files."""
+        return dataset.gather(np.zeros(len(rows), np.int64), np.array(rows))
+
+    assert np.array_equal(inside(0, 499), DATA[[0, 499]])
     os.truncate(paths[1], paths[1].stat().st_size - 10)
-    assert np.array_equal(dataset.rows([499 - 9, 0]), DATA[[499 - 9, 0]])
+    assert np.array_equal(inside(499 - 9, 0), DATA[[499 - 9, 0]])
     with pytest.raises(ShardError, match=f"{paths[1].name}: x: expected bytes at .* got the end of the file"):
-        dataset.rows([499])
+        inside(499)
