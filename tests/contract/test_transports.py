@@ -417,6 +417,15 @@ def test_wrong_use_is_told(transport):
             assert ps.server.version(0) == 1
             with pytest.raises(ValueError, match="read-only"):
                 ps.server.array(0)[0] = 1
+            for function in (ps.server.array, ps.server.writing, ps.server.replacing, ps.server.version):
+                name = function.__name__
+                error = f"^Server.{name}: variable: expected a variable of server 0, got counter 'n' of server 0$"
+                with pytest.raises(ValueError, match=error):
+                    function(1)
+            with pytest.raises(
+                ValueError, match="^Server.fetch_and_add: counter: expected a counter of server 0, got var"
+            ):
+                ps.server.fetch_and_add(0, 1)
 
 
 @ranks(2, 3, 4)

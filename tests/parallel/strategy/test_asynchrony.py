@@ -6,20 +6,28 @@ import time
 
 import numpy as np
 import pytest
+from parameter_server_stand import made
 
 import mpistrat as ms
 from mpistrat.errors import ClusterError
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    ("transport", "pushes"),
-    [("shared_window", "gradients"), ("messages", "writes"), ("shared_window", "two optimizers")],
+    ("transport", "bound", "servers", "pushes"),  # of the first three each two together
+    [
+        ("shared_window", 2, 1, "gradients"),
+        ("shared_window", 1, 2, "two optimizers"),
+        ("one_sided", 1, 1, "gradients"),
+        ("one_sided", 2, 2, "writes"),
+        ("messages", 2, 1, "writes"),
+        ("messages", 1, 2, "gradients"),
+    ],
 )
-def test_no_worker_gets_further_ahead_than_the_bound(transport, pushes):
-    bound, steps = 2, 12
-    with ms.ParameterServerStrategy(max_staleness=bound, transport=transport) as strategy, strategy.scope():
-        v = ms.Variable(np.zeros(3), aggregation=ms.VariableAggregation.SUM)
+def test_no_worker_gets_further_ahead_than_the_bound(transport, bound, servers, pushes):
+    steps = 12
+    with made(num_ps=servers, max_staleness=bound, transport=transport) as strategy:
+        variables = [ms.Variable(np.zeros(3), aggregation=ms.VariableAggregation.SUM) for _ in range(servers)]
         optimizer, other = ms.optimizers.SGD(1.0), ms.optimizers.SGD(0.0)
         begun, finishing = [], []
 
@@ -28,13 +36,14 @@ def test_no_worker_gets_further_ahead_than_the_bound(transport, pushes):
             if strategy.worker_index == 0:
                 time.sleep(0.02)
             finishing.append(time.monotonic())
-            if pushes == "writes":
-                v.assign_sub(np.ones(3))
-                return
-            v.grad[...] = 1
-            optimizer.apply_gradients([(v.grad, v)])
+            for v in variables:
+                v.grad[...] = 1
+                if pushes == "writes":
+                    v.assign_sub(np.ones(3))
+            if pushes != "writes":
+                optimizer.apply_gradients([(v.grad, v) for v in variables])
             if pushes == "two optimizers":
-                other.apply_gradients([(v.grad, v)])
+                other.apply_gradients([(v.grad, v) for v in variables])
 
         batches = ms.data.from_arrays(np.arange(steps * strategy.num_workers)).batch(1)
         for _ in range(2):  # the bound holds in a second pass as well
@@ -50,7 +59,35 @@ def test_no_worker_gets_further_ahead_than_the_bound(transport, pushes):
         assert max(ahead) <= bound
         assert max(ahead) == bound  # and the fast ones use it
         if not strategy.is_server:
-            assert v.numpy().tolist() == [-2.0 * steps * strategy.num_workers] * 3
+            assert [v.numpy().tolist() for v in variables] == [[-2.0 * steps * strategy.num_workers] * 3] * servers
+        strategy.comm.Barrier()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("transport", "bound"), [("shared_window", 0), ("shared_window", 1), ("one_sided", 1), ("messages", 0)]
+)
+def test_a_worker_that_waits_for_a_slow_one_sleeps(transport, bound):
+    """That takes a few hundredths of a core; one that spins takes all of it, or half where two share it."""
+    with made(max_staleness=bound, transport=transport) as strategy:
+        v = ms.Variable(np.zeros(3))
+        optimizer = ms.optimizers.SGD(1.0)
+
+        def step():
+            if strategy.worker_index == 0:
+                time.sleep(0.2)
+            optimizer.apply_gradients([(np.ones(3), v)])
+
+        if strategy.is_server:
+            strategy.serve()
+        else:
+            start, used = time.monotonic(), time.process_time()
+            for _ in range(4):  # the last begins when the slow worker has made two
+                strategy.run(step)
+            waited, used = time.monotonic() - start, time.process_time() - used
+            strategy.leave()
+            assert waited > 0.3
+            assert used < 0.25 * waited
         strategy.comm.Barrier()
 
 
