@@ -26,6 +26,7 @@ LAYOUTS = {  # ranks on one host
     "training_step": (2, 4),
     "hdf5_input": (1, 2),
     "parameter_server": (4,),
+    "transports": (4,),
 }
 BENCHMARKS = tuple(LAYOUTS)
 OVER_HOSTS = ("all_reduce", "training_step", "parameter_server")

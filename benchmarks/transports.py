@@ -1,16 +1,21 @@
 """The transports between workers and parameter servers: reads beside a busy writer, pushes, idle cost, a million increments.
 
-mpiexec -n 2 python benchmarks/transports.py                       # rates; the last rank is the server
-mpiexec -n 4 python benchmarks/transports.py --increments 1000000  # exactness, nothing else
+    mpiexec -n 2 python benchmarks/transports.py --output benchmarks/results/today
+
+The last rank is the server. A read counts if it is whole and no older than the one before.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import harness
 import numpy as np
 
 from mpistrat.cluster.topology import Topology
@@ -24,6 +29,8 @@ from mpistrat.parameter_server.transport import Port, Transport
 
 READS = {"4 KB": 1 << 10, "32 MB": 1 << 23}
 PUSHES = {"4 KB": 1 << 10, "1 MB": 1 << 18, "67 MB": 1 << 24}
+
+Figures = dict[str, float]  # with their units for names
 
 
 class Writer(Port):
@@ -44,7 +51,7 @@ class Writer(Port):
         return False
 
 
-def reads(link: Transport, count: int, seconds: float) -> str:
+def reads(link: Transport, count: int, seconds: float) -> Figures:
     """Read variable 0 for some seconds beside a `Writer`; return the rate."""
     out, last, accepted = np.zeros(count, np.float32), 0, 0
     start = time.perf_counter()
@@ -53,10 +60,10 @@ def reads(link: Transport, count: int, seconds: float) -> str:
         if version < last or not (out == out[0]).all():
             raise RuntimeError(f"version {version} after {last}, {out.min()} to {out.max()}")
         last, accepted = version, accepted + 1
-    return f"{accepted / (time.perf_counter() - start):,.0f} whole reads/s"
+    return {"whole reads/s": accepted / (time.perf_counter() - start)}
 
 
-def pushes(link: Transport, count: int, seconds: float) -> str:
+def pushes(link: Transport, count: int, seconds: float) -> Figures:
     """Push for some seconds; then push now and then, and time each until it is applied; return rate and times."""
     array = np.ones(count, np.float32)
     start, times = time.perf_counter(), []
@@ -71,38 +78,38 @@ def pushes(link: Transport, count: int, seconds: float) -> str:
         link.flush()
         times.append(1e3 * (time.perf_counter() - before))
     times.sort()
-    gigabytes = rate * array.nbytes / 1e9
-    return (
-        f"{rate:,.0f} pushes/s, {gigabytes:.2f} GB/s; push to applied, idle server: median {statistics.median(times):.2f} ms, "
-        f"p99 {times[int(0.99 * len(times))]:.2f} ms"
-    )
+    applied = {
+        "ms to applied": statistics.median(times),
+        "ms (p99)": times[int(0.99 * len(times))],
+    }  # by an idle server
+    return {"pushes/s": rate, "GB/s": rate * array.nbytes / 1e9, **applied}
 
 
-def idle(link: Transport, count: int, seconds: float) -> str:
+def idle(link: Transport, seconds: float) -> Figures:
     """Let the server wait."""
     time.sleep(seconds)
-    return ""
+    return {}
 
 
 def session(
-    group: ProcessGroup, transport: str, count: int, work: Callable[[Transport], str], writer: bool = False
-) -> list[str]:
-    """Let every worker work with one server that adds; return what each worker has to say, and the server at the end."""
+    group: ProcessGroup, transport: str, count: int, work: Callable[[Transport], Figures], writer: bool = False
+) -> list[Figures]:
+    """Let every worker work with one server that adds; return the figures of each worker, and of the server at the end."""
     last = group.topology.size - 1
     servers = ParameterServers(group, range(last), [last], transport=transport)
     servers.add_variables([VariableSpec("v", (count,), np.dtype(np.float32))])
     if servers.server is None:
-        text = work(servers.transports[0])
+        figures = work(servers.transports[0])
         servers.transports[0].leave()
     else:
-        text = serve(servers.server, writer)
+        figures = serve(servers.server, writer)
     with group.collective("session"):
-        texts = group.all_gather_text(text)
+        texts = group.all_gather_text(json.dumps(figures))
     servers.close()
-    return texts
+    return [json.loads(text) for text in texts]
 
 
-def serve(server: Server, writer: bool) -> str:
+def serve(server: Server, writer: bool) -> Figures:
     """Serve; return what it cost and came to."""
 
     def add(push: Push) -> None:
@@ -115,47 +122,61 @@ def serve(server: Server, writer: bool) -> str:
     server.start(add)
     server.wait()
     seconds, busy = time.perf_counter() - start, time.process_time() - used
-    return f"{100 * busy / seconds:.1f} % of a core, {server.version(0)} writes in {seconds:.1f} s, {server.array(0)[0]:.0f}"
+    sum_ = float(server.array(0)[0])
+    return {"% of a core": 100 * busy / seconds, "writes": server.version(0), "s": seconds, "in the variable": sum_}
 
 
-def increments(total: int, workers: int) -> Callable[[Transport], str]:
+def increments(total: int, workers: int) -> Callable[[Transport], Figures]:
     """Return the work of adding 1 so often, together."""
 
-    def work(link: Transport) -> str:
+    def work(link: Transport) -> Figures:
         one = np.ones(1, np.float32)
         for number in range(1, total // workers + (link.pair.worker < total % workers) + 1):
             link.push(0, number, one)
-        return ""
+        return {}
 
     return work
 
 
+def style(value: float) -> str:
+    """Return the format of a figure. Not collective."""
+    return ",.0f" if value >= 100 or value == int(value) else ".3g"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder for the JSON file; nothing is written without it")
     parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="default: all")
-    parser.add_argument("--increments", type=int, default=0)
+    parser.add_argument("--increments", type=int, default=1_000_000, help="pushes of 1, of all workers (%(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0)
     options = parser.parse_args()
     topology = Topology.create()
     group = ProcessGroup.create(topology)
-    workers = topology.size - 1
+    cases: list[dict[str, Any]] = []
 
-    def tell(transport: str, what: str, texts: list[str]) -> None:
+    def measure(
+        name: str, what: str, count: int, work: Callable[[Transport], Figures], writer: bool = False
+    ) -> Figures:
+        *workers, server = session(group, name, count, work, writer)
+        cases.append({"transport": name, "case": what, "workers": workers, "server": server})
         if topology.rank == 0:
-            print(f"{transport:13} {what:14} " + "; ".join(filter(None, texts)), flush=True)
+            texts = [", ".join(f"{value:{style(value)}} {u}" for u, value in of.items()) for of in (*workers, server)]
+            print(f"{name:13} {what:16} " + "; ".join(filter(None, texts)), flush=True)
+        return server
 
     for name in options.transport or TRANSPORTS:
-        if options.increments:  # float32 counts exactly up to 2^24
-            tell(
-                name, f"{options.increments:,} times", session(group, name, 1, increments(options.increments, workers))
-            )
-            continue
         for size, n in READS.items():
-            texts = session(group, name, n, lambda link, n=n: reads(link, n, options.seconds), writer=True)
-            tell(name, f"read {size}", texts)
+            measure(name, f"read {size}", n, lambda link, n=n: reads(link, n, options.seconds), writer=True)
         for size, n in PUSHES.items():
-            tell(name, f"push {size}", session(group, name, n, lambda link, n=n: pushes(link, n, options.seconds)))
-        tell(name, "idle", session(group, name, 1, lambda link: idle(link, 1, options.seconds)))
+            measure(name, f"push {size}", n, lambda link, n=n: pushes(link, n, options.seconds))
+        measure(name, "idle", 1, lambda link: idle(link, options.seconds))
+        total = options.increments  # float32 counts exactly up to 2^24
+        found = measure(name, "increments", 1, increments(total, topology.size - 1))["in the variable"]
+        if found != total:
+            raise RuntimeError(f"{found:.0f} after {total} increments")
+    result = {"benchmark": "transports", "machine": harness.machine(topology.comm), "cases": cases}
+    if topology.rank == 0:
+        harness.save(options.output, "transports", result)
     group.close()
     topology.close()
 
