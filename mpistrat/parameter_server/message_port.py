@@ -24,6 +24,7 @@ __all__ = ["MessagePort"]
 
 _MOVING = 5e-3  # seconds in each round for what workers are sending, and for what they are receiving
 _QUESTIONS = (Kind.READ, Kind.READ_ROWS, Kind.ADD, Kind.CLOCKS)
+_OTHERS = (*_QUESTIONS, Kind.CLOCK, Kind.LEAVE)  # than pushes
 
 
 @final
@@ -58,6 +59,7 @@ class MessagePort(Port):
         self._payloads = {worker: _Payload() for worker in self._rank_of}
         self._coming: dict[int, deque[tuple[Any, np.ndarray]]] = {worker: deque() for worker in self._rank_of}
         self._taken = dict.fromkeys(self._rank_of, 0)
+        self._refused: set[int] = set()  # workers whose next push is not taken yet
         self._owed: set[int] = set()  # workers to be told what was taken and applied
         self._spare: list[np.ndarray] = []
         self._sending: list[tuple[Any, np.ndarray]] = []  # requests, each with the memory that it reads
@@ -79,9 +81,13 @@ class MessagePort(Port):
             if payload.part is not None and not payload.left:
                 self._take(worker, payload.part, payload.end())
                 moved = True
+            self._refused.discard(worker)
             while payload.part is None and coming and coming[0][0].Test():
+                part = Part.read(coming[0][1])
+                if part.kind not in _OTHERS and not self._server.accepts(worker):
+                    self._refused.add(worker)
+                    break
                 _, buffer = coming.popleft()
-                part = Part.read(buffer)
                 if part.nbytes < part.total:
                     payload.begin(part, self._receive(worker, part, payload.room(part.total)))
                 else:
@@ -98,7 +104,8 @@ class MessagePort(Port):
         self._owed.add(worker)
 
     def busy(self) -> bool:
-        return bool(self._sending or self._owed) or any(self._coming.values()) or any(self._arriving())
+        coming = any(coming for worker, coming in self._coming.items() if worker not in self._refused)
+        return bool(self._sending or self._owed) or coming or any(self._arriving())
 
     def _send_on(self) -> None:
         """Give what is being sent some time, as long as it gets on: MPI sends large messages only while it is called.

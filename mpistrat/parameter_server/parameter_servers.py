@@ -122,7 +122,8 @@ class ParameterServers:
         )  # fmt: skip
         if by_windows:
             memory = self._mailbox, self._stagings, self.places, self._slabs
-            server.add_port(WindowPort(by_windows, self._layout, *memory, index, server.deliver), by_windows)
+            windows = WindowPort(by_windows, self._layout, *memory, index, server.deliver, server.accepts)
+            server.add_port(windows, by_windows)
         if by_messages:
             ranks = {self.workers[w]: w for w in by_messages}
             port = MessagePort(server, ranks, self._layout, self._mailbox, self._comm, server.deliver)

@@ -26,6 +26,8 @@ from .transport import FOR_GOOD, Port
 
 __all__ = ["Server"]
 
+_MOST_KEPT = 16  # pushes of a worker that are taken and not applied; further ones are not taken, which holds it back
+
 
 @final
 class _Held:
@@ -309,6 +311,10 @@ class Server(Rounds):
         self.stop()
         self._closed = True
         self._held.clear()
+
+    def accepts(self, worker: int) -> bool:
+        """Return whether another push of a worker may be taken. The ports ask. Not collective."""
+        return self._received[worker] - self.applied[worker] < _MOST_KEPT
 
     def deliver(self, worker: int, part: Part, payload: np.ndarray) -> None:
         """Apply a push if it has not come before. The ports call it. Not collective."""

@@ -52,7 +52,8 @@ class Updates:
     every gradient, of some rows too.
 
     A worker may be in a pass that this server's program has yet to come to, with an optimizer that it has yet to make or to
-    change. What such a worker pushes is kept until then, in its order; `retry` looks whether it can be applied.
+    change. What such a worker pushes is kept until then, in its order; `retry` looks whether it can be applied. Of more
+    than a few pushes of a worker the server takes none until then.
 
     Args:
         server: whose variables are written.

@@ -29,6 +29,7 @@ class WindowPort(Port):
         slabs: the memory there; it grows.
         server: this server's number.
         deliver: takes a worker, the last part of a message, and the whole payload.
+        accepts: takes a worker, and returns whether a push of it may be taken now.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class WindowPort(Port):
         slabs: list[ServerMemory],
         server: int,
         deliver: Callable[[int, Part, np.ndarray], None],
+        accepts: Callable[[int], bool],
     ) -> None:
+        self._accepts = accepts
         self._mailbox, self._stagings, self._server, self._deliver = mailbox, stagings, server, deliver
         self._places, self._slabs = places, slabs
         self._workers = [
@@ -61,7 +64,7 @@ class WindowPort(Port):
         sync()
         for worker, posted, taken, slots, assembly in self._workers:
             number = words[taken]
-            if words[posted] == number:
+            if words[posted] == number or not self._accepts(worker):
                 continue
             found += words[posted] - number
             sync()

@@ -1,5 +1,6 @@
 """What a server does beside its program, whichever transport: a thread that takes pushes and answers reads, and counts."""
 
+import threading
 import time
 
 import numpy as np
@@ -132,6 +133,45 @@ def test_closing_takes_what_workers_have_sent(transport):
         assert (view == 20 * workers).all()
         with pytest.raises(ClosedError, match=r"Server\.version: closed"):
             server.version(0)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("elements", [10, 5_000])
+def test_pushes_that_are_kept_hold_their_worker_back_and_nobody_else(transport, elements):
+    """A server does not take more and more of what it cannot apply yet; small pushes, or large ones of many parts."""
+    pushes, most = 60, 16
+    with parameter_servers(transport, [((elements,), F4)], slots=2, chunk_bytes=1024) as ps:
+        if ps.server is None:
+            run(ps, lambda worker, links: [links[0].push(0, n, np.full(elements, n, F4)) for n in range(1, pushes + 1)])
+            return
+        server, kept, held_back, last = ps.server, [], threading.Event(), len(ps.workers) - 1
+
+        def handle(push):
+            assert (push.values == push.number).all()
+            if push.worker < last or push.number <= 5:
+                return True
+            kept.append(push.number)
+            return False
+
+        def retry():
+            if not kept or not held_back.is_set():
+                return False
+            server.acknowledge(last, kept[-1])
+            seen.extend(kept)
+            kept.clear()
+            return True
+
+        seen = []
+        server.start(handle, retry=retry)
+        until = time.monotonic() + 20
+        while (len(kept) < most or (last and server.applied[0] < pushes)) and time.monotonic() < until:
+            time.sleep(1e-3)
+        time.sleep(0.2)
+        found = len(kept), [server.applied[worker] for worker in range(last)]
+        held_back.set()
+        server.wait()
+        assert found == (most, [pushes] * last)
+        assert seen == list(range(6, pushes + 1))
 
 
 @ranks(2, 3)
