@@ -153,7 +153,10 @@ class StrategyExtended:
                 del self._restored[number]
 
     def number_of(self, optimizer: Any) -> int:
-        """Return the number by which files know an optimizer: in the order of their first steps, or as the strategy says."""
+        """Return the number by which files know an optimizer. Not collective.
+
+        It counts optimizers in the order of their first steps; with parameter servers, as the program makes them.
+        """
         if self.placement.numbers is not None:
             number: int = self.placement.numbers.of(optimizer)
             return number
