@@ -37,8 +37,6 @@ def test_parameter_servers_by_rank(slurm, slurm_mpi, references, tmp_path, launc
     """The last of four ranks serves, on the second host. Without staleness the weights are the same in any layout."""
     from integration import slurm_jobs as jobs
 
-    if (launcher, slurm_mpi.name) in (("srun", "openmpi"), ("mpiexec", "mpich")):
-        pytest.skip("each launcher under one MPI: other kinds try the other pairs")
     words = ("--global-batch-size", "32", "--max-staleness", "0")
     servers = ("--strategy", "parameter_server", "--num-ps", "1")
     expected = references.weights(slurm_mpi, *servers, *words, over_hosts=False)
@@ -65,8 +63,6 @@ def test_array(slurm, slurm_mpi, references, tmp_path) -> None:
     """Each task of the array trains with its own seed into its own folder, and as one rank alone does."""
     from integration import slurm_jobs as jobs
 
-    if slurm_mpi.name != "mpich":
-        pytest.skip("one node each: nothing of an array differs between MPIs")
     array = ("--array", "0-1", "--index-argument", "seed", "--output-argument", "output", "--output-folder", "made")
     size = ("--nodes", "1", "--ranks-per-node", "2")
     job = jobs.submit(slurm, slurm_mpi, "srun", tmp_path, *size, *array, *jobs.PROGRAM)
