@@ -28,7 +28,9 @@ def console(*, plain: bool) -> Console:
     from rich.console import Console
 
     plain = plain or not sys.stdout.isatty()
-    return Console(highlight=False, markup=False, width=_WIDTH if plain else None, force_terminal=not plain)
+    return Console(
+        highlight=False, markup=False, emoji=False, width=_WIDTH if plain else None, force_terminal=not plain
+    )
 
 
 @contextlib.contextmanager

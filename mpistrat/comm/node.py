@@ -218,6 +218,11 @@ class Node:
         self._refuse_all(story)
         raise CollectiveTimeoutError(story)
 
+    @property
+    def barriers(self) -> int:
+        """How many barriers there were."""
+        return self._sequence
+
     def agree_later(self, wish: bool) -> bool:
         """Return whether a rank wished it at a call that came before the last barrier. Collective on the node; nobody waits.
 

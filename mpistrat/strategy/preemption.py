@@ -1,9 +1,9 @@
 """When a program shall stop before its end: what any rank was told, agreed by all at one step boundary.
 
 A rank is told by a signal, or by the clock. On a node it notes that in shared memory, and the barrier of a later collective
-makes all see it (`Node.agree_later`). Between nodes it rides on a small non-blocking all-reduce that one call of
-`Strategy.should_stop` begins and the next one takes. Nobody waits, and as everybody takes what was said at the same call, all
-ranks stop at the same step, the one after the signal's.
+makes all see it (`Node.agree_later`); where there is none, a call makes one. Between nodes it rides on a small non-blocking
+all-reduce that one call of `Strategy.should_stop` begins and the next one takes. Nobody waits, and as everybody takes what was
+said at the same call, all ranks stop at the same step, the one after the signal's.
 """
 
 from __future__ import annotations
@@ -215,12 +215,24 @@ class StopTogether(StopAgreement):
         self._agreed = self._attached = False
         self._wish, self._wishes = np.zeros(1, np.int8), np.zeros(1, np.int8)
         self._pending: Any = None
+        self._asked_after = -1  # how many barriers of the node
 
     def ask(self, wish: bool) -> bool:
         """Return whether some rank wished it at the call before; from then on True. Collective, but nobody waits."""
         if not self._agreed:
-            self._agreed = self._ask_nodes(wish) if self._group.num_nodes > 1 else self._group.node.agree_later(wish)
+            self._agreed = self._ask_nodes(wish) if self._group.num_nodes > 1 else self._ask_node(wish)
         return self._agreed
+
+    def _ask_node(self, wish: bool) -> bool:
+        node = self._group.node
+        if (
+            node.size > 1 and node.barriers == self._asked_after
+        ):  # a loop that does nothing together: none would ever see it
+            with self._group.collective("should_stop"):
+                pass
+        found = node.agree_later(wish)
+        self._asked_after = node.barriers
+        return found
 
     def _ask_nodes(self, wish: bool) -> bool:
         from mpi4py import MPI

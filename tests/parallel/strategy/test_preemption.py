@@ -72,6 +72,21 @@ def test_at_the_step_after_the_one_that_was_told(name):
         preemption.release_signals()
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.hosts(2, ranks_per_host=1)
+def test_in_a_loop_that_does_nothing_together():
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    with ms.MultiWorkerMirroredStrategy() if comm.size > 1 else ms.OneDeviceStrategy("cpu:0") as strategy:
+        for number in range(1, 50):
+            if number == 5 and comm.rank == comm.size - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if strategy.should_stop():
+                break
+        assert agreed(strategy, number) == [5 if comm.size == 1 else 6] * comm.size
+
+
 def by_timer(comm, trials: int, seed: int, make=ms.MultiWorkerMirroredStrategy) -> None:
     """A signal from outside, at any moment of a step, to one rank or several."""
     chance = np.random.default_rng([seed, comm.size])
