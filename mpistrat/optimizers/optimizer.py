@@ -93,7 +93,11 @@ class Optimizer(ABC):
     def _count(self) -> None:
         placement = context.get_strategy().extended.placement if context.has_strategy() else None
         self._made_in: Any = None if placement is None else placement.slots
-        register(self, next(_ordinals if placement is None or placement.ordinals is None else placement.ordinals))
+        if placement is None or placement.ordinals is None:
+            register(self, next(_ordinals))
+            return
+        register(self, next(placement.ordinals))
+        placement.optimizers.append(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with. Not collective."""

@@ -49,6 +49,7 @@ class Placement:
     Attributes:
         variables: all of them, in the order of creation, the same on every rank.
         sharded: those that several of the variables are together.
+        optimizers: those counted by `ordinals`. Others may name them when this rank's program has let go of them.
     """
 
     group: ProcessGroup
@@ -67,6 +68,7 @@ class Placement:
     partitioner: Callable[..., Sequence[int]] | None = None
     variables: list[Variable] = field(default_factory=list)
     sharded: list[ShardedVariable] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
     _names: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -89,4 +91,5 @@ class Placement:
             whole.close()
         for variable in self.variables:
             variable.close()
+        self.optimizers.clear()
         self.arenas.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import numpy as np
@@ -187,6 +188,26 @@ def test_a_clipped_gradient_has_that_norm(sparse):
             assert v.numpy().tolist() == [[0, 0], [-1, 0]]  # two replicas' 3 make 6, which is scaled to 1
             strategy.run(lambda: optimizer.apply_gradients([(np.full((2, 2), 0.125), v), (np.zeros((2, 1)), w)]))
             assert v.numpy().tolist() == [[-0.25, -0.25], [-1.25, -0.25]]  # of norm 0.5: left alone
+        strategy.comm.Barrier()
+
+
+def test_a_server_keeps_the_optimizers_that_its_program_has_let_go_of():
+    with made() as strategy:
+        v = ms.Variable(np.zeros(2))
+
+        def program():
+            optimizer = ms.optimizers.SGD(1.0)
+            if works(strategy):
+                strategy.comm.Barrier()  # until it is gone on the server
+                strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), v)]))
+
+        program()
+        if not works(strategy):
+            gc.collect()
+            strategy.comm.Barrier()
+        settle(strategy, v)
+        if works(strategy):
+            assert v.numpy().tolist() == [-strategy.num_workers] * 2
         strategy.comm.Barrier()
 
 
