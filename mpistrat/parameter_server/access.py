@@ -115,6 +115,7 @@ class WorkerAccess(Access):
         self._steps = self._passes = self._finished = self._open = 0
         self._left, self._left_at = False, 0  # for good; after which step it left a pass
         self._pushed = False  # whether the step that runs has pushed or written anything
+        self._owed = 0  # passes that have ended, and are not signed off
         if self._limit is not None:
             self._publish()
 
@@ -122,6 +123,7 @@ class WorkerAccess(Access):
 
     def begin_step(self) -> None:
         """Begin a training step, after waiting for slower workers. Not collective."""
+        self._pay()
         if self._synchronous:
             self.flush()
         elif self._limit is not None and self._leads:
@@ -132,6 +134,7 @@ class WorkerAccess(Access):
     def end_step(self) -> None:
         """End the step. It counts if it has pushed or written anything. Not collective."""
         self.step = 0
+        self._pay()
         if not self._pushed:
             return
         self._finished += 1
@@ -163,6 +166,7 @@ class WorkerAccess(Access):
 
     def begin_pass(self) -> None:
         """Note that a dataset is being read. Several at a time are one pass. Not collective."""
+        self._pay()
         self._open += 1
 
     def end_pass(self) -> None:
@@ -171,6 +175,18 @@ class WorkerAccess(Access):
         self._left_at = self._steps
         if self._open or self._left:
             return
+        if self.lock._is_owned():  # type: ignore[attr-defined]  # the garbage collector ended an iterator within a request
+            self._owed += 1
+            return
+        self._sign_off()
+
+    def _pay(self) -> None:
+        """Sign off from passes that ended within a request, which another message would have disturbed."""
+        while self._owed and not self._left:
+            self._owed -= 1
+            self._sign_off()
+
+    def _sign_off(self) -> None:
         with self.lock:
             self._passes += 1
             self._finished = 0

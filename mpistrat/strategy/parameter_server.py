@@ -8,6 +8,7 @@ from dataclasses import replace
 from time import sleep
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
+from .. import context
 from ..cluster import ClusterResolver, Topology
 from ..cluster.communicator import check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
@@ -394,11 +395,7 @@ class ParameterServerStrategy(Strategy):
         Each variable is written as it is between two updates. Call it when all ranks have left a pass for a file of one
         moment.
         """
-        self._extended.require_open("Strategy.save")
-        self._extended.announce("save", path)
-        if isinstance(self._access, WorkerAccess):
-            self._access.flush()
-        self._optimizers.agree()
+        self._settle("save", path)
         super().save(path)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
@@ -406,12 +403,17 @@ class ParameterServerStrategy(Strategy):
 
         What workers have pushed and written before is applied, and then overwritten.
         """
-        self._extended.require_open("Strategy.restore")
-        self._extended.announce("restore", path)
+        self._settle("restore", path)
+        super().restore(path)
+
+    def _settle(self, function: str, path: str | os.PathLike[str]) -> None:
+        """Have everything applied, and everybody know all optimizers. Collective."""
+        self._extended.require_open(f"Strategy.{function}")
+        context.expect_cross(self, f"Strategy.{function}")
+        self._extended.announce(function, path)
         if isinstance(self._access, WorkerAccess):
             self._access.flush()
         self._optimizers.agree()
-        super().restore(path)
 
     # its life
 

@@ -213,3 +213,28 @@ def test_shared_caches_are_refused_before_they_take_memory(monkeypatch, scope):
         assert not bound
         seen = [row for batch in strategy.distribute_dataset(rows.cache().batch(2)) for row in batch.tolist()]
         assert all_seen(strategy, seen) == list(range(8))
+
+
+def test_an_iterator_that_ends_within_a_request_signs_off_after_it():
+    """As the garbage collector may end one anywhere: another message would disturb the one that is under way."""
+    with made() as strategy:
+        v = counter()
+        data = strategy.distribute_dataset(ms.data.from_arrays(np.arange(6 * strategy.num_workers)).batch(2))
+        batches = iter(data)
+        if strategy.is_server:
+            assert list(batches) == []
+        else:
+            next(batches)
+            access, told = strategy._access, []
+            leave = access._transports[0].leave
+            access._transports[0].leave = lambda **settings: told.append(access.lock._is_owned()) or leave(**settings)
+            with access.lock:
+                batches.close()
+                assert told == []
+            strategy.run(lambda: v.assign_add([1]))
+            assert told == [True]
+            del access._transports[0].leave
+        settle(strategy, v)
+        if not strategy.is_server:
+            assert v.numpy().tolist() == [strategy.num_workers]
+        strategy.comm.Barrier()
