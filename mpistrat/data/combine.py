@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 from .. import nest
 from ..errors import explain
+from .arguments import integer
 from .dataset import Dataset
 
 __all__ = ["sample_from_datasets", "zip"]
@@ -85,9 +85,5 @@ def sample_from_datasets(
     if not all(math.isfinite(value) and value >= 0 for value in values) or not any(values):
         expected = "finite numbers of at least 0, not all 0"
         raise ValueError(explain("sample_from_datasets", "weights", expected=expected, got=repr(values)))
-    try:
-        seed = operator.index(seed)
-    except TypeError:
-        got = repr(seed)
-        raise TypeError(explain("sample_from_datasets", "seed", expected="an integer", got=got)) from None
+    seed = integer("sample_from_datasets", "seed", seed)
     return Joined(datasets, Sample(values, seed, bool(stop_on_empty_dataset)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -10,21 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import explain
+from .arguments import integer
 from .chain import INFINITE, UNKNOWN, Addresses, Chain
 from .iterator import DatasetIterator
 from .options import SHARD_HINT, Options
 
 __all__ = ["INFINITE", "UNKNOWN", "Addresses", "Dataset"]
-
-
-def _count(function: str, argument: str, value: Any, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(explain(function, argument, expected="an integer", got=repr(value))) from None
-    if number < least:
-        raise ValueError(explain(function, argument, expected=f"at least {least}", got=number))
-    return number
 
 
 def _callable(function: str, argument: str, value: Any) -> None:
@@ -85,7 +75,7 @@ class Dataset(Chain):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next `iter()` of this dataset begin that epoch. Not collective; do it on every rank alike."""
-        self._epoch = _count("Dataset.set_epoch", "epoch", epoch, 0)
+        self._epoch = integer("Dataset.set_epoch", "epoch", epoch, 0)
 
     def __iter__(self) -> DatasetIterator:
         self.check()
@@ -150,7 +140,7 @@ class Dataset(Chain):
         from .stages.batched import Batched, Batching
 
         self._refuse_batches("batch")
-        size = _count("Dataset.batch", "global_batch_size", global_batch_size, 1)
+        size = integer("Dataset.batch", "global_batch_size", global_batch_size, 1)
         return Batched(self, Batching(size, bool(drop_remainder)))
 
     def padded_batch(
@@ -181,7 +171,7 @@ class Dataset(Chain):
         from .stages.padded import Padded, Padding
 
         self._refuse_batches("padded_batch")
-        size = _count("Dataset.padded_batch", "global_batch_size", global_batch_size, 1)
+        size = integer("Dataset.padded_batch", "global_batch_size", global_batch_size, 1)
         return Padded(self, Batching(size, bool(drop_remainder)), Padding(padded_shapes, padding_values))
 
     def unbatch(self) -> Dataset:
@@ -229,7 +219,7 @@ class Dataset(Chain):
 
         _callable("Dataset.map", "function", function)
         if num_parallel_calls is not None:
-            num_parallel_calls = _count("Dataset.map", "num_parallel_calls", num_parallel_calls, 1)
+            num_parallel_calls = integer("Dataset.map", "num_parallel_calls", num_parallel_calls, 1)
         return Mapped(self, Calls(function, num_parallel_calls, bool(deterministic), bool(processes)), element_spec)
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
@@ -261,8 +251,8 @@ class Dataset(Chain):
         from .stages.interleaved import Interleaved
 
         _callable("Dataset.interleave", "map_func", map_func)
-        cycle = _count("Dataset.interleave", "cycle_length", cycle_length, 1)
-        return Interleaved(self, map_func, cycle, _count("Dataset.interleave", "block_length", block_length, 1))
+        cycle = integer("Dataset.interleave", "cycle_length", cycle_length, 1)
+        return Interleaved(self, map_func, cycle, integer("Dataset.interleave", "block_length", block_length, 1))
 
     def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
         """Make a dataset of every element, and put them one behind the other; reads in order. Not collective."""
@@ -292,19 +282,19 @@ class Dataset(Chain):
         """Keep the first `count` elements. Not collective."""
         from .stages.reindexed import Reindexed, Take
 
-        return Reindexed(self, Take(_count("Dataset.take", "count", count, 0)))
+        return Reindexed(self, Take(integer("Dataset.take", "count", count, 0)))
 
     def skip(self, count: int) -> Dataset:
         """Leave out the first `count` elements. Not collective."""
         from .stages.reindexed import Reindexed, Skip
 
-        return Reindexed(self, Skip(_count("Dataset.skip", "count", count, 0)))
+        return Reindexed(self, Skip(integer("Dataset.skip", "count", count, 0)))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Give the elements `count` times, each pass an epoch of what is below; None for ever. Not collective."""
         from .stages.reindexed import Reindexed, Repeat
 
-        return Reindexed(self, Repeat(None if count is None else _count("Dataset.repeat", "count", count, 0)))
+        return Reindexed(self, Repeat(None if count is None else integer("Dataset.repeat", "count", count, 0)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Keep every num_shards-th element, from the one at `index` on. Not collective.
@@ -317,8 +307,8 @@ class Dataset(Chain):
         from .stages.reindexed import Reindexed, Shard
 
         if num_shards != SHARD_HINT or index != SHARD_HINT:
-            num_shards = _count("Dataset.shard", "num_shards", num_shards, 1)
-            index = _count("Dataset.shard", "index", index, 0)
+            num_shards = integer("Dataset.shard", "num_shards", num_shards, 1)
+            index = integer("Dataset.shard", "index", index, 0)
             if index >= num_shards:
                 raise ValueError(explain("Dataset.shard", "index", expected=f"0 <= index < {num_shards}", got=index))
         return Reindexed(self, Shard(num_shards, index))
@@ -331,7 +321,7 @@ class Dataset(Chain):
         """
         from .stages.prefetched import Prefetched
 
-        return Prefetched(self, _count("Dataset.prefetch", "buffer_size", buffer_size, 0))
+        return Prefetched(self, integer("Dataset.prefetch", "buffer_size", buffer_size, 0))
 
     def with_options(self, options: Options) -> Dataset:
         """Set what holds for the whole dataset, over what was said before. Not collective.

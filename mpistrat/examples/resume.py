@@ -34,7 +34,7 @@ def save(strategy: Any, path: Path, notes: dict[str, Any], taken: int) -> None:
     if strategy.rank == first_reader(strategy):
         with h5py.File(aside, "r+") as file:
             file[_NOTES] = np.frombuffer(json.dumps(notes).encode(), np.uint8)
-            file[_TAKEN] = everybody[list(getattr(strategy, "workers", (0,)))]
+            file[_TAKEN] = everybody[list(_readers(strategy))]
         with aside.open("rb") as written:
             os.fsync(written.fileno())
         aside.replace(path)
@@ -62,18 +62,17 @@ def read(strategy: Any, path: Path) -> tuple[dict[str, Any], int]:
     strategy.comm.Bcast(notes)
     strategy.comm.Bcast(taken)
     strategy.restore(path)
-    index, count = _readers(strategy)
-    mine = taken[index] if taken.size == count else taken.sum() // count
+    readers = _readers(strategy)
+    index = readers.index(strategy.rank) if strategy.rank in readers else 0
+    mine = taken[index] if taken.size == len(readers) else taken.sum() // len(readers)
     return json.loads(notes.tobytes()), int(mine)
 
 
 def first_reader(strategy: Any) -> int:
     """Return the rank that tells what the job does: the first one, or the first worker. Not collective."""
-    return int(getattr(strategy, "workers", (0,))[0])
+    return _readers(strategy)[0]
 
 
-def _readers(strategy: Any) -> tuple[int, int]:
-    """Which reader this rank is, and how many there are: workers read batches of their own, else all read the same ones."""
-    if isinstance(strategy, ms.ParameterServerStrategy):
-        return strategy.worker_index or 0, strategy.num_workers
-    return 0, 1
+def _readers(strategy: Any) -> tuple[int, ...]:
+    """The ranks that read: workers read batches of their own, else all read the same ones, and the first stands for them."""
+    return strategy.workers if isinstance(strategy, ms.ParameterServerStrategy) else (0,)

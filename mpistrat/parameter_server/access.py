@@ -52,6 +52,9 @@ class Access(ABC):
         """Whether this rank reads a dataset, or has taken a step since it left a pass; False on a server."""
         return False
 
+    def flush(self) -> None:  # noqa: B027 - a server writes its own memory at once
+        """Wait until all that this rank pushed is applied. Not collective."""
+
     @abstractmethod
     def read(self, variable: int, out: np.ndarray) -> int:
         """Copy a variable, whole, and return its version; what this rank wrote before is in it. Not collective."""
@@ -338,7 +341,7 @@ class WorkerAccess(Access):
         return self._transports[self._places[variable].spec.server]
 
     def flush(self) -> None:
-        """Wait until all that this worker pushed is applied. Not collective."""
+        """See `Access.flush`."""
         with self.lock:
             for transport in self._transports:
                 transport.flush()

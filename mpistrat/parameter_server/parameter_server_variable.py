@@ -14,7 +14,7 @@ from ..variables.on_write_variable import OnWriteVariable
 from ..variables.scatter import row_numbers
 from ..variables.values import as_flat
 from ..variables.variable import Description
-from .access import Access, WorkerAccess
+from .access import Access
 from .operations import Operation
 
 if TYPE_CHECKING:
@@ -134,11 +134,6 @@ class ParameterServerVariable(OnWriteVariable):
         with access.lock:
             access.write_rows(self.number, _SCATTERS[op], rows, np.ascontiguousarray(delta.values), depth)
             self._seen = 0
-
-    def flush(self) -> None:
-        """Wait until all that this rank has written and pushed to servers is applied. Not collective."""
-        if isinstance(self._access, WorkerAccess):
-            self._access.flush()
 
     # gradients
 

@@ -180,7 +180,7 @@ class ParameterServerStrategy(Strategy):
         placement.ordinals, placement.numbers = self._optimizers.ordinals, self._optimizers
         updates = self._optimizers.updates if self.is_server else None
         group = self._parameter_servers.group
-        placement.slots = ServerSlots(group, self.servers, updates, lambda: placement.variables)
+        placement.slots = ServerSlots(group, self.servers, updates, lambda: placement.variables, self._access.flush)
 
     def _make_access(self, sync_group: ProcessGroup) -> Access:
         server, max_staleness = self._parameter_servers.server, self.max_staleness
@@ -383,8 +383,7 @@ class ParameterServerStrategy(Strategy):
         """
         self._extended.require_open(f"{_NAME}.stats")
         self._extended.announce("stats")
-        if isinstance(self._access, WorkerAccess):
-            self._access.flush()
+        self._access.flush()
         return gather_stats(self._parameter_servers, self._dropped)
 
     # files
@@ -411,8 +410,7 @@ class ParameterServerStrategy(Strategy):
         self._extended.require_open(f"Strategy.{function}")
         context.expect_cross(self, f"Strategy.{function}")
         self._extended.announce(function, path)
-        if isinstance(self._access, WorkerAccess):
-            self._access.flush()
+        self._access.flush()
         self._optimizers.agree()
 
     # its life

@@ -29,6 +29,7 @@ class ServerSlots:
         servers: the ranks of the servers.
         updates: on a server, returns what applies an optimizer here; None elsewhere.
         variables: returns the strategy's variables.
+        flush: waits until all that this rank has pushed is applied.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class ServerSlots:
         servers: tuple[int, ...],
         updates: Callable[[Optimizer], LocalUpdates] | None,
         variables: Callable[[], list[Any]],
+        flush: Callable[[], None],
     ) -> None:
         self._group, self._servers, self._updates, self._variables = group, servers, updates, variables
+        self._flush = flush
 
     def each(self, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         """Yield the name and the slots of each variable that the optimizer has updated. Collective."""
@@ -68,8 +71,7 @@ class ServerSlots:
 
     def _settle(self) -> None:
         """Wait until all that the workers have pushed is applied. Collective."""
-        for variable in self._served()[:1]:  # one waits for all servers
-            variable.flush()
+        self._flush()
         self._group.barrier("optimizer.slots")
 
     def write(self, optimizer: Optimizer, variable: ParameterServerVariable, values: Mapping[str, Any]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from ...errors import explain
+from ..arguments import integer
 from ..dataset import INFINITE, UNKNOWN, Dataset
 from ..iterator import PATIENCE, PositionReader
 from ..options import InputOptions
@@ -96,16 +96,7 @@ class DistributedDataset:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next `iter()` begin that epoch. Not collective; do it on every rank alike."""
-        try:
-            number = operator.index(epoch)
-        except TypeError:
-            expected = "an integer"
-            raise TypeError(
-                explain("DistributedDataset.set_epoch", "epoch", expected=expected, got=repr(epoch))
-            ) from None
-        if number < 0:
-            raise ValueError(explain("DistributedDataset.set_epoch", "epoch", expected="at least 0", got=number))
-        self._epoch = number
+        self._epoch = integer("DistributedDataset.set_epoch", "epoch", epoch, 0)
 
     def stats(self) -> InputStats:
         """Return what this rank's input has done so far, over all epochs. Not collective.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import operator
 
 from ... import log
 from ...errors import explain
+from ..arguments import integer
 from ..dataset import INFINITE, Dataset
 from .block_shuffled import WINDOW_BYTES, BlockShuffle, BlockShuffled
 from .buffer_shuffled import BufferShuffled
@@ -15,18 +15,6 @@ from .reindexed import Reindexed, Shuffle
 __all__ = ["shuffled"]
 
 _MODES = ("auto", "full", "block")
-
-
-def _integer(argument: str, value: object, least: int | None, remedy: str = "") -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(
-            explain("Dataset.shuffle", argument, expected="an integer", got=repr(value), remedy=remedy)
-        ) from None
-    if least is not None and number < least:
-        raise ValueError(explain("Dataset.shuffle", argument, expected=f"at least {least}", got=number))
-    return number
 
 
 def shuffled(
@@ -38,11 +26,11 @@ def shuffled(
     window_bytes: int | None,
 ) -> Dataset:
     """Return the dataset shuffled; see `Dataset.shuffle`."""
-    seed = _integer("seed", seed, None, "All ranks must name the same seed.")
+    seed = integer("Dataset.shuffle", "seed", seed, remedy="All ranks must name the same seed.")
     if buffer_size is not None:
-        buffer_size = _integer("buffer_size", buffer_size, 1)
+        buffer_size = integer("Dataset.shuffle", "buffer_size", buffer_size, 1)
     if window_bytes is not None:
-        window_bytes = _integer("window_bytes", window_bytes, 1)
+        window_bytes = integer("Dataset.shuffle", "window_bytes", window_bytes, 1)
     if buffer_size is not None and window_bytes is not None:
         expected = "one of buffer_size and window_bytes"
         raise ValueError(explain("Dataset.shuffle", "window_bytes", expected=expected, got="both"))
