@@ -29,6 +29,7 @@ import numpy as np
 from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.cluster_resolver import SlurmClusterResolver
+from whole_lines import print
 resolver = SlurmClusterResolver({"worker": 3, "ps": 2})
 comm = MPI.COMM_WORLD
 assert resolver.master().split(":")[0] == MPI.Get_processor_name()

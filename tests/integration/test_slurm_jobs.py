@@ -24,7 +24,7 @@ def test_submit(slurm, slurm_mpi, tmp_path) -> None:
 
     words = ["--submit", "--nodes", "2", "--time", "00:05:00"]
     (tmp_path / "train.py").write_text(
-        "import mpistrat as ms; s = ms.strategy_from_environment(); print(s.size); s.close()"
+        "import mpistrat as ms; from whole_lines import print; s = ms.strategy_from_environment(); print(s.size); s.close()"
     )
     out = slurm.ok(slurm_mpi.python, "-m", "mpistrat", "job", *words, "train.py", cwd=tmp_path)
     job = Job(slurm, out.strip(), tmp_path)

@@ -12,11 +12,12 @@ START = "#!/bin/bash\n#SBATCH --nodes=1 --ntasks=2 --time=10 --output=job.out\n"
 PROGRAM = """
 import os, sys, time
 import mpistrat as ms
+from whole_lines import print
 
 ms.catch_stop_signals()
 strategy = ms.MultiWorkerMirroredStrategy()
 restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-print("rank", strategy.rank, "of", strategy.size, "after", restarts, flush=True)
+print("rank", strategy.rank, "of", strategy.size, "after", restarts)
 while restarts == 0 and not strategy.should_stop():
     time.sleep(0.05)
     strategy.reduce("SUM", 1.0, axis=None)

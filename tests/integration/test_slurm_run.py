@@ -5,8 +5,9 @@ from __future__ import annotations
 PROGRAM = """
 import os
 import mpistrat as ms
+from whole_lines import print
 strategy = ms.strategy_from_environment(default="one_device")
-print(strategy.rank, strategy.size, os.uname().nodename, strategy.servers, os.environ["OMP_NUM_THREADS"], flush=True)
+print(strategy.rank, strategy.size, os.uname().nodename, strategy.servers, os.environ["OMP_NUM_THREADS"])
 strategy.close()
 """
 SCRIPT = """#!/bin/bash

@@ -8,6 +8,7 @@ import sys
 PROGRAM = """
 import json, os, sys, time
 from mpistrat.cluster_resolver import SlurmClusterResolver
+from whole_lines import print
 resolver = SlurmClusterResolver(port_base=0)
 here = os.uname().nodename
 assert resolver.master().split(":")[0] == here, (resolver.master(), here)
@@ -18,7 +19,7 @@ while other and not os.path.exists(f"{other}.0"):  # the two steps run at the sa
     assert time.monotonic() < until
     time.sleep(0.05)
 task = resolver.task_id, int(os.environ["SLURM_PROCID"])
-print(json.dumps([name, resolver.cluster_spec().job_tasks("worker"), *task]), flush=True)
+print(json.dumps([name, resolver.cluster_spec().job_tasks("worker"), *task]))
 """
 SCRIPT = """#!/bin/bash
 #SBATCH --output=job.out --nodes=2 --ntasks-per-node=2
