@@ -65,6 +65,11 @@ class PositionReader:
         self._peeked: Any = _NOTHING
         self._ended = False
 
+    @property
+    def position(self) -> int:
+        """Which element is the next."""
+        return self._next
+
     def next(self) -> Any:
         """Return the next element, or raise StopIteration."""
         element = self.peek()

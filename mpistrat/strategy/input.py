@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,14 @@ from ..data import Dataset, DistributedDataset, InputContext, InputOptions, Inpu
 from ..data.distribution.auto_shard import auto_shard, deal_out, serve_only
 from ..data.distribution.distributed_dataset import Divide, distribute
 from ..data.distribution.distributed_iterator import Passes
-from ..data.distribution.from_function import call_dataset_fn
+from ..data.distribution.from_function import FunctionSteps, call_dataset_fn
 from ..data.distribution.steps import NoSteps
 from ..data.distribution.workers import Workers
 from ..errors import CollectiveMismatchError, MpistratError, explain
 
 __all__ = ["Division", "distribute_dataset", "distribute_datasets_from_function"]
+
+T = TypeVar("T")
 
 # What an error that one rank has raised is called on the others.
 _KINDS = {kind.__name__: kind for kind in (TypeError, ValueError, errors.DeviceError, errors.ShardError)}
@@ -119,16 +121,19 @@ def distribute_datasets_from_function(
     """See `Strategy.distribute_datasets_from_function`. Collective."""
     function = "distribute_datasets_from_function"
 
-    def make() -> DistributedDataset:
+    def make() -> tuple[FunctionSteps | None, dict[str, Any]]:
         settings = _checked(options, function)
-        workers, mode = division.workers, InputReplicationMode(settings.replication_mode)
+        mode, told = InputReplicationMode(settings.replication_mode), _settings(group, settings, division)
         if division.divide is serve_only:
-            return DistributedDataset(NoSteps(None, workers), **_settings(group, settings, division))
-        steps = call_dataset_fn(dataset_fn, workers, mode, division.within)
-        return DistributedDataset(steps, **_settings(group, settings, division))
+            return None, told
+        return call_dataset_fn(dataset_fn, division.workers, mode, division.within), told
 
-    # What each worker makes may differ; only its success is told.
-    return _agreed(group, function, make, lambda made: ("", ""))
+    # What each worker makes may differ; only its success is told, and its length.
+    steps, settings = _agreed(group, function, make, lambda made: ("", ""))
+    if steps is None:
+        return DistributedDataset(NoSteps(None, division.workers), **settings)
+    steps.agree(settings["sum_over_ranks"])
+    return DistributedDataset(steps, **settings)
 
 
 def _checked(options: Any, function: str) -> InputOptions:
@@ -181,9 +186,9 @@ def _chain(dataset: Dataset) -> Iterator[tuple[str, str]]:
 def _agreed(
     group: ProcessGroup,
     function: str,
-    make: Callable[[], DistributedDataset],
-    described: Callable[[DistributedDataset], tuple[str, str]],
-) -> DistributedDataset:
+    make: Callable[[], T],
+    described: Callable[[T], tuple[str, str]],
+) -> T:
     """Return what `make` makes, once it has on every rank and they describe it alike. Collective.
 
     A description is what must be the same on every rank, and what an error shows of it.

@@ -268,6 +268,7 @@ def test_a_dataset_function_for_each_replica(strategy):
 
     options = ms.InputOptions(replication_mode=ms.InputReplicationMode.PER_REPLICA)
     data = strategy.distribute_datasets_from_function(dataset_fn, options)
+    assert len(data) == n
     assert contexts == [ms.InputContext(n, first + i, n) for i in range(local)]
     for step, batch in enumerate(data):
         assert ms.context.global_batch_size() == n - step

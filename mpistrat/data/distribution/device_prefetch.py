@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ... import nest
@@ -36,6 +37,7 @@ class Loaded(NamedTuple):
     rows: int
     nbytes: int
     parts: list[Any] | None
+    counts: NDArray[np.int64] | None = None
 
 
 class DevicePrefetch:
@@ -61,7 +63,7 @@ class DevicePrefetch:
         for step in steps:
             blocks = step.blocks
             if blocks is None:
-                yield Loaded(step.rows, 0, 0, None)
+                yield Loaded(step.rows, 0, 0, None, step.counts)
                 continue
             rows = nbytes = 0
             for block in blocks:
@@ -69,7 +71,7 @@ class DevicePrefetch:
                 rows += len(leaves[0]) if leaves else 0
                 for leaf in leaves:
                     nbytes += leaf.nbytes
-            yield Loaded(step.rows, rows, nbytes, self._start(blocks))
+            yield Loaded(step.rows, rows, nbytes, self._start(blocks), step.counts)
 
     def _start(self, blocks: list[Any]) -> list[Any]:
         if self._devices is None:

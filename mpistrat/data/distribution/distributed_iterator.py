@@ -65,6 +65,7 @@ class DistributedIterator(Iterator[Any]):
         self._stats = stats
         self._set_epoch = set_epoch
         self._ahead: tuple[Loaded, int, Any] | None = None  # the next step, where it was looked at
+        self._answers: dict[int, tuple[int, int]] = {}  # by step: how many workers have rows, and rows in all
         self._ended = False
         self._passes, self._pass_open = passes, False
         self._last: float | None = None  # when the loop last got something
@@ -113,14 +114,24 @@ class DistributedIterator(Iterator[Any]):
                 raise
             total = loaded.total
             if total is None:
-                mine = np.array([loaded.parts is not None, loaded.rows], np.int64)
-                having, total = self._sum_over_ranks(mine).tolist()
+                having, total = self._ask(loaded)
                 if having < self._steps.quorum:
                     self._ended = True
                     self.close()
                     raise StopIteration
             self._ahead = loaded, total, self._prefetch.hand_out(loaded, self._steps)
         return self._ahead
+
+    def _ask(self, loaded: Loaded) -> tuple[int, int]:
+        """How many workers have rows in the next step, and how many rows that is."""
+        step = self._reader.position
+        if step not in self._answers:
+            counts = loaded.counts
+            if counts is None:
+                counts = np.array([[loaded.parts is not None, loaded.rows]], np.int64)
+            answers = self._sum_over_ranks(counts.ravel()).reshape(counts.shape)
+            self._answers = {step + i: (int(having), int(rows)) for i, (having, rows) in enumerate(answers)}
+        return self._answers[step]
 
     def _time(self, started: float) -> float:
         """Count the time since then as waiting, and what the loop did before it as the loop's; return the time."""
@@ -182,7 +193,7 @@ class DistributedIterator(Iterator[Any]):
         self._reader.restore(state)
         self._set_epoch(self._reader.state()["epoch"] + 1)
         self._ahead = self.global_batch_size = self._last = None
-        self._ended = False
+        self._answers, self._ended = {}, False
 
     def close(self) -> None:
         """End the thread that reads ahead. Dropping the iterator or reading it to its end does so too. Not collective."""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ... import nest
 from ...errors import explain
-from ..dataset import UNKNOWN, Dataset
+from ..dataset import INFINITE, UNKNOWN, Dataset
 from ..options import InputReplicationMode
 from ..spec import empty_rows, spec_of_rows
-from .steps import Step, Steps
+from .distributed_iterator import SumOverRanks
+from .steps import Step, Steps, has, rows_in
 from .workers import Workers
 
 __all__ = ["FunctionSteps", "InputContext", "call_dataset_fn"]
 
 FUNCTION = "distribute_datasets_from_function"
+_TOGETHER = 64  # steps whose rows the workers tell each other at once, where they know them
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,11 @@ def call_dataset_fn(
     return FunctionSteps([dataset_fn(context) for context in contexts], together)
 
 
+@final
 class FunctionSteps(Steps):
-    """One element for each local replica at every step. How long the others' iterables are nobody knows.
+    """One element for each local replica at every step. How long the others' iterables are they tell each other.
+
+    Where all of them are Datasets with random access, one question is enough for many steps, else for one.
 
     Args:
         iterables: one, which the local replicas take their elements from in turn; or one for each local replica.
@@ -114,6 +121,7 @@ class FunctionSteps(Steps):
         super().__init__(workers)
         self._iterables = [_checked(iterable) for iterable in iterables]
         self._row_spec: Any = None
+        self._cardinality = UNKNOWN  # until the workers have told each other
         first = self._iterables[0]
         if isinstance(first, Dataset):
             self._row_spec = first.row_spec
@@ -127,7 +135,23 @@ class FunctionSteps(Steps):
         return self._row_spec
 
     def cardinality(self) -> int:
-        return UNKNOWN
+        return self._cardinality
+
+    def agree(self, sum_over_ranks: SumOverRanks) -> None:
+        """Tell the other workers how many steps this one can make. Collective; done before the first step."""
+        lengths = np.zeros(self.workers.count, np.int64)
+        lengths[self.workers.index] = self._own_cardinality()
+        lengths = sum_over_ranks(lengths)
+        self._cardinality = next((int(no) for no in (UNKNOWN, INFINITE) if no in lengths), int(lengths.max()))
+
+    def _own_cardinality(self) -> int:
+        datasets = self.datasets
+        if len(datasets) < len(self._iterables) or not all(dataset.random_access for dataset in datasets):
+            return UNKNOWN
+        lengths = [dataset.cardinality() for dataset in datasets]
+        if INFINITE in lengths:
+            return INFINITE
+        return max(lengths) if len(lengths) > 1 else -(-lengths[0] // self.workers.num_local_replicas)
 
     def elements(self, epoch: int, start: int) -> Iterator[Step]:
         local = self.workers.num_local_replicas
@@ -136,13 +160,26 @@ class FunctionSteps(Steps):
             sources = [elements] * local
         else:
             sources = [self._begin(iterable, epoch, start) for iterable in self._iterables]
-        while True:
+        for step in itertools.count(start):
+            asks = step == start or step % _TOGETHER == 0
+            counts = self._counts(epoch, step) if asks and self._cardinality != UNKNOWN else None
             blocks = [next(source, None) for source in sources]
             if all(block is None for block in blocks):
-                break
-            yield Step(None, [empty_rows(self._row_spec) if block is None else block for block in blocks])
-        while True:
-            yield Step(None, None)
+                yield Step(None, None, counts)
+            else:
+                filled = [empty_rows(self._row_spec) if block is None else block for block in blocks]
+                yield Step(None, filled, counts)
+
+    def _counts(self, epoch: int, start: int) -> NDArray[np.int64]:
+        """`Step.counts` of the steps from one on to the next at which all ask."""
+        local, datasets = self.workers.num_local_replicas, self.datasets
+        counts = np.zeros((_TOGETHER - start % _TOGETHER, 2), np.int64)
+        for count, step in zip(counts, itertools.count(start), strict=False):
+            for i in range(local):
+                dataset, position = (datasets[i], step) if len(datasets) > 1 else (datasets[0], step * local + i)
+                count += has(dataset, position), rows_in(dataset, epoch, position)
+        np.minimum(counts[:, 0], 1, out=counts[:, 0])
+        return counts
 
     def _begin(self, iterable: Iterable[Any], epoch: int, start: int) -> Iterator[Any]:
         if isinstance(iterable, Dataset):

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..dataset import INFINITE, UNKNOWN, Dataset
 from ..spec import row_count
 from ..successive import successive_batches
 from .workers import Workers, cut
 
-__all__ = ["GlobalSteps", "NoSteps", "Step", "Steps", "WorkerSteps"]
+__all__ = ["GlobalSteps", "NoSteps", "Step", "Steps", "WorkerSteps", "has", "rows_in"]
 
 
 class Step(NamedTuple):
@@ -25,10 +26,13 @@ class Step(NamedTuple):
     Attributes:
         rows: the rows of all replicas together; None where the workers must ask each other.
         blocks: each local replica's rows; None where this worker has none left.
+        counts: of this step and those after it, whether this worker has rows and how many; shape (steps, 2), int64. Every
+            worker has as many of them at the same step, so that one question is enough for all of them.
     """
 
     rows: int | None
     blocks: list[Any] | None
+    counts: NDArray[np.int64] | None = None
 
 
 class Steps(ABC):
@@ -214,7 +218,7 @@ class WorkerSteps(Steps):
         own = successive_batches(self._own, epoch, start)
         step = start
         while cardinality == INFINITE or step < cardinality:
-            count = sum(n * _rows_in(self._different[key], epoch, step) for key, n in self._readers.items())
+            count = sum(n * rows_in(self._different[key], epoch, step) for key, n in self._readers.items())
             rows, batch = next(own, (0, None))
             yield Step(count, None if batch is None else self.workers.split(batch, rows))
             step += 1
@@ -229,10 +233,12 @@ class WorkerSteps(Steps):
         return f"each worker its own batches ({self._policy})"
 
 
-def _has(dataset: Dataset, step: int) -> bool:
+def has(dataset: Dataset, position: int) -> bool:
+    """Whether a dataset of known length has an element there."""
     length = dataset.cardinality()
-    return length == INFINITE or step < length
+    return length == INFINITE or position < length
 
 
-def _rows_in(dataset: Dataset, epoch: int, step: int) -> int:
-    return int(np.size(dataset.locate(epoch, step)[0])) if _has(dataset, step) else 0
+def rows_in(dataset: Dataset, epoch: int, position: int) -> int:
+    """The rows of the batch there, of a dataset with random access; 0 behind its end."""
+    return int(np.size(dataset.locate(epoch, position)[0])) if has(dataset, position) else 0

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from mpistrat import context
-from mpistrat.data import UNKNOWN, ArraySpec, DistributedDataset, InputContext, InputReplicationMode, from_arrays
+from mpistrat.data import (
+    INFINITE,
+    UNKNOWN,
+    ArraySpec,
+    DistributedDataset,
+    InputContext,
+    InputReplicationMode,
+    from_arrays,
+)
 from mpistrat.data.distribution.from_function import call_dataset_fn
 from mpistrat.data.distribution.workers import Workers
 from mpistrat.distributed_values import PerReplica
@@ -22,6 +30,16 @@ def made(
     function = data if callable(data) else lambda context: data
     steps = call_dataset_fn(function, Workers(replicas, index), InputReplicationMode[mode])
     return DistributedDataset(steps, **settings)
+
+
+def agreed(
+    data: Any, rank: int, sum_over_ranks: Any, replicas: tuple[int, ...] = (1, 1), mode: str = "PER_WORKER"
+) -> Any:
+    """As `made`, after the ranks have told each other how many steps they can make, as strategies have them do."""
+    function = data if callable(data) else lambda context: data
+    steps = call_dataset_fn(function, Workers(replicas, rank), InputReplicationMode[mode])
+    steps.agree(sum_over_ranks)
+    return DistributedDataset(steps, sum_over_ranks=sum_over_ranks)
 
 
 class Ranks:
@@ -226,6 +244,111 @@ def test_the_length_is_not_known() -> None:
     assert dataset.cardinality() == UNKNOWN
     with pytest.raises(TypeError, match="found while it is read"):
         len(dataset)
+
+
+def test_known_lengths_need_few_sums() -> None:
+    """Of 150 steps 0, 64 and 128 ask; the other question is how many steps there are."""
+    ranks = Ranks(2)
+
+    def worker(rank: int, sum_over_ranks: Any) -> Any:
+        dataset = agreed(from_arrays(np.arange((7, 299)[rank])).batch(2), rank, sum_over_ranks)
+        assert dataset.cardinality() == len(dataset) == 150
+        return [(len(batch), context.global_batch_size()) for batch in dataset]
+
+    short, long = ranks.run(worker)
+    assert [rows for rows, _ in short] == [2] * 3 + [1] + [0] * 146
+    assert [rows for rows, _ in long] == [2] * 149 + [1]
+    assert [total for _, total in short] == [total for _, total in long] == [4] * 3 + [3] + [2] * 145 + [1]
+    assert ranks.calls == 1 + 3
+
+
+def test_a_length_that_one_rank_does_not_know() -> None:
+    ranks = Ranks(2)
+
+    def worker(rank: int, sum_over_ranks: Any) -> Any:
+        data = [np.zeros(1)] * 3 if rank else from_arrays(np.arange(9)).batch(1)
+        dataset = agreed(data, rank, sum_over_ranks)
+        assert dataset.cardinality() == UNKNOWN
+        return [len(batch) for batch in dataset]
+
+    assert ranks.run(worker) == [[1] * 9, [1] * 3 + [0] * 6]
+    assert ranks.calls == 1 + 10
+
+
+def test_a_length_without_end() -> None:
+    ranks = Ranks(2)
+
+    def worker(rank: int, sum_over_ranks: Any) -> Any:
+        rows = from_arrays(np.arange(3)).batch(2)
+        dataset = agreed(rows.repeat() if rank else rows, rank, sum_over_ranks)
+        assert dataset.cardinality() == INFINITE
+        return [context.global_batch_size() for _, _ in zip(range(130), dataset, strict=False)]
+
+    assert ranks.run(worker) == [[4, 2] + [2, 1] * 64] * 2
+    assert ranks.calls == 1 + 3
+
+
+@pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
+@pytest.mark.parametrize("stop", [0, 1, 63, 64, 65, 99, 100])
+def test_known_lengths_from_any_step_on(mode: str, stop: int) -> None:
+    """Ranks of two replicas and of one; the state is read in the middle, after a peek, by others and by the same."""
+    ranks = Ranks(2)
+
+    def worker(rank: int, sum_over_ranks: Any) -> None:
+        def function(context: InputContext) -> Any:
+            count = 200 if mode == "PER_WORKER" else 100 - 20 * context.input_pipeline_id
+            return from_arrays(np.arange(count - 30 * rank)).shuffle(seed=1).batch(1)
+
+        def read(iterator: Any, most: int = 1000) -> list[Any]:
+            steps = [step for _, step in zip(range(most), iterator, strict=False)]
+            values = [step.values if isinstance(step, PerReplica) else (step,) for step in steps]
+            return [[block.tolist() for block in step] for step in values]
+
+        dataset = agreed(function, rank, sum_over_ranks, (2, 1), mode)
+        whole = read(dataset)
+        assert len(whole) == len(dataset) == (170 if mode == "PER_WORKER" else 100)
+        dataset.set_epoch(0)
+        iterator = iter(dataset)
+        first = read(iterator, stop)
+        if stop < len(whole):
+            iterator.peek()
+        state = iterator.state()
+        assert state == {"epoch": 0, "next": stop, "length": len(whole)}
+        for resumed in (iterator, iter(agreed(function, rank, sum_over_ranks, (2, 1), mode))):
+            resumed.restore(state)
+            assert first + read(resumed) == whole
+        done.append(rank)
+
+    done: list[int] = []
+    ranks.run(worker)
+    assert sorted(done) == [0, 1]
+
+
+def test_reading_again_after_an_error_asks_nobody() -> None:
+    """One rank's element cannot be read at first. What the others were told of its step holds."""
+    ranks = Ranks(2)
+
+    def worker(rank: int, sum_over_ranks: Any) -> Any:
+        failed: list[int] = []
+
+        def once(x: Any) -> Any:
+            if rank == 1 and 70 in x and not failed:
+                failed.append(1)
+                raise OSError("a cable")
+            return x
+
+        iterator = iter(agreed(from_arrays(np.arange(130)).batch(1).map(once), rank, sum_over_ranks))
+        seen = []
+        while True:
+            try:
+                seen += next(iterator).tolist()
+            except StopIteration:
+                return len(failed), seen
+            except OSError:
+                pass
+
+    assert ranks.run(worker) == [(0, list(range(130))), (1, list(range(130)))]
+    assert ranks.calls == 1 + 3
 
 
 def test_an_optional_is_full_while_any_replica_has_rows() -> None:
