@@ -15,8 +15,8 @@ from typing import Any
 from ..batch_jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render, site_names, submit
 from ..batch_jobs.plan import launcher_of
 from ..batch_jobs.schedulers import LAUNCHERS
-from ..cluster.launchers import fitting_pmi, srun_pmis
 from ..cluster.mpi_library import loaded_library
+from ..cluster.pmi import fitting_pmi, offered_pmis, unset_variable
 from ..data.shards.ranks import Ranks
 from ..errors import ClusterError
 from ..options import STRATEGIES
@@ -213,7 +213,7 @@ def _loaded(modules: Sequence[str]) -> bool:
 
 def _with_protocol(site: SiteProfile) -> SiteProfile:
     """The profile with the `--mpi=` that the job's MPI wants, where there is an srun to ask, and it is known."""
-    offered = srun_pmis()
+    offered = offered_pmis()
     python = _python(site)
     if not offered or python is None:
         return site
@@ -225,6 +225,8 @@ def _with_protocol(site: SiteProfile) -> SiteProfile:
     if wanted is None:
         return site
     reason = f"srun offers {', '.join(offered)}, and {library} is started by {wanted}."
+    if setting := unset_variable(library):
+        reason += f" It may want --env {setting}."
     return dataclasses.replace(site, mpi=wanted, reasons=MappingProxyType({"mpi": reason, **site.reasons}))
 
 

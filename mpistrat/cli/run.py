@@ -17,8 +17,9 @@ from typing import NoReturn
 from ..cluster.cores import usable_cores
 from ..cluster.devices import count_gpus
 from ..cluster.launcher import launched_size
-from ..cluster.launchers import USER, choose_launcher, find_launchers, fitting_pmi, mismatch, srun_pmis
+from ..cluster.launchers import USER, choose_launcher, find_launchers, mismatch
 from ..cluster.mpi_library import MPILibrary, loaded_library
+from ..cluster.pmi import fitting_pmi, offered_pmis, unset_variable
 from ..cluster.threads import THREAD_VARIABLES
 from ..data.shards.ranks import Ranks
 from ..errors import ClusterError, explain
@@ -145,7 +146,7 @@ def _by_mpiexec(library: MPILibrary, ranks: int, environment: dict[str, str]) ->
 
 def _by_srun(library: MPILibrary, ranks: int) -> Start:
     """Return the start by srun in a SLURM allocation; by mpiexec where srun has no protocol for this MPI."""
-    offered = srun_pmis()
+    offered = offered_pmis()
     pmi = fitting_pmi(library, offered)
     cpus = os.environ.get("SLURM_CPUS_PER_TASK", "")
     chosen = any(os.environ.get(name) for name in THREAD_VARIABLES)
@@ -158,7 +159,10 @@ def _by_srun(library: MPILibrary, ranks: int) -> Start:
     command = ["srun", f"--ntasks={ranks}", f"--mpi={pmi}", "--kill-on-bad-exit=1"]
     if cpus.isdigit():
         command.append(f"--cpus-per-task={cpus}")  # since 22.05 srun does not take it from the job
-    return Start(command, environment, [f"{library}; {ranks} tasks in SLURM's job {os.environ['SLURM_JOB_ID']}"])
+    notes = [f"{library}; {ranks} tasks in SLURM's job {os.environ['SLURM_JOB_ID']}"]
+    if setting := unset_variable(library):
+        notes.append(f"{library} may want export {setting}")
+    return Start(command, environment, notes)
 
 
 def _network_cards() -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ClusterError, explain
+from .mpi_library import imported_library
+from .pmi import srun_remedy
 
 __all__ = ["LoneRank", "check_size", "launched_rank", "launched_size", "launcher_remedy", "lone_rank"]
 
@@ -114,20 +116,8 @@ def _launched_sizes() -> dict[str, int]:
 
 def _library() -> str:
     """Name the MPI that mpi4py uses, if it is loaded."""
-    module = sys.modules.get("mpi4py.MPI")
-    if module is None:
-        return "the MPI that mpi4py uses"
-    return f"mpi4py on {' '.join(module.Get_library_version().strip().splitlines()[0].split())[:60]}"
-
-
-def _protocol() -> str:
-    """What srun must be told for the MPI that mpi4py uses."""
-    module = sys.modules.get("mpi4py.MPI")
-    vendor = "" if module is None else module.get_vendor()[0]
-    known = {"Open MPI": "pmix", "MPICH": "pmi2"}.get(vendor)
-    if known is None or "CRAY" in _library().upper():
-        return "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)"
-    return f"srun --mpi={known}, or mpistrat job --mpi {known}"
+    library = imported_library()
+    return "the MPI that mpi4py uses" if library is None else f"mpi4py on {' '.join(library.text.split())[:60]}"
 
 
 def launcher_remedy() -> str:
@@ -138,10 +128,8 @@ def launcher_remedy() -> str:
 
 def _remedy(name: str) -> str:
     if name == _STEP:
-        return (
-            f"srun was not told the start-up protocol of this MPI: use {_protocol()}; srun --mpi=list shows what this"
-            " SLURM has. For one process: srun -n 1"
-        )
+        remedy = srun_remedy(imported_library())
+        return f"srun was not told the start-up protocol of this MPI: {remedy}. For one process: srun -n 1"
     mpiexec = Path(sys.executable).parent / "mpiexec"
     beside = f": {mpiexec}" if mpiexec.exists() else ""
     return (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .mpi_library import Family, MPILibrary
 
-__all__ = ["Launcher", "choose_launcher", "find_launchers", "fitting_pmi", "mismatch", "srun_pmis"]
+__all__ = ["Launcher", "choose_launcher", "find_launchers", "mismatch"]
 
 _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "orterun")
 _SECONDS = 20
@@ -100,34 +100,6 @@ def mismatch(library: MPILibrary, launcher: Launcher) -> str:
 def choose_launcher(library: MPILibrary, launchers: Sequence[Launcher]) -> Launcher | None:
     """Return the first launcher that starts a library's ranks, None if there is none. Not collective."""
     return next((launcher for launcher in launchers if not mismatch(library, launcher)), None)
-
-
-def srun_pmis(srun: str = "srun") -> list[str]:
-    """Return what `srun --mpi=list` offers, [] where there is no srun or it fails. Not collective.
-
-    The words differ between versions of SLURM: "pmi2", "pmix", "pmix_v4", "cray_shasta", "none".
-    """
-    try:
-        reply = subprocess.run([srun, "--mpi=list"], capture_output=True, text=True, timeout=_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    said = re.findall(r"\b(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi)\b", reply.stdout + reply.stderr)
-    return [] if reply.returncode else list(dict.fromkeys(said))
-
-
-def fitting_pmi(library: MPILibrary, offered: Sequence[str]) -> str | None:
-    """Return the value of `srun --mpi=` with which a library's ranks find each other, None if none is offered.
-
-    Example:
-        >>> fitting_pmi(MPILibrary("Open MPI", "5.0.11", ""), ["none", "pmi2", "pmix_v4"])
-        'pmix_v4'
-    """
-    if library.family == "openmpi":
-        known = [name for name in offered if name.startswith("pmix")]
-        return min(known, key=len, default=None)
-    if "CRAY" in library.text.upper() and "cray_shasta" in offered:
-        return "cray_shasta"
-    return "pmi2" if library.family == "mpich" and "pmi2" in offered else None
 
 
 def _candidates(library: MPILibrary | None) -> Iterator[tuple[tuple[str, ...], str]]:

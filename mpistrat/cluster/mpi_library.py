@@ -1,4 +1,4 @@
-"""Which MPI library mpi4py loads: asked in a process of its own, which loads it and never starts MPI."""
+"""Which MPI library mpi4py loads: asked in a process of its own, which loads it and never starts MPI; or has loaded here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..errors import ClusterError, explain
 
-__all__ = ["Family", "MPILibrary", "loaded_library"]
+__all__ = ["Family", "MPILibrary", "imported_library", "loaded_library"]
 
 Family = Literal["mpich", "openmpi", "other"]
 
@@ -66,6 +66,16 @@ class MPILibrary:
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
+
+
+def imported_library() -> MPILibrary | None:
+    """Return the MPI library that mpi4py has loaded in this process, None if it has not yet. Not collective; loads none."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None:
+        return None
+    name, version = module.get_vendor()
+    text = module.Get_library_version().strip("\0 \n").splitlines()[0].strip()
+    return MPILibrary(name, ".".join(map(str, version)), text)
 
 
 def loaded_library(python: str = sys.executable) -> MPILibrary:

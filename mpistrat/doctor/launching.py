@@ -6,8 +6,9 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 
-from ..cluster.launchers import USER, Launcher, choose_launcher, find_launchers, fitting_pmi, mismatch, srun_pmis
+from ..cluster.launchers import USER, Launcher, choose_launcher, find_launchers, mismatch
 from ..cluster.mpi_library import MPILibrary
+from ..cluster.pmi import fitting_pmi, offered_pmis, unset_variable, wanted_pmis
 from .finding import Finding, ok, problem, warning
 
 __all__ = ["check_launchers"]
@@ -63,7 +64,7 @@ def _typed(launchers: Sequence[Launcher]) -> Launcher | None:
 
 def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:
     """Say which `--mpi=` starts this library's ranks."""
-    offered = srun_pmis()
+    offered = offered_pmis()
     if not offered:
         what = "srun is on PATH, but srun --mpi=list fails: there is no SLURM behind it"
         if fitting is not None:
@@ -71,13 +72,21 @@ def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:
         else:
             yield problem("srun", what, "Try srun --mpi=list; on a cluster with SLURM ask the site")
         return
+    known = " or ".join(wanted_pmis(library))
     value = fitting_pmi(library, offered)
     said = f"srun --mpi=list: {', '.join(offered)}"
+    if not known:
+        what = (
+            f"{said}: which of them starts {library} is not known here. With another each process will be rank 0 of 1"
+        )
+        yield warning("srun", what, "Ask the site which srun --mpi= starts its MPI")
+        return
     if value is None:
-        wanted = "pmix" if library.family == "openmpi" else "pmi2"
         instead = f"start with {fitting.path} in the batch script" if fitting is not None else "load the site's own MPI"
-        remedy = f"Ask the site for SLURM's {wanted} plugin; until then {instead}"
-        what = f"{said}: none is a protocol of {library}, which wants {wanted}. Under srun each process will be rank 0 of 1"
+        remedy = f"Ask the site for SLURM's {known} plugin; until then {instead}"
+        what = (
+            f"{said}: none is a protocol of {library}, which wants {known}. Under srun each process will be rank 0 of 1"
+        )
         yield problem("srun", what, remedy)
         return
     chosen = os.environ.get("SLURM_MPI_TYPE", "")
@@ -88,7 +97,9 @@ def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:
         what = f"SLURM_MPI_TYPE={chosen} is no protocol of {library}: each process will be rank 0 of 1"
         yield warning("srun", what, f"export SLURM_MPI_TYPE={value}, or srun --mpi={value}")
     else:
-        yield ok("srun", f"{said}: start with srun --mpi={value} python train.py")
+        setting = unset_variable(library)
+        after = f", after export {setting}" if setting else ""
+        yield ok("srun", f"{said}: start with srun --mpi={value} python train.py{after}")
 
 
 def _is_root() -> bool:

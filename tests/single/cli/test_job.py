@@ -23,7 +23,7 @@ NOTED = 'printf "%s\\n" "$0" "$@" > "$NOTES/called"; cat > "$NOTES/script"\n'
 
 @pytest.fixture
 def job(capsys, monkeypatch):
-    monkeypatch.setattr(COMMAND_MODULE, "srun_pmis", list)  # wherever the tests run
+    monkeypatch.setattr(COMMAND_MODULE, "offered_pmis", list)  # wherever the tests run
 
     def run(*words, status=0):
         try:
@@ -267,7 +267,7 @@ def test_tasks_that_do_not_find_each_other_are_a_problem_without_a_traceback():
 def test_srun_is_told_how_the_mpi_of_the_job_starts(job, stub, monkeypatch, tmp_path):
     library = MPILibrary("MPICH", "5.0.2", "")
     asked = []
-    monkeypatch.setattr(COMMAND_MODULE, "srun_pmis", lambda: ["none", "pmi2", "pmix_v4"])
+    monkeypatch.setattr(COMMAND_MODULE, "offered_pmis", lambda: ["none", "pmi2", "pmix_v4"])
     monkeypatch.setattr(COMMAND_MODULE, "loaded_library", lambda python: asked.append(python) or library)
     script = job("a.py")
     assert 'srun --kill-on-bad-exit=1 --mpi=pmi2 "${program[@]}"' in script
@@ -296,9 +296,13 @@ def test_srun_is_told_how_the_mpi_of_the_job_starts(job, stub, monkeypatch, tmp_
     assert "--mpi=cray_shasta " in job("--mpi", "cray_shasta", "a.py")
     assert "pmix_vN" in job("--mpi", "pmx", "a.py", status=2)
 
+    monkeypatch.delenv("I_MPI_PMI_LIBRARY", raising=False)
+    library = MPILibrary("Intel MPI", "2021.13.0", "")
+    assert "It may want --env I_MPI_PMI_LIBRARY=/path/to/libpmi2.so, which comes with SLURM.\n" in job("a.py")
+
     library = MPILibrary("Other", "1", "")
     assert 'srun --kill-on-bad-exit=1 "${program[@]}"' in job("a.py")
-    monkeypatch.setattr(COMMAND_MODULE, "srun_pmis", list)
+    monkeypatch.setattr(COMMAND_MODULE, "offered_pmis", list)
     assert 'srun --kill-on-bad-exit=1 "${program[@]}"' in job("a.py")
 
 

@@ -47,7 +47,7 @@ class Machine:
 
     def slurm(self, pmis, **variables):
         self._patch.setattr(run.shutil, "which", lambda name: f"/usr/bin/{name}")
-        self._patch.setattr(run, "srun_pmis", lambda: pmis)
+        self._patch.setattr(run, "offered_pmis", lambda: pmis)
         for name, value in {"SLURM_JOB_ID": "77", **variables}.items():
             self._patch.setenv(name, value)
 
@@ -122,6 +122,14 @@ def test_in_a_slurm_job_srun_starts_the_tasks(machine):
     assert start.notes == ["MPICH 5.0.2; 6 tasks in SLURM's job 77"]
     machine.has(library=OPENMPI)
     assert plan(["a.py"], 2, None, None).command[:3] == ["srun", "--ntasks=2", "--mpi=pmix"]
+
+
+def test_intel_mpi_is_told_of_its_variable(machine, monkeypatch):
+    machine.slurm(["none", "pmi2"])
+    machine.has(library=MPILibrary("Intel MPI", "2021.13.0", ""))
+    monkeypatch.delenv("I_MPI_PMI_LIBRARY", raising=False)
+    start = plan(["a.py"], 2, None, None)
+    assert "--mpi=pmi2" in start.command and "export I_MPI_PMI_LIBRARY=" in start.notes[1]
 
 
 def test_an_srun_that_does_not_fit_is_left_out_and_said(machine):

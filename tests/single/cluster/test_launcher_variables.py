@@ -40,13 +40,15 @@ def test_mpiexec_of_another_mpi_has_its_remedy(environment):
 
 def test_srun_has_its_remedy(environment, monkeypatch):
     environment(SLURM_STEP_NUM_TASKS="2")
+    monkeypatch.delenv("I_MPI_PMI_LIBRARY", raising=False)
     remedy = "srun --mpi=pmi2, or mpistrat job --mpi pmi2; srun --mpi=list shows what this SLURM has. For one process: srun -n 1"
-    both = "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)"
+    every = "use srun --mpi=pmix (Open MPI), --mpi=pmi2 (MPICH) or --mpi=cray_shasta (Cray MPICH)"
     for vendor, version, expected in [
         ("MPICH", "MPICH Version:      5.0.2\nmore", remedy),
         ("Open MPI", "Open MPI v5.0.11, package", remedy.replace("pmi2", "pmix")),
-        ("MPICH", "MPI VERSION    : CRAY MPICH version 8.1", both),
-        ("Intel MPI", "Intel(R) MPI Library", both),
+        ("Cray MPICH", "MPI VERSION    : CRAY MPICH version 8.1", "use srun --mpi=cray_shasta, or mpistrat job"),
+        ("Intel MPI", "Intel(R) MPI Library", "job --mpi pmi2; export I_MPI_PMI_LIBRARY=/path/to/libpmi2.so"),
+        ("Microsoft MPI", "Microsoft MPI 10.1", every),
     ]:
         module = types.SimpleNamespace(get_vendor=lambda v=vendor: (v, (1,)), Get_library_version=lambda t=version: t)
         monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
@@ -54,7 +56,7 @@ def test_srun_has_its_remedy(environment, monkeypatch):
             check_size(1)
         assert expected in str(caught.value) and "  " not in str(caught.value)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI")
-    with pytest.raises(ValueError, match=re.escape(both)):
+    with pytest.raises(ValueError, match=re.escape(every)):
         check_size(1)
 
 

@@ -1,4 +1,4 @@
-"""Which launcher starts the MPI that mpi4py loads. What launchers and srun say is quoted from their versions."""
+"""Which launcher starts the MPI that mpi4py loads. What launchers say is quoted from their versions."""
 
 import subprocess
 import sys
@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 
 from mpistrat.cluster import launchers
-from mpistrat.cluster.launchers import Launcher, choose_launcher, find_launchers, fitting_pmi, mismatch, srun_pmis
+from mpistrat.cluster.launchers import Launcher, choose_launcher, find_launchers, mismatch
 from mpistrat.cluster.mpi_library import MPILibrary, loaded_library
 from mpistrat.errors import ClusterError
 
 MPICH = MPILibrary("MPICH", "5.0.2", "MPICH Version:      5.0.2")
-CRAY = MPILibrary("MPICH", "3.4.0", "MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)")
 INTEL = MPILibrary("Intel MPI", "2021.13.0", "Intel(R) MPI Library 2021.13 for Linux* OS")
 OPENMPI = MPILibrary("Open MPI", "5.0.11", "Open MPI v5.0.11")
-OTHER = MPILibrary("Microsoft MPI", "10.1.0", "")
 
 SAYS = {
     "HYDRA build details:\n    Version:                                 4.0.2\n": ("MPICH", "4.0.2", "mpich"),
@@ -87,38 +85,6 @@ def test_what_came_with_the_library_precedes_path_and_follows_the_users_word(tmp
 def test_a_word_of_the_users_that_is_no_program_is_passed_over(monkeypatch, given):
     monkeypatch.setenv("MPIEXEC", given)
     assert all(launcher.where != launchers.USER for launcher in find_launchers())
-
-
-@pytest.mark.parametrize(
-    ("library", "offered", "fits"),
-    [
-        (MPICH, ["none", "cray_shasta", "pmi2", "pmix", "pmix_v4"], "pmi2"),
-        (OPENMPI, ["none", "pmi2", "pmix_v4", "pmix"], "pmix"),
-        (OPENMPI, ["none", "pmi2"], None),
-        (MPICH, ["none", "pmix"], None),
-        (CRAY, ["none", "cray_shasta", "pmi2"], "cray_shasta"),
-        (OTHER, ["pmi2", "pmix"], None),
-    ],
-)
-def test_the_protocol_that_fits(library, offered, fits):
-    assert fitting_pmi(library, offered) == fits
-
-
-@pytest.mark.parametrize(
-    ("said", "offered"),
-    [
-        ("MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4",
-         ["none", "pmi2", "pmix", "pmix_v4"]),
-        ("srun: MPI types are...\nsrun: none\nsrun: openmpi\nsrun: pmi2", ["none", "openmpi", "pmi2"]),
-    ],
-)  # fmt: skip
-def test_what_srun_offers(tmp_path, said, offered):
-    assert srun_pmis(str(program(tmp_path / "srun", said))) == offered
-
-
-def test_an_srun_without_a_cluster_offers_nothing(tmp_path):
-    assert srun_pmis(str(program(tmp_path / "srun", "none pmix", status=1))) == []
-    assert srun_pmis(str(tmp_path / "missing")) == []
 
 
 def test_the_library_is_asked_without_starting_mpi():

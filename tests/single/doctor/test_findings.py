@@ -256,7 +256,7 @@ class TestLaunchers:
         def check(offered: list[str] | None, library: MPILibrary = MPICH) -> list[Finding]:
             has = {} if offered is None else {"srun": "/usr/bin/srun"}
             monkeypatch.setattr(launching.shutil, "which", has.get)
-            monkeypatch.setattr(launching, "srun_pmis", lambda: offered or [])
+            monkeypatch.setattr(launching, "offered_pmis", lambda: offered or [])
             return list(check_launchers(library))
 
         return check
@@ -277,6 +277,22 @@ class TestLaunchers:
         found = look(["none", "pmi2"], OPENMPI)
         assert statuses(found) == {"mpiexec": "problem", "srun": "problem"}
         assert "load the site's own MPI" in found[1].remedy
+
+    def test_srun_offers_nothing_for_cray_mpich(self, look):
+        found = look(["none", "pmix"], MPILibrary("Cray MPICH", "8.1.28", "CRAY MPICH version 8.1.28"))
+        assert statuses(found)["srun"] == "problem"
+        assert "wants cray_shasta or pmi2" in found[1].what and "cray_shasta or pmi2 plugin" in found[1].remedy
+
+    def test_srun_and_a_library_whose_protocol_nobody_knows(self, look):
+        found = look(["none", "pmi2"], MPILibrary("Microsoft MPI", "10.1.0", ""))
+        assert statuses(found)["srun"] == "warning" and "pmi2 plugin" not in found[1].remedy
+
+    def test_intel_mpi_is_told_of_its_variable(self, look, monkeypatch):
+        monkeypatch.delenv("I_MPI_PMI_LIBRARY", raising=False)
+        intel = MPILibrary("Intel MPI", "2021.13.0", "Intel(R) MPI Library 2021.13 for Linux* OS")
+        assert "train.py, after export I_MPI_PMI_LIBRARY=" in look(["none", "pmi2"], intel)[1].what
+        monkeypatch.setenv("I_MPI_PMI_LIBRARY", "/usr/lib64/libpmi2.so")
+        assert look(["none", "pmi2"], intel)[1].what.endswith("train.py")
 
     def test_the_user_has_set_what_is_not_offered(self, look, monkeypatch):
         monkeypatch.setenv("SLURM_MPI_TYPE", "pmix_v5")
