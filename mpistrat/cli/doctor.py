@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..cluster.launcher import launched_rank
+from ..cluster.launcher_variables import launched_rank
 from ..data.shards.ranks import Ranks
 from ..doctor.finding import Finding, worst
 from ..doctor.login import NEEDS, check_login

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._version import __version__
-from ..cluster.launcher import launched_rank, launched_size
+from ..cluster.launcher_variables import launched_rank, launched_size
 from ..data.shards.ranks import Ranks
 from ..errors import ClusterError, MissingDependencyError, MpistratError, ShardError
 from .command import PROBLEM, STATUS, WRONG_USE, Command, Group

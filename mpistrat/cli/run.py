@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from ..cluster.cores import usable_cores
 from ..cluster.devices import count_gpus
-from ..cluster.launcher import launched_size
+from ..cluster.launcher_variables import launched_size
 from ..cluster.launchers import USER, choose_launcher, find_launchers, mismatch
 from ..cluster.mpi_library import MPILibrary, loaded_library
 from ..cluster.pmi import fitting_pmi, offered_pmis, unset_variable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ClusterError, LayoutError, explain
-from .launcher import check_size
+from .launcher_variables import check_size
 
 __all__ = ["check_comm", "running_mpi"]
 

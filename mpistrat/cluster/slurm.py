@@ -12,7 +12,7 @@ from .cluster_resolver import ClusterResolver, task_url
 from .cluster_spec import ClusterSpec
 from .hostlist import expand_hostlist, expand_tasks_per_node
 from .jobs import split_counts
-from .launcher import launched_size
+from .launcher_variables import launched_size
 from .roles import validate
 
 __all__ = ["SlurmClusterResolver"]

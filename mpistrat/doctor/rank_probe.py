@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..cluster.launcher import lone_rank
+from ..cluster.launcher_variables import lone_rank
 from ..cluster.topology import Topology
 from ..comm.contract import gather_text
 from ..comm.process_group import ProcessGroup

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Collection
 
-from ..cluster.launcher import launched_rank, launched_size, launcher_remedy
+from ..cluster.launcher_variables import launched_rank, launched_size, launcher_remedy
 from .finding import Finding, problem, warning
 from .summary import Summary
 from .watched import Outcome, Watched, said_last

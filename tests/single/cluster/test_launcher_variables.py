@@ -6,14 +6,19 @@ import types
 
 import pytest
 
-from mpistrat.cluster import launcher
-from mpistrat.cluster.launcher import check_size, launched_rank, launched_size, lone_rank
+from mpistrat.cluster import launcher_variables
+from mpistrat.cluster.launcher_variables import check_size, launched_rank, launched_size, lone_rank
 from mpistrat.errors import ClusterError
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in [*launcher._SIZE_VARIABLES, *launcher._RANK_VARIABLES.values(), "SLURM_NTASKS", "SLURM_NPROCS"]:
+    for name in [
+        *launcher_variables._SIZE_VARIABLES,
+        *launcher_variables._RANK_VARIABLES.values(),
+        "SLURM_NTASKS",
+        "SLURM_NPROCS",
+    ]:
         monkeypatch.delenv(name, raising=False)
 
     def set_variables(**variables):
@@ -99,12 +104,12 @@ def test_srun_by_another_mpis_protocol_has_sruns_remedy(environment):
         check_size(1)
 
 
-@pytest.mark.parametrize("name", launcher._SIZE_VARIABLES)
+@pytest.mark.parametrize("name", launcher_variables._SIZE_VARIABLES)
 def test_which_process_this_is(environment, name):
     assert launched_rank() is None
     environment(**{name: "4"})
     assert launched_rank() is None
-    environment(**{launcher._RANK_VARIABLES[name]: "3"})
+    environment(**{launcher_variables._RANK_VARIABLES[name]: "3"})
     assert launched_rank() == 3
 
 
