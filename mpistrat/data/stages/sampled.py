@@ -114,6 +114,10 @@ class Sample:
         self._stop_on_empty = stop_on_empty
         self._phases = functools.lru_cache(maxsize=4)(self._make_phases)
 
+    def _counted(self, below: Sequence[int]) -> tuple[int, ...]:
+        """How many elements each dataset has; 0 where none will be drawn, however many there are."""
+        return tuple(have if weight else 0 for have, weight in zip(below, self._weights, strict=True))
+
     def _make_phases(self, below: tuple[int, ...]) -> list[Phase]:
         phases: list[Phase] = []
         weights, start, used = self._weights, 0, tuple(0 for _ in below)
@@ -134,16 +138,16 @@ class Sample:
         return phases
 
     def cardinality(self, below: Sequence[int]) -> int:
-        counted = [have for have, weight in zip(below, self._weights, strict=True) if weight]
+        counted = self._counted(below)
         if UNKNOWN in counted:
             return UNKNOWN if self._stop_on_empty else total(counted)
         if not self._stop_on_empty:
             return total(counted)
-        length = self._phases(tuple(below))[0].length
+        length = self._phases(counted)[0].length
         return INFINITE if length is None else length
 
     def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: Sequence[int]) -> Choices:
-        phases = self._phases(tuple(below))
+        phases = self._phases(self._counted(below))
         starts = np.array([phase.start for phase in phases], np.int64)
         phase_of = np.searchsorted(starts, positions, side="right") - 1
         draws = positions - starts[phase_of]
@@ -163,7 +167,7 @@ class Sample:
 
     def _drawn(self, parents: Sequence[Dataset], epoch: int) -> Iterator[Any]:
         """As `source` has them where all lengths are known; else a phase ends when a dataset turns out to have ended."""
-        counts = tuple(parent.cardinality() for parent in parents)
+        counts = self._counted([parent.cardinality() for parent in parents])
         iterators = [parent.elements(epoch) for parent in parents]
         if UNKNOWN not in counts:
             for phase in self._phases(counts):

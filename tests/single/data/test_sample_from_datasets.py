@@ -95,6 +95,16 @@ def test_the_first_draws_do_not_depend_on_how_datasets_are_read() -> None:
     assert one.rows(np.arange(256)).tolist() == [int(x) for x in other.take(256)]
 
 
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_dataset_of_weight_0_changes_nothing(stop: bool) -> None:
+    two = sources([30, 8])
+    drawn = [int(x) for x in sample_from_datasets(two, [2, 1], seed=3, stop_on_empty_dataset=stop)]
+    for third in (Dataset.range(0), Dataset.range(5).repeat(), *in_order([Dataset.range(5)])):
+        dataset = sample_from_datasets([*two, third], [2, 1, 0], seed=3, stop_on_empty_dataset=stop)
+        assert dataset.cardinality() == len(drawn)
+        assert [int(x) for x in dataset] == drawn
+
+
 def test_batches_are_drawn_whole() -> None:
     parts = [Dataset.range(10).batch(4), Dataset.range(100, 106).batch(3)]
     drawn = [x.tolist() for x in sample_from_datasets(parts, seed=1)]
