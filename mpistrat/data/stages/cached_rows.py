@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import nest
+from ...errors import explain
 from ..arrays import take_rows
 from ..buffers import RowBuffers
 from ..dataset import Addresses, Dataset
@@ -56,9 +57,25 @@ class SourceRows:
         return np.concatenate([np.empty(0, np.int64), *map(self.numbers, elements)])
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], Any]]:
-        """Read rows, ascending; give them in parts, each with its numbers."""
+        """Read rows, ascending; give them in parts, each with its numbers.
+
+        Raises:
+            ValueError: for rows of another shape or dtype than the first ones have.
+        """
         for own, (epochs, positions) in self._addresses(numbers):
-            yield own, self.dataset.gather(epochs, positions)
+            rows = self.dataset.gather(epochs, positions)
+            self._check(rows)
+            yield own, rows
+
+    def _check(self, rows: Any) -> None:
+        specs, names = nest.flatten(self.row_spec), nest.paths(self.row_spec)
+        for spec, name, leaf in zip(specs, names, nest.flatten(rows), strict=True):
+            fits = is_ragged(spec) or (leaf.shape[1:] == spec.shape and np.can_cast(leaf.dtype, spec.dtype))
+            if not fits:
+                expected = f"rows like the first ones, {spec}{name and ' at ' + name}"
+                got = str(ArraySpec(leaf.shape[1:], leaf.dtype))
+                remedy = "Where lengths vary, say so with element_spec in map (None for such an axis)."
+                raise ValueError(explain("Dataset.cache", "", expected=expected, got=got, remedy=remedy))
 
     def _addresses(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], Addresses]]:
         if self.dataset.batching is None:

@@ -59,8 +59,14 @@ class Mapped(Stage):
         if element is not None:
             made = next(self._stream(iter([element]), 0, 0))
             return self._spec_of(made, 0) if parent.batching is None else spec_of_rows(made)
-        nothing = np.zeros(0, np.int64)
-        return spec_of_rows(self._batch(empty_rows(parent.row_spec), 0, nothing, nothing))
+        nothing, no_rows = np.zeros(0, np.int64), empty_rows(parent.row_spec)
+        try:
+            return spec_of_rows(self._batch(no_rows, 0, nothing, nothing))
+        except Exception as error:
+            expected = "at least one element below, to know what the function makes of it"
+            raise ValueError(
+                explain(self.describe(), "", expected=expected, got="none", remedy="Give element_spec.")
+            ) from error
 
     def _spec_of(self, element: Any, position: int) -> Any:
         try:

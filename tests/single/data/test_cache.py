@@ -140,6 +140,25 @@ def test_rows_of_different_shapes_and_strings():
         assert list(words) == ["abc", "bc", "c"]
 
 
+@pytest.mark.parametrize("lengths", [[1, 2, 3, 4], [3, 3, 1, 1]])  # what is narrower could be stretched to fit
+def test_batches_that_a_map_says_wrongly_to_be_equally_wide(lengths):
+    spec = ArraySpec((None,), np.int64)
+    padded = ms.data.from_arrays(np.array(lengths)).map(lambda i: np.arange(i), element_spec=spec).padded_batch(2)
+    with pytest.raises(
+        ValueError, match=r"Dataset\.cache: expected rows like the first ones, int64\[\d\], got.*in map"
+    ):
+        list(padded.map(lambda batch: -batch).cache())
+    cached = padded.map(lambda batch: -batch, element_spec=spec).cache()
+    for _ in range(2):
+        assert [batch.tolist() for batch in cached] == [(-batch).tolist() for batch in padded]
+
+
+def test_batches_of_another_dtype_than_the_first():
+    rows = ms.data.from_arrays(np.arange(4)).batch(2).map(lambda x: x / 2 if x[0] else x)
+    with pytest.raises(ValueError, match=r"like the first ones, int64\[\], got float64\[\]"):
+        list(rows.cache())
+
+
 def test_in_order_a_complete_pass_is_kept():
     calls = []
 
