@@ -164,7 +164,7 @@ class Repeat:
                     start -= 1
                 else:
                     yield element
-            if not any_element:
+            if not any_element and self.count is None:
                 return  # else a repetition of nothing without end would search for ever
             start = 0 if below > 0 else start
 

@@ -3,156 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from dataset_model import NAMES, SOURCES, Model, apply, begin, endless, listed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat.data import INFINITE, UNKNOWN, Dataset, from_arrays, from_generator
-from mpistrat.data.order import permute
+from mpistrat.data import INFINITE, UNKNOWN, Dataset, from_arrays
 
-Model = Callable[[int], list[Any]]  # an epoch → its elements, as numbers or lists of numbers
-
-
-def listed(elements: Any) -> list[Any]:
-    return [np.asarray(element).tolist() for element in elements]
+chains = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=6)
 
 
-def interleaved(pieces: list[list[int]], cycle: int, block: int) -> list[int]:
-    """TF's loop (kernels/data/interleave_dataset_op.cc), element by element."""
-    waiting, places = list(pieces), [None] * cycle  # type: ignore[var-annotated]
-    result, at, taken = [], 0, 0
-
-    def advance() -> None:
-        nonlocal at, taken
-        at, taken = (at + 1) % cycle, 0
-
-    while waiting or any(place is not None for place in places):
-        if places[at] is not None:
-            if places[at]:
-                result.append(places[at].pop(0))
-                taken += 1
-                if taken == block:
-                    advance()
-            else:
-                places[at] = None
-                advance()
-        elif waiting:
-            places[at] = list(waiting.pop(0))
-        else:
-            advance()
-    return result
-
-
-def each(function: Callable[[int], int], element: Any) -> Any:
-    return [function(x) for x in element] if isinstance(element, list) else function(element)
-
-
-def total(element: Any) -> int:
-    return sum(element) if isinstance(element, list) else element
-
-
-def chunks(rows: list[Any], size: int, drop: bool) -> list[list[Any]]:
-    cut = [rows[i : i + size] for i in range(0, len(rows), size)]
-    return [batch for batch in cut if len(batch) == size or not drop]
-
-
-def from_list(n: int, in_order: bool, factor: int) -> tuple[Dataset, Model]:
-    """Rows 0, factor, 2 factor …; in order they also tell the epoch."""
-    if in_order:
-        return (
-            from_generator(
-                lambda epoch: (factor * i + 1000 * epoch for i in range(n)), ms.data.ArraySpec((), np.int64)
-            ),
-            lambda epoch: [factor * i + 1000 * epoch for i in range(n)],
-        )
-    return from_arrays(factor * np.arange(n)), lambda epoch: [factor * i for i in range(n)]
-
-
-def apply(dataset: Dataset, model: Model, name: str, a: int, b: int) -> tuple[Dataset, Model]:
-    """One operator on both; what does not fit rows (or batches) leaves them as they are."""
-    batched = dataset.batching is not None
-    other, others = from_list(b + 2, a % 2 == 1, 7)
-    if batched:
-        other, others = other.batch(3), lambda epoch, rows=others: chunks(rows(epoch), 3, False)
-    if name == "take":
-        return dataset.take(3 * a), lambda epoch: model(epoch)[: 3 * a]
-    if name == "skip":
-        return dataset.skip(a), lambda epoch: model(epoch)[a:]
-    if name == "shard":
-        return dataset.shard(b + 1, a % (b + 1)), lambda epoch: model(epoch)[a % (b + 1) :: b + 1]
-    if name == "repeat":
-        return dataset.repeat(a), lambda epoch: [x for i in range(a) for x in model(epoch * a + i)]
-    if name == "map":
-        threads = b or None
-        return dataset.map(lambda x: x * a + b, num_parallel_calls=threads), lambda epoch: [
-            each(lambda x: x * a + b, element) for element in model(epoch)
-        ]
-    if name == "filter":
-        return dataset.filter(lambda x: x.sum() % (a + 1) != 0), lambda epoch: [
-            element for element in model(epoch) if total(element) % (a + 1) != 0
-        ]
-    if name == "prefetch":
-        return dataset.prefetch(a), model
-    if name == "concatenate":
-        return dataset.concatenate(other), lambda epoch: model(epoch) + others(epoch)
-    if name == "shuffle" and dataset.random_access:
-
-        def shuffled(epoch: int) -> list[Any]:
-            elements = model(epoch)
-            return [elements[i] for i in permute(np.arange(len(elements)), len(elements), seed=b, epoch=epoch)]
-
-        return dataset.shuffle(seed=b), shuffled
-    if name == "batch" and not batched:
-        return dataset.batch(a + 1, drop_remainder=b > 1), lambda epoch: chunks(model(epoch), a + 1, b > 1)
-    if name == "padded_batch" and not batched:
-        return dataset.padded_batch(a + 1), lambda epoch: chunks(model(epoch), a + 1, False)
-    if name == "unbatch" and batched:
-        return dataset.unbatch(), lambda epoch: [row for batch in model(epoch) for row in batch]
-    if name == "enumerate" and not batched:
-        return dataset.enumerate().map(lambda i, x: 50 * i + x), lambda epoch: [
-            50 * i + x for i, x in enumerate(model(epoch))
-        ]
-    if name == "zip" and not batched:
-        return ms.data.zip(dataset, other).map(lambda x, y: x - y), lambda epoch: [
-            x - y for x, y in zip(model(epoch), others(epoch), strict=False)
-        ]
-    if name == "zip":  # with itself in another way, so that the lengths of the batches agree
-        return ms.data.zip({"x": dataset, "y": dataset.map(lambda x: 2 * x)}).map(
-            lambda e: e["x"] + e["y"]
-        ), lambda epoch: [each(lambda x: 3 * x, batch) for batch in model(epoch)]
-    if name == "interleave" and not batched:
-        return dataset.interleave(
-            lambda x: from_arrays(np.full(int(x) % 4, x)), a + 1, b + 1
-        ), lambda epoch: interleaved([[x] * (x % 4) for x in model(epoch)], a + 1, b + 1)
-    if name == "flat_map" and not batched:
-        return dataset.flat_map(lambda x: from_arrays(np.stack([x, -x]))), lambda epoch: [
-            y for x in model(epoch) for y in (x, -x)
-        ]
+def made(n: int, source: str, chain: list[tuple[str, int, int]]) -> tuple[Dataset, Model]:
+    dataset, model = begin(n, source)
+    for name, a, b in chain:
+        dataset, model = apply(dataset, model, name, a, b)
     return dataset, model
 
 
-NAMES = [
-    "take", "skip", "shard", "repeat", "map", "filter", "prefetch", "concatenate", "shuffle", "batch", "padded_batch",
-    "unbatch", "enumerate", "zip", "interleave", "flat_map",
-]  # fmt: skip
-
-
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=250)
 @given(
     n=st.integers(0, 12),
-    in_order=st.booleans(),
-    chain=st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=6),
-    stop=st.integers(0, 30),
+    source=st.sampled_from(SOURCES),
+    chain=chains,
+    stops=st.lists(st.integers(0, 30), min_size=1, max_size=3),
 )
-def test_any_chain_is_what_lists_are(n: int, in_order: bool, chain: list[tuple[str, int, int]], stop: int) -> None:
-    dataset, model = from_list(n, in_order, 1)
-    for name, a, b in chain:
-        dataset, model = apply(dataset, model, name, a, b)
+def test_any_chain_is_what_lists_are(n: int, source: str, chain: list[tuple[str, int, int]], stops: list[int]) -> None:
+    dataset, model = made(n, source, chain)
     expected = model(0), model(1)
     assert (listed(dataset), listed(dataset)) == expected
     for epoch, elements in enumerate(expected):
@@ -163,30 +43,54 @@ def test_any_chain_is_what_lists_are(n: int, in_order: bool, chain: list[tuple[s
         if dataset.random_access and dataset.batching is None and elements:
             order = np.arange(2 * len(elements))[::-1] % len(elements)
             assert dataset.rows(order, epoch=epoch).tolist() == [elements[i] for i in order]
+    rebuilt = dataset.with_shard(1, 0)  # every stage made anew over those below
+    assert listed(rebuilt.elements(1)) == expected[1]
 
-    # An iterator is left in the middle of epoch 1, and another goes on there.
+    # An iterator is left in the middle of epoch 1, another goes on there for a while, and so on.
     dataset.set_epoch(1)
+    if expected[1]:
+        assert np.asarray(dataset.peek()).tolist() == expected[1][0]
+    iterator, seen = iter(dataset), []
+    for stop in stops:
+        seen += listed(itertools.islice(iterator, stop))
+        state = iterator.state()
+        length = dataset.cardinality()
+        assert state == {"epoch": 1, "next": len(seen)} | ({"length": length} if length >= 0 else {})
+        following = iter(made(n, source, chain)[0])
+        following.restore(state)
+        assert following.state() == state
+        rest = expected[1][len(seen) :]
+        if rest:
+            assert np.asarray(following.peek()).tolist() == rest[0]
+        assert listed(iterator) == rest
+        assert listed(iterator) == []  # an iterator that has ended stays so,
+        iterator.restore(state)  # until it goes back
+        assert listed(itertools.islice(iterator, 1)) == rest[:1]
+        iterator = following
+    assert seen + listed(iterator) == expected[1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(n=st.integers(0, 7), source=st.sampled_from(SOURCES), chain=chains, stop=st.integers(0, 12))
+def test_any_chain_without_an_end(n: int, source: str, chain: list[tuple[str, int, int]], stop: int) -> None:
+    dataset, model = endless(*made(n, source, chain))
+    expected = model(2)[:20]
+    dataset.set_epoch(2)
     iterator = iter(dataset)
-    before = listed(itertools.islice(iterator, stop))
-    state = iterator.state()
-    length = dataset.cardinality()
-    assert state == {"epoch": 1, "next": len(before)} | ({"length": length} if length >= 0 else {})
-    other = iter(dataset)
-    other.restore(state)
-    rest = expected[1][len(before) :]
-    if rest:
-        assert np.asarray(other.peek()).tolist() == rest[0]
-    assert other.state() == state
-    assert before + listed(other) == expected[1]
-    assert listed(iterator) == rest
-    assert listed(iterator) == []  # an iterator that has ended stays so
+    assert listed(itertools.islice(iterator, stop)) == expected[:stop]
+    following = iter(dataset)
+    following.restore(iterator.state())
+    assert listed(itertools.islice(following, max(0, 20 - stop))) == expected[stop:]
+    if len(expected) == 20:
+        assert dataset.cardinality() in (INFINITE, UNKNOWN)
+        assert np.asarray(dataset.element(2, 19)).tolist() == expected[19]
 
 
-@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_operator_from_every_position_on(name: str, in_order: bool) -> None:
-    for a, b, batched in itertools.product(range(4), range(3), (False, True)):
-        dataset, model = from_list(9, in_order, 1)
+def test_every_operator_from_every_position_on(name: str, source: str) -> None:
+    for a, b, batched in itertools.product(range(4), range(4), (False, True)):
+        dataset, model = begin(9, source)
         if batched:
             dataset, model = apply(dataset, model, "batch", 2, 0)
         dataset, model = apply(dataset, model, name, a, b)
@@ -196,9 +100,21 @@ def test_every_operator_from_every_position_on(name: str, in_order: bool) -> Non
                 assert listed(dataset.elements(epoch, start)) == expected[start:], (str(dataset), epoch, start)
 
 
+def test_no_operator_is_left_out() -> None:
+    reads = {
+        "rows", "set_epoch", "element", "elements", "peek", "cardinality", "options", "describe", "row_spec", "element_spec",
+        "parents", "batching", "bind", "check", "chunk_starts", "count_wait", "counters", "deterministic", "expect", "gather",
+        "keep", "locality", "locate", "prefetch_depth", "random_access", "rebuild", "shard_hinted", "shares_memory", "source",
+        "with_shard",
+    }  # fmt: skip
+    sources = {"from_tensor_slices", "from_generator", "range"}
+    names = {name for name in dir(Dataset) if not name.startswith("_")}
+    assert names - reads - sources == {name for name in NAMES if " " not in name}
+
+
 def test_a_chain_names_its_spec_before_and_after_reading() -> None:
     for in_order in (False, True):
-        rows, _ = from_list(5, in_order, 1)
+        rows, _ = begin(5, "generator" if in_order else "arrays")
         scalar, batch = ms.data.ArraySpec((), np.int64), ms.data.ArraySpec((None,), np.int64)
         assert rows.filter(bool).element_spec == scalar
         assert rows.batch(2).element_spec == batch
@@ -238,6 +154,8 @@ def test_wrong_functions_are_explained() -> None:
         list(rows.flat_map(lambda x: from_arrays(np.zeros(2, np.float64 if x else np.int64))))
     with pytest.raises(ValueError, match="at least one element below"):
         _ = rows.take(0).flat_map(lambda x: rows).element_spec
+    with pytest.raises(ValueError, match=r"map.*at least one element below.*Give element_spec"):
+        _ = rows.take(0).map(lambda x: np.stack([x, x])).element_spec
     for method in (rows.filter, rows.interleave, rows.map):
         with pytest.raises(TypeError, match="callable"):
             method(3)  # type: ignore[operator]
@@ -258,11 +176,17 @@ def test_unbatch_keeps_random_access_right_after_batch_only() -> None:
 
 
 def test_repeat_without_end_ends_where_nothing_is_below() -> None:
-    rows, _ = from_list(3, True, 1)
+    rows, _ = begin(3, "generator")
     assert listed(rows.repeat().take(5)) == [0, 1, 2, 1000, 1001]
     assert listed(rows.filter(lambda x: x < 0).repeat()) == []
     assert rows.repeat().cardinality() == UNKNOWN
     assert Dataset.range(3).repeat().filter(bool).take(2).cardinality() == UNKNOWN
+
+
+def test_repeat_a_number_of_times_goes_on_behind_a_pass_without_elements() -> None:
+    rows, _ = begin(1, "generator")  # 0, then 1000, then 2000
+    assert listed(rows.filter(lambda x: x % 3 != 0).repeat(3)) == [1000, 2000]
+    assert listed(rows.filter(lambda x: x == 2000).repeat(4).elements(0)) == [2000]
 
 
 def test_shard_hint_waits_for_its_numbers() -> None:

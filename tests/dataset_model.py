@@ -1,0 +1,288 @@
+"""Every operator of Dataset beside what it does to lists: a model of any chain of them.
+
+`begin` and then `apply`, as often as one likes, return a dataset and its model: a function of the epoch that returns the
+elements, as numbers or lists of numbers. Random orders are permute's, BlockOrder's and random_words', which have tests of
+their own; the draws of sample_from_datasets are those among datasets that tell nothing but which they are.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import mpistrat as ms
+from mpistrat.data import INFINITE, ArraySpec, Dataset, Options, from_arrays, from_generator
+from mpistrat.data.block_order import BlockOrder
+from mpistrat.data.order import permute, random_words
+
+Model = Callable[[int], list[Any]]
+Both = tuple[Dataset, Model]
+
+SOURCES = ["arrays", "chunks", "generator"]
+NUMBER = ArraySpec((), np.int64)
+ENOUGH = 64  # elements of an endless dataset in its model, of which few are left once it ends again
+WEIGHTS = [(1.0, 1.0), (1.0, 3.0), (1.0, 0.0), (0.0, 1.0)]
+
+
+def listed(elements: Any) -> list[Any]:
+    return [np.asarray(element).tolist() for element in elements]
+
+
+class Chunks(type(Dataset.range(1))):  # type: ignore[misc]
+    """Rows that are read in chunks of three, as those of compressed files are."""
+
+    def chunk_starts(self) -> np.ndarray:
+        return np.append(np.arange(0, len(self), 3), len(self))
+
+
+def begin(n: int, source: str, factor: int = 1) -> Both:
+    """Rows 0, factor, 2 factor …; those of a generator also tell the epoch."""
+    rows = factor * np.arange(n)
+    if source == "generator":
+        numbers = from_generator(lambda epoch: iter(rows + 1000 * epoch), NUMBER)
+        return numbers, lambda epoch: (rows + 1000 * epoch).tolist()
+    return Chunks(rows, n) if source == "chunks" else from_arrays(rows), lambda epoch: rows.tolist()
+
+
+def each(function: Callable[[int], int], element: Any) -> Any:
+    return [function(x) for x in element] if isinstance(element, list) else function(element)
+
+
+def total(element: Any) -> int:
+    return sum(element) if isinstance(element, list) else element
+
+
+def cut(rows: list[Any], size: int, drop: bool = False) -> list[list[Any]]:
+    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+    return [batch for batch in batches if len(batch) == size or not drop]
+
+
+def interleaved(pieces: list[list[Any]], cycle: int, block: int) -> list[Any]:
+    """TF's loop (kernels/data/interleave_dataset_op.cc), element by element."""
+    waiting, places = list(pieces), [None] * cycle  # type: ignore[var-annotated]
+    result, at, taken = [], 0, 0
+
+    def advance() -> None:
+        nonlocal at, taken
+        at, taken = (at + 1) % cycle, 0
+
+    while waiting or any(place is not None for place in places):
+        if places[at] is not None:
+            if places[at]:
+                result.append(places[at].pop(0))
+                taken += 1
+                if taken == block:
+                    advance()
+            else:
+                places[at] = None
+                advance()
+        elif waiting:
+            places[at] = list(waiting.pop(0))
+        else:
+            advance()
+    return result
+
+
+def through_buffer(elements: list[Any], size: int, seed: int, epoch: int) -> list[Any]:
+    """A buffer is filled, and each element that goes from a random place makes room for the next."""
+    words, buffer, result = random_words((seed, epoch)), elements[:size], []
+    for element in elements[size:]:
+        place = next(words) % size
+        result.append(buffer[place])
+        buffer[place] = element
+    while buffer:
+        place = next(words) % len(buffer)
+        result.append(buffer[place])
+        buffer[place] = buffer[-1]
+        buffer.pop()
+    return result
+
+
+def shuffle(dataset: Dataset, model: Model, a: int, b: int) -> Both:
+    """Full, in blocks or in a buffer; with and without a buffer_size, a mode, and orders that differ between epochs."""
+    block, anew = dataset.random_access and a == 2, a != 3
+    size = b + 1 if a in (1, 2) or not dataset.random_access else None
+    made = dataset.shuffle(size, seed=b, reshuffle_each_epoch=anew, mode="block" if block else "auto")
+    chunks = dataset.chunk_starts() if dataset.batching is None else None
+
+    def shuffled(epoch: int) -> list[Any]:
+        elements, key = model(epoch), epoch if anew else 0
+        every = np.arange(len(elements))
+        if not dataset.random_access:
+            return through_buffer(elements, b + 1, b, key)
+        if chunks is None and not block:
+            order = permute(every, every.size, seed=b, epoch=key)
+        else:  # rows that lie in no chunks go 64 together
+            starts = np.append(np.arange(0, every.size, 64), every.size) if chunks is None else chunks
+            order = BlockOrder(starts, size or every.size + 1, seed=b).rows(key, every)
+        return [elements[i] for i in order]
+
+    return made, shuffled
+
+
+def sample(both: Sequence[Both], weights: Sequence[float], seed: int, stop: bool) -> Both:
+    """Who is drawn from is taken from datasets as long and as well known as these, that tell their number."""
+    counts = [dataset.cardinality() for dataset, _ in both]
+
+    def who(number: int, rows: list[Any]) -> Dataset:
+        if counts[number] == INFINITE:
+            return from_arrays(np.array([number])).repeat()
+        if counts[number] >= 0:
+            return from_arrays(np.full(counts[number], number))
+        return from_generator(lambda: iter([number] * len(rows)), NUMBER)
+
+    def sampled(epoch: int) -> list[Any]:
+        pieces = [model(epoch) for _, model in both]
+        numbers = [who(number, rows) for number, rows in enumerate(pieces)]
+        draws = ms.data.sample_from_datasets(numbers, weights, seed=seed, stop_on_empty_dataset=stop).elements(epoch)
+        drawn = [int(number) for number in itertools.islice(draws, ENOUGH if INFINITE in counts else None)]
+        found = collections.Counter(drawn)
+        for number, rows in enumerate(pieces):  # without a stop everything comes
+            assert found[number] <= (len(rows) if weights[number] else 0)
+            assert stop or INFINITE in counts or found[number] == (len(rows) if weights[number] else 0)
+        left = [iter(rows) for rows in pieces]
+        return [next(left[number]) for number in drawn]
+
+    datasets = [dataset for dataset, _ in both]
+    return ms.data.sample_from_datasets(datasets, weights, seed=seed, stop_on_empty_dataset=stop), sampled
+
+
+def endless(dataset: Dataset, model: Model) -> Both:
+    """Repeated without end, which is as far as the first pass without an element."""
+
+    def passes(epoch: int) -> list[Any]:
+        elements: list[Any] = []
+        for number in itertools.count(epoch):
+            following = model(number)
+            elements += following
+            if not following or len(elements) >= ENOUGH:
+                return elements[:ENOUGH]
+        raise AssertionError
+
+    return dataset.repeat(), passes
+
+
+def ragged(dataset: Dataset, model: Model) -> Both:
+    """Rows that differ in length: as many times itself as the number's remainder says."""
+    return dataset.map(lambda x: np.full(int(x) % 4, x), element_spec=ArraySpec((None,), np.int64)), lambda epoch: [
+        [x] * (x % 4) for x in model(epoch)
+    ]
+
+
+def pad(batch: list[list[int]]) -> list[int]:
+    """One number a row that tells what it is and how wide its batch is."""
+    width = max(map(len, batch))
+    return [sum(row) - (width - len(row)) + 100 * width for row in batch]
+
+
+def apply(dataset: Dataset, model: Model, name: str, a: int, b: int) -> Both:
+    """One operator on both; what does not fit rows (or batches) leaves them as they are."""
+    dataset, model = _apply(dataset, model, name, a, b)
+    return dataset, functools.cache(model)
+
+
+def _apply(dataset: Dataset, model: Model, name: str, a: int, b: int) -> Both:
+    batched = dataset.batching is not None
+    other, others = begin(b + 2, SOURCES[a % 3], 7)
+    if batched:
+        other, others = other.batch(3), lambda epoch, rows=others: cut(rows(epoch), 3)
+    if name == "take":
+        return dataset.take(3 * a), lambda epoch: model(epoch)[: 3 * a]
+    if name == "skip":
+        return dataset.skip(a), lambda epoch: model(epoch)[a:]
+    if name == "shard":
+        return dataset.shard(b + 1, a % (b + 1)), lambda epoch: model(epoch)[a % (b + 1) :: b + 1]
+    if name == "repeat":
+        return dataset.repeat(a), lambda epoch: [x for i in range(a) for x in model(epoch * a + i)]
+    if name == "repeat without end":  # and something behind it, until it ends again
+        whole, passes = apply(*endless(dataset, model), AFTER_ENDLESS[(4 * a + b) % len(AFTER_ENDLESS)], a, b)
+        return whole.take(6), lambda epoch: passes(epoch)[:6]
+    if name == "map":
+        return dataset.map(lambda x: x * a + b, num_parallel_calls=b or None), lambda epoch: [
+            each(lambda x: x * a + b, element) for element in model(epoch)
+        ]
+    if name == "filter":
+        return dataset.filter(lambda x: x.sum() % (a + 1) != 0), lambda epoch: [
+            element for element in model(epoch) if total(element) % (a + 1) != 0
+        ]
+    if name == "prefetch":
+        return dataset.prefetch(a), model
+    if name == "with_options":
+        return dataset.with_options(Options("data" if a else None)), model
+    if name == "cache":
+        whole_rows = dataset.random_access and not batched
+        return dataset.cache(("rank", "node", "job", "rank")[a] if whole_rows else "rank"), lambda epoch: model(0)
+    if name == "concatenate":
+        return dataset.concatenate(other, other), lambda epoch: model(epoch) + others(epoch) + others(epoch)
+    if name == "sample_from_datasets":
+        return sample([(dataset, model), (other, others)], WEIGHTS[a], b, b % 2 == 1)
+    if name == "shuffle":
+        return shuffle(dataset, model, a, b)
+    if name == "zip" and batched:  # with itself in another way, so that the lengths of the batches agree
+        return ms.data.zip({"x": dataset, "y": dataset.map(lambda x: 2 * x)}).map(
+            lambda e: e["x"] + e["y"]
+        ), lambda epoch: [each(lambda x: 3 * x, batch) for batch in model(epoch)]
+    return (_apply_to_batches if batched else _apply_to_rows)(dataset, model, name, a, b)
+
+
+def _apply_to_batches(dataset: Dataset, model: Model, name: str, a: int, b: int) -> Both:
+    if name == "unbatch":
+        return dataset.unbatch(), lambda epoch: [row for batch in model(epoch) for row in batch]
+    if name == "interleave":
+        return dataset.interleave(from_arrays, a + 1, b + 1), lambda epoch: interleaved(model(epoch), a + 1, b + 1)
+    if name == "flat_map" and model(0):  # else nothing would tell in epoch 0 that it gives batches
+        return dataset.flat_map(lambda batch: from_arrays(batch).batch(b + 1)), lambda epoch: [
+            part for batch in model(epoch) for part in cut(batch, b + 1)
+        ]
+    return dataset, model
+
+
+def _apply_to_rows(dataset: Dataset, model: Model, name: str, a: int, b: int) -> Both:
+    other, others = begin(b + 2, SOURCES[a % 3], 7)
+    if name == "batch":
+        return dataset.batch(a + 1, drop_remainder=b > 1), lambda epoch: cut(model(epoch), a + 1, b > 1)
+    if name == "padded_batch":
+        return dataset.padded_batch(a + 1, drop_remainder=b > 1), lambda epoch: cut(model(epoch), a + 1, b > 1)
+    if name == "padded_batch of ragged rows":  # with something in between that takes them
+        rows, row_model = apply(*ragged(dataset, model), TAKES_RAGGED[(4 * a + b) % len(TAKES_RAGGED)], a, b)
+        return rows.padded_batch(b + 1, None, -1).map(lambda batch: batch.sum(axis=1) + 100 * batch.shape[1]), (
+            lambda epoch: [pad(batch) for batch in cut(row_model(epoch), b + 1)]
+        )
+    if name == "enumerate":
+        return dataset.enumerate().map(lambda i, x: 50 * i + x), lambda epoch: [
+            50 * i + x for i, x in enumerate(model(epoch))
+        ]
+    if name == "zip":
+        return ms.data.zip(dataset, other).map(lambda x, y: x - y), lambda epoch: [
+            x - y for x, y in zip(model(epoch), others(epoch), strict=False)
+        ]
+    if name == "interleave":
+        return dataset.interleave(
+            lambda x: from_arrays(np.full(int(x) % 4, x)), a + 1, b + 1
+        ), lambda epoch: interleaved([[x] * (x % 4) for x in model(epoch)], a + 1, b + 1)
+    if name == "flat_map":
+        return dataset.flat_map(lambda x: from_arrays(np.stack([x, -x]))), lambda epoch: [
+            y for x in model(epoch) for y in (x, -x)
+        ]
+    if name == "unbatch":  # of arrays that are no batches
+        return dataset.map(lambda x: np.stack([x, 2 * x])).unbatch(), lambda epoch: [
+            y for x in model(epoch) for y in (x, 2 * x)
+        ]
+    return dataset, model
+
+
+NAMES = [
+    "take", "skip", "shard", "repeat", "repeat without end", "map", "filter", "prefetch", "with_options", "cache",
+    "concatenate", "sample_from_datasets", "shuffle", "batch", "padded_batch", "padded_batch of ragged rows", "unbatch",
+    "enumerate", "zip", "interleave", "flat_map",
+]  # fmt: skip
+TAKES_RAGGED = ["take", "skip", "shard", "repeat", "filter", "prefetch", "with_options", "cache", "shuffle"]
+AFTER_ENDLESS = [
+    "take", "skip", "shard", "repeat", "map", "prefetch", "with_options", "concatenate", "sample_from_datasets", "batch",
+    "padded_batch", "unbatch", "enumerate", "zip", "flat_map",
+]  # fmt: skip
