@@ -1,8 +1,8 @@
 """Every operator of Dataset beside what it does to lists: a model of any chain of them.
 
-`begin` and then `apply`, as often as one likes, return a dataset and its model: a function of the epoch that returns the
-elements, as numbers or lists of numbers. Random orders are permute's, BlockOrder's and random_words', which have tests of
-their own; the draws of sample_from_datasets are those among datasets that tell nothing but which they are.
+`chained`, or `begin` and then `apply` as often as one likes, return a dataset and its model: a function of the epoch that
+returns the elements, as numbers or lists of numbers. Random orders are permute's, BlockOrder's and random_words', which
+have tests of their own; the draws of sample_from_datasets are those among datasets that tell nothing but which they are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mpistrat.data.order import permute, random_words
 
 Model = Callable[[int], list[Any]]
 Both = tuple[Dataset, Model]
+Chain = list[tuple[str, int, int]]
 
 SOURCES = ["arrays", "chunks", "generator"]
 NUMBER = ArraySpec((), np.int64)
@@ -47,6 +48,24 @@ def begin(n: int, source: str, factor: int = 1) -> Both:
         numbers = from_generator(lambda epoch: iter(rows + 1000 * epoch), NUMBER)
         return numbers, lambda epoch: (rows + 1000 * epoch).tolist()
     return Chunks(rows, n) if source == "chunks" else from_arrays(rows), lambda epoch: rows.tolist()
+
+
+def chained(n: int, source: str, chain: Chain) -> Both:
+    """Rows and one operator after the other, each a name and two numbers."""
+    dataset, model = begin(n, source)
+    for name, a, b in chain:
+        dataset, model = apply(dataset, model, name, a, b)
+    return dataset, model
+
+
+def has_spec(dataset: Dataset) -> bool:
+    """Whether it can tell what its elements look like; a function that is never called makes nothing to look at."""
+    try:
+        _ = dataset.element_spec
+    except ValueError as error:
+        assert "at least one element below" in str(error)
+        return False
+    return True
 
 
 def each(function: Callable[[int], int], element: Any) -> Any:

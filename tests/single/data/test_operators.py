@@ -7,21 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataset_model import NAMES, SOURCES, Model, apply, begin, endless, listed
-from hypothesis import given, settings
+from dataset_model import NAMES, SOURCES, Chain, apply, begin, chained, endless, has_spec, listed
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import mpistrat as ms
 from mpistrat.data import INFINITE, UNKNOWN, Dataset, from_arrays
 
 chains = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=6)
-
-
-def made(n: int, source: str, chain: list[tuple[str, int, int]]) -> tuple[Dataset, Model]:
-    dataset, model = begin(n, source)
-    for name, a, b in chain:
-        dataset, model = apply(dataset, model, name, a, b)
-    return dataset, model
 
 
 @settings(deadline=None, max_examples=250)
@@ -31,8 +24,9 @@ def made(n: int, source: str, chain: list[tuple[str, int, int]]) -> tuple[Datase
     chain=chains,
     stops=st.lists(st.integers(0, 30), min_size=1, max_size=3),
 )
-def test_any_chain_is_what_lists_are(n: int, source: str, chain: list[tuple[str, int, int]], stops: list[int]) -> None:
-    dataset, model = made(n, source, chain)
+def test_any_chain_is_what_lists_are(n: int, source: str, chain: Chain, stops: list[int]) -> None:
+    assume(has_spec(chained(n, source, chain)[0]))
+    dataset, model = chained(n, source, chain)
     expected = model(0), model(1)
     assert (listed(dataset), listed(dataset)) == expected
     for epoch, elements in enumerate(expected):
@@ -56,7 +50,7 @@ def test_any_chain_is_what_lists_are(n: int, source: str, chain: list[tuple[str,
         state = iterator.state()
         length = dataset.cardinality()
         assert state == {"epoch": 1, "next": len(seen)} | ({"length": length} if length >= 0 else {})
-        following = iter(made(n, source, chain)[0])
+        following = iter(chained(n, source, chain)[0])
         following.restore(state)
         assert following.state() == state
         rest = expected[1][len(seen) :]
@@ -72,8 +66,9 @@ def test_any_chain_is_what_lists_are(n: int, source: str, chain: list[tuple[str,
 
 @settings(deadline=None, max_examples=60)
 @given(n=st.integers(0, 7), source=st.sampled_from(SOURCES), chain=chains, stop=st.integers(0, 12))
-def test_any_chain_without_an_end(n: int, source: str, chain: list[tuple[str, int, int]], stop: int) -> None:
-    dataset, model = endless(*made(n, source, chain))
+def test_any_chain_without_an_end(n: int, source: str, chain: Chain, stop: int) -> None:
+    assume(has_spec(chained(n, source, chain)[0]))
+    dataset, model = endless(*chained(n, source, chain))
     expected = model(2)[:20]
     dataset.set_epoch(2)
     iterator = iter(dataset)
@@ -135,6 +130,12 @@ def test_a_chain_names_its_spec_before_and_after_reading() -> None:
 def test_interleave_as_tf_documents_it() -> None:
     rows = Dataset.range(1, 6).interleave(lambda x: from_arrays(np.full(6, x)), cycle_length=2, block_length=4)
     assert listed(rows) == [1] * 4 + [2] * 4 + [1] * 2 + [2] * 2 + [3] * 4 + [4] * 4 + [3] * 2 + [4] * 2 + [5] * 6
+
+
+def test_interleave_of_nothing_is_empty_though_it_has_no_spec() -> None:
+    rows = Dataset.range(0).interleave(lambda x: from_arrays(np.full(6, x)))
+    assert not has_spec(rows)
+    assert listed(rows) == listed(rows.batch(2)) == listed(rows.repeat(2).unbatch()) == []
 
 
 def test_interleave_shuffles_what_is_inside_anew_in_every_epoch() -> None:
