@@ -279,6 +279,9 @@ def large(layout: str, gibibytes: float) -> Iterator[Share]:
                 block = np.zeros((case.chunk_rows * 512, case.row_bytes), np.uint8)
                 for start in range(0, rows, len(block)):
                     data[start : start + len(block)] = block[: rows - start]
+        with path.open("rb", buffering=0) as raw:  # into the page cache: else the first reader would bring it there
+            while raw.readinto(bytearray(1 << 24)):
+                pass
         yield Share(case, (path,), rows, 0, 1)
 
 
