@@ -95,6 +95,18 @@ def test_every_operator_from_every_position_on(name: str, source: str) -> None:
                 assert listed(dataset.elements(epoch, start)) == expected[start:], (str(dataset), epoch, start)
 
 
+@pytest.mark.parametrize("first", NAMES)
+def test_every_operator_on_every_other(first: str) -> None:
+    for number, (second, batched) in enumerate(itertools.product(NAMES, (False, True))):
+        for a, b in ((2, 1), (1, 3)):
+            source = SOURCES[(NAMES.index(first) + number + a) % 3]
+            chain = [("shuffle", 0, 2), *[("batch", 1, 0)] * batched, (first, a, b), (second, a, b)]
+            dataset, model = chained(9, source, chain)
+            expected = model(2)
+            for start in (0, 1, 3):
+                assert listed(dataset.elements(2, start)) == expected[start:], (source, chain, start)
+
+
 def test_no_operator_is_left_out() -> None:
     reads = {
         "rows", "set_epoch", "element", "elements", "peek", "cardinality", "options", "describe", "row_spec", "element_spec",
