@@ -103,6 +103,11 @@ class Chain(ABC):
         return all(parent.deterministic for parent in self.parents)
 
     @property
+    def calls_functions(self) -> bool:
+        """Whether a function of the user's makes elements of this chain."""
+        return any(parent.calls_functions for parent in self.parents)
+
+    @property
     def prefetch_depth(self) -> int | None:
         """How many elements are to be read ahead, as `prefetch` says; None where nothing says it."""
         depths = [parent.prefetch_depth for parent in self.parents]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any, Protocol
@@ -13,7 +14,8 @@ __all__ = ["DatasetIterator", "Elements", "PositionReader"]
 
 _NOTHING = object()  # no element was peeked at
 PATIENCE = 1e-3  # seconds: a thread takes 0.03 to 0.1 ms to hand an element over, and the node a core
-_SLOW = 3  # elements in a row that took longer; a single one may have met a cold page
+_RECENT = 32  # elements over which the mean is taken; small ones come several at a time
+_OUTLIERS = 2  # the slowest of them do not count: they may have met a cold page
 
 Elements = Callable[[int, int], Iterator[Any]]  # (epoch, position) -> the elements from there on
 
@@ -36,7 +38,7 @@ class PositionReader:
         cardinality: elements in an epoch; negative for no end, or an unknown one.
         epoch: which epoch.
         prefetch: how many elements a thread may read ahead; 0 for no thread.
-        patience: start the thread when reading takes longer than so many seconds; 0 for at once.
+        patience: start the thread when reading an element takes longer than so many seconds, on average; 0 for at once.
         same_length: whether an epoch of the same dataset is as long wherever a state of it is restored.
         supplier: what the elements come from.
     """
@@ -57,7 +59,8 @@ class PositionReader:
         self._length = {"length": cardinality} if same_length and cardinality >= 0 else {}
         self._depth = prefetch
         self._patience = patience
-        self._slow = 0  # elements in a row that took longer
+        self._recent: deque[float] = deque(maxlen=_RECENT)  # seconds that reading took
+        self._slow = patience == 0
         self._epoch = epoch
         self._next = 0
         self._produce: Callable[[], Any] | None = None
@@ -90,14 +93,17 @@ class PositionReader:
         if self._produce is None:
             # The prefetch thread holds the function, not this object.
             self._produce = _producer(self._elements, self._epoch, self._next)
-        if self._prefetcher is None and self._depth and (self._patience == 0 or self._slow >= _SLOW):
+        if self._prefetcher is None and self._depth and self._slow:
             self._prefetcher = Prefetcher(self._produce, self._depth)
             self._produce = self._prefetcher.get
         started = perf_counter()
         try:
             element = self._produce()
             seconds = perf_counter() - started
-            self._slow = self._slow + 1 if seconds > self._patience else 0
+            self._recent.append(seconds)
+            if seconds > self._patience and not self._slow:
+                counted = sorted(self._recent)[:-_OUTLIERS]
+                self._slow = sum(counted) > self._patience * max(1, len(counted))
             if self._prefetcher is not None and self._supplier is not None:
                 self._supplier.count_wait(seconds)
             return element

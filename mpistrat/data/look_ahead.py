@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -12,15 +12,18 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from .chain import Addresses, Chain
 
-__all__ = ["LOOK_AHEAD", "LocatedBatch", "LookAhead"]
+__all__ = ["LOOK_AHEAD", "Located", "LookAhead"]
 
-LOOK_AHEAD = 2  # batches: one would leave a decoding thread idle as it ends, more only hold more memory
+LOOK_AHEAD = (
+    2  # batches, or groups of small ones: one would leave a decoding thread idle as it ends, more only hold more memory
+)
 
 
-class LocatedBatch(NamedTuple):
-    """A batch, or our part of it: who makes its rows, and their addresses there."""
+class Located(NamedTuple):
+    """Successive batches, or our part of each: who makes their rows, and the addresses of these there."""
 
-    total: int  # rows of the whole batch
+    totals: Sequence[int]  # rows of each whole batch
+    ends: Sequence[int]  # where our part of each ends
     source: Chain
     epochs: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -37,17 +40,17 @@ class LookAhead:
         self._dataset = dataset
         self._useful = dataset.random_access and _reads_chunks(dataset)
 
-    def batches(self, located: Iterator[LocatedBatch]) -> Iterator[LocatedBatch]:
-        """Yield the same batches, each but the first announced some batches before. Not collective."""
+    def batches(self, located: Iterator[Located]) -> Iterator[Located]:
+        """Yield the same batches, all but the first announced some turns before. Not collective."""
         return self._announced(located) if self._useful else located
 
     @staticmethod
-    def _announced(located: Iterator[LocatedBatch]) -> Iterator[LocatedBatch]:
-        waiting: deque[LocatedBatch] = deque()
-        for batch in located:
+    def _announced(located: Iterator[Located]) -> Iterator[Located]:
+        waiting: deque[Located] = deque()
+        for batches in located:
             if waiting:
-                batch.source.expect(batch.epochs, batch.positions)
-            waiting.append(batch)
+                batches.source.expect(batches.epochs, batches.positions)
+            waiting.append(batches)
             if len(waiting) > LOOK_AHEAD:
                 yield waiting.popleft()
         yield from waiting

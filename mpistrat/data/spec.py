@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "empty_rows",
     "is_ragged",
     "row_count",
+    "row_nbytes",
     "spec_of_element",
     "spec_of_rows",
     "stack_rows",
@@ -56,6 +58,14 @@ class ArraySpec:
 def is_ragged(spec: ArraySpec) -> bool:
     """Whether rows of this spec differ in shape: stacked they are a 1-D object array of arrays."""
     return None in spec.shape
+
+
+def row_nbytes(row_spec: Any) -> int:
+    """The bytes of one row; 0 where they vary, and for strings."""
+    specs = nest.flatten(row_spec)
+    if any(is_ragged(spec) or spec.dtype.hasobject for spec in specs):
+        return 0
+    return sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in specs)
 
 
 def spec_of_rows(rows: Any) -> Any:

@@ -1,21 +1,30 @@
-"""Successive batches of a dataset with random access, or a part of each: where rows lie is found out for many at a time."""
+"""Successive batches of a dataset with random access, or a part of each.
+
+Where rows lie is found out for many batches at a time, and small ones are gathered together: each call costs about as
+much as copying 100 KB.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from .. import nest
 from .locality import by_locality
-from .look_ahead import LocatedBatch, LookAhead
+from .look_ahead import Located, LookAhead
+from .spec import row_nbytes
 
 if TYPE_CHECKING:
     from .chain import Chain
 
 __all__ = ["Part", "successive_batches"]
 
-_TOGETHER = 4096  # rows: finding out costs the same for one batch and for many small ones
+_LOCATED = 4096  # rows whose places are found out at a time
+TOGETHER_BYTES = 1 << 17  # of batches that are gathered at a time
 
 Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are ours
 
@@ -29,11 +38,27 @@ def successive_batches(dataset: Chain, epoch: int, start: int, part: Part | None
         part: which rows of a batch of so many are ours, once they stand in the order of their locality; None for all, in
             the order of the dataset.
     """
-    for total, source, epochs, positions in LookAhead(dataset).batches(_located(dataset, epoch, start, part)):
-        yield total, source.gather(epochs, positions)
+    for batches in LookAhead(dataset).batches(_located(dataset, epoch, start, part)):
+        yield from _gathered(batches)
 
 
-def _located(dataset: Chain, epoch: int, start: int, part: Part | None) -> Iterator[LocatedBatch]:
+def _gathered(batches: Located) -> Iterator[tuple[int, Any]]:
+    totals, ends, source, epochs, positions = batches
+    ranges = [slice(low, high) for low, high in itertools.pairwise((0, *ends))]
+    if len(totals) > 1:
+        try:
+            rows = source.gather(epochs, positions)
+        except Exception:  # the batches in front of the one that cannot be read come first
+            pass
+        else:
+            for total, own in zip(totals, ranges, strict=True):
+                yield total, nest.map_structure(lambda leaf, own=own: leaf[own], rows)
+            return
+    for total, own in zip(totals, ranges, strict=True):
+        yield total, source.gather(epochs[own], positions[own])
+
+
+def _located(dataset: Chain, epoch: int, start: int, part: Part | None) -> Iterator[Located]:
     """Where the rows of the batches, or our part of each, are made."""
     length = dataset.cardinality()
     nothing = np.empty(0, np.int64)
@@ -56,9 +81,31 @@ def _located(dataset: Chain, epoch: int, start: int, part: Part | None) -> Itera
                 own = np.concatenate([np.arange(first + low, first + high) for first, low, high in ranges])
                 epochs, positions = epochs[own], positions[own]
         source, epochs, positions = dataset.source(epochs, positions)
-        low = 0
-        for count, high in zip(counts, ends, strict=True):
-            yield LocatedBatch(count, source, epochs[low:high], positions[low:high])
-            low = high
+        most = _rows_together(source) // max(1, ends[-1] // len(ends))
+        for some in _groups(ends, epochs, most):
+            low, high = ends[some.start - 1] if some.start else 0, ends[some.stop - 1]
+            yield Located(
+                counts[some], [end - low for end in ends[some]], source, epochs[low:high], positions[low:high]
+            )
         located = sum(counts) if sort else ends[-1]
-        position, together = stop, max(1, min(2 * together, _TOGETHER * (stop - position) // max(1, located)))
+        position, together = stop, max(1, min(2 * together, _LOCATED * (stop - position) // max(1, located)))
+
+
+def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: int) -> Iterator[slice]:
+    """Which batches are gathered together: at most so many, at least one, none with those of another pass over a source.
+
+    Files are looked at between passes.
+    """
+    several = epochs.size > 0 and epochs[0] != epochs[-1]
+    passes = epochs[np.maximum(ends, 1) - 1].tolist() if several else [0] * len(ends)
+    first = 0
+    for stop in range(1, len(ends) + 1):
+        if stop == len(ends) or stop - first >= most or passes[stop] != passes[first]:
+            yield slice(first, stop)
+            first = stop
+
+
+def _rows_together(source: Chain) -> int:
+    """How many rows may be gathered at once, though they belong to several batches; 0 where a function would see it."""
+    nbytes = 0 if source.calls_functions or source.batching is not None else row_nbytes(source.row_spec)
+    return TOGETHER_BYTES // nbytes if nbytes else 0

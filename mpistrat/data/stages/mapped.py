@@ -36,6 +36,10 @@ class Mapped(Stage):
         return self._calls.counters
 
     @property
+    def calls_functions(self) -> bool:
+        return True
+
+    @property
     def deterministic(self) -> bool:
         free = self._calls.parallel is not None and not self._calls.deterministic
         return super().deterministic and (self.random_access or not free)

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from mpistrat.data import Dataset, HDF5Dataset, from_arrays
+from mpistrat.data import Dataset, HDF5Dataset, from_arrays, successive
 from mpistrat.data.distribution.distributed_dataset import distribute
 from mpistrat.data.distribution.workers import Workers
 from mpistrat.data.look_ahead import LOOK_AHEAD
@@ -24,7 +24,8 @@ def source(tmp_path: Path) -> Dataset:
 
 @pytest.fixture
 def calls(source: Dataset, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
-    """What the source is told and asked, in order."""
+    """What the source is told and asked, in order; batches are not gathered together."""
+    monkeypatch.setattr(successive, "TOGETHER_BYTES", 0)
     seen: list[tuple[str, list[int]]] = []
     for name in ("expect", "gather"):
         original = getattr(HDF5Dataset, name)
@@ -86,3 +87,85 @@ def test_where_rows_are_cheap_nothing_is_expected(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(type(dataset), "expect", unexpected)
     assert sum(len(batch) for batch in dataset) == 100
     assert sum(len(batch) for batch in distribute(dataset, Workers([1], 0))) == 100
+
+
+@pytest.fixture
+def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows the sources are asked for, call by call."""
+    seen: list[int] = []
+    for kind in (HDF5Dataset, type(from_arrays(np.zeros(1)))):
+        original = kind.gather
+
+        def note(self: Any, epochs: Any, positions: Any, original: Any = original) -> Any:
+            seen.append(positions.size)
+            return original(self, epochs, positions)
+
+        monkeypatch.setattr(kind, "gather", note)
+    return seen
+
+
+def test_small_batches_are_gathered_together(gathered: list[int]) -> None:
+    """Rows of 64 B: 128 KiB are 2,048 rows, 8 batches of 256. The first comes alone, then 2, 4, and 8 of them."""
+    data = np.arange(20_000 * 8).reshape(20_000, 8)
+    for dataset in (from_arrays(data).batch(256), distribute(from_arrays(data).batch(256), Workers())):
+        gathered.clear()
+        batches = list(dataset)
+        assert [len(batch) for batch in batches] == [256] * 78 + [32]
+        assert np.array_equal(np.concatenate(batches), data)
+        assert gathered[:4] == [256, 512, 1024, 2048]
+        assert max(gathered) == 2048 and len(gathered) <= 3 + 1 + 10
+
+
+@pytest.mark.parametrize("chain", ["map", "map batches", "strings", "large", "padded"])
+def test_what_is_gathered_alone(chain: str, gathered: list[int]) -> None:
+    """What a function sees, what takes an unknown number of bytes, and batches that are large enough."""
+    rows = {
+        "map": lambda: from_arrays(np.arange(100)).map(lambda x: x + 1),
+        "map batches": lambda: from_arrays(np.arange(100)),
+        "strings": lambda: from_arrays(np.array([str(i) for i in range(100)], object)),
+        "large": lambda: from_arrays(np.zeros((100, 1 << 10))),
+        "padded": lambda: from_arrays(np.arange(100)),
+    }[chain]()
+    dataset = rows.padded_batch(10) if chain == "padded" else rows.batch(10)
+    if chain == "map batches":
+        dataset = dataset.map(lambda x: x + 1)
+    _ = dataset.element_spec
+    gathered.clear()
+    assert len(list(dataset)) == 10
+    assert gathered == [10] * 10
+
+
+def test_passes_are_gathered_apart(gathered: list[int]) -> None:
+    """Of 1, 2, 4 and 8 batches each run that ends in the same pass is one call."""
+    rows = from_arrays(np.arange(10))
+    assert [batch.tolist() for batch in rows.repeat(3).batch(4)] == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]
+    ]  # fmt: skip
+    assert gathered == [4, 4, 4, 8, 8, 2]
+
+
+def test_batches_in_front_of_one_that_cannot_be_read_come_first(
+    source: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = HDF5Dataset.gather
+
+    def gather(self: Any, epochs: Any, positions: Any) -> Any:
+        if 57 in positions:
+            raise OSError("a cable")
+        return original(self, epochs, positions)
+
+    monkeypatch.setattr(HDF5Dataset, "gather", gather)
+    iterator = iter(source.batch(10))
+    for first in range(0, 50, 10):
+        assert next(iterator).tolist() == list(range(first, first + 10))
+    with pytest.raises(OSError, match="a cable"):
+        next(iterator)
+    monkeypatch.setattr(HDF5Dataset, "gather", original)
+    assert [batch.tolist()[0] for batch in iterator] == [50, 60, 70, 80, 90]
+
+
+def test_batches_gathered_together_share_no_rows() -> None:
+    batches = list(from_arrays(np.arange(40)).batch(4))
+    for batch in batches:
+        batch += 100
+    assert np.concatenate(batches).tolist() == list(range(100, 140))

@@ -114,7 +114,7 @@ def test_no_operator_is_left_out() -> None:
         "rows", "set_epoch", "element", "elements", "peek", "cardinality", "options", "describe", "row_spec", "element_spec",
         "parents", "batching", "bind", "check", "chunk_starts", "count_wait", "counters", "deterministic", "expect", "gather",
         "keep", "locality", "locate", "prefetch_depth", "random_access", "rebuild", "shard_hinted", "shares_memory", "source",
-        "with_shard",
+        "with_shard", "calls_functions",
     }  # fmt: skip
     sources = {"from_tensor_slices", "from_generator", "range"}
     names = {name for name in dir(Dataset) if not name.startswith("_")}

@@ -1,0 +1,54 @@
+"""When a thread begins to read ahead: where reading is slow on average, not where single elements were."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mpistrat.data.iterator import PositionReader
+
+PATIENCE = 5e-3
+
+
+def first_ahead(seconds: list[float]) -> int | None:
+    """Read elements that take so long, and return how many were read when the thread had been started."""
+
+    def elements(epoch: int, start: int) -> Iterator[int]:
+        for number, duration in enumerate(seconds):
+            time.sleep(duration)
+            yield number
+
+    reader = PositionReader(elements, len(seconds), 0, 2, PATIENCE)
+    try:
+        for number in range(len(seconds)):
+            assert reader.next() == number
+            if reader._prefetcher is not None:
+                return number
+    finally:
+        reader.close()
+    return None
+
+
+def test_slow_elements() -> None:
+    assert first_ahead([0.01] * 6) == 3
+
+
+def test_two_outliers() -> None:
+    assert first_ahead([0.05, 0.05] + [0.0] * 60 + [0.05, 0.05] + [0.0] * 60) is None
+
+
+@pytest.mark.parametrize("together", [2, 4, 8])
+def test_elements_that_come_several_at_a_time(together: int) -> None:
+    """10 ms an element, all in the first of those that come together: the third time is no outlier."""
+    group = [0.01 * together] + [0.0] * (together - 1)
+    assert first_ahead(group * 4) == 2 * together + 1
+
+
+def test_without_patience_at_once() -> None:
+    reader = PositionReader(lambda epoch, start: iter(range(3)), 3, 0, 2, 0.0)
+    assert reader.next() == 0
+    assert reader._prefetcher is not None
+    assert list(iter(reader.next, 2)) == [1]
+    reader.close()
