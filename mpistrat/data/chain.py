@@ -10,6 +10,7 @@ each rank makes every element and keeps its own rows, and going to a position me
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -179,7 +180,9 @@ class Chain(ABC):
         if not self.random_access:
             return self._in_order(epoch, start)
         if self.batching is not None:
-            return (rows for _, rows in successive_batches(self, epoch, start))
+            return map(
+                operator.itemgetter(1), successive_batches(self, epoch, start)
+            )  # no generator: it would hold one
         return self._successive_rows(epoch, start)
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:

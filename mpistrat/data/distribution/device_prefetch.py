@@ -60,18 +60,18 @@ class DevicePrefetch:
 
     def load(self, steps: Iterator[Step]) -> Iterator[Loaded]:
         """Yield the steps with their copies begun."""
-        for step in steps:
-            blocks = step.blocks
-            if blocks is None:
-                yield Loaded(step.rows, 0, 0, None, step.counts)
-                continue
-            rows = nbytes = 0
-            for block in blocks:
-                leaves = nest.flatten(block)
-                rows += len(leaves[0]) if leaves else 0
-                for leaf in leaves:
-                    nbytes += leaf.nbytes
-            yield Loaded(step.rows, rows, nbytes, self._start(blocks), step.counts)
+        return map(self._load, steps)  # no generator: its variables would hold the batch that the loop has
+
+    def _load(self, step: Step) -> Loaded:
+        if step.blocks is None:
+            return Loaded(step.rows, 0, 0, None, step.counts)
+        rows = nbytes = 0
+        for block in step.blocks:
+            leaves = nest.flatten(block)
+            rows += len(leaves[0]) if leaves else 0
+            for leaf in leaves:
+                nbytes += leaf.nbytes
+        return Loaded(step.rows, rows, nbytes, self._start(step.blocks), step.counts)
 
     def _start(self, blocks: list[Any]) -> list[Any]:
         if self._devices is None:

@@ -5,6 +5,7 @@ This and the files that it imports are handed integers; of MPI and strategies th
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -116,20 +117,22 @@ class GlobalSteps(Steps):
         return self._dataset.prefetch_depth
 
     def elements(self, epoch: int, start: int) -> Iterator[Step]:
+        # No generators: their variables would hold the batch that the loop has.
         if not self._dataset.random_access:
-            for batch in self._dataset.elements(epoch, start):
-                count = row_count(batch)
-                yield Step(count, cut(batch, self.workers.blocks(count)))
-            return
-        for count, rows in successive_batches(self._dataset, epoch, start, self._own_rows):
-            yield Step(count, self._blocks(rows, count))
+            return map(self._cut, self._dataset.elements(epoch, start))
+        return itertools.starmap(self._divided, successive_batches(self._dataset, epoch, start, self._own_rows))
 
-    def _blocks(self, rows: Any, count: int) -> list[Any]:
-        """Each local replica's part of this worker's rows of a batch."""
+    def _cut(self, batch: Any) -> Step:
+        """A step of a whole batch."""
+        count = row_count(batch)
+        return Step(count, cut(batch, self.workers.blocks(count)))
+
+    def _divided(self, count: int, rows: Any) -> Step:
+        """A step of this worker's rows of a batch of so many."""
         if self.workers.num_local_replicas == 1:
-            return [rows]
+            return Step(count, [rows])
         blocks = self.workers.blocks(count)
-        return cut(rows, [(low - blocks[0][0], high - blocks[0][0]) for low, high in blocks])
+        return Step(count, cut(rows, [(low - blocks[0][0], high - blocks[0][0]) for low, high in blocks]))
 
     def _own_rows(self, count: int) -> tuple[int, int]:
         """Which rows of a batch of so many are this worker's."""

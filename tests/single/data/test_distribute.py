@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -347,3 +348,18 @@ def test_batches_that_are_kept_stay_as_they_are() -> None:
     dataset = from_arrays(np.repeat(np.arange(200), 1 << 14).reshape(200, -1)).batch(4)
     kept = list(distribute(dataset, Workers([2])))
     assert [values[0, 0] for step in kept for values in step.values] == list(range(0, 200, 2))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("replicas", [0, 1, 2])
+def test_a_batch_that_the_loop_dropped_is_held_by_nobody(in_order: bool, replicas: int) -> None:
+    """So its memory, which the caches know, is used for the next one. 0 replicas: not distributed."""
+    rows = from_arrays(np.arange(400))
+    dataset = (rows.filter(lambda row: True) if in_order else rows).batch(40)
+    iterator = iter(distribute(dataset, Workers([replicas]), buffer_size=0) if replicas else dataset)
+    for _ in range(3):
+        batch: Any = next(iterator)
+        parts = batch.values if isinstance(batch, PerReplica) else [batch]
+        held = [weakref.ref(part) for part in parts]
+        del batch, parts
+        assert [part() for part in held] == [None] * max(1, replicas)
