@@ -226,7 +226,7 @@ def _with_protocol(site: SiteProfile) -> SiteProfile:
         return site
     reason = f"srun offers {', '.join(offered)}, and {library} is started by {wanted}."
     if setting := unset_variable(library):
-        reason += f" It may want --env {setting}."
+        reason += f" It may need --env {setting}."
     return dataclasses.replace(site, mpi=wanted, reasons=MappingProxyType({"mpi": reason, **site.reasons}))
 
 

@@ -161,7 +161,7 @@ def _by_srun(library: MPILibrary, ranks: int) -> Start:
         command.append(f"--cpus-per-task={cpus}")  # since 22.05 srun does not take it from the job
     notes = [f"{library}; {ranks} tasks in SLURM's job {os.environ['SLURM_JOB_ID']}"]
     if setting := unset_variable(library):
-        notes.append(f"{library} may want export {setting}")
+        notes.append(f"{library} may need: export {setting}")
     return Start(command, environment, notes)
 
 

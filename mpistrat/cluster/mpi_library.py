@@ -1,4 +1,4 @@
-"""Which MPI library mpi4py loads: asked in a process of its own, which loads it and never starts MPI; or has loaded here."""
+"""Which MPI library mpi4py loads, asked in a process of its own that never starts MPI; and which it has loaded here."""
 
 from __future__ import annotations
 

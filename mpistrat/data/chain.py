@@ -180,9 +180,8 @@ class Chain(ABC):
         if not self.random_access:
             return self._in_order(epoch, start)
         if self.batching is not None:
-            return map(
-                operator.itemgetter(1), successive_batches(self, epoch, start)
-            )  # no generator: it would hold one
+            # No generator: it would hold a batch.
+            return map(operator.itemgetter(1), successive_batches(self, epoch, start))
         return self._successive_rows(epoch, start)
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:

@@ -125,7 +125,9 @@ class PositionReader:
             ) from None
         if length != self._length.get("length", length):
             expected = f"a state of epochs of {self._cardinality} elements, as this dataset has"
-            remedy = "The batch size, the files or the policy changed: restore on the same dataset."
+            remedy = (
+                "The batch size, the files, the policy or the number of ranks changed: restore on the same dataset."
+            )
             raise ValueError(explain("restore", "state", expected=expected, got=repr(state), remedy=remedy))
         if epoch < 0 or following < 0 or 0 <= self._cardinality < following:
             expected = f"an epoch of at least 0 and a position in [0, {self._cardinality}]"

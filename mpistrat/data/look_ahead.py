@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOK_AHEAD", "Located", "LookAhead"]
 
-LOOK_AHEAD = (
-    2  # batches, or groups of small ones: one would leave a decoding thread idle as it ends, more only hold more memory
-)
+# Batches, or groups of small ones: one would leave a decoding thread idle as it ends, more only hold more memory.
+LOOK_AHEAD = 2
 
 
 class Located(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = ["Part", "successive_batches"]
 
 _LOCATED = 4096  # rows whose places are found out at a time
 TOGETHER_BYTES = 1 << 17  # of batches that are gathered at a time
+TOGETHER_SECONDS = 1e-3
 
 Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are ours
 
@@ -38,16 +40,38 @@ def successive_batches(dataset: Chain, epoch: int, start: int, part: Part | None
         part: which rows of a batch of so many are ours, once they stand in the order of their locality; None for all, in
             the order of the dataset.
     """
-    for batches in LookAhead(dataset).batches(_located(dataset, epoch, start, part)):
-        yield from _gathered(batches)
+    pace = _Pace()
+    for batches in LookAhead(dataset).batches(_located(dataset, epoch, start, part, pace)):
+        yield from _gathered(batches, pace)
 
 
-def _gathered(batches: Located) -> Iterator[tuple[int, Any]]:
+class _Pace:
+    """How many rows one call may gather: batches that are slow to read come one by one, for who reads ahead or waits."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0  # of a row, in the latest call
+
+    def gather(self, source: Chain, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        started = perf_counter()
+        rows = source.gather(epochs, positions)
+        self._seconds = (perf_counter() - started) / max(1, positions.size)
+        return rows
+
+    def rows_together(self, source: Chain) -> float:
+        """As many as TOGETHER_BYTES and TOGETHER_SECONDS allow; 0 where a function, or another rank, would see it."""
+        alone = source.calls_functions or source.shares_memory or source.batching is not None
+        nbytes = 0 if alone else row_nbytes(source.row_spec)
+        if not nbytes:
+            return 0
+        return min(TOGETHER_BYTES // nbytes, TOGETHER_SECONDS / max(self._seconds, 1e-9))
+
+
+def _gathered(batches: Located, pace: _Pace) -> Iterator[tuple[int, Any]]:
     totals, ends, source, epochs, positions = batches
     ranges = [slice(low, high) for low, high in itertools.pairwise((0, *ends))]
     if len(totals) > 1:
         try:
-            rows = source.gather(epochs, positions)
+            rows = pace.gather(source, epochs, positions)
         except Exception:  # the batches in front of the one that cannot be read come first
             pass
         else:
@@ -55,10 +79,10 @@ def _gathered(batches: Located) -> Iterator[tuple[int, Any]]:
                 yield total, nest.map_structure(lambda leaf, own=own: leaf[own], rows)
             return
     for total, own in zip(totals, ranges, strict=True):
-        yield total, source.gather(epochs[own], positions[own])
+        yield total, pace.gather(source, epochs[own], positions[own])
 
 
-def _located(dataset: Chain, epoch: int, start: int, part: Part | None) -> Iterator[Located]:
+def _located(dataset: Chain, epoch: int, start: int, part: Part | None, pace: _Pace) -> Iterator[Located]:
     """Where the rows of the batches, or our part of each, are made."""
     length = dataset.cardinality()
     nothing = np.empty(0, np.int64)
@@ -81,8 +105,8 @@ def _located(dataset: Chain, epoch: int, start: int, part: Part | None) -> Itera
                 own = np.concatenate([np.arange(first + low, first + high) for first, low, high in ranges])
                 epochs, positions = epochs[own], positions[own]
         source, epochs, positions = dataset.source(epochs, positions)
-        most = _rows_together(source) // max(1, ends[-1] // len(ends))
-        for some in _groups(ends, epochs, most):
+        rows = max(1, ends[-1] // len(ends))
+        for some in _groups(ends, epochs, lambda: pace.rows_together(source) // rows):  # noqa: B023
             low, high = ends[some.start - 1] if some.start else 0, ends[some.stop - 1]
             yield Located(
                 counts[some], [end - low for end in ends[some]], source, epochs[low:high], positions[low:high]
@@ -91,7 +115,7 @@ def _located(dataset: Chain, epoch: int, start: int, part: Part | None) -> Itera
         position, together = stop, max(1, min(2 * together, _LOCATED * (stop - position) // max(1, located)))
 
 
-def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: int) -> Iterator[slice]:
+def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: Callable[[], float]) -> Iterator[slice]:
     """Which batches are gathered together: at most so many, at least one, none with those of another pass over a source.
 
     Files are looked at between passes.
@@ -99,13 +123,9 @@ def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: int) -> Iterat
     several = epochs.size > 0 and epochs[0] != epochs[-1]
     passes = epochs[np.maximum(ends, 1) - 1].tolist() if several else [0] * len(ends)
     first = 0
-    for stop in range(1, len(ends) + 1):
-        if stop == len(ends) or stop - first >= most or passes[stop] != passes[first]:
-            yield slice(first, stop)
-            first = stop
-
-
-def _rows_together(source: Chain) -> int:
-    """How many rows may be gathered at once, though they belong to several batches; 0 where a function would see it."""
-    nbytes = 0 if source.calls_functions or source.batching is not None else row_nbytes(source.row_spec)
-    return TOGETHER_BYTES // nbytes if nbytes else 0
+    while first < len(ends):
+        stop, limit = first + 1, min(first + most(), len(ends))
+        while stop < limit and passes[stop] == passes[first]:
+            stop += 1
+        yield slice(first, stop)
+        first = stop

@@ -309,8 +309,8 @@ class Strategy:
         """Return the dataset that each rank makes for itself, stepping together with the others'. Collective.
 
         Each step takes one element for every local replica. A rank without one left takes part with zero rows until
-        no rank has any. Iterating is collective: every 64th step begins with one small sum over the ranks where all
-        make Datasets with random access, whose number of steps `len` then tells; else each step does.
+        no rank has any. Iterating is collective. Where all ranks make Datasets with random access, the first step and
+        every 64th begin with one small sum over the ranks, and `len` tells the number of steps; else each step does.
 
         Args:
             dataset_fn: gets an InputContext; returns an iterable of batches, each for one replica. It is called once,

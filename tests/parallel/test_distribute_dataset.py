@@ -143,8 +143,13 @@ def test_every_rank_is_told_what_one_rank_cannot_read(strategy, tmp_path):
     dataset = HDF5Dataset(path)
     if strategy.rank == 1:
         path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ms.errors.ShardError, match=("" if strategy.rank == 1 else "rank 1: ") + r".*\.h5"):
-        strategy.distribute_dataset(dataset.batch(4))
+    by_function = HDF5Dataset(path).map(lambda row: row["x"], element_spec=ms.data.ArraySpec((), np.int64)).batch(4)
+    for distribute in (
+        lambda: strategy.distribute_dataset(dataset.batch(4)),
+        lambda: strategy.distribute_datasets_from_function(lambda context: by_function),
+    ):
+        with pytest.raises(ms.errors.ShardError, match=("" if strategy.rank == 1 else "rank 1: ") + r".*\.h5"):
+            distribute()
     with pytest.raises(ValueError, match=r"Add \.batch"):
         strategy.distribute_dataset(ms.data.from_arrays(np.arange(4)))
     with pytest.raises(TypeError, match=("" if strategy.rank == 1 else "rank 1: ") + ".*iterable"):

@@ -59,7 +59,7 @@ class DevicePrefetch:
         return self._devices is not None
 
     def load(self, steps: Iterator[Step]) -> Iterator[Loaded]:
-        """Yield the steps with their copies begun."""
+        """Return the steps with their copies begun."""
         return map(self._load, steps)  # no generator: its variables would hold the batch that the loop has
 
     def _load(self, step: Step) -> Loaded:

@@ -37,8 +37,8 @@ class DistributedDataset:
 
     `strategy.distribute_dataset` and `strategy.distribute_datasets_from_function` make them. Each `iter()` is the next
     epoch. All ranks make the same number of steps: until no replica has a row left. A replica without a row gets arrays
-    of zero rows. Where a rank cannot compute the rows of all others, steps begin with one small sum over the ranks, each
-    step or, where the ranks know their own beforehand, some of them; iterating is collective there.
+    of zero rows. Where a rank cannot compute the rows of all others, iterating is collective: steps begin with one small
+    sum over the ranks, every step or, where each rank knows its own rows beforehand, some.
 
     Args:
         steps: what this worker reads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ..dataset import INFINITE, UNKNOWN, Dataset
 from ..options import InputReplicationMode
 from ..spec import empty_rows, spec_of_rows
 from .distributed_iterator import SumOverRanks
-from .steps import Step, Steps, has, rows_in
+from .steps import Step, Steps, has_element, rows_in
 from .workers import Workers
 
 __all__ = ["FunctionSteps", "InputContext", "call_dataset_fn"]
@@ -107,9 +108,9 @@ def call_dataset_fn(
 
 @final
 class FunctionSteps(Steps):
-    """One element for each local replica at every step. How long the others' iterables are they tell each other.
+    """One element for each local replica at every step. The workers tell each other how long their iterables are.
 
-    Where all of them are Datasets with random access, one question is enough for many steps, else for one.
+    Where all are Datasets with random access, they ask each other once for many steps, else at every step.
 
     Args:
         iterables: one, which the local replicas take their elements from in turn; or one for each local replica.
@@ -125,6 +126,7 @@ class FunctionSteps(Steps):
         first = self._iterables[0]
         if isinstance(first, Dataset):
             self._row_spec = first.row_spec
+        self._own_cardinality = self._count_steps()  # opens all files, while the other workers can still be told
 
     @property
     def datasets(self) -> tuple[Dataset, ...]:
@@ -140,15 +142,15 @@ class FunctionSteps(Steps):
     def agree(self, sum_over_ranks: SumOverRanks) -> None:
         """Tell the other workers how many steps this one can make. Collective; done before the first step."""
         lengths = np.zeros(self.workers.count, np.int64)
-        lengths[self.workers.index] = self._own_cardinality()
+        lengths[self.workers.index] = self._own_cardinality
         lengths = sum_over_ranks(lengths)
-        self._cardinality = next((int(no) for no in (UNKNOWN, INFINITE) if no in lengths), int(lengths.max()))
+        self._cardinality = next((special for special in (UNKNOWN, INFINITE) if special in lengths), int(lengths.max()))
 
-    def _own_cardinality(self) -> int:
-        datasets = self.datasets
-        if len(datasets) < len(self._iterables) or not all(dataset.random_access for dataset in datasets):
+    def _count_steps(self) -> int:
+        lengths = [dataset.cardinality() for dataset in self.datasets]
+        known = len(lengths) == len(self._iterables) and all(dataset.random_access for dataset in self.datasets)
+        if not known or UNKNOWN in lengths:
             return UNKNOWN
-        lengths = [dataset.cardinality() for dataset in datasets]
         if INFINITE in lengths:
             return INFINITE
         return max(lengths) if len(lengths) > 1 else -(-lengths[0] // self.workers.num_local_replicas)
@@ -160,15 +162,15 @@ class FunctionSteps(Steps):
             sources = [elements] * local
         else:
             sources = [self._begin(iterable, epoch, start) for iterable in self._iterables]
-        for step in itertools.count(start):
-            asks = step == start or step % _TOGETHER == 0
-            counts = self._counts(epoch, step) if asks and self._cardinality != UNKNOWN else None
-            blocks = [next(source, None) for source in sources]
-            if all(block is None for block in blocks):
-                yield Step(None, None, counts)
-            else:
-                filled = [empty_rows(self._row_spec) if block is None else block for block in blocks]
-                yield Step(None, filled, counts)
+        return map(functools.partial(self._step, sources, epoch, start), itertools.count(start))
+
+    def _step(self, sources: Sequence[Iterator[Any]], epoch: int, start: int, step: int) -> Step:
+        asks = step == start or step % _TOGETHER == 0
+        counts = self._counts(epoch, step) if asks and self._cardinality != UNKNOWN else None
+        blocks = [next(source, None) for source in sources]
+        if all(block is None for block in blocks):
+            return Step(None, None, counts)
+        return Step(None, [empty_rows(self._row_spec) if block is None else block for block in blocks], counts)
 
     def _counts(self, epoch: int, start: int) -> NDArray[np.int64]:
         """`Step.counts` of the steps from one on to the next at which all ask."""
@@ -177,26 +179,28 @@ class FunctionSteps(Steps):
         for count, step in zip(counts, itertools.count(start), strict=False):
             for i in range(local):
                 dataset, position = (datasets[i], step) if len(datasets) > 1 else (datasets[0], step * local + i)
-                count += has(dataset, position), rows_in(dataset, epoch, position)
+                count += has_element(dataset, position), rows_in(dataset, epoch, position)
         np.minimum(counts[:, 0], 1, out=counts[:, 0])
         return counts
 
     def _begin(self, iterable: Iterable[Any], epoch: int, start: int) -> Iterator[Any]:
         if isinstance(iterable, Dataset):
-            yield from iterable.elements(epoch, start)
-            return
+            return iterable.elements(epoch, start)
         if start:
             expected = "a Dataset from the dataset function, to begin anywhere but at the start"
             remedy = "Return one made with ms.data.from_generator, for example."
             raise ValueError(explain("restore", "", expected=expected, got=type(iterable).__name__, remedy=remedy))
-        for element in iterable:
-            block = nest.map_structure(np.asarray, element)
-            if self._row_spec is None:
-                if any(leaf.ndim == 0 for leaf in nest.flatten(block)):
-                    expected = "batches, whose arrays have a first axis of rows"
-                    raise ValueError(explain(FUNCTION, "dataset_fn", expected=expected, got="a scalar"))
-                self._row_spec = spec_of_rows(block)
-            yield block
+        return map(self._block, iterable)
+
+    def _block(self, element: Any) -> Any:
+        """A batch of an iterable that is no Dataset of ours."""
+        block = nest.map_structure(np.asarray, element)
+        if self._row_spec is None:
+            if any(leaf.ndim == 0 for leaf in nest.flatten(block)):
+                expected = "batches, whose arrays have a first axis of rows"
+                raise ValueError(explain(FUNCTION, "dataset_fn", expected=expected, got="a scalar"))
+            self._row_spec = spec_of_rows(block)
+        return block
 
     def describe(self) -> str:
         made = "one for each replica" if len(self._iterables) > 1 else "one for each worker"

@@ -5,6 +5,7 @@ This and the files that it imports are handed integers; of MPI and strategies th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from ..spec import row_count
 from ..successive import successive_batches
 from .workers import Workers, cut
 
-__all__ = ["GlobalSteps", "NoSteps", "Step", "Steps", "WorkerSteps", "has", "rows_in"]
+__all__ = ["GlobalSteps", "NoSteps", "Step", "Steps", "WorkerSteps", "has_element", "rows_in"]
 
 
 class Step(NamedTuple):
@@ -215,28 +216,29 @@ class WorkerSteps(Steps):
 
     def elements(self, epoch: int, start: int) -> Iterator[Step]:
         if not self._known:
-            yield from self._in_order(epoch, start)
-            return
+            return itertools.chain(
+                map(self._split, self._own.elements(epoch, start)), itertools.repeat(Step(None, None))
+            )
         cardinality = self.cardinality()
         own = successive_batches(self._own, epoch, start)
-        step = start
-        while cardinality == INFINITE or step < cardinality:
-            count = sum(n * rows_in(self._different[key], epoch, step) for key, n in self._readers.items())
-            rows, batch = next(own, (0, None))
-            yield Step(count, None if batch is None else self.workers.split(batch, rows))
-            step += 1
+        steps = itertools.count(start) if cardinality == INFINITE else range(start, cardinality)
+        return map(functools.partial(self._read, own, epoch), steps)
 
-    def _in_order(self, epoch: int, start: int) -> Iterator[Step]:
-        for batch in self._own.elements(epoch, start):
-            yield Step(None, self.workers.split(batch, row_count(batch)))
-        while True:
-            yield Step(None, None)
+    def _split(self, batch: Any) -> Step:
+        """A step of a batch whose place in the global one nobody knows."""
+        return Step(None, self.workers.split(batch, row_count(batch)))
+
+    def _read(self, own: Iterator[tuple[int, Any]], epoch: int, step: int) -> Step:
+        """A step of the next of this worker's batches."""
+        count = sum(n * rows_in(self._different[key], epoch, step) for key, n in self._readers.items())
+        rows, batch = next(own, (0, None))
+        return Step(count, None if batch is None else self.workers.split(batch, rows))
 
     def describe(self) -> str:
         return f"each worker its own batches ({self._policy})"
 
 
-def has(dataset: Dataset, position: int) -> bool:
+def has_element(dataset: Dataset, position: int) -> bool:
     """Whether a dataset of known length has an element there."""
     length = dataset.cardinality()
     return length == INFINITE or position < length
@@ -244,4 +246,4 @@ def has(dataset: Dataset, position: int) -> bool:
 
 def rows_in(dataset: Dataset, epoch: int, position: int) -> int:
     """The rows of the batch there, of a dataset with random access; 0 behind its end."""
-    return int(np.size(dataset.locate(epoch, position)[0])) if has(dataset, position) else 0
+    return int(np.size(dataset.locate(epoch, position)[0])) if has_element(dataset, position) else 0

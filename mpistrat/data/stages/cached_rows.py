@@ -60,7 +60,7 @@ class SourceRows:
         """Read rows, ascending; give them in parts, each with its numbers.
 
         Raises:
-            ValueError: for rows of another shape or dtype than the first ones have.
+            ValueError: for rows of another shape than the first ones, or of a dtype that does not fit into theirs.
         """
         for own, (epochs, positions) in self._addresses(numbers):
             rows = self.dataset.gather(epochs, positions)

@@ -298,7 +298,7 @@ def test_srun_is_told_how_the_mpi_of_the_job_starts(job, stub, monkeypatch, tmp_
 
     monkeypatch.delenv("I_MPI_PMI_LIBRARY", raising=False)
     library = MPILibrary("Intel MPI", "2021.13.0", "")
-    assert "It may want --env I_MPI_PMI_LIBRARY=/path/to/libpmi2.so, which comes with SLURM.\n" in job("a.py")
+    assert "It may need --env I_MPI_PMI_LIBRARY=/path/to/libpmi2.so, which comes with SLURM.\n" in job("a.py")
 
     library = MPILibrary("Other", "1", "")
     assert 'srun --kill-on-bad-exit=1 "${program[@]}"' in job("a.py")

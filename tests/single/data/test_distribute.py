@@ -16,8 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat import context
-from mpistrat.data import ArraySpec, Dataset, DistributedDataset, HDF5Dataset, Options, from_arrays, write_shards
+from mpistrat.data import (
+    ArraySpec,
+    Dataset,
+    DistributedDataset,
+    HDF5Dataset,
+    InputReplicationMode,
+    Options,
+    from_arrays,
+    write_shards,
+)
 from mpistrat.data.distribution.distributed_dataset import distribute
+from mpistrat.data.distribution.from_function import call_dataset_fn
 from mpistrat.data.distribution.workers import Workers
 from mpistrat.distributed_values import PerReplica
 from mpistrat.errors import ShardError
@@ -351,15 +361,23 @@ def test_batches_that_are_kept_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("replicas", [0, 1, 2])
-def test_a_batch_that_the_loop_dropped_is_held_by_nobody(in_order: bool, replicas: int) -> None:
-    """So its memory, which the caches know, is used for the next one. 0 replicas: not distributed."""
-    rows = from_arrays(np.arange(400))
-    dataset = (rows.filter(lambda row: True) if in_order else rows).batch(40)
-    iterator = iter(distribute(dataset, Workers([replicas]), buffer_size=0) if replicas else dataset)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("how", ["undistributed", "auto", "off", "function", "arrays"])
+def test_a_batch_that_the_loop_dropped_is_held_by_nobody(how: str, replicas: int, in_order: bool) -> None:
+    """So its memory, which the caches know, is used for the next one."""
+    rows, workers = from_arrays(np.arange(400)), Workers([replicas])
+    dataset: Any = (rows.filter(lambda row: True) if in_order else rows).batch(40)
+    if how == "undistributed":
+        replicas, iterator = 1, iter(dataset)
+    elif how in ("auto", "off"):
+        iterator = iter(distribute(dataset.with_options(Options(how)), workers, buffer_size=0))
+    else:
+        made = dataset if how == "function" else (np.full(3, i) for i in range(20))
+        steps = call_dataset_fn(lambda context: made, workers, InputReplicationMode.PER_WORKER)
+        iterator = iter(DistributedDataset(steps, buffer_size=0))
     for _ in range(3):
         batch: Any = next(iterator)
         parts = batch.values if isinstance(batch, PerReplica) else [batch]
         held = [weakref.ref(part) for part in parts]
         del batch, parts
-        assert [part() for part in held] == [None] * max(1, replicas)
+        assert [part() for part in held] == [None] * replicas

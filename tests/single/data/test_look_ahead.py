@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def test_where_rows_are_cheap_nothing_is_expected(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows the sources are asked for, call by call."""
+    """How many rows the sources are asked for, call by call, however long one takes."""
+    monkeypatch.setattr(successive, "TOGETHER_SECONDS", 1e9)
     seen: list[int] = []
     for kind in (HDF5Dataset, type(from_arrays(np.zeros(1)))):
         original = kind.gather
@@ -133,6 +135,24 @@ def test_what_is_gathered_alone(chain: str, gathered: list[int]) -> None:
     gathered.clear()
     assert len(list(dataset)) == 10
     assert gathered == [10] * 10
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_is_slow_to_read_is_gathered_alone(
+    slow: bool, gathered: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads ahead would be in one long call while the loop waits. 1 ms a row here, and calls of at most 4 ms, or 1 s."""
+    monkeypatch.setattr(successive, "TOGETHER_SECONDS", 4e-3 if slow else 1.0)
+    source = type(from_arrays(np.zeros(1)))
+    noted = source.gather
+
+    def gather(self: Any, epochs: Any, positions: Any) -> Any:
+        time.sleep(1e-3 * positions.size)
+        return noted(self, epochs, positions)
+
+    monkeypatch.setattr(source, "gather", gather)
+    assert len(list(from_arrays(np.arange(64)).batch(2))) == 32
+    assert max(gathered[4:]) <= 4 if slow else max(gathered) >= 16
 
 
 def test_passes_are_gathered_apart(gathered: list[int]) -> None:

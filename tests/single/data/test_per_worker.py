@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 from mpistrat import context
 from mpistrat.data import (
     INFINITE,
+    SHARD_HINT,
     UNKNOWN,
     ArraySpec,
     DistributedDataset,
+    HDF5Dataset,
     InputContext,
     InputReplicationMode,
     from_arrays,
@@ -21,6 +24,7 @@ from mpistrat.data import (
 from mpistrat.data.distribution.from_function import call_dataset_fn
 from mpistrat.data.distribution.workers import Workers
 from mpistrat.distributed_values import PerReplica
+from mpistrat.errors import ShardError
 
 
 def made(
@@ -322,6 +326,24 @@ def test_known_lengths_from_any_step_on(mode: str, stop: int) -> None:
     done: list[int] = []
     ranks.run(worker)
     assert sorted(done) == [0, 1]
+
+
+def test_a_length_that_a_shard_hint_leaves_open() -> None:
+    rows = from_arrays(np.arange(8)).shard(SHARD_HINT, SHARD_HINT).batch(2)
+    for mode in ("PER_WORKER", "PER_REPLICA"):
+        function: Any = lambda context: rows if context.input_pipeline_id == 0 else rows.take(1)  # noqa: E731
+        assert agreed(function, 0, lambda lengths: lengths, (2,), mode).cardinality() == UNKNOWN
+
+
+def test_files_are_opened_while_other_ranks_can_be_told(tmp_path: Path) -> None:
+    """Not in `agree`, in which they wait; a map that says what it makes has not asked before."""
+    (tmp_path / "damaged.h5").write_bytes(b"no HDF5")
+    damaged = HDF5Dataset(tmp_path / "damaged.h5", "x").map(lambda x: x, element_spec=ArraySpec((), "f8")).batch(2)
+    for datasets in ([damaged], [from_arrays(np.arange(4)).batch(2), damaged]):
+        mode = InputReplicationMode.PER_REPLICA if len(datasets) > 1 else InputReplicationMode.PER_WORKER
+        function: Any = lambda context, datasets=datasets: datasets[context.input_pipeline_id]  # noqa: E731
+        with pytest.raises(ShardError, match="damaged"):
+            call_dataset_fn(function, Workers([len(datasets)]), mode)
 
 
 def test_reading_again_after_an_error_asks_nobody() -> None:
