@@ -141,9 +141,9 @@ def test_every_rank_is_told_what_one_rank_cannot_read(strategy, tmp_path):
 
     path = write_shards(tmp_path, {"x": np.arange(10)}, num_shards=1)[0]
     dataset = HDF5Dataset(path)
+    by_function = HDF5Dataset(path).map(lambda row: row["x"], element_spec=ms.data.ArraySpec((), np.int64)).batch(4)
     if strategy.rank == 1:
         path.write_bytes(path.read_bytes()[:100])
-    by_function = HDF5Dataset(path).map(lambda row: row["x"], element_spec=ms.data.ArraySpec((), np.int64)).batch(4)
     for distribute in (
         lambda: strategy.distribute_dataset(dataset.batch(4)),
         lambda: strategy.distribute_datasets_from_function(lambda context: by_function),
