@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 
+from mpistrat.data import iterator
 from mpistrat.data.iterator import PositionReader
 
 PATIENCE = 5e-3
 
 
-def first_ahead(seconds: list[float]) -> int | None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the reader takes for the time."""
+    now = [0.0]
+    monkeypatch.setattr(iterator, "perf_counter", lambda: now[0])
+    return now
+
+
+def first_ahead(clock: list[float], seconds: list[float]) -> int | None:
     """Read elements that take so long, and return how many were read when the thread had been started."""
 
     def elements(epoch: int, start: int) -> Iterator[int]:
         for number, duration in enumerate(seconds):
-            time.sleep(duration)
+            clock[0] += duration
             yield number
 
     reader = PositionReader(elements, len(seconds), 0, 2, PATIENCE)
@@ -31,19 +39,19 @@ def first_ahead(seconds: list[float]) -> int | None:
     return None
 
 
-def test_slow_elements() -> None:
-    assert first_ahead([0.01] * 6) == 3
+def test_slow_elements(clock: list[float]) -> None:
+    assert first_ahead(clock, [0.01] * 6) == 3
 
 
-def test_two_outliers() -> None:
-    assert first_ahead([0.05, 0.05] + [0.0] * 60 + [0.05, 0.05] + [0.0] * 60) is None
+def test_two_outliers(clock: list[float]) -> None:
+    assert first_ahead(clock, [0.05, 0.05] + [0.0] * 60 + [0.05, 0.05] + [0.0] * 60) is None
 
 
 @pytest.mark.parametrize("together", [2, 4, 8])
-def test_elements_that_come_several_at_a_time(together: int) -> None:
+def test_elements_that_come_several_at_a_time(clock: list[float], together: int) -> None:
     """10 ms an element, all in the first of those that come together: the third time is no outlier."""
     group = [0.01 * together] + [0.0] * (together - 1)
-    assert first_ahead(group * 4) == 2 * together + 1
+    assert first_ahead(clock, group * 4) == 2 * together + 1
 
 
 def test_without_patience_at_once() -> None:
