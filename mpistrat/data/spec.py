@@ -24,6 +24,7 @@ __all__ = [
     "spec_of_element",
     "spec_of_rows",
     "stack_rows",
+    "stacked_nbytes",
     "unstack_rows",
 ]
 
@@ -60,12 +61,19 @@ def is_ragged(spec: ArraySpec) -> bool:
     return None in spec.shape
 
 
+def stacked_nbytes(spec: ArraySpec) -> int:
+    """The bytes of one row among stacked ones; what varies, and strings, lie elsewhere."""
+    if is_ragged(spec):
+        return np.dtype(object).itemsize
+    return spec.dtype.itemsize * math.prod(length or 0 for length in spec.shape)
+
+
 def row_nbytes(row_spec: Any) -> int:
     """The bytes of one row; 0 where they vary, and for strings."""
     specs = nest.flatten(row_spec)
     if any(is_ragged(spec) or spec.dtype.hasobject for spec in specs):
         return 0
-    return sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in specs)
+    return sum(map(stacked_nbytes, specs))
 
 
 def spec_of_rows(rows: Any) -> Any:

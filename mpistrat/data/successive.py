@@ -6,6 +6,7 @@ much as copying 100 KB.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
@@ -57,13 +58,16 @@ class _Pace:
         self._seconds = (perf_counter() - started) / max(1, positions.size)
         return rows
 
-    def rows_together(self, source: Chain) -> float:
-        """As many as TOGETHER_BYTES and TOGETHER_SECONDS allow; 0 where a function, or another rank, would see it."""
-        alone = source.calls_functions or source.shares_memory or source.batching is not None
-        nbytes = 0 if alone else row_nbytes(source.row_spec)
-        if not nbytes:
-            return 0
-        return min(TOGETHER_BYTES // nbytes, TOGETHER_SECONDS / max(self._seconds, 1e-9))
+    def batches(self, most: int, rows: int) -> int:
+        """How many batches of so many rows the next call may gather, of at most so many rows in all."""
+        return int(min(most, TOGETHER_SECONDS / max(self._seconds, 1e-9)) // rows)
+
+
+def _rows_together(source: Chain) -> int:
+    """How many rows of several batches TOGETHER_BYTES allow in a call; 0 where a function, or another rank, would see it."""
+    alone = source.calls_functions or source.shares_memory or source.batching is not None
+    nbytes = 0 if alone else row_nbytes(source.row_spec)
+    return TOGETHER_BYTES // nbytes if nbytes else 0
 
 
 def _gathered(batches: Located, pace: _Pace) -> Iterator[tuple[int, Any]]:
@@ -105,8 +109,8 @@ def _located(dataset: Chain, epoch: int, start: int, part: Part | None, pace: _P
                 own = np.concatenate([np.arange(first + low, first + high) for first, low, high in ranges])
                 epochs, positions = epochs[own], positions[own]
         source, epochs, positions = dataset.source(epochs, positions)
-        rows = max(1, ends[-1] // len(ends))
-        for some in _groups(ends, epochs, lambda: pace.rows_together(source) // rows):  # noqa: B023
+        most = functools.partial(pace.batches, _rows_together(source), max(1, ends[-1] // len(ends)))
+        for some in _groups(ends, epochs, most):
             low, high = ends[some.start - 1] if some.start else 0, ends[some.stop - 1]
             yield Located(
                 counts[some], [end - low for end in ends[some]], source, epochs[low:high], positions[low:high]
@@ -115,7 +119,7 @@ def _located(dataset: Chain, epoch: int, start: int, part: Part | None, pace: _P
         position, together = stop, max(1, min(2 * together, _LOCATED * (stop - position) // max(1, located)))
 
 
-def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: Callable[[], float]) -> Iterator[slice]:
+def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: Callable[[], int]) -> Iterator[slice]:
     """Which batches are gathered together: at most so many, at least one, none with those of another pass over a source.
 
     Files are looked at between passes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -14,7 +13,7 @@ from ...errors import explain
 from ..arrays import take_rows
 from ..buffers import RowBuffers
 from ..dataset import Addresses, Dataset
-from ..spec import ArraySpec, is_ragged
+from ..spec import ArraySpec, is_ragged, stacked_nbytes
 
 __all__ = ["Pieces", "RowMemory", "SourceRows"]
 
@@ -41,7 +40,7 @@ class SourceRows:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, what varies left out, at least 1."""
-        return max(1, sum(_nbytes(spec) for spec in nest.flatten(self.row_spec)))
+        return max(1, sum(stacked_nbytes(spec) for spec in nest.flatten(self.row_spec)))
 
     def numbers(self, element: int) -> NDArray[np.int64]:
         """The numbers of one element's rows."""
@@ -89,12 +88,6 @@ class SourceRows:
             yield own, (epochs[within], positions[within])
 
 
-def _nbytes(spec: ArraySpec) -> int:
-    if is_ragged(spec):
-        return np.dtype(object).itemsize
-    return spec.dtype.itemsize * math.prod(length or 0 for length in spec.shape)
-
-
 @final
 class RowMemory:
     """Room for rows, one array for each leaf: in memory of this process, or in bytes that somebody shares.
@@ -116,18 +109,18 @@ class RowMemory:
             if shared is None:
                 self.arrays.append(np.empty(shape, dtype))  # the system gives pages as they are first written
             else:
-                nbytes = rows * _nbytes(spec)
+                nbytes = rows * stacked_nbytes(spec)
                 self.arrays.append(shared[start : start + nbytes].view(dtype).reshape(shape))
 
     @staticmethod
     def nbytes(row_spec: Any, rows: int) -> int:
         """Bytes that so many rows take, what varies left out."""
-        return sum(_aligned(rows * _nbytes(spec)) for spec in nest.flatten(row_spec))
+        return sum(_aligned(rows * stacked_nbytes(spec)) for spec in nest.flatten(row_spec))
 
     @staticmethod
     def starts_of(row_spec: Any, rows: int) -> list[int]:
         """Where the arrays begin in shared bytes for so many rows."""
-        ends = np.cumsum([_aligned(rows * _nbytes(spec)) for spec in nest.flatten(row_spec)])
+        ends = np.cumsum([_aligned(rows * stacked_nbytes(spec)) for spec in nest.flatten(row_spec)])
         return [0, *ends[:-1].tolist()]
 
     def ranges(self, places: NDArray[np.int64]) -> list[tuple[int, int]]:
