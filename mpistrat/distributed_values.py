@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import nest
+from .errors import explain
 
 __all__ = ["DistributedValues", "Mirrored", "PerReplica", "regroup", "select_replica"]
 
@@ -30,6 +31,19 @@ class DistributedValues:
         self.values: tuple[Any, ...] = tuple(values)
         if not self.values:
             raise ValueError(f"{type(self).__name__}: values: expected one for each local replica, got none")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Raise: these are several values, one for each local replica."""
+        raise self._no_single_value("an array")
+
+    def __float__(self) -> float:
+        """Raise: as for an array."""
+        raise self._no_single_value("a number")
+
+    def _no_single_value(self, expected: str) -> TypeError:
+        got = f"a {type(self).__name__} of {len(self.values)}"
+        remedy = "Take strategy.reduce or strategy.gather, or experimental_local_results for each one"
+        return TypeError(explain("DistributedValues", "", expected=expected, got=got, remedy=remedy))
 
     def __repr__(self) -> str:
         lines = "".join(f"\n  {index}: {value!r}" for index, value in enumerate(self.values))

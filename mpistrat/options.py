@@ -13,6 +13,7 @@
 | MPISTRAT_END_TIME | | when the job's time ends, in seconds since 1970, where the scheduler does not say |
 | MPISTRAT_STOP_BEFORE | | seconds before that at which `should_stop` says so; default 60, but at most a tenth of the time left |
 | MPISTRAT_LOG | warning | level of the package's log: debug, info, warning, error |
+| MPISTRAT_TRACEBACK | short | full: when an exception ends the job, its traceback has the lines inside this package, too |
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ def _number_or_none(env: Mapping[str, str], name: str) -> float | None:
     return _number(env, name, 0.0, 0.0) if env.get(name) else None
 
 
+def _word(env: Mapping[str, str], name: str, default: str, legal: tuple[str, ...]) -> str:
+    word = (env.get(name) or default).lower()
+    if word not in legal:
+        expected = f"{', '.join(legal[:-1])} or {legal[-1]}"
+        raise ValueError(explain("environment", name, expected=expected, got=repr(word)))
+    return word
+
+
 @dataclass(frozen=True)
 class Environment:
     """What the environment variables of the table above say."""
@@ -58,6 +67,7 @@ class Environment:
     strategy: str = ""
     num_ps: int | None = None
     log: str = "warning"
+    traceback: str = "short"
     end_time: float | None = None
     stop_before: float | None = None
 
@@ -76,10 +86,7 @@ class Environment:
         shared = env.get("MPISTRAT_SHARED_MEMORY", "1")
         if shared not in ("0", "1"):
             raise ValueError(explain("environment", "MPISTRAT_SHARED_MEMORY", expected="0 or 1", got=repr(shared)))
-        level = env.get("MPISTRAT_LOG", "warning").lower()
-        if level not in ("debug", "info", "warning", "error"):
-            legal = "debug, info, warning or error"
-            raise ValueError(explain("environment", "MPISTRAT_LOG", expected=legal, got=repr(level)))
+        level = _word(env, "MPISTRAT_LOG", "warning", ("debug", "info", "warning", "error"))
         strategy = env.get("MPISTRAT_STRATEGY", "")
         if strategy and strategy not in STRATEGIES:
             legal = ", ".join(STRATEGIES)
@@ -99,6 +106,7 @@ class Environment:
             strategy=strategy,
             num_ps=int(servers) if servers else None,
             log=level,
+            traceback=_word(env, "MPISTRAT_TRACEBACK", "short", ("short", "full")),
             end_time=_number_or_none(env, "MPISTRAT_END_TIME"),
             stop_before=_number_or_none(env, "MPISTRAT_STOP_BEFORE"),
         )
@@ -136,6 +144,16 @@ class CommunicationOptions:
                     explain("CommunicationOptions", "implementation", expected=f"one of {legal}", got=repr(name))
                 )
             object.__setattr__(self, "implementation", CommunicationImplementation[name])
+
+    def __repr__(self) -> str:
+        """What was said, as it would be written."""
+        said = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        words = [
+            f"{name}={value.name!r}" if isinstance(value, CommunicationImplementation) else f"{name}={value!r}"
+            for name, value in said
+            if value is not None
+        ]
+        return f"CommunicationOptions({', '.join(words)})"
 
     def merge(self, override: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options with every field that the other one sets. Not collective.

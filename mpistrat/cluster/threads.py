@@ -75,7 +75,8 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
     own = usable_cores()
     node_cores = own if node_cores is None else node_cores
     share = max(1, min(own, node_cores // ranks_per_node) // local_replicas)
-    if any(os.environ.get(name) for name in THREAD_VARIABLES):
+    chosen = any(os.environ.get(name) for name in THREAD_VARIABLES)
+    if chosen:
         running = max((pool["num_threads"] for pool in _controller().select(user_api="blas").info()), default=1)
         given = max(running, _given())  # an earlier strategy may have divided it
         busy = max(1, given // local_replicas)
@@ -86,7 +87,7 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
     if busy * local_replicas * ranks_per_node > node_cores * threads_per_core():
         fewer = f"set OMP_NUM_THREADS={share * local_replicas}, " if busy > share else ""
         once(
-            logging.WARNING,
+            logging.INFO if chosen and busy == 1 else logging.WARNING,  # who says one thread a rank has thought of it
             f"{ranks_per_node} ranks with {local_replicas} replicas of {busy} BLAS threads share {node_cores} cores:"
             f" {fewer}start fewer ranks, or let the launcher give them more cores",
         )

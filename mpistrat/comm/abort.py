@@ -6,22 +6,29 @@ import contextlib
 import ctypes
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..options import Environment
 from . import obituary
 
-__all__ = ["end_job", "install", "print_text"]
+__all__ = ["end_job", "format_exception", "install", "is_user_code", "print_text"]
 
 _FORWARDING = 0.2  # seconds that launchers get to pass on what was printed
 _ABORT_DELAY = 4  # seconds that a launcher gets to end the other ranks after one has exited
 _installed: Callable[..., Any] | None = None
 ending = False  # this process is about to end the job, as opposed to leaving the program
 tell_others: Callable[[str], None] | None = None  # makes the other ranks print a text; the watchdog's
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_EXAMPLES = _PACKAGE + "examples" + os.sep  # programs as a user would write them
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def end_job(text: str, code: int = 1, reason: str = "") -> None:
@@ -55,6 +62,50 @@ def print_text(text: str) -> None:
             stream.flush()
     except (OSError, ValueError, AttributeError):  # closed or missing streams keep nobody alive
         pass
+
+
+def is_user_code(filename: str) -> bool:
+    """Return whether a file is the user's: neither of this package nor of an installed one or the standard library."""
+    return filename.startswith(_EXAMPLES) or not filename.startswith((_PACKAGE, *_LIBRARIES, "<frozen"))
+
+
+def format_exception(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:
+    """Return an exception with its traceback, as Python prints it, without the frames of this package that tell a user nothing.
+
+    They stay where the package did not raise the error on purpose, or the user's own code below it, and with
+    MPISTRAT_TRACEBACK=full.
+    """
+    whole = traceback.TracebackException(kind, error, trace, compact=True)  # type: ignore[arg-type]
+    try:
+        full = Environment.read().traceback == "full"
+    except ValueError:  # a setting that is wrong: perhaps what the exception is about
+        full = False
+    left_out = 0 if full else sum(_fold(part) for part in _chain(whole))
+    note = f"({left_out} lines inside mpistrat are left out; MPISTRAT_TRACEBACK=full shows them)\n" if left_out else ""
+    return "".join(whole.format()) + note
+
+
+def _chain(error: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
+    """An exception, and those that it names as its causes."""
+    if error is not None:
+        yield error
+        yield from _chain(error.__cause__)
+        yield from _chain(error.__context__)
+
+
+def _fold(error: traceback.TracebackException) -> int:
+    """Take the package's frames out of one traceback, and return how many these were."""
+    frames = list(error.stack)
+    ours = [i for i, f in enumerate(frames) if f.filename.startswith(_PACKAGE) and not is_user_code(f.filename)]
+    if not ours or len(ours) == len(frames):
+        return 0
+    below = frames[ours[-1] + 1 :]
+    on_purpose = not below and (frames[-1].line or "").startswith("raise ")
+    if not on_purpose and not any(is_user_code(frame.filename) for frame in below):
+        return 0
+    kept = [frame for i, frame in enumerate(frames) if i not in set(ours)]
+    error.stack = traceback.StackSummary.from_list(kept)
+    return len(ours)
 
 
 def _exit_ends_the_job() -> bool:
@@ -104,7 +155,7 @@ def install(rank: int, size: int) -> None:
             before(kind, error, trace)
             return
         if before is sys.__excepthook__:
-            text = "".join(traceback.format_exception(kind, error, trace))
+            text = format_exception(kind, error, trace)
         else:
             text = f"{kind.__name__}: {error}"
             before(kind, error, trace)
@@ -122,7 +173,7 @@ def install(rank: int, size: int) -> None:
             return
         name = args.thread.name if args.thread is not None else "a thread"
         if threads_before is threading.__excepthook__:
-            text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+            text = format_exception(args.exc_type, args.exc_value, args.exc_traceback)
         else:
             text = f"{args.exc_type.__name__}: {args.exc_value}"
             threads_before(args)

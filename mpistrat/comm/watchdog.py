@@ -12,7 +12,6 @@ import logging
 import os
 import struct
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -39,10 +38,6 @@ _ASK, _PLACE, _LEFT, _END, _STOP = 1, 2, 3, 4, 5
 _HEAD = struct.Struct("<qqd?")
 _LONGEST = 4096
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
-_EXAMPLES = _PACKAGE + "examples" + os.sep
-_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
 
 def user_place(thread: int) -> str:
     """Return `file:line` of where the user's own code is in a thread. Not collective.
@@ -55,7 +50,7 @@ def user_place(thread: int) -> str:
         innermost = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_EXAMPLES) or not name.startswith((_PACKAGE, *_LIBRARIES, "<frozen")):
+        if abort.is_user_code(name):
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return innermost

@@ -11,6 +11,7 @@ from ..comm.arrays import array_module, as_array, is_gpu, on_device_of
 from ..errors import explain
 from ..types import IndexedSlices
 from ..variables.memory import move_like
+from ..variables.variable import explain_foreign
 
 if TYPE_CHECKING:
     from ..variables.variable import Variable
@@ -35,8 +36,7 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[s
         if placement is None:
             raise TypeError(explain(_FUNCTION, "grads_and_vars", expected="variables", got=type(variable).__name__))
         if placement.strategy is not strategy:
-            expected, got = "a variable of the strategy that runs", "one of another strategy"
-            raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got))
+            raise ValueError(explain_foreign(_FUNCTION, variable, strategy))
         if gradient is None:
             left_out.append(variable.name)
             continue

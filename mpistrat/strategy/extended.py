@@ -16,7 +16,7 @@ from ..distributed_values import DistributedValues, Mirrored, PerReplica, regrou
 from ..errors import ClosedError, ContextError, explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp
-from ..variables import Placement, ShardedVariable, Variable, create_variable
+from ..variables import Placement, ShardedVariable, Variable, create_variable, explain_foreign
 from .aliases import with_aliases
 from .layout import Layout
 from .reductions import as_scalar, copies_of_variables
@@ -325,10 +325,12 @@ class StrategyExtended:
         Raises:
             ValueError: it was not.
         """
-        if not self.variable_created_in_scope(variable):
-            got = f"a {type(variable).__name__}"
-            expected = "a Variable made in this strategy's scope"
-            raise ValueError(explain(function, "variable", expected=expected, got=got))
+        if self.variable_created_in_scope(variable):
+            return
+        if isinstance(variable, (Variable, ShardedVariable)):
+            raise ValueError(explain_foreign(function, variable, self._strategy))
+        expected, got = "a Variable made in this strategy's scope", f"a {type(variable).__name__}"
+        raise ValueError(explain(function, "variable", expected=expected, got=got))
 
     def close(self) -> None:
         """Let go of variables, threads and, except in a copy, communicators. Collective; `Strategy.close` calls it."""

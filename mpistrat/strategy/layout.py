@@ -63,6 +63,7 @@ def check_layout(layout: Layout, topology: Topology) -> None:
     if layout.fits(ranks, nodes):
         return
     fitting = ", ".join(other.name for other in _ALL if other.fits(ranks, nodes))
+    alone = "" if layout.many_ranks else f"; or {layout.name}(comm=MPI.COMM_SELF), one of its own on each rank"
     several = "ranks of one node" if layout.least_ranks == 1 else f"at least {layout.least_ranks} ranks"
     raise LayoutError(
         explain(
@@ -70,7 +71,7 @@ def check_layout(layout: Layout, topology: Topology) -> None:
             "comm",
             expected=several if layout.many_ranks else "one rank",
             got=f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}",
-            remedy=f"What fits: {fitting}",
+            remedy=f"What fits: {fitting}{alone}",
             rank=topology.rank,
         )
     )

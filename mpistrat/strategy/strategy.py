@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -145,16 +146,23 @@ class Strategy:
         if extended.closed:
             extended.require_open("Strategy.run")
         context.expect_cross(self, "Strategy.run")
-        if args or kwargs or type(args) is not tuple:
+        if type(args) is not tuple or args or kwargs:
             kwargs = self._check_arguments(args, kwargs)
         if extended.threads is not None:
             calls = [select_replica(index, (tuple(args), kwargs or {})) for index in range(len(extended.replicas))]
-            return regroup(extended.threads.run(fn, calls), keep_numbers=True)
+            try:
+                return regroup(extended.threads.run(fn, calls), keep_numbers=True)
+            except TypeError as error:
+                _check_call(fn, calls[0][0], calls[0][1], error)
+                raise
         if args or kwargs:
             args, kwargs = select_replica(0, (tuple(args), kwargs))
         token = context.push(self._replica_frame)
         try:
             return fn(*args, **(kwargs or _NO_KWARGS))
+        except TypeError as error:
+            _check_call(fn, args, kwargs or _NO_KWARGS, error)
+            raise
         finally:
             context.pop(token)
 
@@ -406,3 +414,20 @@ class Strategy:
         topology = self._extended.topology
         state = "closed" if self._extended.closed else f"{topology.num_replicas} replicas on {topology.size} ranks"
         return f"<{type(self).__name__} {state}, {topology.num_nodes} node{'s' * (topology.num_nodes > 1)}>"
+
+
+def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: TypeError) -> None:
+    """Raise what is wrong if a step does not take the arguments of `run`: a batch is one argument, or several."""
+    if not callable(fn):
+        got = f"{type(fn).__name__} {fn!r}"
+        raise TypeError(explain("Strategy.run", "fn", expected="a function: the step", got=got)) from None
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError as mismatch:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        remedy = "args=(batch,) hands over a batch as one argument, args=batch its parts as several"
+        got = f"{len(args)} in args and {len(kwargs)} in kwargs ({mismatch})"
+        expected = f"the arguments that {name}{inspect.signature(fn)} takes"
+        raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from error
+    except ValueError:  # written in C, without a signature
+        pass

@@ -7,7 +7,7 @@ from .mirrored_variable import MirroredVariable
 from .placement import Placement
 from .sharded_variable import ShardedVariable
 from .sync_on_read_variable import SyncOnReadVariable
-from .variable import Variable
+from .variable import Variable, explain_foreign
 
 __all__ = [
     "Arena",
@@ -18,4 +18,5 @@ __all__ = [
     "SyncOnReadVariable",
     "Variable",
     "create_variable",
+    "explain_foreign",
 ]

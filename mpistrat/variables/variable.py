@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .mirrored_variable import MirroredVariable
     from .placement import Placement
 
-__all__ = ["Description", "Variable"]
+__all__ = ["Description", "Variable", "explain_foreign"]
 
 
 @final
@@ -304,9 +304,7 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
         if frame.strategy is self.placement.strategy:
             return frame
         if context.has_strategy():
-            expected = "a call in the scope that made it"
-            got = "the scope of another strategy"
-            raise ValueError(explain(f"Variable.{function}", self.name, expected=expected, got=got))
+            raise ValueError(explain_foreign(f"Variable.{function}", self, context.get_strategy()))
         return Frame(self.placement.strategy)
 
     def _local_index(self, frame: Frame) -> int | None:
@@ -334,3 +332,28 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
         if isinstance(value, DistributedValues):
             return value.values
         return (value,) * self.placement.group.topology.num_local_replicas
+
+
+def explain_foreign(function: str, variable: Any, strategy: Any) -> str:
+    """Return the text of an error about a variable that was not made in the scope of the strategy which runs.
+
+    Three mistakes look alike from inside: a variable made outside of the scope, a step that nobody runs, two strategies.
+    """
+    owner, expected = variable.placement.strategy, f"a variable made in the scope of the {_kind(strategy)} that runs"
+    if owner.extended.is_default:
+        got = "one made outside of every scope"
+        remedy = f"Make it inside: with strategy.scope(): {variable.name} = ms.Variable(...)"
+    elif strategy.extended.is_default:
+        expected = f"a call in a step of the {_kind(owner)} that the variable belongs to"
+        got = "one outside of strategy.run"
+        remedy = "Put it into a function, and call that by strategy.run(step, args=(batch,))"
+    else:
+        got = f"one of another strategy, a {_kind(owner)}"
+        remedy = (
+            "Make one strategy in a program, or keep to a variable's own: its scope, its run, an optimizer for each"
+        )
+    return explain(function, variable.name, expected=expected, got=got, remedy=remedy)
+
+
+def _kind(strategy: Any) -> str:
+    return type(strategy).__name__

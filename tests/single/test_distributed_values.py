@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,3 +42,9 @@ def test_a_value_for_no_replica_is_refused() -> None:
     with pytest.raises(ValueError, match="got none"):
         PerReplica([])
     assert issubclass(PerReplica, DistributedValues)
+
+
+def test_several_values_are_no_array_and_no_number():
+    for wrong in (np.asarray, float, lambda values: values + np.ones(2)):
+        with pytest.raises(TypeError, match=r"PerReplica of 2\. .*strategy\.reduce"):
+            wrong(PerReplica([1.0, 2.0]))

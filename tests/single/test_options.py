@@ -18,6 +18,7 @@ from mpistrat.types import CommunicationImplementation, ReduceOp, VariableAggreg
         ("MPISTRAT_CHECK_EVERY", "0"),
         ("MPISTRAT_SHARED_MEMORY", "yes"),
         ("MPISTRAT_LOG", "loud"),
+        ("MPISTRAT_TRACEBACK", "long"),
         ("MPISTRAT_STRATEGY", "Mirrored"),
         ("MPISTRAT_NUM_PS", "0"),
         ("MPISTRAT_NUM_PS", "1.5"),
@@ -42,6 +43,11 @@ def test_merge_takes_every_field_that_is_said() -> None:
     merged = base.merge(CommunicationOptions(bytes_per_pack=0, implementation="mpi"))
     assert merged == CommunicationOptions(0, 3.0, CommunicationImplementation.MPI)
     assert base.merge(None) is base
+
+
+def test_options_are_shown_as_they_are_written() -> None:
+    for text in ("CommunicationOptions()", "CommunicationOptions(timeout_seconds=3.0, implementation='NCCL')"):
+        assert repr(eval(text)) == text
 
 
 @pytest.mark.parametrize("wrong", [{"bytes_per_pack": -1}, {"timeout_seconds": 0.0}, {"implementation": "TCP"}])

@@ -98,14 +98,46 @@ class TestArgumentsAndResults:
         with without_mpi() as other:
             with other.scope():
                 v = ms.Variable(1.0)
-            with pytest.raises(ValueError, match="this strategy's scope"):
+            with pytest.raises(ValueError, match="scope of the .*Strategy that runs, got one of another"):
                 strategy.run(lambda var: None, args=(v,))
-            with pytest.raises(ValueError, match="another strategy"):
+            with pytest.raises(ValueError, match="one of another"):
                 strategy.run(lambda: v.assign(2.0))
 
     def test_values_of_another_number_of_replicas(self, two):
         with pytest.raises(ValueError, match="2 local replicas, got 3"):
             two.run(lambda x: x, args=(ms.PerReplica([1, 2, 3]),))
+
+    def test_a_variable_made_outside_of_the_scope(self, strategy):
+        v = ms.Variable(1.0, name="w", aggregation=ms.VariableAggregation.SUM)
+        optimizer = ms.optimizers.SGD(0.1)
+        for wrong in (lambda: optimizer.apply_gradients([(1.0, v)]), lambda: v.assign_add(1.0)):
+            with pytest.raises(
+                ValueError, match=r"outside of every scope\. .*with strategy\.scope\(\): w\w* = ms\.Variable"
+            ):
+                strategy.run(wrong)
+
+    def test_a_step_that_nobody_runs(self, strategy):
+        with strategy.scope():
+            v = ms.Variable(1.0, name="w")
+        with pytest.raises(ValueError, match=r"outside of strategy\.run\. .*strategy\.run\(step, args=\(batch,\)\)"):
+            ms.optimizers.SGD(0.1).apply_gradients([(1.0, v)])
+
+    def test_an_array_in_place_of_args(self, strategy):
+        with pytest.raises(ValueError, match=r"got a ndarray\. Write args=\(x,\)"):
+            strategy.run(lambda x: x, args=np.ones(3))
+
+    def test_a_step_that_takes_other_arguments(self, strategy):
+        def step(inputs):
+            return inputs + "never reached with a number"
+
+        with pytest.raises(
+            TypeError, match=r"args: expected the arguments that step\(inputs\) takes, got 2 .*args=\(batch,\)"
+        ):
+            strategy.run(step, args=(1, 2))
+        with pytest.raises(TypeError, match="fn: expected a function"):
+            strategy.run(None)
+        with pytest.raises(TypeError, match="unsupported operand"):  # the step's own
+            strategy.run(step, args=(1,))
 
     def test_options_are_accepted(self, strategy):
         assert strategy.local_results(strategy.run(lambda: 1, options=ms.RunOptions()))[0] == 1

@@ -1,0 +1,79 @@
+"""What a rank prints when an exception ends the job: the user's lines, and this package's only where they tell something."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat import nest
+from mpistrat.comm.abort import format_exception
+
+
+def printed(act) -> str:
+    try:
+        act()
+    except Exception:
+        return format_exception(*sys.exc_info())
+    raise AssertionError("nothing was raised")
+
+
+@pytest.fixture
+def in_the_step():
+    with ms.OneDeviceStrategy() as strategy:
+        with strategy.scope():
+            w = ms.Variable(np.zeros(3), name="w")
+        optimizer = ms.optimizers.SGD(0.1)
+
+        def run(gradient):
+            strategy.run(lambda: optimizer.apply_gradients([(gradient(), w)]))
+
+        yield run
+
+
+def test_an_error_on_purpose_has_the_user_s_lines_only(in_the_step, monkeypatch):
+    text = printed(lambda: in_the_step(lambda: np.ones(4)))
+    assert "test_abort.py" in text
+    assert "/mpistrat/optimizers/" not in text
+    assert (
+        text.rstrip().splitlines()[-2].startswith("ValueError: apply_gradients: w: expected a gradient of shape (3,)")
+    )
+    assert "MPISTRAT_TRACEBACK=full" in text
+    monkeypatch.setenv("MPISTRAT_TRACEBACK", "full")
+    text = printed(lambda: in_the_step(lambda: np.ones(4)))
+    assert "/mpistrat/optimizers/gradients.py" in text
+    assert "left out" not in text
+
+
+def test_an_error_of_the_user_s_own_function_below_ours(in_the_step):
+    def gradient():
+        raise KeyError("mine")
+
+    text = printed(lambda: in_the_step(gradient))
+    assert "in gradient" in text
+    assert "/mpistrat/strategy/" not in text
+
+
+def test_an_error_that_nobody_meant_keeps_all_lines():
+    text = printed(lambda: nest.map_structure(5, [1]))
+    assert "/mpistrat/nest.py" in text
+    assert "left out" not in text
+
+
+def test_causes_are_folded_too(in_the_step):
+    def act():
+        try:
+            in_the_step(lambda: np.ones(4))
+        except ValueError as error:
+            raise RuntimeError("training failed") from error
+
+    text = printed(act)
+    assert "direct cause" in text
+    assert "/mpistrat/optimizers/" not in text
+
+
+def test_a_wrong_setting_is_no_reason_to_say_nothing(monkeypatch):
+    monkeypatch.setenv("MPISTRAT_TRACEBACK", "long")
+    assert "ValueError: environment: MPISTRAT_TRACEBACK" in printed(lambda: ms.options.Environment.read())
