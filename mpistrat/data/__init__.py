@@ -10,7 +10,7 @@ from .distribution.optional import Optional
 from .generator import from_generator
 from .hdf5 import HDF5Dataset
 from .iterator import DatasetIterator
-from .options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
+from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
 from .order import permute
 from .shards.write import write_shards
 from .shards.writer import ShardWriter
@@ -18,6 +18,7 @@ from .spec import ArraySpec
 from .stats import InputStats, StageStats
 
 __all__ = [
+    "AUTOTUNE",
     "INFINITE",
     "SHARD_HINT",
     "UNKNOWN",

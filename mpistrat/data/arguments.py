@@ -6,8 +6,9 @@ import operator
 from typing import Any
 
 from ..errors import explain
+from .options import AUTOTUNE
 
-__all__ = ["integer"]
+__all__ = ["integer", "number_of_calls"]
 
 
 def integer(function: str, argument: str, value: Any, least: int | None = None, remedy: str = "") -> int:
@@ -34,3 +35,15 @@ def integer(function: str, argument: str, value: Any, least: int | None = None, 
     if least is not None and number < least:
         raise ValueError(explain(function, argument, expected=f"at least {least}", got=number))
     return number
+
+
+def number_of_calls(function: str, value: Any) -> int | None:
+    """Return `num_parallel_calls`: None, AUTOTUNE or a number of at least 1. Not collective.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is another number.
+    """
+    if value is None or value == AUTOTUNE:
+        return None if value is None else AUTOTUNE
+    return integer(function, "num_parallel_calls", value, 1, "Or ms.data.AUTOTUNE, or None for the thread that reads.")

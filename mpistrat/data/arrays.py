@@ -14,7 +14,7 @@ from .dataset import Dataset
 from .source import RowSource
 from .spec import spec_of_rows
 
-__all__ = ["from_arrays", "take_rows"]
+__all__ = ["from_arrays", "take_rows", "plain_lists"]
 
 
 def take_rows(array: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -> None:
@@ -66,8 +66,9 @@ def from_arrays(arrays: Any) -> Dataset:
     The arrays are not copied: leave them as they are while the dataset is in use. Batches are copies.
 
     Args:
-        arrays: a nest of arrays with the same length along their first axis; elements have its structure. Rows of
-            different shapes are a 1-D object array of arrays, strings one of `str`.
+        arrays: a nest of arrays with the same length along their first axis; elements have its structure. A list of
+            numbers or strings, or of such lists, is one array. Rows of different shapes are a 1-D object array of arrays,
+            strings one of `str`.
 
     Raises:
         ValueError: for a scalar, for different lengths, for rows of different dtypes and for an empty nest.
@@ -77,7 +78,7 @@ def from_arrays(arrays: Any) -> Dataset:
         >>> [batch["y"].tolist() for batch in dataset]
         [[7, 8], [9]]
     """
-    held = nest.map_structure(np.asarray, arrays)
+    held = nest.map_structure(np.asarray, plain_lists(arrays))
     leaves = nest.flatten(held)
     if not leaves:
         raise ValueError(explain("from_arrays", "arrays", expected="at least one array", got=repr(arrays)))
@@ -90,3 +91,24 @@ def from_arrays(arrays: Any) -> Dataset:
             expected = f"{len(leaves[0])} rows, as arrays{nest.paths(held)[0]} has"
             raise ValueError(explain("from_arrays", f"arrays{name}", expected=expected, got=f"{len(leaf)} rows"))
     return _Arrays(held, len(leaves[0]))
+
+
+def plain_lists(arrays: Any) -> Any:
+    """Return a nest in which lists of numbers and strings are arrays, not structures. Not collective."""
+    if isinstance(arrays, list) and arrays and _plain(arrays):
+        try:
+            return np.asarray(arrays)
+        except ValueError:
+            expected, remedy = "lists of one length", "Rows of different shapes are a 1-D object array of arrays."
+            got = "lists of different lengths"
+            raise ValueError(explain("from_arrays", "arrays", expected=expected, got=got, remedy=remedy)) from None
+    if type(arrays) is tuple:
+        return tuple(plain_lists(each) for each in arrays)
+    if type(arrays) is dict:
+        return {name: plain_lists(each) for name, each in arrays.items()}
+    return arrays
+
+
+def _plain(values: list[Any]) -> bool:
+    kinds = (int, float, complex, str, bytes, np.generic)
+    return all(isinstance(each, kinds) or (isinstance(each, list) and _plain(each)) for each in values)

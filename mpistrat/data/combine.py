@@ -10,6 +10,7 @@ from .. import nest
 from ..errors import explain
 from .arguments import integer
 from .dataset import Dataset
+from .order import DEFAULT_SEED
 
 __all__ = ["sample_from_datasets", "zip"]
 
@@ -46,7 +47,7 @@ def zip(*datasets: Any) -> Dataset:
 
 
 def sample_from_datasets(
-    datasets: Sequence[Dataset], weights: Sequence[float] | None = None, *, seed: int,
+    datasets: Sequence[Dataset], weights: Sequence[float] | None = None, seed: int | None = None,
     stop_on_empty_dataset: bool = False,
 ) -> Dataset:  # fmt: skip
     """Draw each element from one of several datasets (TF: tf.data.Dataset.sample_from_datasets). Not collective.
@@ -59,7 +60,7 @@ def sample_from_datasets(
         datasets: their elements must look alike.
         weights: one for each dataset, finite, at least 0 and not all 0; None for equal ones. A dataset of weight 0 is
             never drawn from.
-        seed: any integer, the same on every rank.
+        seed: any integer, the same on every rank. None is 0, in every run.
         stop_on_empty_dataset: end before a dataset would be drawn from that has no element left; else go on with the
             others, so that all elements come.
 
@@ -85,5 +86,5 @@ def sample_from_datasets(
     if not all(math.isfinite(value) and value >= 0 for value in values) or not any(values):
         expected = "finite numbers of at least 0, not all 0"
         raise ValueError(explain("sample_from_datasets", "weights", expected=expected, got=repr(values)))
-    seed = integer("sample_from_datasets", "seed", seed)
+    seed = integer("sample_from_datasets", "seed", DEFAULT_SEED if seed is None else seed)
     return Joined(datasets, Sample(values, seed, bool(stop_on_empty_dataset)))

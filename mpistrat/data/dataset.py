@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from .. import nest
 from ..errors import explain
-from .arguments import integer
+from ..tensorflow_names import tensorflow_names
+from .arguments import integer, number_of_calls
 from .chain import INFINITE, UNKNOWN, Addresses, Chain
 from .iterator import DatasetIterator
-from .options import SHARD_HINT, Options
+from .options import AUTOTUNE, SHARD_HINT, Options
 
 __all__ = ["INFINITE", "UNKNOWN", "Addresses", "Dataset"]
 
@@ -34,6 +37,9 @@ class Dataset(Chain):
 
     Datasets are immutable: each stage returns a new one. Iterating is cheap to begin; each `iter()` is the next epoch.
     An undistributed dataset gives whole global batches; `strategy.distribute_dataset` splits them over the replicas.
+
+    Arguments stand in tf.data's order, and may carry its names: `batch_size` for global_batch_size, `map_func` for
+    function, `reshuffle_each_iteration` for reshuffle_each_epoch. `name` is taken and not used.
     """
 
     _epoch = 0
@@ -96,9 +102,10 @@ class Dataset(Chain):
 
     # The stages.
 
+    @tensorflow_names(reshuffle_each_iteration="reshuffle_each_epoch")
     def shuffle(
-        self, buffer_size: int | None = None, *, seed: int, reshuffle_each_epoch: bool = True, mode: str = "auto",
-        window_bytes: int | None = None,
+        self, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_epoch: bool = True, *,
+        mode: str = "auto", window_bytes: int | None = None,
     ) -> Dataset:  # fmt: skip
         """Put all elements into a random order that depends on the seed and the epoch only. Not collective.
 
@@ -109,7 +116,8 @@ class Dataset(Chain):
 
         Args:
             buffer_size: elements in a window, or in the buffer; a full shuffle needs none.
-            seed: any integer, the same on every rank.
+            seed: any integer, the same on every rank. None is 0, in every run: all ranks agree on it, and a job that goes
+                on after an interruption finds the order it had. (TensorFlow draws another one for each run.)
             reshuffle_each_epoch: whether every epoch has an order of its own.
             mode: "full", "block", or "auto": full where single rows are cheap to read, else (compressed data) block.
             window_bytes: the size of a window in bytes, instead of `buffer_size`; 64 MiB where neither is given.
@@ -127,12 +135,18 @@ class Dataset(Chain):
 
         return shuffled(self, buffer_size, seed, bool(reshuffle_each_epoch), mode, window_bytes)
 
-    def batch(self, global_batch_size: int, *, drop_remainder: bool = False) -> Dataset:
+    @tensorflow_names(batch_size="global_batch_size")
+    def batch(
+        self, global_batch_size: int, drop_remainder: bool = False, num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Dataset:  # fmt: skip
         """Put successive rows into batches, the batches of all replicas together. Not collective.
 
         Args:
             global_batch_size: rows in a batch; the last batch may have fewer.
             drop_remainder: leave a smaller last batch out.
+            num_parallel_calls, deterministic: taken as tf.data does, without effect: batches come in order, and their
+                rows are read together.
 
         Raises:
             ValueError: for a size below 1, and for a dataset that is batched already.
@@ -140,11 +154,13 @@ class Dataset(Chain):
         from .stages.batched import Batched, Batching
 
         self._refuse_batches("batch")
+        number_of_calls("Dataset.batch", num_parallel_calls)
         size = integer("Dataset.batch", "global_batch_size", global_batch_size, 1)
         return Batched(self, Batching(size, bool(drop_remainder)))
 
+    @tensorflow_names(batch_size="global_batch_size")
     def padded_batch(
-        self, global_batch_size: int, padded_shapes: Any = None, padding_values: Any = None, *,
+        self, global_batch_size: int, padded_shapes: Any = None, padding_values: Any = None,
         drop_remainder: bool = False,
     ) -> Dataset:  # fmt: skip
         """Put successive rows that differ in shape into batches, padded to one shape. Not collective.
@@ -174,6 +190,7 @@ class Dataset(Chain):
         size = integer("Dataset.padded_batch", "global_batch_size", global_batch_size, 1)
         return Padded(self, Batching(size, bool(drop_remainder)), Padding(padded_shapes, padding_values))
 
+    @tensorflow_names()
     def unbatch(self) -> Dataset:
         """Take batches apart into rows; arrays that are no batches along their first axis. Not collective.
 
@@ -184,8 +201,9 @@ class Dataset(Chain):
 
         return Unbatched(self)
 
+    @tensorflow_names(map_func="function")
     def map(
-        self, function: Callable[..., Any], *, num_parallel_calls: int | None = None, deterministic: bool = True,
+        self, function: Callable[..., Any], num_parallel_calls: int | None = None, deterministic: bool | None = None, *,
         processes: bool = False, element_spec: Any = None,
     ) -> Dataset:  # fmt: skip
         """Apply a function to every element; a tuple is passed as several arguments. Not collective.
@@ -201,7 +219,8 @@ class Dataset(Chain):
             function: returns the new element, a nest of arrays, numbers or strings. It is also called once on the first
                 row, to learn the element's spec, and never on zero rows unless the dataset is empty.
             num_parallel_calls: None calls it in the thread that reads. A number gives it a pool of that many threads,
-                which rows of a batch, or batches that are read in order, are spread over.
+                which rows of a batch, or batches that are read in order, are spread over; AUTOTUNE as many as this rank has
+                cores, at most 8.
             deterministic: False lets elements that are read in order come as they are ready; an iterator's state is
                 then not exact, and ranks would not agree on the order, so such a dataset cannot be distributed.
             processes: make the calls in that many processes (None: one) instead of threads. They start once a dataset,
@@ -218,10 +237,11 @@ class Dataset(Chain):
         from .stages.parallel_calls import Calls
 
         _callable("Dataset.map", "function", function)
-        if num_parallel_calls is not None:
-            num_parallel_calls = integer("Dataset.map", "num_parallel_calls", num_parallel_calls, 1)
-        return Mapped(self, Calls(function, num_parallel_calls, bool(deterministic), bool(processes)), element_spec)
+        parallel = number_of_calls("Dataset.map", num_parallel_calls)
+        ordered = deterministic is None or bool(deterministic)
+        return Mapped(self, Calls(function, parallel, ordered, bool(processes)), element_spec)
 
+    @tensorflow_names()
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Keep the elements for which a function returns True; a tuple is passed as several arguments. Not collective.
 
@@ -233,15 +253,20 @@ class Dataset(Chain):
         _callable("Dataset.filter", "predicate", predicate)
         return Filtered(self, predicate)
 
-    def interleave(self, map_func: Callable[..., Dataset], cycle_length: int = 2, block_length: int = 1) -> Dataset:
+    @tensorflow_names()
+    def interleave(
+        self, map_func: Callable[..., Dataset], cycle_length: int | None = None, block_length: int | None = None,
+        num_parallel_calls: int | None = None, deterministic: bool | None = None,
+    ) -> Dataset:  # fmt: skip
         """Make a dataset of every element, and take blocks of elements from several of them in turn. Not collective.
 
         It reads in order, like `filter`.
 
         Args:
             map_func: returns a dataset; a tuple is passed as several arguments.
-            cycle_length: how many datasets are open at a time.
-            block_length: how many elements are taken from one before it is the next one's turn.
+            cycle_length: how many datasets are open at a time; None and AUTOTUNE are 2.
+            block_length: how many elements are taken from one before it is the next one's turn; None is 1.
+            num_parallel_calls, deterministic: taken as tf.data does, without effect: elements come in order.
 
         Example:
             >>> rows = ms.data.from_arrays(np.arange(3)).interleave(lambda n: ms.data.from_arrays(np.full(2, n)))
@@ -251,21 +276,29 @@ class Dataset(Chain):
         from .stages.interleaved import Interleaved
 
         _callable("Dataset.interleave", "map_func", map_func)
+        number_of_calls("Dataset.interleave", num_parallel_calls)
+        if cycle_length is None or cycle_length == AUTOTUNE:
+            cycle_length = 2
         cycle = integer("Dataset.interleave", "cycle_length", cycle_length, 1)
-        return Interleaved(self, map_func, cycle, integer("Dataset.interleave", "block_length", block_length, 1))
+        block = 1 if block_length is None else integer("Dataset.interleave", "block_length", block_length, 1)
+        return Interleaved(self, map_func, cycle, block)
 
+    @tensorflow_names()
     def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
         """Make a dataset of every element, and put them one behind the other; reads in order. Not collective."""
         return self.interleave(map_func, cycle_length=1)
 
-    def concatenate(self, *datasets: Dataset) -> Dataset:
+    @tensorflow_names()
+    def concatenate(self, *datasets: Dataset, dataset: Dataset | None = None) -> Dataset:
         """Put other datasets behind this one. Their elements must look alike. Not collective."""
         from .stages.joined import Concatenate, Joined
 
-        return Joined(_datasets("Dataset.concatenate", [self, *datasets]), Concatenate())
+        behind = datasets if dataset is None else [*datasets, dataset]
+        return Joined(_datasets("Dataset.concatenate", [self, *behind]), Concatenate())
 
-    def enumerate(self) -> Dataset:
-        """Put each row's position in front: elements are (int64 index, element). Not collective.
+    @tensorflow_names()
+    def enumerate(self, start: int = 0) -> Dataset:
+        """Put each row's position, plus start, in front: elements are (int64 index, element). Not collective.
 
         Right after the source, the index names the sample whatever comes later, as `ms.random.rng(sample=…)` needs.
 
@@ -276,26 +309,33 @@ class Dataset(Chain):
 
         if self.batching is not None:
             raise ValueError("Dataset.enumerate: expected a dataset of rows, got batches: enumerate before batch")
-        return Enumerated(self)
+        return Enumerated(self, integer("Dataset.enumerate", "start", start))
 
+    @tensorflow_names()
     def take(self, count: int) -> Dataset:
-        """Keep the first `count` elements. Not collective."""
+        """Keep the first `count` elements; -1 for all. Not collective."""
         from .stages.reindexed import Reindexed, Take
 
-        return Reindexed(self, Take(integer("Dataset.take", "count", count, 0)))
+        number = integer("Dataset.take", "count", count, -1)
+        return self.skip(0) if number < 0 else Reindexed(self, Take(number))
 
+    @tensorflow_names()
     def skip(self, count: int) -> Dataset:
-        """Leave out the first `count` elements. Not collective."""
+        """Leave out the first `count` elements; -1 for all. Not collective."""
         from .stages.reindexed import Reindexed, Skip
 
-        return Reindexed(self, Skip(integer("Dataset.skip", "count", count, 0)))
+        number = integer("Dataset.skip", "count", count, -1)
+        return self.take(0) if number < 0 else Reindexed(self, Skip(number))
 
+    @tensorflow_names()
     def repeat(self, count: int | None = None) -> Dataset:
-        """Give the elements `count` times, each pass an epoch of what is below; None for ever. Not collective."""
+        """Give the elements `count` times, each pass an epoch of what is below; None or -1 for ever. Not collective."""
         from .stages.reindexed import Reindexed, Repeat
 
-        return Reindexed(self, Repeat(None if count is None else integer("Dataset.repeat", "count", count, 0)))
+        number = -1 if count is None else integer("Dataset.repeat", "count", count, -1)
+        return Reindexed(self, Repeat(None if number < 0 else number))
 
+    @tensorflow_names()
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Keep every num_shards-th element, from the one at `index` on. Not collective.
 
@@ -313,16 +353,19 @@ class Dataset(Chain):
                 raise ValueError(explain("Dataset.shard", "index", expected=f"0 <= index < {num_shards}", got=index))
         return Reindexed(self, Shard(num_shards, index))
 
+    @tensorflow_names()
     def prefetch(self, buffer_size: int) -> Dataset:
-        """Read elements ahead in a thread, at most so many; 0 for none. Not collective.
+        """Read elements ahead in a thread, at most so many; 0 for none, AUTOTUNE for 2. Not collective.
 
         The thread reads what stands here and what comes later in the chain, and ends with its iterator. Without it an
         undistributed dataset is read by who iterates, and a distributed one is read 2 steps ahead.
         """
         from .stages.prefetched import Prefetched
 
-        return Prefetched(self, integer("Dataset.prefetch", "buffer_size", buffer_size, 0))
+        depth = 2 if buffer_size == AUTOTUNE else integer("Dataset.prefetch", "buffer_size", buffer_size, 0)
+        return Prefetched(self, depth)
 
+    @tensorflow_names()
     def with_options(self, options: Options) -> Dataset:
         """Set what holds for the whole dataset, over what was said before. Not collective.
 
@@ -336,8 +379,9 @@ class Dataset(Chain):
         if not isinstance(given, Options):
             got = type(given).__name__
             raise TypeError(explain("Dataset.with_options", "options", expected="ms.data.Options", got=got))
-        return Configured(self, options)
+        return Configured(self, Options().merge(options))
 
+    @tensorflow_names(filename="scope")
     def cache(
         self,
         scope: Literal["rank", "node", "job"] = "rank",
@@ -372,6 +416,14 @@ class Dataset(Chain):
 
         return cache(self, scope, transport)
 
+    def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
+        """Return what a function makes of this dataset. Not collective."""
+        return transformation_func(self)
+
+    def as_numpy_iterator(self) -> Iterator[Any]:
+        """The same as `iter`: elements are NumPy arrays. Not collective."""
+        return iter(self)
+
     def peek(self) -> Any:
         """Return the first element of the epoch that the next `iter()` begins, without beginning it. Not collective.
 
@@ -391,6 +443,7 @@ class Dataset(Chain):
     # TensorFlow's names for functions of this package.
 
     @staticmethod
+    @tensorflow_names()
     def from_tensor_slices(tensors: Any) -> Dataset:
         """The same as `ms.data.from_arrays`. Not collective."""
         from .arrays import from_arrays
@@ -398,25 +451,38 @@ class Dataset(Chain):
         return from_arrays(tensors)
 
     @staticmethod
-    def from_generator(function: Callable[..., Any], element_spec: Any = None) -> Dataset:
-        """The same as `ms.data.from_generator`. Not collective."""
+    @tensorflow_names()
+    def from_tensors(tensors: Any) -> Dataset:
+        """A dataset of one element, a nest of arrays. Not collective."""
+        from .arrays import from_arrays, plain_lists
+
+        return from_arrays(nest.map_structure(lambda leaf: np.asarray(leaf)[np.newaxis], plain_lists(tensors)))
+
+    @staticmethod
+    @tensorflow_names(generator="function", output_signature="element_spec")
+    def from_generator(
+        function: Callable[..., Any], element_spec: Any = None, *, args: Sequence[Any] | None = None
+    ) -> Dataset:
+        """The same as `ms.data.from_generator`, of a function that gets `args` first. Not collective."""
         from .generator import from_generator
 
-        return from_generator(function, element_spec)
+        return from_generator(functools.partial(function, *args) if args else function, element_spec)
 
     @staticmethod
-    def range(*args: int) -> Dataset:
-        """A dataset of the integers of Python's `range`, as int64. Not collective."""
+    @tensorflow_names(output_type="dtype")
+    def range(*args: int, dtype: Any = np.int64) -> Dataset:
+        """A dataset of the integers of Python's `range`. Not collective."""
         from .arrays import from_arrays
 
-        return from_arrays(np.arange(*args, dtype=np.int64))
+        return from_arrays(np.arange(*args, dtype=dtype))
 
     @staticmethod
-    def zip(*datasets: Any) -> Dataset:
+    @tensorflow_names()
+    def zip(*args: Any, datasets: Any = None) -> Dataset:
         """The same as `ms.data.zip`. Not collective."""
         from .combine import zip as zip_datasets
 
-        return zip_datasets(*datasets)
+        return zip_datasets(*args) if datasets is None else zip_datasets(datasets)
 
     @staticmethod
     def sample_from_datasets(datasets: Sequence[Dataset], *args: Any, **kwargs: Any) -> Dataset:

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from ..errors import explain
 
-__all__ = ["SHARD_HINT", "AutoShardPolicy", "InputOptions", "InputReplicationMode", "Options"]
+__all__ = ["AUTOTUNE", "SHARD_HINT", "AutoShardPolicy", "InputOptions", "InputReplicationMode", "Options"]
 
+AUTOTUNE = -1  # tf.data.AUTOTUNE: numbers of calls and of elements read ahead that are chosen here
 SHARD_HINT = -1  # tf.data.experimental.SHARD_HINT: in Dataset.shard, "the number of workers" and "this worker"
 
 E = TypeVar("E", bound=enum.Enum)
@@ -62,27 +63,49 @@ def _also_experimental(cls: C) -> C:
     return cls
 
 
-@dataclass(frozen=True)
+@dataclass
 class Options:
     """Settings of a whole dataset, for `Dataset.with_options` (TF: tf.data.Options). None means: not said here.
+
+    Attributes may be set later, TF's `options.experimental_distribute.auto_shard_policy`, too; `with_options` takes them
+    as they are then. Settings of TensorFlow's own runtime (threads, optimizations) are refused.
 
     Args:
         auto_shard_policy: how `distribute_dataset` divides the dataset; a member of AutoShardPolicy or its name.
 
     Raises:
         ValueError: for another policy.
+        AttributeError: for another setting.
 
     Example:
         >>> Options(auto_shard_policy="file").auto_shard_policy.name
         'FILE'
+        >>> options = Options()
+        >>> options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+        >>> options.auto_shard_policy.name
+        'OFF'
     """
 
     auto_shard_policy: AutoShardPolicy | str | None = None
 
-    def __post_init__(self) -> None:
-        if self.auto_shard_policy is not None:
-            policy = _member(AutoShardPolicy, "Options", "auto_shard_policy", self.auto_shard_policy)
-            object.__setattr__(self, "auto_shard_policy", policy)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dataclass_fields__:
+            raise self._unknown(name)
+        if value is not None:
+            value = _member(AutoShardPolicy, "Options", name, value)
+        object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._unknown(name)
+
+    def _unknown(self, name: str) -> AttributeError:
+        remedy = "What TensorFlow's runtime is told there has no counterpart here: leave it out."
+        return AttributeError(explain("Options", name, expected="auto_shard_policy", got=name, remedy=remedy))
+
+    @property
+    def experimental_distribute(self) -> Options:
+        """These options: TensorFlow keeps `auto_shard_policy` there."""
+        return self
 
     def merge(self, override: Options) -> Options:
         """Return these options with every field that the other one sets. Not collective.

@@ -16,7 +16,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["permute", "random_words"]
+__all__ = ["DEFAULT_SEED", "permute", "random_words"]
+
+DEFAULT_SEED = 0  # of orders for which none is named: the same on all ranks, and in a job that goes on after an end
 
 _ROUNDS = 12
 _SMALL = 4096  # up to here an order is a sorted table of hashes

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..buffer_pool import BufferPool
 from ..cluster.devices import parse
+from ..tensorflow_names import tensorflow_names
 from ..types import IndexedSlices
 from ..variables.memory import zeros
 from ..variables.on_write_variable import OnWriteVariable
@@ -105,6 +106,7 @@ class ParameterServerVariable(OnWriteVariable):
         self._require_open()
         return 1
 
+    @tensorflow_names()
     def sparse_read(self, indices: Any) -> Any:
         """Return a new array of the rows with these numbers, in their order; only they travel. Not collective."""
         rows, shape = row_numbers(self.shape, indices, "sparse_read")

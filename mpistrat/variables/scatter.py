@@ -9,6 +9,7 @@ import numpy as np
 
 from ..comm.arrays import as_array, to_host
 from ..errors import explain
+from ..tensorflow_names import tensorflow_names
 from ..types import IndexedSlices
 from .values import convert
 
@@ -81,54 +82,67 @@ class ScatterMethods(ABC):
     def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> Any:
         """Apply (k,) row numbers and (k, c) updates to the variable seen as rows of its first `depth` dimensions."""
 
+    @tensorflow_names("use_locking", sparse_delta="delta")
     def scatter_add(self, delta: Any) -> Variable:
         """Add updates to rows, duplicates one by one. Collective."""
         return self._scatter_rows("add", delta)
 
+    @tensorflow_names("use_locking", sparse_delta="delta")
     def scatter_sub(self, delta: Any) -> Variable:
         """Subtract updates from rows. Collective."""
         return self._scatter_rows("sub", delta)
 
+    @tensorflow_names("use_locking", sparse_delta="delta")
     def scatter_mul(self, delta: Any) -> Variable:
         """Multiply rows by updates. Collective."""
         return self._scatter_rows("mul", delta)
 
+    @tensorflow_names("use_locking", sparse_delta="delta")
     def scatter_div(self, delta: Any) -> Variable:
         """Divide rows by updates; not for integers. Collective."""
         return self._scatter_rows("div", delta)
 
+    @tensorflow_names("use_locking", sparse_delta="delta")
     def scatter_min(self, delta: Any) -> Variable:
         """Take the smaller of row and update. Collective."""
         return self._scatter_rows("min", delta)
 
+    @tensorflow_names("use_locking", sparse_delta="delta")
     def scatter_max(self, delta: Any) -> Variable:
         """Take the larger of row and update. Collective."""
         return self._scatter_rows("max", delta)
 
+    @tensorflow_names("use_locking", sparse_delta="delta")
     def scatter_update(self, delta: Any) -> Variable:
         """Replace rows by updates, of duplicates by the last. Collective."""
         return self._scatter_rows("update", delta)
 
+    @tensorflow_names()
     def scatter_nd_add(self, indices: Any, updates: Any) -> Variable:
         """Add `updates[i]` at coordinates `indices[i]`; the last dimension of indices holds coordinates. Collective."""
         return self._scatter_nd("add", indices, updates)
 
+    @tensorflow_names()
     def scatter_nd_sub(self, indices: Any, updates: Any) -> Variable:
         """Subtract at coordinates. Collective."""
         return self._scatter_nd("sub", indices, updates)
 
+    @tensorflow_names()
     def scatter_nd_min(self, indices: Any, updates: Any) -> Variable:
         """Take the smaller at coordinates. Collective."""
         return self._scatter_nd("min", indices, updates)
 
+    @tensorflow_names()
     def scatter_nd_max(self, indices: Any, updates: Any) -> Variable:
         """Take the larger at coordinates. Collective."""
         return self._scatter_nd("max", indices, updates)
 
+    @tensorflow_names()
     def scatter_nd_update(self, indices: Any, updates: Any) -> Variable:
         """Replace at coordinates. Collective."""
         return self._scatter_nd("update", indices, updates)
 
+    @tensorflow_names("use_locking", sparse_delta="delta")
     def batch_scatter_update(self, delta: Any) -> Variable:
         """Replace `v[b..., indices[b..., k]]` by `updates[b..., k]`, for batches b. Collective.
 
@@ -142,10 +156,12 @@ class ScatterMethods(ABC):
         batches = np.indices(indices.shape)[:-1]
         return self._scatter_nd("update", np.stack([*batches, indices], axis=-1), updates)
 
+    @tensorflow_names()
     def sparse_read(self, indices: Any) -> Any:
         """Return a new array of the rows with these numbers, in their order. Not collective for ON_WRITE variables."""
         return self.gather_nd(_integers(indices, "sparse_read")[..., np.newaxis])
 
+    @tensorflow_names()
     def embedding_lookup(self, ids: Any) -> Any:
         """Return a new array of the rows with these numbers, like `sparse_read`. Not collective for ON_WRITE variables.
 
@@ -153,6 +169,7 @@ class ScatterMethods(ABC):
         """
         return self.sparse_read(ids)
 
+    @tensorflow_names()
     def gather_nd(self, indices: Any) -> Any:
         """Return a new array of what lies at the coordinates. Not collective for ON_WRITE variables."""
         indices = _integers(indices, "gather_nd")

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..comm.arrays import array_module, as_array, on_device_of, to_host
 from ..errors import explain
+from ..tensorflow_names import tensorflow_names
 from ..types import IndexedSlices, VariableAggregation, VariableSynchronization
 from .array_operators import ArrayOperators
 from .memory import read_only, zeros
@@ -192,11 +193,13 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
                 result[at] = piece
         return result
 
+    @tensorflow_names()
     def sparse_read(self, indices: Any) -> Any:
         """Return a new array of the rows with these numbers, in their order. Not collective for ON_WRITE variables."""
         rows, shape = row_numbers(self.shape, indices, "sparse_read")
         return self._gather(rows).reshape(shape)
 
+    @tensorflow_names()
     def gather_nd(self, indices: Any) -> Any:
         """Return a new array of what lies at the coordinates. Not collective for ON_WRITE variables."""
         array = to_host(as_array(indices, "Variable.gather_nd", "indices"))
@@ -212,7 +215,9 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
 
     # writing
 
-    def assign(self, value: Any) -> ShardedVariable:
+    def assign(
+        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> ShardedVariable:
         """Write a value, to each part its rows, and return the variable. See `Variable.assign`. Collective like it.
 
         Raises:
@@ -220,11 +225,17 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
         """
         return self._update("assign", value)
 
-    def assign_add(self, value: Any) -> ShardedVariable:
+    @tensorflow_names(delta="value")
+    def assign_add(
+        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> ShardedVariable:
         """Add a value and return the variable. Collective like `Variable.assign_add`, whose errors it raises."""
         return self._update("assign_add", value)
 
-    def assign_sub(self, value: Any) -> ShardedVariable:
+    @tensorflow_names(delta="value")
+    def assign_sub(
+        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> ShardedVariable:
         """Subtract a value and return the variable. Collective like `Variable.assign_sub`, whose errors it raises."""
         return self._update("assign_sub", value)
 

@@ -14,6 +14,7 @@ from ..comm.arrays import to_host
 from ..context import Frame
 from ..distributed_values import DistributedValues
 from ..errors import ClosedError, ContextError, explain
+from ..tensorflow_names import tensorflow_names
 from ..types import VariableAggregation, VariableSynchronization
 from .array_operators import ArrayOperators
 from .scatter import ScatterMethods
@@ -196,7 +197,9 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
 
     # writing
 
-    def assign(self, value: Any) -> Variable:
+    def assign(
+        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Variable:
         """Write a value and return the variable. Collective, except ON_READ in replica context.
 
         In cross-replica and update context every rank passes the same value, which is compared. In replica context the
@@ -204,6 +207,7 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
 
         Args:
             value: array of exactly the variable's shape, of its dtype or one that NumPy casts within its kind.
+            use_locking, name, read_value: taken as TensorFlow does, without effect; what is returned is no copy.
 
         Raises:
             ValueError: another shape; a PerReplica in cross-replica context; aggregation NONE in replica context; a
@@ -213,7 +217,10 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
         """
         return self._update("assign", value)
 
-    def assign_add(self, value: Any) -> Variable:
+    @tensorflow_names(delta="value")
+    def assign_add(
+        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Variable:
         """Add a value to the variable and return it. Collective, except ON_READ in replica context; see `assign`.
 
         Raises:
@@ -221,7 +228,10 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
         """
         return self._update("assign_add", value)
 
-    def assign_sub(self, value: Any) -> Variable:
+    @tensorflow_names(delta="value")
+    def assign_sub(
+        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Variable:
         """Subtract a value from the variable and return it. Collective like `assign_add`, whose errors it raises."""
         return self._update("assign_sub", value)
 

@@ -34,6 +34,13 @@ FUNCTION = "Dataset.cache"
 
 def cache(dataset: Dataset, scope: Scope, transport: Transport) -> Dataset:
     """The cache that suits a dataset; see `Dataset.cache`."""
+    file: object = scope
+    if file == "":  # TensorFlow's name of a cache in memory
+        scope = "rank"
+    elif isinstance(file, str) and ("/" in file or "." in file):
+        remedy = "Write the rows with ms.data.write_shards, and read them with HDF5Dataset."
+        expected = "none: caches are in memory"
+        raise ValueError(explain(FUNCTION, "filename", expected=expected, got=repr(scope), remedy=remedy))
     for argument, value, legal in (
         ("scope", scope, ("rank", "node", "job")),
         ("transport", transport, ("auto", "messages", "get")),

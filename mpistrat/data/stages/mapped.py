@@ -192,5 +192,5 @@ class Mapped(Stage):
 
     def describe(self) -> str:
         calls = self._calls
-        more = "" if calls.parallel is None else f", {calls.parallel} {'processes' if calls.processes else 'threads'}"
+        more = "" if calls.parallel is None else f", {calls.told} {'processes' if calls.processes else 'threads'}"
         return f"map({name_of(calls.function)}{more})"

@@ -11,6 +11,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, final
 
 from ... import partition
+from ...cluster.cores import usable_cores
+from ..options import AUTOTUNE
 from ..stats import StageStats
 from .call import CallError, call_each
 
@@ -20,17 +22,21 @@ if TYPE_CHECKING:
 __all__ = ["Calls"]
 
 
+_MOST_AUTOTUNED = 8  # of a rank: its neighbours on the node may count the same cores
+
+
 @final
 class Calls:
     """How `map` calls its function. Threads and processes start at the first call and end with the dataset.
 
     Args:
         function: gets an element; a plain tuple is passed as several arguments.
-        parallel: how many calls at a time; None for one, by the thread that asks.
+        parallel: how many calls at a time; None for one, by the thread that asks; AUTOTUNE for one a core.
         deterministic: whether results of a stream come in the order of what they are made of.
         processes: whether the calls are made in processes, as many as `parallel` says.
 
     Attributes:
+        told: `parallel` as it was given, in words, which are the same on every rank.
         counters: calls, and the seconds spent in them, over all threads or processes.
     """
 
@@ -38,6 +44,9 @@ class Calls:
         self, function: Callable[..., Any], parallel: int | None, deterministic: bool, processes: bool
     ) -> None:
         self.function = function
+        self.told = "AUTOTUNE" if parallel == AUTOTUNE else str(parallel or 1)
+        if parallel == AUTOTUNE:
+            parallel = min(usable_cores(), _MOST_AUTOTUNED)
         self.parallel = parallel if parallel is not None or not processes else 1
         self.deterministic = deterministic
         self.processes = processes

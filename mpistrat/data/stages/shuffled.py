@@ -8,6 +8,7 @@ from ... import log
 from ...errors import explain
 from ..arguments import integer
 from ..dataset import INFINITE, Dataset
+from ..order import DEFAULT_SEED
 from .block_shuffled import WINDOW_BYTES, BlockShuffle, BlockShuffled
 from .buffer_shuffled import BufferShuffled
 from .reindexed import Reindexed, Shuffle
@@ -20,13 +21,15 @@ _MODES = ("auto", "full", "block")
 def shuffled(
     dataset: Dataset,
     buffer_size: int | None,
-    seed: int,
+    seed: int | None,
     reshuffle_each_epoch: bool,
     mode: str,
     window_bytes: int | None,
 ) -> Dataset:
     """Return the dataset shuffled; see `Dataset.shuffle`."""
-    seed = integer("Dataset.shuffle", "seed", seed, remedy="All ranks must name the same seed.")
+    seed = integer(
+        "Dataset.shuffle", "seed", DEFAULT_SEED if seed is None else seed, remedy="All ranks must name the same seed."
+    )
     if buffer_size is not None:
         buffer_size = integer("Dataset.shuffle", "buffer_size", buffer_size, 1)
     if window_bytes is not None:

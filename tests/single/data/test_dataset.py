@@ -273,9 +273,9 @@ def test_wrong_arguments_of_stages() -> None:
     with pytest.raises(ValueError, match="batched already"):
         dataset.batch(2).batch(2)
     with pytest.raises(ValueError, match="take: count"):
-        dataset.take(-1)
+        dataset.take(-2)
     with pytest.raises(TypeError, match="same seed"):
-        dataset.shuffle(seed=None)  # type: ignore[arg-type]
+        dataset.shuffle(seed="a")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="callable"):
         dataset.map(3)  # type: ignore[arg-type]
 

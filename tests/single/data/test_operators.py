@@ -114,9 +114,9 @@ def test_no_operator_is_left_out() -> None:
         "rows", "set_epoch", "element", "elements", "peek", "cardinality", "options", "describe", "row_spec", "element_spec",
         "parents", "batching", "bind", "check", "chunk_starts", "count_wait", "counters", "deterministic", "expect", "gather",
         "keep", "locality", "locate", "prefetch_depth", "random_access", "rebuild", "shard_hinted", "shares_memory", "source",
-        "with_shard", "calls_functions",
+        "with_shard", "calls_functions", "apply", "as_numpy_iterator",
     }  # fmt: skip
-    sources = {"from_tensor_slices", "from_generator", "range"}
+    sources = {"from_tensor_slices", "from_tensors", "from_generator", "range"}
     names = {name for name in dir(Dataset) if not name.startswith("_")}
     assert names - reads - sources == {name for name in NAMES if " " not in name}
 
@@ -337,7 +337,7 @@ def test_prefetch_depth_counts_elements_of_the_chain() -> None:
     assert rows.prefetch(5).prefetch(0).prefetch_depth == 0
     assert ms.data.zip(rows.prefetch(1), rows.prefetch(2)).prefetch_depth == 2
     with pytest.raises(ValueError, match="buffer_size: expected at least 0"):
-        rows.prefetch(-1)
+        rows.prefetch(-2)
 
 
 def test_peek_begins_nothing() -> None:
@@ -366,6 +366,81 @@ def test_names_of_tensorflow() -> None:
     assert listed(Dataset.from_generator(lambda: iter([1, 2]))) == [1, 2]
     assert listed(Dataset.zip(Dataset.range(2), Dataset.range(2))) == [[0, 0], [1, 1]]
     assert sorted(listed(Dataset.sample_from_datasets([Dataset.range(2), Dataset.range(2)], seed=1))) == [0, 0, 1, 1]
+    assert listed(Dataset.from_tensors([1.0, 2.0])) == [[1.0, 2.0]]
+    assert listed(Dataset.from_tensor_slices([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    assert [x["a"].item() for x in Dataset.from_tensor_slices({"a": ["u", "v"]})] == ["u", "v"]
+    with pytest.raises(ValueError, match="lists of one length"):
+        Dataset.from_tensor_slices([[1, 2], [3]])
+
+
+def test_arguments_as_tensorflow_documents_them() -> None:
+    """The signatures of tf.data.Dataset: each by position and by name, with `name` and ms.data.AUTOTUNE where they go."""
+    auto, rows = ms.data.AUTOTUNE, Dataset.range(5)
+    batches = [[0, 1], [2, 3]]
+    assert auto == -1
+    assert listed(rows.batch(2, True)) == batches
+    found = rows.batch(batch_size=2, drop_remainder=True, num_parallel_calls=auto, deterministic=None, name="b")
+    assert listed(found) == listed(rows.batch(global_batch_size=2, drop_remainder=True)) == batches
+    assert listed(rows.map(lambda x: x + 1, auto, True)) == [1, 2, 3, 4, 5]
+    found = rows.map(map_func=lambda x: x + 1, num_parallel_calls=auto, deterministic=None, name="m")
+    assert "map(<lambda>, AUTOTUNE threads)" in str(found)
+    assert listed(found) == [1, 2, 3, 4, 5]
+    assert listed(rows.filter(predicate=lambda x: x > 3, name="f")) == [4]
+    assert listed(rows.take(count=2, name="t")) == [0, 1]
+    assert (listed(rows.take(-1)), listed(rows.take(9)), listed(rows.skip(-1))) == (
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 3, 4],
+        [],
+    )
+    assert listed(rows.skip(count=3)) == [3, 4]
+    assert listed(rows.take(1).repeat(count=2)) == [0, 0]
+    assert rows.repeat(-1).cardinality() == rows.repeat(count=None).cardinality() == INFINITE
+    assert listed(rows.prefetch(buffer_size=auto)) == [0, 1, 2, 3, 4]
+    assert listed(rows.shard(num_shards=2, index=1)) == [1, 3]
+    expected = [0, 0, 1, 1, 2, 2]  # tf.data: cycle_length 3, block_length 2
+    make = lambda x: Dataset.from_tensors(x).repeat(2)  # noqa: E731
+    found = rows.take(3).interleave(
+        map_func=make, cycle_length=3, block_length=2, num_parallel_calls=auto, deterministic=True
+    )
+    assert listed(found) == listed(rows.take(3).flat_map(map_func=make)) == expected
+    assert listed(rows.take(3).interleave(make, auto, 2, auto)) == expected
+    assert listed(rows.take(2).concatenate(dataset=rows.take(1))) == [0, 1, 0]
+    assert listed(Dataset.zip(datasets=(rows.take(1), rows.take(1)))) == [[0, 0]]
+    assert [(int(i), int(x)) for i, x in rows.skip(3).enumerate(start=5)] == [(5, 3), (6, 4)]
+    assert [int(i) for i, x in rows.filter(lambda x: x > 2).enumerate(5).elements(0, 1)] == [6]
+    spec = ms.data.ArraySpec((), np.int64)
+    found = Dataset.from_generator(generator=lambda n: iter(range(n)), args=(2,), output_signature=spec)
+    assert listed(found) == [0, 1]
+    words = found.padded_batch(batch_size=2, padded_shapes=(), padding_values=None, drop_remainder=False)
+    assert listed(words) == listed(found.padded_batch(2, (), None, True)) == [[0, 1]]
+    assert listed(rows.batch(2).unbatch(name="u").cache(filename="")) == [0, 1, 2, 3, 4]
+    assert Dataset.range(2, output_type=np.int32).element_spec.dtype == np.int32
+    assert listed(rows.apply(lambda x: x.take(1)).as_numpy_iterator()) == [0]
+    for wrong in (lambda: rows.batch(batch_size=1, global_batch_size=1), lambda: rows.batch(2, size=1)):
+        with pytest.raises(TypeError, match=r"got both|unexpected keyword argument 'size'"):
+            wrong()
+    for wrong in (lambda: rows.map(make, num_parallel_calls=-2), lambda: rows.batch(2, num_parallel_calls=0)):
+        with pytest.raises(ValueError, match=r"num_parallel_calls: expected at least 1"):
+            wrong()
+    with pytest.raises(ValueError, match=r"cache: filename:.*memory.*write_shards"):
+        rows.cache("/tmp/rows")
+
+
+def test_a_shuffle_without_a_seed_is_one_with_seed_0() -> None:
+    """tf.data draws a seed for each run; here all ranks, and a job that goes on, must find the same order."""
+    rows = Dataset.range(50)
+    for unseeded, seeded in (
+        (rows.shuffle(), rows.shuffle(seed=0)),
+        (rows.shuffle(10, reshuffle_each_iteration=False), rows.shuffle(10, 0, reshuffle_each_epoch=False)),
+        (rows.filter(lambda x: True).shuffle(10), rows.filter(lambda x: True).shuffle(10, 0)),
+    ):
+        first, second = listed(unseeded), listed(unseeded)
+        assert [first, second] == [listed(seeded), listed(seeded)]
+        assert sorted(first) == list(range(50)) != first
+        assert (first == second) == ("reshuffle_each_epoch=False" in str(unseeded))
+    both = [rows, rows]
+    drawn = Dataset.sample_from_datasets(both, [0.5, 0.5], None, False)
+    assert listed(drawn) == listed(Dataset.sample_from_datasets(both, weights=[0.5, 0.5], seed=0))
 
 
 def test_an_error_in_a_row_comes_after_the_rows_in_front_of_it() -> None:

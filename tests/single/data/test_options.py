@@ -31,6 +31,23 @@ def test_options_that_are_not_said_do_not_count() -> None:
     assert str(Options("off").merge(Options("hint"))) == "auto_shard_policy=HINT"
 
 
+def test_options_as_tensorflow_sets_them() -> None:
+    """tf.data.Options(): attributes set one by one, the policy in experimental_distribute."""
+    options = Options()
+    assert options.auto_shard_policy is None
+    options.experimental_distribute.auto_shard_policy = "off"
+    dataset = ms.data.from_arrays([1, 2]).with_options(options)
+    options.auto_shard_policy = AutoShardPolicy.FILE
+    assert dataset.options() == Options("OFF")
+    assert dataset.with_options(options).options() == Options("FILE")
+    with pytest.raises(ValueError, match=r"Options: auto_shard_policy: expected AutoShardPolicy.* got 7"):
+        options.auto_shard_policy = 7  # type: ignore[assignment]
+    with pytest.raises(AttributeError, match=r"Options: deterministic: expected auto_shard_policy.*leave it out"):
+        options.deterministic = False
+    with pytest.raises(AttributeError, match=r"Options: threading:.*leave it out"):
+        options.threading.private_threadpool_size = 2
+
+
 def test_input_options_as_tensorflow_spells_them() -> None:
     mode = ms.InputReplicationMode.PER_REPLICA
     found = ms.InputOptions(

@@ -250,3 +250,23 @@ def test_what_cannot_be_scattered(scatter, error, word):
     with pytest.raises(error, match=word):
         scatter(v)
     assert (v.array == 1).all()
+
+
+def test_arguments_as_tensorflow_documents_them():
+    """tf.Variable: assign(value, use_locking, name, read_value), delta of assign_add, sparse_delta of the scatter methods."""
+    whole = ms.Variable(np.zeros(3, np.float32), name="whole")
+    parts = ms.ShardedVariable([ms.Variable(np.zeros(n, np.float32), name=f"part{n}") for n in (2, 1)])
+    for v in (whole, parts):
+        assert v.assign([1, 2, 3], use_locking=True, name="w", read_value=False) is v
+        assert v.assign([1, 2, 3], False, None, True) is v
+        assert v.assign_add(delta=[1, 1, 1], use_locking=True, name="a", read_value=True) is v
+        assert v.assign_sub(delta=[0, 0, 1], read_value=False) is v
+        slices = IndexedSlices(np.ones(1, np.float32), [0])
+        v.scatter_add(sparse_delta=slices, use_locking=False, name="s").scatter_nd_add([[1]], [5.0], name="n")
+        assert np.asarray(v).tolist() == [3, 8, 3]
+        v.scatter_update(slices, name="u")
+        v.batch_scatter_update(sparse_delta=([2], [9.0]), name="b")
+        assert v.sparse_read([2], name="r").tolist() == [9]
+        assert v.gather_nd(indices=[[0]], name="g").tolist() == [1]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'locking'"):
+        whole.scatter_add(slices, locking=True)
