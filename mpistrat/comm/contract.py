@@ -7,6 +7,7 @@ travels with every barrier (see `node`); between nodes the ranks compare tags no
 from __future__ import annotations
 
 import hashlib
+from binascii import crc32
 from collections import deque
 from collections.abc import Hashable, Mapping
 from time import monotonic
@@ -25,6 +26,7 @@ __all__ = ["TEXT_BYTES", "Call", "Comparison", "by_rank", "describe", "fingerpri
 _MASK = (1 << 63) - 1
 _SERIES = 4096  # so many names are remembered
 TEXT_BYTES = 1000  # of a text are shown; the tag covers all of it
+_STAMP_BYTES = 100  # of them for what changes
 
 
 def describe(op: str, name: str = "", dtype: Any = None, shape: Any = None, detail: Hashable = ()) -> str:
@@ -56,7 +58,8 @@ class Call:
     """One kind of collective of one group, as a reusable context manager; `ProcessGroup.collective` makes and keeps it.
 
     Attributes:
-        tag, text: fingerprint, and what it stands for.
+        tag, text: fingerprint, and what it stands for, with `stamp`.
+        kind: the fingerprint without it.
         series: operation and name.
         timeout: seconds that a rank waits in it.
         payload: the text as it is laid into shared memory: two bytes of length, then UTF-8.
@@ -66,12 +69,15 @@ class Call:
         "_comparison",
         "_node",
         "_outer",
+        "_shown",
+        "_stamp",
+        "_text",
         "_watch",
+        "kind",
         "payload",
         "series",
         "synchronize",
         "tag",
-        "text",
         "timeout",
     )
 
@@ -85,19 +91,46 @@ class Call:
         synchronize: bool = False,
         series: str = "",
     ) -> None:
-        self.text = text
+        self._text, self._stamp = text, ""
         self.series = series
-        self.tag = fingerprint(text)
+        self.kind = self.tag = fingerprint(text)
         self.timeout = timeout
-        shown = text.encode()
-        if len(shown) > TEXT_BYTES:
-            shown = shown[: TEXT_BYTES - 300] + f" …[{self.tag:x}]… ".encode() + shown[-250:]
+        shown, longest = text.encode(), TEXT_BYTES - _STAMP_BYTES
+        if len(shown) > longest:
+            shown = shown[: longest - 300] + f" …[{self.kind:x}]… ".encode() + shown[-250:]
+        self._shown = shown
         self.payload = len(shown).to_bytes(2, "little") + shown
         self.synchronize = synchronize and node.size > 1
         self._watch = watch
         self._node = node
         self._comparison = comparison
         self._outer: Any = None
+
+    @property
+    def text(self) -> str:
+        """What it is, in words."""
+        return self._text + self._stamp
+
+    @property
+    def brief(self) -> str:
+        """The same, cut after 600 characters."""
+        return self._text[:600] + self._stamp
+
+    def stamp(self, words: str) -> Call:
+        """Say what else the ranks must do alike this time, and return the call. Not collective; before it is entered.
+
+        For what changes from one call to the next: on a node it is compared each time, between nodes it makes no difference
+        at once, but is found by the next comparison. At most 100 characters of ASCII.
+
+        Example:
+            >>> from mpistrat.comm.process_group import ProcessGroup
+            >>> ProcessGroup.single().collective("step").stamp(", number 3").text
+            'step, number 3'
+        """
+        self._stamp, more = words, words.encode()
+        self.tag = (self.kind ^ (crc32(more) << 24)) or 1
+        self.payload = (len(self._shown) + len(more)).to_bytes(2, "little") + self._shown + more
+        return self
 
     def __enter__(self) -> Call:
         watch = self._watch
@@ -136,21 +169,21 @@ class Comparison:
 
         self._comm, self._min = comm, MPI.MIN
         self._pair, self._least = np.empty(2, np.int64), np.empty(2, np.int64)
-        self._recent: deque[Call] = deque(maxlen=every)
-        self._last: dict[str, int] = {}  # tag of each operation and name
+        self._recent: deque[str] = deque(maxlen=every)
+        self._last: dict[str, int] = {}  # kind of each operation and name
         self._rolling = 0
         self._since = 0
 
     def due(self, call: Call) -> bool:
         """Note a call. Return whether to compare now: one `every` calls, and when a series changes. Not collective."""
         self._rolling = (self._rolling * 0x100000001B3 + call.tag) & _MASK
-        self._recent.append(call)
+        self._recent.append(call.text)
         self._since += 1
-        changed = self._last.get(call.series) != call.tag
+        changed = self._last.get(call.series) != call.kind
         if changed:
             if len(self._last) >= _SERIES:  # at the same moment on every rank
                 self._last.clear()
-            self._last[call.series] = call.tag
+            self._last[call.series] = call.kind
         return changed or self._since == self._recent.maxlen
 
     def compare(self) -> None:
@@ -164,7 +197,7 @@ class Comparison:
         since, self._since = self._since, 0
         if self._least[0] == ~self._least[1]:
             return
-        mine = "\n".join(call.text for call in list(self._recent)[-since:])
+        mine = "\n".join(list(self._recent)[-since:])
         self._rolling = 0
         self._last.clear()
         raise _first_difference([text.split("\n") for text in gather_text(self._comm, mine)])

@@ -65,7 +65,7 @@ class Node:
         self._starts: list[int] = []
         self._places: list[tuple[int, SharedBlock, int]] = []
         self._sequence = 0
-        self._laid: list[Call | None] = [None, None]
+        self._laid: list[bytes | None] = [None, None]
         self._plain = Call("barrier of the node", watch.default_timeout, watch, self)
         self._window: Any = None
         if self.shared:
@@ -118,7 +118,7 @@ class Node:
         self._sequence = sequence = self._sequence + 1
         half = sequence & 1
         flags = self._flags
-        if self._laid[half] is not call:
+        if self._laid[half] is not call.payload:
             self._lay(half, call)
         self._sync()
         flags[self._own] = sequence
@@ -140,7 +140,7 @@ class Node:
 
     def _lay(self, half: int, call: Call) -> None:
         """Write tag and text of a call where the others compare them."""
-        self._laid[half] = call
+        self._laid[half] = call.payload
         self._flags[self._own + _TAG + half] = call.tag
         start = self.rank * _PAGE + _TEXT[half]
         self._bytes[start : start + len(call.payload)] = call.payload

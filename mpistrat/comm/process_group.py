@@ -132,7 +132,7 @@ class ProcessGroup:
         *,
         timeout: float | None = None,
         synchronize: bool = True,
-    ) -> AbstractContextManager[Call]:
+    ) -> Call:
         """Return the context in which one collective runs. Entering it is collective over all ranks.
 
         On entry the ranks of a node meet and compare what they are about to do. Between nodes they compare when an

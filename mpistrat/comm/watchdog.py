@@ -127,7 +127,7 @@ class Watch:
         if place is None:
             return Answer(now, -1, 0, 0.0, False, f"not in a collective, after #{self.number}, at {at}")
         start, call, number = place
-        text = f"in {call.text[:600]} #{number} for {now - start:.1f} s, at {at}"
+        text = f"in {call.brief} #{number} for {now - start:.1f} s, at {at}"
         return Answer(now, number, call.tag, now - start, not self.on_flags, text)
 
 

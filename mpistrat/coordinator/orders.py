@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Orders", "order_of"]
 
-# What an optimizer keeps of its own steps, and does not share with the same one on other ranks.
-_OWN = {
-    "_ordinal", "_made_in", "_iterations", "_counted_from", "_slots", "_steps", "_variables", "_strategy", "slot_names",
-    "_slot_start", "global_clipnorm", "name", "_rate",
-}  # fmt: skip
+_OWN = {*optimizers.OWN, "slot_names", "global_clipnorm", "name"}
 
 
 def order_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:

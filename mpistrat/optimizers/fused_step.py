@@ -6,6 +6,7 @@ its slice of the weights; the ranks leave together.
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,10 +14,14 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..comm.arrays import to_host
+from ..comm.contract import by_rank
 from ..cross_device.cross_device_ops import BLOCK
+from ..errors import CollectiveMismatchError, explain
 from ..partition import blocks, merge
 from ..variables.arena import ALIGNMENT_BYTES, Arena
 from ..variables.memory import move_like
+from ..variables.values import checksum, quick_digest
 from .block_update import BlockUpdate
 from .gradients import Pairs, place_gradients
 from .slots import SlotStore, owners
@@ -63,6 +68,7 @@ class FusedStep(Step):
             if variable.arena is not None and variable.size:
                 members.setdefault(variable.arena, []).append(variable)
         self._parts = [_Part(optimizer, arena, some, slots) for arena, some in members.items()]
+        self._taken = 0
         self.describe()
 
     def describe(self) -> None:
@@ -71,7 +77,9 @@ class FusedStep(Step):
         absent = f", not {', '.join(self._left_out)}" if self._left_out else ""
         decays = [self._optimizer.decay_of(variable) for variable in self._variables]
         decaying = f", decays {decays}" if any(decays) else ""
-        self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}"
+        number = self._optimizer.number_in(self._variables[0].placement)
+        which = "" if number is None else f", the scope's optimizer {number}"
+        self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}{which}"
 
     def place(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
         """Lay the gradients that the local replicas handed over into the arenas. Not collective."""
@@ -86,8 +94,15 @@ class FusedStep(Step):
         optimizer, group, ops = self._optimizer, self._group, self._ops
         step, rate = optimizer.iterations + 1, optimizer.learning_rate
         detail = self._detail if aggregate else self._detail + ", without aggregation"
-        with group.collective("apply_gradients", detail=detail) as call:
+        words = f", step {step} at rate {rate!r}"
+        due = self._taken % group.environment.check_every == 0
+        self._taken += 1
+        if due and not aggregate:
+            words += f", gradients #{self._checksum_of_gradients():08x}"
+        with group.collective("apply_gradients", detail=detail).stamp(words) as call:
             ops.call = call
+            if due and group.num_nodes > 1:
+                self._compare_nodes()
             for part in self._parts:
                 part.begin(step, rate)
             if optimizer.global_clipnorm is None:
@@ -101,7 +116,38 @@ class FusedStep(Step):
                     part.update_kept(scale)
             group.node.barrier(call)
         for variable in self._constrained:
-            variable.apply_constraint()
+            variable.apply_constraint(compare=due)
+
+    def _checksum_of_gradients(self) -> int:
+        """A checksum of gradients that are said to be equal on all replicas: those of the first local one."""
+        return checksum(*(variable.gradient(0).reshape(-1) for variable in self._variables if variable.size))
+
+    def _compare_nodes(self) -> None:
+        """Check that all nodes hold the same weights. Collective, inside one; all ranks have arrived.
+
+        Raises:
+            CollectiveMismatchError: they do not; on every rank, with what each has of the variables that differ.
+        """
+        group = self._group
+        mine = [part.digest() for part in self._parts]
+        table = group.all_gather_int([-1 if group.slice_index is None else group.slice_index, *mine]).tolist()
+        owned: dict[int, set[tuple[int, ...]]] = {}
+        for index, *digests in table:
+            owned.setdefault(index, set()).add(tuple(digests))
+        if all(len(different) == 1 for index, different in owned.items() if index >= 0):
+            return
+        own = {variable.name: _shown(variable) for variable in self._variables}
+        told = [json.loads(text) for text in group.all_gather_text(json.dumps(own))]
+        texts = {
+            rank: ", ".join(f"{name} {value}" for name, value in said.items() if {t[name] for t in told} != {value})
+            for rank, said in enumerate(told)
+        }
+        remedy = (
+            "Something that no description shows has changed the weights on some nodes only: a hyperparameter, a constraint, "
+            "a gradient that was not summed, or the memory of a node. Restore the last checkpoint"
+        )
+        expected, got = "the same weights on all nodes", by_rank(texts)
+        raise CollectiveMismatchError(explain("apply_gradients", "", expected=expected, got=got, remedy=remedy))
 
     def _sum(self, part: _Part, aggregate: bool, consume: Consume) -> None:
         if aggregate:
@@ -137,6 +183,13 @@ class _Part:
     @property
     def gradients(self) -> Any:
         return self.arena.gradients  # never held: memory that somebody holds cannot be freed
+
+    def digest(self) -> int:
+        """Return a number that tells this rank's slice of the weights from others, by one pass over it. Not collective."""
+        total = 0
+        for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
+            total = (total * 3 + quick_digest(self.arena.values[low:high])) & ((1 << 63) - 1)
+        return total
 
     def begin(self, step: int, rate: float) -> None:
         """Set what is the same for all blocks of a step. Not collective."""
@@ -190,6 +243,13 @@ class _Part:
                 break
             if end > low:
                 yield max(begin - low, 0), min(int(end), high) - low, decay
+
+
+def _shown(variable: Variable) -> str:
+    """Return by what a variable's value is told from others, in words. Not collective."""
+    value = to_host(variable.array)
+    odd = value.size - int(np.count_nonzero(np.isfinite(value)))
+    return f"#{checksum(value.reshape(-1)):08x}" + f" with {odd} that are not finite" * bool(odd)
 
 
 def _decays(segments: Iterable[tuple[int, int, float]]) -> list[tuple[int, float, float]]:

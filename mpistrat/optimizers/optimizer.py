@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from .. import context
+from ..comm.arrays import as_array, to_host
 from ..distributed_values import DistributedValues
 from ..errors import ContextError, explain
 from ..variables.placement import ORDINAL_STEP
 from ..variables.sharded_variable import ShardedVariable, each_variable
+from ..variables.values import checksum
 from .fused_step import FusedStep
 from .gradients import check_variables
 from .schedules import LearningRateSchedule
@@ -25,8 +28,25 @@ from .step import Step
 if TYPE_CHECKING:
     from ..variables.variable import Variable
 
-__all__ = ["Optimizer", "find", "known", "register"]
+__all__ = ["OWN", "Optimizer", "find", "known", "register"]
 
+# What an optimizer keeps of its own steps, and neither describes nor shares with the same one on other ranks.
+OWN = frozenset(
+    [
+        *(
+            "_ordinal",
+            "_made_in",
+            "_number",
+            "_iterations",
+            "_counted_from",
+            "_slots",
+            "_steps",
+            "_variables",
+            "_strategy",
+        ),
+        *("_slot_start", "_rate", "_revision", "_private_words", "_slots_words"),
+    ]
+)
 _ordinals = itertools.count(step=ORDINAL_STEP)
 _known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
@@ -48,7 +68,9 @@ class Optimizer(ABC):
     An update works on flat blocks, element by element, so that it may be done on any part of any variable: each rank of a
     node updates its part, and keeps the slots of that part only.
 
-    An optimizer serves the variables of one strategy. Its hyperparameters must be the same on every rank.
+    An optimizer serves the variables of one strategy. Its hyperparameters must be the same on every rank: its attributes,
+    numbers and lists of them, are compared, those under a name with one underscore as they are at the first step. What may
+    differ from rank to rank, say a counter, belongs under a name with two.
 
     Args:
         learning_rate: a number, or a schedule that is asked once a step.
@@ -75,6 +97,8 @@ class Optimizer(ABC):
         if global_clipnorm is not None and not global_clipnorm > 0:
             raise ValueError(explain(type(self).__name__, "global_clipnorm", expected="> 0", got=global_clipnorm))
         self._count()
+        self._private_words = ""
+        self._slots_words = ""  # tells what `set_slots` was given
         self.name = name or type(self).__name__.lower()
         self.slot_names = tuple(slot_names)
         self.global_clipnorm = None if global_clipnorm is None else float(global_clipnorm)
@@ -93,6 +117,7 @@ class Optimizer(ABC):
     def _count(self) -> None:
         placement = context.get_strategy().extended.placement if context.has_strategy() else None
         self._made_in: Any = None if placement is None else placement.slots
+        self._number = None if placement is None else (weakref.ref(placement), placement.note_optimizer(self))
         if placement is None or placement.ordinals is None:
             register(self, next(_ordinals))
             return
@@ -101,12 +126,17 @@ class Optimizer(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with. Not collective."""
-        return {name: value for name, value in vars(self).items() if name != "_made_in"}
+        return {name: value for name, value in vars(self).items() if name not in ("_made_in", "_number")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, which is an optimizer of its own and counted like any other. Not collective."""
         self.__dict__.update(state)
         self._count()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if not name.startswith("_") and "_steps" in self.__dict__:
+            self._describe_steps()
 
     # the rule
 
@@ -151,7 +181,6 @@ class Optimizer(ABC):
                 raise TypeError(explain(type(self).__name__, "learning_rate", expected=expected, got=got))
             value = float(value)
         self._rate = value
-        self._describe_steps()
 
     @property
     def given_learning_rate(self) -> float | LearningRateSchedule:
@@ -170,11 +199,10 @@ class Optimizer(ABC):
     @iterations.setter
     def iterations(self, value: int) -> None:
         self._iterations = self._counted_from = int(value)
-        self._describe_steps()
 
     @property
     def revision(self) -> int:
-        """A number that grows whenever rate or count are set, so that `describe` gives another text."""
+        """A number that grows whenever an attribute is set, so that `describe` may give another text."""
         return self._revision
 
     def count_step(self) -> None:
@@ -189,6 +217,12 @@ class Optimizer(ABC):
         `copy.deepcopy` or from a pickle, count as well: make them on every rank or on none.
         """
         return self._ordinal
+
+    def number_in(self, placement: Any) -> int | None:
+        """Return how many optimizers were made in a scope before this one; None if it was not made there. Not collective."""
+        if self._number is None or self._number[0]() is not placement:
+            return None
+        return self._number[1]
 
     @property
     def pending_slots(self) -> dict[str, dict[str, Any]]:
@@ -206,7 +240,8 @@ class Optimizer(ABC):
         if isinstance(rate, LearningRateSchedule) and not is_dataclass(rate):
             rate = f"{type(rate).__name__}({_numbers(rate)})"
         counted = f", counted from {self._counted_from}" if self._counted_from else ""
-        return f"{type(self).__name__}(learning_rate={rate}, {_numbers(self)}{counted})"
+        self._private_words = self._private_words or _private(self)
+        return f"{type(self).__name__}(learning_rate={rate}, {_numbers(self)}{self._private_words}{counted}{self._slots_words})"
 
     def _describe_steps(self) -> None:
         self._revision += 1
@@ -310,13 +345,15 @@ class Optimizer(ABC):
     def slots(self, variable: Variable | ShardedVariable) -> dict[str, np.ndarray]:
         """Return new arrays with a variable's slots, whole, on the host; {} if it was never updated. Collective.
 
-        Slots of 16-bit variables are float32. A ShardedVariable has slots when all its parts have.
+        After `restore` they are those of the file, also before the first step. Slots of 16-bit variables are float32. A
+        ShardedVariable has slots when all its parts have.
         """
         if isinstance(variable, ShardedVariable):
             parts = [self.slots(part) for part in variable.variables]
             return {name: np.concatenate([part[name] for part in parts]) for name in self.slot_names if all(parts)}
         if variable.placement.slots is None and not any(variable is known for known in self._variables):
-            return {}
+            waiting = self._slots.pending.get(variable.name, {}) if self.may_join(variable.placement.strategy) else {}
+            return {name: np.array(array) for name, array in waiting.items()}
         return self._slots.read(variable)
 
     def set_slots(self, variable: Variable | ShardedVariable, values: Mapping[str, Any]) -> None:
@@ -335,6 +372,10 @@ class Optimizer(ABC):
                 self.set_slots(part, {name: rows[index] for name, rows in cut.items()})
             return
         self._slots.write(variable, values)
+        given = [as_array(values[name], "Optimizer.set_slots", name) for name in self.slot_names]
+        mine = checksum(*(np.ascontiguousarray(to_host(array)).reshape(-1) for array in given))
+        self._slots_words = f", slots set #{zlib.crc32(f'{self._slots_words} {variable.name} {mine}'.encode()):08x}"
+        self._describe_steps()
         if not any(variable is known for known in self._variables):
             self._variables.append(variable)
 
@@ -416,7 +457,26 @@ def register(optimizer: Optimizer, ordinal: int) -> None:
 
 
 def _numbers(thing: object) -> str:
-    """The plain attributes of an object in words, which mean the same on every rank."""
-    plain = (bool, int, float, str, type(None))
-    words = vars(thing).items() if hasattr(thing, "__dict__") else ()
-    return ", ".join(f"{key}={value!r}" for key, value in words if not key.startswith("_") and isinstance(value, plain))
+    """The attributes of an object that are numbers or hold some, in words that mean the same on every rank."""
+    words = ((key, _word(value)) for key, value in getattr(thing, "__dict__", {}).items() if key[:1] != "_")
+    return ", ".join(f"{key}={word}" for key, word in words if word)
+
+
+def _private(optimizer: Optimizer) -> str:
+    """The same of what a rule keeps under names that begin with one underscore."""
+    own = vars(optimizer).items()
+    words = [(key, _word(value)) for key, value in own if key[:1] == "_" and "__" not in key and key not in OWN]
+    return "".join(f", {key}={word}" for key, word in words if word)
+
+
+def _word(value: object) -> str:
+    """A number, a text, or what holds some, in words; "" for all else."""
+    if isinstance(value, np.ndarray):
+        return f"array{value.shape}#{checksum(np.ascontiguousarray(value).reshape(-1)):08x}" * (value.dtype != object)
+    if isinstance(value, (list, tuple)):
+        words = [_word(item) for item in value]
+        return f"[{', '.join(words)}]" if all(words) else ""
+    if isinstance(value, dict):
+        words = [_word(item) for item in value.values()]
+        return f"{{{', '.join(f'{k!r}: {w}' for k, w in zip(value, words, strict=True))}}}" if all(words) else ""
+    return repr(value) if isinstance(value, (bool, int, float, complex, str, np.generic, type(None))) else ""

@@ -2,8 +2,8 @@
 
     /                 attributes format="mpistrat checkpoint", version=1
     /variables/NAME   one dataset each; the attribute dtype where HDF5 has no such type (bfloat16 as uint16)
-    /optimizers/0     attributes name, iterations, and made, its number in the program, where ranks meet optimizers in
-                      different orders; slots/NAME/SLOT one dataset each
+    /optimizers/0     attributes name, iterations, and made, its number in the scope of the program or, with parameter
+                      servers, in the program; slots/NAME/SLOT one dataset each
 
 A ShardedVariable is one dataset too, and so are its slots: whoever restores it may have other shards, or none.
 
@@ -41,12 +41,7 @@ def save(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
     group, problem = extended.process_group, ""
     with group.collective("save", detail=os.fspath(path)):
         pass
-    steps = [(extended.number_of(o), o.name, o.all_iterations()) for o in extended.optimizers]
-    steps += [(number, name, state["iterations"]) for number, name, state in extended.waiting()]
-    optimizers: list[dict[str, Any]] = [{"name": name, "iterations": taken} for _, name, taken in steps]
-    if extended.placement.numbers is not None:
-        for optimizer, (number, _, _) in zip(optimizers, steps, strict=True):
-            optimizer["made"] = number
+    optimizers = [kept.about() for kept in extended.optimizer_states.kept()]
     if group.topology.rank == 0:
         try:
             _write(Path(path), _contents(extended), optimizers)
@@ -105,10 +100,8 @@ def _contents(extended: StrategyExtended) -> Iterator[_Piece]:
 
 def _slots(extended: StrategyExtended) -> Iterator[tuple[float, Iterable[tuple[str, Mapping[str, Any]]]]]:
     """Yield of each optimizer what slots begin with, and those of each variable, by its name; also of those that wait."""
-    for optimizer in extended.optimizers:
-        yield optimizer.slot_start, optimizer.each_slots()
-    for _, _, state in extended.waiting():
-        yield 0, state["slots"].items()
+    for kept in extended.optimizer_states.kept():
+        yield kept.slot_start, kept.each_slots()
 
 
 def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
@@ -148,7 +141,8 @@ def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
             for part, start, shape in parts.get(name, [(name, 0, forms[key][0])]):
                 slots.setdefault(part, {})[slot] = _shared(group, key, arrays.get(key), forms[key], start, shape)
         state = {"iterations": optimizer["iterations"], "slots": slots}
-        extended.restore_optimizer(numbers[index], optimizer["name"], state)
+        extended.optimizer_states.restore(numbers[index], optimizer["name"], state, optimizer["made"])
+    extended.optimizer_states.give()
 
 
 def _check(
@@ -167,7 +161,7 @@ def _check(
         elif form != wanted:
             problems.append(f"variable {place.name!r} is {form[1]} {form[0]} in it, here {wanted[1]} {wanted[0]}")
     for optimizer in extended.optimizers:
-        number = extended.number_of(optimizer)
+        number = extended.optimizer_states.number_of(optimizer)
         name = optimizers[number]["name"] if number in optimizers else None
         if name is None:
             problems.append(f"optimizer {optimizer.name!r} is not in it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,6 +18,7 @@ from ..types import ReduceOp
 from ..variables import Placement, ShardedVariable, Variable, create_variable, explain_foreign
 from .aliases import with_aliases
 from .layout import Layout
+from .optimizer_states import OptimizerStates
 from .reductions import as_scalar, copies_of_variables
 from .replica_context import ReplicaContext
 from .replica_threads import ReplicaThreads, current_meeting
@@ -44,7 +44,7 @@ class StrategyExtended:
         layout: what distinguishes this strategy from others.
         replicas: the contexts of the local replicas.
         threads: what runs several local replicas; None with one.
-        optimizers: those that were applied, in that order, the same on every rank.
+        optimizer_states: what the optimizers keep, in files and before they are applied.
         leads: whether a coordinator of this rank runs, which the other ranks serve.
         announce: called with the name and the arguments of what this rank is about to do with all ranks; a coordinator's, which
             takes those along that serve.
@@ -72,7 +72,6 @@ class StrategyExtended:
         self.num_input_pipelines = self.topology.size if num_input_pipelines is None else num_input_pipelines
         self.process_group, self.cross_device_ops, self.placement = group, ops, placement
         self.layout, self.is_default, self.closed = layout, is_default, False
-        self.optimizers: list[Any] = []
         self.announce: Callable[..., None] = _announce_nothing
         self.scheduled = self.leads = False
         self._strategy = strategy
@@ -82,8 +81,7 @@ class StrategyExtended:
         self.replicas = [ReplicaContext(strategy, self, i) for i in range(self.sync_topology.num_local_replicas)]
         frames = [replica.frame for replica in self.replicas]
         self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
-        self._registering = threading.RLock()  # a server's thread meets optimizers while its program restores them
-        self._restored: dict[int, tuple[str, Mapping[str, Any]]] = {}  # states of optimizers not applied yet
+        self.optimizer_states = OptimizerStates(placement)
 
     # devices
 
@@ -133,47 +131,17 @@ class StrategyExtended:
         return meeting.meet(index, "Variable", together, (args, kwargs))
 
     def register_optimizer(self, optimizer: Any) -> None:
-        """Let `save` and `restore` know of an optimizer; optimizers do it when first applied. Not collective.
+        """Let `save` and `restore` know of an optimizer; it does it when first applied. Not collective.
 
         Raises:
             ValueError: what was restored before belongs to another optimizer.
         """
-        with self._registering:
-            if any(known is optimizer for known in self.optimizers):
-                return
-            self.optimizers.append(optimizer)
-            number = self.number_of(optimizer)
-            if number in self._restored:
-                name, state = self._restored[number]
-                if name != optimizer.name:
-                    self.optimizers.pop()
-                    expected = f"{name!r} as optimizer {number}, as in the file that was restored"
-                    raise ValueError(explain("Strategy.restore", "", expected=expected, got=repr(optimizer.name)))
-                optimizer.set_state(state)
-                del self._restored[number]
+        self.optimizer_states.register(optimizer)
 
-    def number_of(self, optimizer: Any) -> int:
-        """Return the number by which files know an optimizer. Not collective.
-
-        It counts optimizers in the order of their first steps; with parameter servers, as the program makes them.
-        """
-        if self.placement.numbers is not None:
-            number: int = self.placement.numbers.of(optimizer)
-            return number
-        return next(index for index, known in enumerate(self.optimizers) if known is optimizer)
-
-    def waiting(self) -> list[tuple[int, str, Mapping[str, Any]]]:
-        """Return numbers, names and states of optimizers that were restored, and not applied yet. Not collective."""
-        return [(number, *self._restored[number]) for number in sorted(self._restored)]
-
-    def restore_optimizer(self, number: int, name: str, state: Mapping[str, Any]) -> None:
-        """Give an optimizer its state; one that was not applied yet gets it then. Not collective, but done by all."""
-        with self._registering:
-            for optimizer in self.optimizers:
-                if self.number_of(optimizer) == number:
-                    optimizer.set_state(state)
-                    return
-            self._restored[number] = (name, state)
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those that were applied or restored, the same on every rank."""
+        return self.optimizer_states.registered
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether a variable was made in this strategy's scope. Not collective."""

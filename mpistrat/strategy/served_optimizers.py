@@ -46,7 +46,8 @@ class ServedOptimizers:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         # The multiples of ORDINAL_STEP are those of optimizers that are made outside of scopes.
-        self.ordinals = itertools.count(next(_strategies) % (ORDINAL_STEP - 1) + 1, ORDINAL_STEP)
+        self._series = next(_strategies) % (ORDINAL_STEP - 1) + 1
+        self.ordinals = itertools.count(self._series, ORDINAL_STEP)
         self._updates: dict[Optimizer, LocalUpdates] = {}
         self._found: dict[int, tuple[Optimizer, int, LocalUpdates]] = {}  # by key, while the optimizer is as it was
 
@@ -77,6 +78,10 @@ class ServedOptimizers:
         """Return the number of an optimizer in files: which one the program has made, in the scope or outside. Not collective."""
         count, series = divmod(optimizer.ordinal, ORDINAL_STEP)
         return count if series else _OUTSIDE + count
+
+    def made(self) -> list[Optimizer]:
+        """Return the optimizers that the program has made in the scope or outside of all scopes. Not collective."""
+        return [one for one in known() if one.ordinal % ORDINAL_STEP in (0, self._series)]
 
     def named(self, names: Sequence[str]) -> list[int]:
         """Return the numbers of the first optimizers of these names that the program has made. Not collective."""

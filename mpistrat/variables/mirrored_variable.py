@@ -89,11 +89,19 @@ class MirroredVariable(OnWriteVariable):
             return self._gradients[local_replica]
         return super().gradient(local_replica)
 
-    def apply_constraint(self) -> None:
-        """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective."""
+    def apply_constraint(self, compare: bool = False) -> None:
+        """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective.
+
+        Args:
+            compare: whether the ranks compare what their constraints made of it.
+
+        Raises:
+            CollectiveMismatchError: they differ.
+        """
         if self.constraint is not None:
             value = self.constraint(self.array)
-            self._store("constraint", as_flat(value, self.shape, self.dtype, "Variable.constraint"))
+            flat = as_flat(value, self.shape, self.dtype, "Variable.constraint")
+            self._store("constraint", flat, given=compare)
 
     def _compared(self, *arrays: Any) -> Hashable:
         """Return what tells one value from another, so that ranks with different ones are found."""

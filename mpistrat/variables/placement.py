@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
@@ -49,6 +50,7 @@ class Placement:
     Attributes:
         variables: all of them, in the order of creation, the same on every rank.
         sharded: those that several of the variables are together.
+        made: the optimizers that were made in the strategy's scope, in that order.
         optimizers: those counted by `ordinals`. Others may name them when this rank's program has let go of them.
     """
 
@@ -69,12 +71,18 @@ class Placement:
     variables: list[Variable] = field(default_factory=list)
     sharded: list[ShardedVariable] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
+    made: list[weakref.ref[Any]] = field(default_factory=list)
     _names: dict[str, int] = field(default_factory=dict)
 
     @property
     def creators(self) -> ProcessGroup:
         """The ranks that make variables together."""
         return self.world or self.group
+
+    def note_optimizer(self, optimizer: Any) -> int:
+        """Note an optimizer that is made in the scope, and return its number there. Not collective."""
+        self.made.append(weakref.ref(optimizer))
+        return len(self.made) - 1
 
     def unique_name(self, name: str) -> str:
         """Return the name, with "_1", "_2", ... where it was given before. Not collective, if called by all alike."""

@@ -239,8 +239,12 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
     def _update(self, op: str, value: Any) -> Variable:
         """Write, add or subtract, as the context says."""
 
-    def apply_constraint(self) -> None:
-        """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective."""
+    def apply_constraint(self, compare: bool = False) -> None:
+        """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective.
+
+        Args:
+            compare: whether the ranks compare what their constraints made of it.
+        """
 
     # gradients
 

@@ -312,6 +312,135 @@ def test_iterations_set_between_steps_on_one_rank_are_found():
             strategy.run(step)
 
 
+def _hidden(ms, what, odd, strategy):
+    """A variable and an optimizer, one of which differs on one rank in what no argument shows."""
+    schedule = type("Own", (ms.optimizers.schedules.LearningRateSchedule,), {"__call__": lambda s, step: s._heights[0]})
+    rule = type("Rule", (ms.optimizers.Optimizer,), {"update": _scaled_update})
+    with strategy.scope():
+        clip = (lambda x: np.clip(x, -0.5 * odd, 1)) if what == "constraint" else None
+        v = ms.Variable(np.zeros(300), name="v", constraint=clip)
+        optimizer = ms.optimizers.SGD(0.5, momentum=0.5)
+        if what == "schedule":
+            own = schedule()
+            own._heights = [0.25 if odd else 0.5]
+            optimizer = ms.optimizers.SGD(own)
+        elif what == "rule":
+            optimizer = rule(0.5)
+            optimizer._k = 3.0 if odd else 2.0
+        elif what == "twins":
+            other = ms.optimizers.SGD(0.5, momentum=0.5)
+            optimizer = other if odd else optimizer
+    return v, optimizer
+
+
+def _scaled_update(self, gradient, weights, slots, step, rate, scratch):
+    weights -= self._k * gradient
+
+
+HIDDEN = {
+    "schedule": r"step 1 at rate 0\.25",
+    "rule": r"_k=3\.0",
+    "twins": r"the scope's optimizer 1",
+    "momentum": r"momentum=0\.75",
+    "iterations": r"step 1 at rate",
+    "slots": r"slots set #",
+    "global_clipnorm": r"global_clipnorm=1\.0",
+    "unaggregated": r"gradients #",
+    "constraint": r"constraint 'v'",
+}
+
+
+def _change(what, optimizer, v):
+    if what == "momentum":
+        optimizer.momentum = 0.75
+    elif what == "iterations":
+        optimizer.iterations = 0
+    elif what == "slots":
+        optimizer.set_slots(v, {"momentum": np.ones(300)})
+    elif what == "global_clipnorm":
+        optimizer.global_clipnorm = 1.0
+
+
+@pytest.mark.ranks(2, 3)
+def test_differences_that_no_argument_shows_are_found_on_one_node():
+    from mpi4py import MPI
+
+    import mpistrat as ms
+
+    odd = MPI.COMM_WORLD.rank == 1
+    for what, text in HIDDEN.items():
+        with ms.MirroredStrategy() as strategy:
+            v, optimizer = _hidden(ms, what, odd, strategy)
+            gradient = np.full(300, 2.0 if odd and what == "unaggregated" else 1.0)
+
+            def step(optimizer=optimizer, v=v, gradient=gradient, aggregate=what != "unaggregated"):
+                optimizer.apply_gradients([(gradient, v)], experimental_aggregate_gradients=aggregate)
+
+            with pytest.raises(ms.errors.CollectiveMismatchError, match=rf"rank 1: .*{text}"):
+                for number in range(3):
+                    if number == 1 and odd:
+                        _change(what, optimizer, v)
+                    strategy.run(step)
+
+
+@pytest.mark.ranks(2, 3)
+def test_differences_between_nodes_are_found_by_the_next_comparison(monkeypatch):
+    """Each rank counts as a node here. What changes other numbers only is found by the checksum of the weights."""
+    from mpi4py import MPI
+
+    import mpistrat as ms
+
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
+    monkeypatch.setenv("MPISTRAT_CHECK_EVERY", "4")
+    odd = MPI.COMM_WORLD.rank == 1
+    for what, text in {**HIDDEN, "memory": r"expected the same weights on all nodes.*rank 1: v #"}.items():
+        if what in ("momentum", "slots", "global_clipnorm"):  # another text on one node: the watchdog ends the job
+            continue
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            v, optimizer = _hidden(ms, what, odd, strategy)
+            gradient = np.full(300, 2.0 if odd and what == "unaggregated" else 1.0)
+
+            def step(optimizer=optimizer, v=v, gradient=gradient, aggregate=what != "unaggregated"):
+                optimizer.apply_gradients([(gradient, v)], experimental_aggregate_gradients=aggregate)
+
+            taken = 0
+            with pytest.raises(ms.errors.CollectiveMismatchError, match=rf"rank 1: .*{text}|{text}"):
+                for taken in range(9):
+                    if taken == 1 and odd:
+                        optimizer._iterations -= what == "iterations"  # as a number that is set to what it was
+                        if what == "memory":
+                            v.arena.values[v.offset + 7] += 1.0  # as a bit that flips
+                    strategy.run(step)
+            assert taken <= 5
+
+
+@pytest.mark.ranks(2)
+def test_what_may_differ_from_rank_to_rank_is_not_compared():
+    from mpi4py import MPI
+
+    import mpistrat as ms
+
+    class Counting(ms.optimizers.Optimizer):
+        def __init__(self):
+            super().__init__(1.0)
+            self.__blocks = MPI.COMM_WORLD.rank
+            self._seen = 0
+
+        def update(self, gradient, weights, slots, step, rate, scratch):
+            self.__blocks += 1
+            self._seen += 1 + MPI.COMM_WORLD.rank  # compared as it was at the first step
+            weights -= gradient
+
+    with ms.MirroredStrategy() as strategy:
+        with strategy.scope():
+            v = ms.Variable(np.zeros(300), name="v")
+            optimizer = Counting()
+        for _ in range(3):
+            strategy.run(lambda: optimizer.apply_gradients([(v.grad, v)]))
+            optimizer.learning_rate = 0.5
+        assert optimizer.iterations == 3
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wrong", ["no gradient on one rank", "another rate on one rank", "another rule on one rank"])
 def test_ranks_that_differ_are_told(wrong):

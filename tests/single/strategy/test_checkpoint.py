@@ -236,3 +236,78 @@ def test_a_failed_save_of_shards(tmp_path, monkeypatch):
         assert (tmp_path / "x.h5").read_bytes() == old
         strategy.restore(tmp_path / "x.h5")
         assert variables["w"].numpy()[4, 2] == 14
+
+
+def stairs(momentum=0.9):
+    return ms.optimizers.SGD(ms.optimizers.schedules.PiecewiseConstantDecay([3], [1.0, 0.5]), momentum=momentum)
+
+
+def test_optimizers_of_the_scope_have_their_state_at_once(tmp_path):
+    path = tmp_path / "x.h5"
+    with without_mpi() as strategy, strategy.scope():
+        v, optimizer = ms.Variable(np.zeros(2), name="v"), stairs()
+        for _ in range(5):
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), v)]))
+        strategy.save(path)
+    # m = 0.9 m - rate: the rate is 1 up to the step after boundary 3, then 0.5
+    momentum = 0.0
+    for rate in (1.0, 1.0, 1.0, 1.0, 0.5):
+        momentum = 0.9 * momentum - rate
+    with without_mpi() as strategy, strategy.scope():
+        v, optimizer = ms.Variable(np.zeros(2), name="v"), stairs()
+        strategy.restore(path)
+        assert (optimizer.iterations, optimizer.learning_rate) == (5, 0.5)
+        np.testing.assert_allclose(optimizer.slots(v)["momentum"], [momentum] * 2)
+        strategy.save(tmp_path / "again.h5")
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), v)]))
+        assert optimizer.iterations == 6
+        strategy.restore(tmp_path / "again.h5")
+        assert optimizer.iterations == 5
+        np.testing.assert_allclose(optimizer.slots(v)["momentum"], [momentum] * 2)
+
+
+def two_optimizers(strategy, steps, order):
+    """Two alike, of which the second may take the first step: each must get its own state back."""
+    with strategy.scope():
+        v, w = (ms.Variable(np.zeros(2), name=name) for name in "vw")
+        pair = {"v": (stairs(), v), "w": (stairs(), w)}
+    for name in order:
+        optimizer, variable = pair[name]
+        for _ in range(steps[name]):
+            strategy.run(lambda o=optimizer, x=variable: o.apply_gradients([(np.ones(2), x)]))
+    return pair
+
+
+def test_optimizers_are_told_apart_by_their_order_in_the_scope(tmp_path):
+    with without_mpi() as strategy:
+        two_optimizers(strategy, {"v": 1, "w": 4}, "wv")
+        strategy.save(tmp_path / "x.h5")
+    with without_mpi() as strategy:
+        pair = two_optimizers(strategy, {}, "")
+        strategy.restore(tmp_path / "x.h5")
+        assert [pair[name][0].iterations for name in "vw"] == [1, 4]
+        assert [sorted(pair[name][0].pending_slots) for name in "vw"] == [["v"], ["w"]]
+
+
+def test_optimizers_of_other_places_are_restored_at_their_first_step(tmp_path):
+    with without_mpi() as strategy:
+        two_optimizers(strategy, {"v": 1, "w": 4}, "wv")
+        strategy.save(tmp_path / "x.h5")
+    with without_mpi() as strategy:
+        with strategy.scope():
+            v, w = (ms.Variable(np.zeros(2), name=name) for name in "vw")
+        outside = stairs()
+        strategy.restore(tmp_path / "x.h5")
+        with strategy.scope():
+            first, later = stairs(), stairs()  # made after `restore`: which of the two they are is known
+        assert [o.iterations for o in (outside, first, later)] == [0, 0, 0]
+        strategy.run(lambda: first.apply_gradients([(np.ones(2), v)]))
+        strategy.run(lambda: outside.apply_gradients([(np.ones(2), w)]))  # takes what is left, by order of first steps
+        assert [o.iterations for o in (outside, first)] == [5, 2]
+    with without_mpi() as strategy:
+        with strategy.scope():
+            ms.Variable(np.zeros(2), name="v")
+            ms.Variable(np.zeros(2), name="w")
+            other = ms.optimizers.Adam()
+        strategy.restore(tmp_path / "x.h5")  # never applied, so nothing is expected of it
+        assert other.iterations == 0

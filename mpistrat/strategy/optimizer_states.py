@@ -1,0 +1,152 @@
+"""The optimizers of a strategy: their numbers in files, and what was restored for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+from ..errors import explain
+
+if TYPE_CHECKING:
+    from ..variables import Placement
+
+__all__ = ["Kept", "OptimizerStates"]
+
+
+class _Restored(NamedTuple):
+    """The state of an optimizer that is not known yet. `made` is its number in the scope of the program that saved it."""
+
+    name: str
+    state: Mapping[str, Any]
+    made: int | None
+
+
+@final
+@dataclass(frozen=True)
+class Kept:
+    """What a file holds of one optimizer: of one that is there, or the state of one that is not."""
+
+    name: str
+    made: int | None
+    optimizer: Any
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    def about(self) -> dict[str, Any]:
+        """Return its attributes in a file. Collective."""
+        taken = self.state["iterations"] if self.optimizer is None else self.optimizer.all_iterations()
+        return {"name": self.name, "iterations": taken} | ({} if self.made is None else {"made": self.made})
+
+    @property
+    def slot_start(self) -> float:
+        """What slots are where there are none."""
+        return 0.0 if self.optimizer is None else float(self.optimizer.slot_start)
+
+    def each_slots(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        """Return the names of variables with their slots. Collective."""
+        slots: Mapping[str, Mapping[str, Any]] = self.state.get("slots", {})
+        return slots.items() if self.optimizer is None else self.optimizer.each_slots()
+
+
+@final
+class OptimizerStates:
+    """Knows the optimizers of a strategy, and what waits for those that are yet to be made. Not collective.
+
+    A file lists optimizers in the order of their first steps, and says of those that were made in the scope which one
+    each was: these get their states when they are restored, the others at their first step. With parameter servers the number
+    in files is the one by which the program makes them.
+
+    Attributes:
+        registered: those that were applied or restored, in that order, the same on every rank.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.registered: list[Any] = []
+        self._placement = placement
+        self._lock = threading.RLock()  # a server's thread meets optimizers while its program restores them
+        self._numbers: dict[int, int] = {}  # by id of the optimizer
+        self._restored: dict[int, _Restored] = {}
+
+    def register(self, optimizer: Any) -> None:
+        """Note an optimizer, and give it what was restored for it.
+
+        Raises:
+            ValueError: that belongs to another optimizer.
+        """
+        with self._lock:
+            if any(known is optimizer for known in self.registered):
+                return
+            number = self._new_number(optimizer)
+            waiting = self._restored.get(number)
+            if waiting is not None and waiting.name != optimizer.name:
+                expected = f"{waiting.name!r} as optimizer {number}, as in the file that was restored"
+                raise ValueError(explain("Strategy.restore", "", expected=expected, got=repr(optimizer.name)))
+            self.registered.append(optimizer)
+            self._numbers[id(optimizer)] = number
+            if waiting is not None:
+                optimizer.set_state(waiting.state)
+                del self._restored[number]
+
+    def _new_number(self, optimizer: Any) -> int:
+        if self._placement.numbers is not None:
+            number: int = self._placement.numbers.of(optimizer)
+            return number
+        own = (optimizer.number_in(self._placement), optimizer.name)
+        for number, waiting in self._restored.items():
+            if own[0] is not None and (waiting.made, waiting.name) == own:
+                return number
+        taken = set(self._numbers.values())
+        return next(number for number in range(len(taken) + 1) if number not in taken)
+
+    def number_of(self, optimizer: Any) -> int:
+        """Return the number by which files know an optimizer that was registered."""
+        return self._numbers[id(optimizer)]
+
+    def kept(self) -> list[Kept]:
+        """Return what files hold of each optimizer, in their order: of those registered, and of those that wait."""
+        numbers = self._placement.numbers
+        found = {}
+        for one in self.registered:
+            number = self.number_of(one)
+            found[number] = Kept(one.name, number if numbers else one.number_in(self._placement), one)
+        for number, (name, state, made) in self._restored.items():
+            found[number] = Kept(name, number if numbers else made, None, state)
+        return [found[number] for number in sorted(found)]
+
+    def restore(self, number: int, name: str, state: Mapping[str, Any], made: int | None) -> None:
+        """Give an optimizer its state; one that is not known yet gets it when it is applied. Done by all ranks alike."""
+        with self._lock:
+            for optimizer in self.registered:
+                if self.number_of(optimizer) == number:
+                    optimizer.set_state(state)
+                    return
+            self._restored[number] = _Restored(name, state, made)
+
+    def give(self) -> None:
+        """Give those that the program has made already what was restored for them. Done by all ranks alike."""
+        with self._lock:
+            strategy = self._placement.strategy
+            for number in sorted(self._restored):
+                optimizer = self._find(number, self._restored[number])
+                if optimizer is not None:
+                    optimizer.join(strategy)
+
+    def _find(self, number: int, waiting: _Restored) -> Any:
+        """The optimizer that will get a state for certain, if it was made."""
+        new = [one for one in self._made() if one.name == waiting.name]
+        if self._placement.numbers is not None:
+            found = (one for one in new if self._placement.numbers.of(one) == number)
+        elif waiting.made is not None:
+            found = (one for one in new if one.number_in(self._placement) == waiting.made)
+        else:  # a file that says of none where it was made: only a name that is there once tells
+            alike = [other for other in self._restored.values() if other.name == waiting.name]
+            found = (one for one in new if len(new) == len(alike) == 1)
+        return next(found, None)
+
+    def _made(self) -> Iterator[Any]:
+        """The optimizers that were made, and not registered."""
+        numbers, strategy = self._placement.numbers, self._placement.strategy
+        made = [made() for made in self._placement.made] if numbers is None else numbers.made()
+        known = set(map(id, self.registered))
+        return (one for one in made if one is not None and id(one) not in known and one.may_join(strategy))
