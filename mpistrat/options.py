@@ -2,7 +2,7 @@
 
 | variable | default | meaning |
 |---|---|---|
-| MPISTRAT_WARN_AFTER | 60 | seconds in a collective after which a warning names who is missing |
+| MPISTRAT_WARN_AFTER | 10 | seconds in a collective after which a warning names who is missing |
 | MPISTRAT_ABORT_AFTER | 600 | seconds after which a collective fails with an error |
 | MPISTRAT_CHECK_EVERY | 64 | between nodes, each how many collectives the ranks compare what they are doing |
 | MPISTRAT_SHARED_MEMORY | 1 | 0 keeps a private copy of the variables in every rank |
@@ -58,7 +58,7 @@ def _word(env: Mapping[str, str], name: str, default: str, legal: tuple[str, ...
 class Environment:
     """What the environment variables of the table above say."""
 
-    warn_after: float = 60.0
+    warn_after: float = 10.0
     abort_after: float = 600.0
     check_every: int = 64
     shared_memory: bool = True
@@ -97,7 +97,7 @@ class Environment:
         if servers and not (servers.isascii() and servers.isdigit() and 0 < int(servers) < 1 << 20):
             raise ValueError(explain("environment", "MPISTRAT_NUM_PS", expected="a number ≥ 1", got=repr(servers)))
         return cls(
-            warn_after=_number(env, "MPISTRAT_WARN_AFTER", 60.0, 0.001),
+            warn_after=_number(env, "MPISTRAT_WARN_AFTER", 10.0, 0.001),
             abort_after=_number(env, "MPISTRAT_ABORT_AFTER", 600.0, 0.001),
             check_every=int(_number(env, "MPISTRAT_CHECK_EVERY", 64, 1)),
             shared_memory=shared == "1",

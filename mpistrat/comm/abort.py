@@ -80,8 +80,8 @@ def format_exception(kind: type[BaseException], error: BaseException | None, tra
         full = Environment.read().traceback == "full"
     except ValueError:  # a setting that is wrong: perhaps what the exception is about
         full = False
-    left_out = 0 if full else sum(_fold(part) for part in _chain(whole))
-    note = f"({left_out} lines inside mpistrat are left out; MPISTRAT_TRACEBACK=full shows them)\n" if left_out else ""
+    folded = [] if full else [_fold(part) for part in _chain(whole)]
+    note = "(lines inside mpistrat are left out: MPISTRAT_TRACEBACK=full shows them)\n" if any(folded) else ""
     return "".join(whole.format()) + note
 
 
@@ -93,19 +93,19 @@ def _chain(error: traceback.TracebackException | None) -> Iterator[traceback.Tra
         yield from _chain(error.__context__)
 
 
-def _fold(error: traceback.TracebackException) -> int:
-    """Take the package's frames out of one traceback, and return how many these were."""
+def _fold(error: traceback.TracebackException) -> bool:
+    """Take the package's frames out of one traceback, and return whether there were any to take."""
     frames = list(error.stack)
     ours = [i for i, f in enumerate(frames) if f.filename.startswith(_PACKAGE) and not is_user_code(f.filename)]
     if not ours or len(ours) == len(frames):
-        return 0
+        return False
     below = frames[ours[-1] + 1 :]
     on_purpose = not below and (frames[-1].line or "").startswith("raise ")
     if not on_purpose and not any(is_user_code(frame.filename) for frame in below):
-        return 0
+        return False
     kept = [frame for i, frame in enumerate(frames) if i not in set(ours)]
     error.stack = traceback.StackSummary.from_list(kept)
-    return len(ours)
+    return True
 
 
 def _exit_ends_the_job() -> bool:

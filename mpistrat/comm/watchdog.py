@@ -306,8 +306,10 @@ class _Patrol:
         self.asked_all = 0.0
         if not late:
             self.warned = True
-            if watch.rank == min(waiting):
-                log.logger.warning("%s takes longer than %g s:%s", call.text, watch.warn_after, lines(texts))
+            missing = len(fresh) < watch.size - 1 or any(said.number != own.number for said in fresh.values())
+            if watch.rank == min(waiting):  # where all are in it, it has much to do
+                level = logging.WARNING if missing else logging.INFO
+                log.logger.log(level, "%s takes longer than %g s:%s", call.text, watch.warn_after, lines(texts))
         elif watch.rank == min(waiting) or waited > call.timeout + _GRACE:
             abort.end_job(f"CollectiveTimeoutError: {call.text} takes longer than {call.timeout:g} s:{lines(texts)}")
 

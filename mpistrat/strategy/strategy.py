@@ -152,16 +152,16 @@ class Strategy:
             calls = [select_replica(index, (tuple(args), kwargs or {})) for index in range(len(extended.replicas))]
             try:
                 return regroup(extended.threads.run(fn, calls), keep_numbers=True)
-            except TypeError as error:
-                _check_call(fn, calls[0][0], calls[0][1], error)
+            except TypeError:
+                _check_call(fn, *calls[0])
                 raise
         if args or kwargs:
             args, kwargs = select_replica(0, (tuple(args), kwargs))
         token = context.push(self._replica_frame)
         try:
             return fn(*args, **(kwargs or _NO_KWARGS))
-        except TypeError as error:
-            _check_call(fn, args, kwargs or _NO_KWARGS, error)
+        except TypeError:
+            _check_call(fn, args, kwargs or _NO_KWARGS)
             raise
         finally:
             context.pop(token)
@@ -416,7 +416,7 @@ class Strategy:
         return f"<{type(self).__name__} {state}, {topology.num_nodes} node{'s' * (topology.num_nodes > 1)}>"
 
 
-def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: TypeError) -> None:
+def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise what is wrong if a step does not take the arguments of `run`: a batch is one argument, or several."""
     if not callable(fn):
         got = f"{type(fn).__name__} {fn!r}"
@@ -428,6 +428,6 @@ def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: 
         remedy = "args=(batch,) hands over a batch as one argument, args=batch its parts as several"
         got = f"{len(args)} in args and {len(kwargs)} in kwargs ({mismatch})"
         expected = f"the arguments that {name}{inspect.signature(fn)} takes"
-        raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from error
+        raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from None
     except ValueError:  # written in C, without a signature
         pass

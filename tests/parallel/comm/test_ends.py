@@ -190,6 +190,13 @@ def test_skipped_collective(job):
     assert "takes longer than 1 s" in result.stderr, result
 
 
+def test_much_to_do_is_no_warning(shared_job):
+    """All ranks are in the same collective: nobody is missing."""
+    result = shared_job("with group.collective('slow'): time.sleep(1.6)")
+    assert result.returncode == 0, result
+    assert "takes longer" not in result.stderr, result
+
+
 def test_ctrl_c(mpi, tmp_path):
     """SIGINT to mpiexec, as a terminal sends it, ends all ranks soon."""
     import signal
