@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -79,6 +79,7 @@ class Closure:
         priority: larger ones go first.
         isolated: whether its error is its caller's alone, instead of the next join's.
         start: called before it is sent the first time; returns whether it shall be.
+        kept: what must not be let go of before it has run.
         missing: how many of its inputs are not ready.
     """
 
@@ -91,6 +92,7 @@ class Closure:
     priority: float = 0
     isolated: bool = False
     start: Callable[[], bool] | None = None
+    kept: Sequence[Any] = ()
     missing: int = 0
 
     @property

@@ -270,15 +270,16 @@ class ClusterCoordinator:
             self._drop(dispatcher, self._dropped.popleft())
         home = self._cluster.home
         inputs: dict[int, RemoteValue] = {}
-        home.used = []
+        home.used, home.kept = [], []
         try:
             data = dumps((fn, tuple(args), dict(kwargs or {})), home.reduce_with(inputs), what)
         except TypeError as error:
             remedy = "Make on the worker what cannot be sent, with create_per_worker_resource"
             expected, got = "a function that can be pickled with all that it refers to", f"{what}: {error}"
             raise TypeError(explain(function, "fn", expected=expected, got=got, remedy=remedy)) from error
+        kept, home.kept = home.kept, []
         self._cluster.prepare(home.used)
-        return dispatcher.submit(self, what, data, tuple(inputs.values()), **how)
+        return dispatcher.submit(self, what, data, tuple(inputs.values()), kept=kept, **how)
 
     def _make_on_workers(self, fn: Callable[..., Any], args: tuple[Any, ...], function: str) -> PerWorkerValues:
         dispatcher = self._dispatcher(function)

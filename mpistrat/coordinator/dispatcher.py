@@ -21,9 +21,11 @@ from .protocol import Kind, pack_call
 __all__ = ["FIRST", "Dispatcher"]
 
 FIRST = float("inf")  # the priority of what must be done before everything else, and is never cancelled
-_AHEAD = 4  # calls that a worker has at a time while they are quick
+_AHEAD = 4  # calls that a worker has at a time while they are quick and many wait
+_MANY = 4  # calls that wait for each worker
 _QUICK = 0.01  # seconds
 _CHECK = 0.05  # seconds between two looks after ranks that left
+_MUST_SERVE = "every rank but the chief must call coordinator.serve() or coordinator.close(), or end its `with` block"
 
 
 @final
@@ -36,17 +38,19 @@ class _Worker:
         self.sent = self.answered = 0
         self.seconds = FIRST  # that the last one took
         self.serves = False
+        self.returns = False  # it gives calls back that wait behind a long one
         self.since = 0.0  # when the first call was sent
+        self.warned = False  # that it does not serve
 
     @property
     def name(self) -> str:
         """Which one it is."""
         return f"worker {self.index} (rank {self.rank})"
 
-    @property
-    def room(self) -> bool:
-        """Whether it shall get another call. Long ones stay here, where any worker may take them."""
-        return len(self.calls) < (_AHEAD if self.seconds < _QUICK else 1)
+    def has_room(self, many: bool) -> bool:
+        """Return whether it shall get another call: one at a time, unless they are quick and many wait here."""
+        ahead = many and self.returns and self.seconds < _QUICK
+        return len(self.calls) < (_AHEAD if ahead else 1)
 
 
 @final
@@ -87,6 +91,8 @@ class Dispatcher:
         self._waiting: dict[RemoteValue, list[Closure]] = {}  # closures by an input that is missing
         self._count = self._parked = self._pending = self._held = 0
         self._error: BaseException | None = None
+        self._cancelled, self._cancel_everything = 0, False  # the number of the last one that the last cancellation met
+        self._why_cancelled: BaseException = ClosureCancelledError("")
         self._finished: list[RemoteValue] = []
         self._next_check = 0.0
         self.threaded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
@@ -105,6 +111,7 @@ class Dispatcher:
         worker: int | None = None,
         priority: float = 0,
         isolated: bool = False,
+        kept: Sequence[Any] = (),
         start: Callable[[], bool] | None = None,
         callback: Callable[[RemoteValue], None] | None = None,
     ) -> RemoteValue:
@@ -128,7 +135,7 @@ class Dispatcher:
             value = RemoteValue(coordinator, self._count)
             if callback is not None:
                 value._callbacks.append(callback)
-            closure = Closure(self._count, what, data, list(inputs), value, worker, priority, isolated, start)
+            closure = Closure(self._count, what, data, list(inputs), value, worker, priority, isolated, start, kept)
             self._pending += not isolated
             self._enter(closure)
             self._dispatch()
@@ -202,7 +209,9 @@ class Dispatcher:
             if not self.drive(lambda: not leaving & self.listeners, limit):
                 late = sorted(leaving & self.listeners)
                 where = self._group.watch.where(late)
-                raise CollectiveTimeoutError(f"ClusterCoordinator.close: ranks {late} do not serve{where}")
+                raise CollectiveTimeoutError(
+                    f"ClusterCoordinator.close: ranks {late} do not serve{where}\n{_MUST_SERVE}"
+                )
 
     def leave(self) -> None:
         """Let the others go, at the end of the program. Not collective; waits for nobody."""
@@ -313,8 +322,9 @@ class Dispatcher:
 
     def _dispatch(self) -> None:
         while self._queue and not self._held:
+            many = len(self._queue) > _MANY * len(self._alive)
             for worker in sorted(self._alive.values(), key=lambda worker: len(worker.calls)):
-                closure = self._queue.pop(worker.index) if worker.room else None
+                closure = self._queue.pop(worker.index) if worker.has_room(many) else None
                 if closure is not None:
                     self._start_on(worker, closure)
                     break
@@ -340,7 +350,11 @@ class Dispatcher:
                 self.listeners.discard(message.rank)
             elif worker is not None:
                 worker.serves = True
-                if message.kind != Kind.HELLO:
+                if message.kind == Kind.HELLO:
+                    worker.returns = bool(message.extra)
+                elif message.kind == Kind.RETURNED:
+                    self._take_back(worker, message.number)
+                else:
                     self._take(worker, message)
         return bool(messages)
 
@@ -354,6 +368,17 @@ class Dispatcher:
             self._settle(closure)
         else:
             self._abort(closure, self._unpack_error(message.payload))
+
+    def _take_back(self, worker: _Worker, number: int) -> None:
+        """Put a call that waits behind a long one back into the queue, or cancel it with those that waited there."""
+        closure = worker.calls.pop(number, None)
+        worker.seconds = FIRST
+        if closure is None:
+            return
+        if closure.number <= self._cancelled and _can_be_cancelled(closure, self._cancel_everything):
+            self._abort(closure, self._why_cancelled, cancelled=True)
+        else:
+            self._queue.push(closure)
 
     def _unpack_error(self, payload: bytes) -> BaseException:
         data, text = self._unpack(payload)
@@ -391,11 +416,12 @@ class Dispatcher:
 
     def _cancel(self, error: BaseException, everything: bool = False) -> None:
         """Cancel what waits; what concerns nobody else goes on, unless everything is to be cancelled."""
+        self._cancelled, self._why_cancelled, self._cancel_everything = self._count, error, everything
         parked = {id(closure): closure for closures in self._waiting.values() for closure in closures}
         for closure in (*self._queue.take(), *parked.values()):
             if closure.value.status is not RemoteValueStatus.NOT_READY:
                 continue
-            if everything or not (closure.isolated or closure.priority == FIRST):
+            if _can_be_cancelled(closure, everything):
                 self._parked -= id(closure) in parked
                 self._abort(closure, error, isinstance(error, ClosureCancelledError))
             elif id(closure) not in parked:
@@ -411,10 +437,14 @@ class Dispatcher:
         for rank in [rank for rank in self.listeners if self._group.has_left(rank)]:
             self.listeners.remove(rank)
             self._channel.give_up(rank)
-        limit = self._group.environment.abort_after
+        environment = self._group.environment
         for worker in list(self._alive.values()):
-            if worker.calls and not worker.serves and now - worker.since > limit:
-                self._lose(worker, f"does not serve after {limit:g} s: every rank must call serve() or close()")
+            waited = now - worker.since if worker.calls and not worker.serves else 0.0
+            if waited > environment.abort_after:
+                self._lose(worker, f"does not serve after {environment.abort_after:g} s: {_MUST_SERVE}")
+            elif waited > environment.warn_after and not worker.warned:
+                worker.warned = True
+                log.logger.warning("%s does not serve after %g s: %s", worker.name, environment.warn_after, _MUST_SERVE)
 
     def _lose(self, worker: _Worker, why: str = "left the program") -> None:
         del self._alive[worker.rank]
@@ -431,6 +461,10 @@ class Dispatcher:
                 self._abort(closure, left(f"{closure.what} cannot be run: {name} {why}"))
         if not self._alive:
             self._cancel(left(f"all workers are gone; {name} {why}"), everything=True)
+
+
+def _can_be_cancelled(closure: Closure, everything: bool) -> bool:
+    return everything or not (closure.isolated or closure.priority == FIRST)
 
 
 def _no_argument(closure: Closure) -> ClosureCancelledError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any, final
 
@@ -19,6 +21,7 @@ from .protocol import Kind, unpack_call
 __all__ = ["Follower", "get_current_worker_index"]
 
 _GRACE = 1.0  # seconds in which the last word of a chief that left may still come
+_LONG = 0.02  # seconds that a function may run before those that came behind it are given back
 _running: Follower | None = None
 
 
@@ -37,6 +40,9 @@ def get_current_worker_index() -> int:
 @final
 class Follower:
     """A worker or a server that serves the chief. Not collective.
+
+    While a function runs long, a thread gives the calls that came behind it back to the chief, which may have another
+    worker run them. Whoever takes a call out of the inbox, under the lock, has it: it is run or given back, never both.
 
     Args:
         group: all ranks.
@@ -66,6 +72,9 @@ class Follower:
         self._answers: dict[int, tuple[Kind, int, bytes]] = {}
         self._forgotten = 0
         self._inbox: list[Message] = []
+        self._lock = threading.Lock()  # of the channel and the inbox
+        self._begun = 0  # how many functions have begun
+        self._busy = False  # one runs
 
     def serve(self, meanwhile: Callable[[], bool] | None = None) -> bool:
         """Do what the chief says until it closes. Not collective by itself.
@@ -79,13 +88,20 @@ class Follower:
         Raises:
             PeerExitError: the chief left without a word.
         """
-        self._channel.send(self._chief, Kind.HELLO)
+        with self._giving_back() as able:
+            with self._lock:
+                self._channel.send(self._chief, Kind.HELLO, extra=able)
+            return self._serve(meanwhile)
+
+    def _serve(self, meanwhile: Callable[[], bool] | None) -> bool:
         waiting = self._patience()
         while True:
-            if not self._inbox:
-                self._inbox = self._channel.poll()
-            if self._inbox:
-                message = self._inbox.pop(0)
+            with self._lock:
+                self._inbox = self._inbox or self._channel.poll()
+                message = self._inbox.pop(0) if self._inbox else None
+                self._busy = message is not None and message.kind == Kind.CALL
+                self._begun += self._busy
+            if message is not None:
                 if message.kind == Kind.END:
                     return self._end(message)
                 self._handle(message)
@@ -98,10 +114,40 @@ class Follower:
                 except PeerExitError:
                     return self._last_word()
 
+    @contextlib.contextmanager
+    def _giving_back(self) -> Iterator[bool]:
+        """While the context lasts calls are given back, where MPI lets a thread do it; yields whether."""
+        from mpi4py import MPI
+
+        over = threading.Event()
+        if self.index < 0 or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            yield False
+            return
+        thread = threading.Thread(target=self._give_back, args=(over,), name="mpistrat-follower", daemon=True)
+        thread.start()
+        try:
+            yield True
+        finally:
+            over.set()
+            thread.join()
+
+    def _give_back(self, over: threading.Event) -> None:
+        """Look now and then whether the same function still runs; if so, give back what came behind it."""
+        seen = 0
+        while not over.wait(_LONG):
+            with self._lock:
+                if self._busy and self._begun == seen:
+                    self._inbox += self._channel.poll()
+                    for message in [message for message in self._inbox if message.kind == Kind.CALL]:
+                        self._inbox.remove(message)
+                        self._channel.send(self._chief, Kind.RETURNED, message.number)
+                seen = self._begun
+
     def _end(self, message: Message) -> bool:
         if message.extra:
             return False
-        self._channel.send(self._chief, Kind.BYE)
+        with self._lock:
+            self._channel.send(self._chief, Kind.BYE)
         self._finish_sending()
         return True
 
@@ -111,7 +157,9 @@ class Follower:
     def _last_word(self) -> bool:
         until, backoff = monotonic() + _GRACE, Backoff()
         while monotonic() < until:
-            for message in self._channel.poll():
+            with self._lock:
+                messages = self._channel.poll()
+            for message in messages:
                 if message.kind == Kind.END:
                     return self._end(message)
             backoff.pause()
@@ -127,7 +175,9 @@ class Follower:
             if message.number not in self._answers:
                 self._answers[message.number] = self._call(message.payload)
             kind, microseconds, data = self._answers[message.number]
-            self._channel.send(self._chief, kind, message.number, microseconds, data)
+            with self._lock:
+                self._busy = False
+                self._channel.send(self._chief, kind, message.number, microseconds, data)
             self._finish_sending()
 
     def _forget(self, number: int) -> None:
@@ -139,7 +189,8 @@ class Follower:
         """Send the answer before anything else is run: MPI sends large ones only while it is called."""
         waiting = None
         while self._channel.sending():
-            self._inbox += self._channel.poll()
+            with self._lock:
+                self._inbox += self._channel.poll()
             waiting = waiting or self._patience()
             waiting.pause()
 

@@ -32,6 +32,7 @@ class Home:
         coordinator: what the token of a coordinator stands for.
         resources: on a worker its own per-worker values, by number.
         used: the optimizers whose tokens were made since this was emptied.
+        kept: the per-worker values whose tokens were made since this was emptied.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -39,6 +40,7 @@ class Home:
         self.coordinator: Any = None
         self.resources: dict[int, Any] = {}
         self.used: list[Optimizer] = []
+        self.kept: list[PerWorkerValues] = []
         self._noted: dict[int, str] = {}
         self._inputs: Mapping[int, memoryview] = {}
 
@@ -59,6 +61,7 @@ class Home:
             return token("optimizer", thing.ordinal)
         if isinstance(thing, PerWorkerValues):
             self._check_own(thing._coordinator, "a per-worker value")
+            self.kept.append(thing)
             return token("per_worker", thing._number)
         if thing is self:
             return token("home", 0)

@@ -5,10 +5,11 @@
 | CALL | chief | of the call among this worker's | up to which calls answers have come | inputs and function (`pack_call`) |
 | ORDER | chief | 0 | 0 | name and arguments of what all ranks do together |
 | END | chief | 0 | 1 if the chief leaves the program | none |
-| HELLO | follower | 0 | 0 | none: it serves |
+| HELLO | follower | 0 | 1 if it can give calls back | none: it serves |
 | BYE | follower | 0 | 0 | none: it has had END, and sends nothing more |
 | RESULT | worker | of the call | microseconds that it took | what the function returned |
 | FAILED | worker | of the call | microseconds | (exception or None, text) |
+| RETURNED | worker | of the call | 0 | none: it has not begun, for the one before it takes long |
 
 A worker keeps its answers until the chief has them; a call that comes again is answered from what is kept, not run again.
 """
@@ -34,6 +35,7 @@ class Kind(enum.IntEnum):
     RESULT = 5
     FAILED = 6
     BYE = 7
+    RETURNED = 8
 
 
 _WORD: Final = 8

@@ -202,7 +202,7 @@ def test_priority_and_worker():
         if not c.is_chief:
             return
         log = c.create_per_worker_resource(list)
-        c.schedule(nap, (0.05,), worker=0).get()  # then it gets one call at a time
+        c.fetch([c.schedule(square, (i,)) for i in range(100)])  # quick ones, of which a worker gets several at a time
         blockers = [c.schedule(nap, (0.2,), worker=w) for w in range(c.num_workers)]
         for i in range(6):
             c.schedule(lambda i, log: log.append(i), (i, log), worker=0, priority=i % 3)
@@ -213,6 +213,50 @@ def test_priority_and_worker():
             assert c.fetch([c.schedule(index, worker=worker) for _ in range(3)]) == [worker] * 3
         with pytest.raises(ValueError, match="worker"):
             c.schedule(index, worker=c.num_workers)
+
+
+def test_functions_behind_a_long_one_are_run_by_others():
+    """A worker that was quick has several calls; those that have not begun are given back, and run once each."""
+    with coordinator() as c:
+        if not c.is_chief or c.num_workers == 1:
+            return
+        logs = c.create_per_worker_resource(list)
+        c.fetch([c.schedule(square, (i,)) for i in range(100)])
+        start = time.monotonic()
+        long = c.schedule(nap, (4, "long"))
+        short = [c.schedule(lambda i, log: log.append(i) or i, (i, logs)) for i in range(100)]
+        assert c.fetch(short) == list(range(100))
+        assert time.monotonic() - start < 3.5
+        assert long.get() == "long"
+        assert sorted(i for log in c.fetch(logs) for i in log) == list(range(100))
+
+
+def test_functions_that_are_given_back_are_cancelled_with_those_that_wait():
+    with coordinator() as c:
+        if not c.is_chief:
+            return
+        logs = c.create_per_worker_resource(list)
+        c.fetch([c.schedule(square, (i,), worker=0) for i in range(100)])
+        c.schedule(lambda: nap(0.3) or fail("late"), worker=0)
+        values = [c.schedule(lambda log: log.append(1), (logs,), worker=0) for _ in range(60)]
+        with pytest.raises(ValueError, match="late"):
+            c.join()
+        assert {value.status for value in values} == {RemoteValueStatus.ABORTED}
+        assert c.fetch(logs)[0] == []
+        assert c.schedule(square, (3,), worker=0).get() == 9
+
+
+def test_functions_that_wait_keep_their_per_worker_values():
+    with coordinator() as c:
+        if not c.is_chief:
+            return
+        for worker in range(c.num_workers):
+            c.schedule(nap, (0.2,), worker=worker)
+        names = c.create_per_worker_resource(index)
+        values = [c.schedule(lambda n: n, (names,), worker=w) for w in range(c.num_workers)]
+        del names
+        c.schedule(square, (1,))  # here what nobody has any more would be dropped
+        assert c.fetch(values) == list(range(c.num_workers))
 
 
 def test_large_arrays_both_ways():
