@@ -60,6 +60,11 @@ class ParameterServerVariable(OnWriteVariable):
         self._seen = self._read_in = 0  # numbers of steps: of the snapshot, of the last read
         self._gradients: list[Any] | None = None
 
+    @property
+    def device(self) -> str:
+        """Where the variable lies, as TensorFlow writes it: "/job:ps/replica:0/task:0/device:CPU:0" for server 0."""
+        return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
+
     # reading
 
     @property

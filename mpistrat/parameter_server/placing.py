@@ -32,13 +32,14 @@ class Placing(ABC):
             raise ValueError(explain(type(self).__name__, "num_servers", expected="≥ 1", got=num_servers))
         self.nbytes = [0] * num_servers
 
-    def __call__(self, shape: Sequence[int], dtype: Any) -> int:
+    def __call__(self, shape: Sequence[int], dtype: Any, server: int | None = None) -> int:
         """Return the server of the next variable. Not collective, but every rank must do it.
 
         Args:
             shape, dtype: of the variable.
+            server: where it must lie; that takes no other variable's turn.
         """
-        server = self._next()
+        server = self._next() if server is None else server
         self.nbytes[server] += math.prod(shape) * np.dtype(dtype).itemsize
         return server
 

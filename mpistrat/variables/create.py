@@ -36,8 +36,12 @@ def create_variable(
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     aggregation: VariableAggregation = VariableAggregation.NONE,
     constraint: Callable[[Any], Any] | None = None,
+    beside: Variable | None = None,
 ) -> Variable | ShardedVariable:
-    """Return a new variable of a strategy. Collective over its ranks. Arguments and errors: see `Variable`."""
+    """Return a new variable of a strategy. Collective over its ranks. Arguments and errors: see `Variable`.
+
+    With `beside` it lies where that variable of the strategy lies, and is not cut into shards.
+    """
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(explain("Variable", "name", expected="a text that is not empty", got=repr(name)))
     if constraint is not None and not callable(constraint):
@@ -47,15 +51,17 @@ def create_variable(
     value, form = _initial_value(placement, initial_value, parsed, unique)
     _check_shape(form[0], shape)
     synchronization, trainable = check_kind(synchronization, aggregation, trainable, form[1])
+    near = None if beside is None else next(i for i, known in enumerate(placement.variables) if known is beside)
 
     def make(name: str, shape: tuple[int, ...], value: np.ndarray | None) -> Variable:
         index = len(placement.variables)
-        what = Description(index, name, shape, form[1], trainable, synchronization, aggregation, constraint)
+        what = Description(index, name, shape, form[1], trainable, synchronization, aggregation, constraint, near)
         variable = _make(placement, what, value)
         placement.variables.append(variable)
         return variable
 
-    shards = 1 if synchronization is VariableSynchronization.ON_READ else _count_shards(placement, unique, form)
+    whole = synchronization is VariableSynchronization.ON_READ or near is not None
+    shards = 1 if whole else _count_shards(placement, unique, form)
     if shards == 1:
         return make(unique, form[0], value)
     if constraint is not None:
@@ -105,7 +111,7 @@ def _check_shape(found: tuple[int, ...], wanted: Sequence[int | None] | None) ->
 def _make(placement: Placement, what: Description, value: np.ndarray | None) -> Variable:
     group = placement.creators
     kind = "on GPUs" if placement.arenas.on_gpu else "on CPUs"
-    detail = (what.index, what.trainable, what.synchronization.name, what.aggregation.name, kind)
+    detail = (what.index, what.trainable, what.synchronization.name, what.aggregation.name, kind, what.beside)
     with group.collective("Variable", what.name, what.dtype.name, what.shape, detail) as call:
         if what.synchronization is VariableSynchronization.ON_READ:
             variable, targets = _make_copies(placement, what)

@@ -40,6 +40,7 @@ class Description:
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
     constraint: Callable[[Any], Any] | None
+    beside: int | None = None  # the index of the variable that it shall lie with
 
 
 class _FrontDoor(ABCMeta):

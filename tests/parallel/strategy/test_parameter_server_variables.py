@@ -30,6 +30,23 @@ def servers():
     return min(2, MPI.COMM_WORLD.size - 1)
 
 
+@pytest.mark.parametrize("placement", ["round_robin", "bytes"])
+def test_a_colocated_variable_lies_on_the_same_server_and_device_says_where(placement):
+    halves = ms.partitioners.FixedShardsPartitioner(2)
+    with made(num_ps=servers(), placement=placement, variable_partitioner=halves) as strategy:
+        a = ms.Variable(0.0, name="a")
+        with strategy.extended.colocate_vars_with(a):
+            b = ms.Variable(np.zeros(7), name="b")
+        c = ms.Variable(1.0, name="c")
+        assert (a.server, b.server, c.server) == (0, 0, servers() - 1)  # b takes nobody's turn, and is not cut
+        assert [v.device for v in (a, b, c)] == [f"/job:ps/replica:0/task:{v.server}/device:CPU:0" for v in (a, b, c)]
+        sharded = ms.Variable(np.zeros((4, 2)), name="sharded")
+        with strategy.extended.colocate_vars_with(sharded):
+            assert ms.Variable(0.0).server == sharded.variables[0].server
+        assert strategy.extended.should_checkpoint == (strategy.worker_index == 0)
+        settle(strategy, b)
+
+
 # writes: the replicas of one worker are aggregated, then each worker's count
 
 
