@@ -151,7 +151,10 @@ class WorkerAccess(Access):
             keeper, patience = self._transports[0], None
             clock = self._clock()
             while clock - int(keeper.clocks().min()) > limit:
-                patience = patience or keeper.pair.patience("a wait for slower workers")
+                patience = patience or keeper.pair.patience(
+                    "a wait for slower workers",
+                    "A worker that takes no more steps must leave the pass: strategy.leave()",
+                )
                 patience.pause()
 
     def _clock(self) -> int:

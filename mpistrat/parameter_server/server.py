@@ -23,6 +23,7 @@ from .rooms import Rooms
 from .service import Rounds, Service
 from .stats import ServerStats, count
 from .transport import FOR_GOOD, Port
+from .waiting import PassWait
 
 __all__ = ["Server"]
 
@@ -178,6 +179,7 @@ class Server(Rounds):
         self._missing: dict[int, int] = {}  # workers that have left the program: at which poll all they sent is taken
         self._gone: set[int] = set()  # of these who left for good as it should be
         self._target = 0
+        self._pass_wait = PassWait(group)
         self._held: dict[int, _Held] = {}
         self._closed = False
         self._lock = threading.RLock()  # between the thread and the program
@@ -293,6 +295,7 @@ class Server(Rounds):
         if passes is not None:
             self.passes += passes
         self._target = FOR_GOOD if passes is None else self.passes
+        self._pass_wait = PassWait(self._group)
         self._service.wait(self._all_left)
 
     def _all_left(self) -> bool:
@@ -391,6 +394,8 @@ class Server(Rounds):
 
     def check(self) -> None:
         """See `Rounds.check`."""
+        missing = [rank for worker, rank in enumerate(self._worker_ranks) if self.left(worker) < self._target]
+        self._pass_wait.look(missing, sum(self._received))
         for worker, rank in enumerate(self._worker_ranks):
             if not self._group.has_left(rank) or self.left(worker) >= self._target:
                 continue

@@ -30,6 +30,11 @@ from .waiting import Patience
 
 __all__ = ["FINISHED", "FOR_GOOD", "Pair", "Port", "Transport", "flat_bytes", "sum_duplicate_rows"]
 
+_SERVE = (
+    "A server answers until its program closes the strategy; where MPI allows one thread only, while it is in serve() or"
+    " iterates a distributed dataset"
+)
+
 FINISHED = 1 << 62  # the clock of a worker that has signed off
 FOR_GOOD = 1 << 62  # the passes of a worker that will not come back
 
@@ -54,10 +59,10 @@ class Pair:
     layout: MailboxLayout
     places: list[Place]
 
-    def patience(self, what: str) -> Patience:
+    def patience(self, what: str, remedy: str = _SERVE) -> Patience:
         """Return a wait for the server. Not collective."""
         text = f"{what} (worker {self.worker}, server {self.server})"
-        return Patience(self.group, text, (self.server_rank,))
+        return Patience(self.group, text, (self.server_rank,), remedy=remedy)
 
 
 class Transport(ABC):

@@ -9,15 +9,18 @@ from typing import final
 
 from .. import log
 from ..comm.process_group import ProcessGroup
-from ..errors import CollectiveTimeoutError, PeerExitError
+from ..comm.watchdog import lines
+from ..errors import CollectiveMismatchError, CollectiveTimeoutError, PeerExitError
 
-__all__ = ["CEILING", "Backoff", "Patience"]
+__all__ = ["CEILING", "Backoff", "PassWait", "Patience"]
 
 CEILING = 1e-3  # seconds of the longest sleep: below 6 % of a core when idle, about 1 ms until something is seen
 _YIELDS = 100
 _FIRST = 2e-5
 _GROWTH = 1.125
 _CHECK = 0.05  # seconds between two looks after what may have gone wrong
+_QUIET = 5.0  # seconds without a push after which, and between which, workers are asked where they are
+_ANSWER = 1.5  # seconds that they have to answer
 
 
 @final
@@ -59,11 +62,19 @@ class Patience:
         ranks: who is waited for.
         ceiling: seconds of the longest sleep.
         limited: whether the wait may take too long at all; a server waits for ever for workers that are there.
+        remedy: what those that are waited for must do, told where it takes long.
     """
 
     def __init__(
-        self, group: ProcessGroup, what: str, ranks: Sequence[int], ceiling: float = CEILING, limited: bool = True
+        self,
+        group: ProcessGroup,
+        what: str,
+        ranks: Sequence[int],
+        ceiling: float = CEILING,
+        limited: bool = True,
+        remedy: str = "",
     ) -> None:
+        self._remedy = f"\n{remedy}" if remedy else ""
         self._group, self._what, self._ranks = group, what, ranks
         self._backoff, self._limited = Backoff(ceiling), limited
         self._warned = False
@@ -94,12 +105,66 @@ class Patience:
         waited, environment = now - self._start, self._group.environment
         if waited > environment.abort_after:
             where = self._group.watch.where(self._ranks)
-            raise CollectiveTimeoutError(f"{self._what}: rank {self._me} waited {environment.abort_after:g} s{where}")
+            waited_for = f"{self._what}: rank {self._me} waited {environment.abort_after:g} s{where}"
+            raise CollectiveTimeoutError(f"{waited_for}{self._remedy}")
         if waited > environment.warn_after and not self._warned:
             self._warned = True
             where = self._group.watch.where(self._ranks)
-            log.logger.warning("%s takes longer than %g s:%s", self._what, environment.warn_after, where)
+            log.logger.warning(
+                "%s takes longer than %g s:%s%s", self._what, environment.warn_after, where, self._remedy
+            )
 
     @property
     def _me(self) -> int:
         return self._group.topology.rank
+
+
+@final
+class PassWait:
+    """A server's wait for workers to leave a pass. Not collective.
+
+    It may be long, for workers compute. But a worker that is in a collective of all ranks, which this one is to enter as well,
+    will not leave the pass: that is raised. Where nothing comes for `environment.warn_after`, who is waited for is logged.
+
+    Args:
+        group: all ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._pushed, self._since, self._asked, self._warned = -1, 0.0, 0.0, False
+
+    def look(self, ranks: Sequence[int], pushed: int) -> None:
+        """Look after those that are waited for.
+
+        Args:
+            ranks: of these workers.
+            pushed: how much they have sent so far.
+
+        Raises:
+            CollectiveMismatchError: one of them waits for this rank.
+        """
+        now, watch, warn_after = monotonic(), self._group.watch, self._group.environment.warn_after
+        if pushed != self._pushed:
+            self._pushed, self._since, self._asked, self._warned = pushed, now, 0.0, False
+        quiet = now - self._since
+        if quiet < min(_QUIET, warn_after):
+            return
+        if now - self._asked > _QUIET:
+            self._asked, watch.wanted = now, tuple(ranks)
+        answers = {rank: watch.answers[rank] for rank in ranks if rank in watch.answers}
+        places = {rank: answer.text for rank, answer in answers.items() if answer.time > self._asked}
+        remedy = (
+            "A worker leaves a pass by strategy.leave() after its last step, or by the end of a loop over a distributed"
+            " dataset, and must do so before what all ranks call together: save, restore, stats, close, a new variable"
+        )
+        me = (
+            f"ParameterServerStrategy.serve: rank {watch.rank}, a parameter server, waits for workers to leave the pass"
+        )
+        for rank in places:
+            if answers[rank].number > watch.number:
+                raise CollectiveMismatchError(f"{me}, and one of them waits for it:{lines(places)}\n{remedy}")
+        if quiet > warn_after and not self._warned and now - self._asked > _ANSWER:
+            self._warned = True
+            unknown = dict.fromkeys(ranks, "does not answer")
+            log.logger.warning("%s; none has sent anything for %g s:%s\n%s", me, quiet, lines(unknown | places), remedy)

@@ -63,7 +63,11 @@ def check_layout(layout: Layout, topology: Topology) -> None:
     if layout.fits(ranks, nodes):
         return
     fitting = ", ".join(other.name for other in _ALL if other.fits(ranks, nodes))
-    alone = "" if layout.many_ranks else f"; or {layout.name}(comm=MPI.COMM_SELF), one of its own on each rank"
+    remedy = f"What fits: {fitting}"
+    if not layout.many_ranks:
+        remedy += f"; or {layout.name}(comm=MPI.COMM_SELF), one of its own on each rank"
+    elif layout.least_ranks > 1:
+        remedy = f"Start workers and servers together: mpistrat run -n 3 --ps 1 program.py. One rank alone: {fitting}"
     several = "ranks of one node" if layout.least_ranks == 1 else f"at least {layout.least_ranks} ranks"
     raise LayoutError(
         explain(
@@ -71,7 +75,7 @@ def check_layout(layout: Layout, topology: Topology) -> None:
             "comm",
             expected=several if layout.many_ranks else "one rank",
             got=f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}",
-            remedy=f"What fits: {fitting}{alone}",
+            remedy=remedy,
             rank=topology.rank,
         )
     )

@@ -151,6 +151,23 @@ ENDS = {
         ["ContextError", "rank 0, a worker"],
         "rank 0",
     ),
+    "workers that save without leaving the pass that the server serves": (
+        (
+            "v = make()\nif strategy.is_server: strategy.serve()\n"
+            "else: strategy.run(lambda: optimizer.apply_gradients([(np.ones(3, 'f4'), v)]))\nstrategy.save('unused.h5')"
+        ),
+        [
+            r"rank 2, a parameter server, waits for workers to leave the pass",
+            r"strategy\.leave\(\)",
+            "rank [01] in .*save",
+        ],
+        "serve",
+    ),
+    "save on one worker only": (
+        "v = make()\nif rank() == 0: strategy.save('unused.h5')\ntrain(v)",
+        ["save", "all ranks"],
+        "",
+    ),
     "a worker that leaves before all close": (
         "def before(number):\n    if rank() == 1 and number == 1: sys.exit(0)\ntrain(make(), before=before)",
         [r"rank 1 left the program while rank \d was in close"],
@@ -174,6 +191,27 @@ def test_the_job_ends(mpi_run, name: str) -> None:
     for number, text in enumerate(result.err):
         assert everybody in text, f"rank {number} does not name {everybody}: {result}"
     assert result.seconds < 20, result
+
+
+LONG = """
+v = make()
+if strategy.is_server:
+    strategy.serve()
+else:
+    strategy.run(lambda: optimizer.apply_gradients([(np.ones(3, 'f4'), v)]))
+    if rank() == 0:
+        time.sleep(5)
+    strategy.leave()
+strategy.close()
+"""
+
+
+def test_a_pass_that_takes_long_is_told_and_goes_on(mpi_run) -> None:
+    result = mpi_run(SETUP + LONG, 3, timeout=40, env={"MPISTRAT_WARN_AFTER": "1"})
+    assert result.returncode == 0, result
+    assert re.search(r"rank 2.*waits for workers to leave the pass; none has sent", result.err[2]), result
+    assert re.search(r"rank 0 not in a collective.*\n.*strategy\.leave\(\)", result.err[2]), result
+    assert "rank 1 " not in result.err[2], result
 
 
 KILLED = """

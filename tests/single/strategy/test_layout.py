@@ -7,7 +7,14 @@ import mpistrat as ms
 from mpistrat.cluster import Topology
 from mpistrat.errors import LayoutError
 from mpistrat.strategy.aliases import ALIASES
-from mpistrat.strategy.layout import CENTRAL_STORAGE, MIRRORED, MULTI_WORKER_MIRRORED, ONE_DEVICE, check_layout
+from mpistrat.strategy.layout import (
+    CENTRAL_STORAGE,
+    MIRRORED,
+    MULTI_WORKER_MIRRORED,
+    ONE_DEVICE,
+    PARAMETER_SERVER,
+    check_layout,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,11 @@ def test_check_layout(layout, node_of, fitting):
         LayoutError, match=f"got {len(node_of)} ranks on {nodes} node.* What fits: {fitting}(; or One.*COMM_SELF.*)?$"
     ):
         check_layout(layout, topology)
+
+
+def test_a_parameter_server_alone_is_told_how_to_start():
+    with pytest.raises(LayoutError, match=r"at least 2 ranks, got 1 .*mpistrat run -n 3 --ps 1 .*OneDeviceStrategy"):
+        check_layout(PARAMETER_SERVER, Topology(0, [0], [1], ["cpu:0"]))
 
 
 def test_aliases_are_the_same_thing():
