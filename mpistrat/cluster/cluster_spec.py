@@ -21,7 +21,8 @@ class ClusterSpec:
     error is a ClusterError (a ValueError), and that nothing here is a protocol buffer.
 
     Args:
-        cluster: a mapping from job names to lists or to sparse dicts of addresses, or a ClusterSpec.
+        cluster: a mapping from job names to lists or to sparse dicts of addresses, a ClusterSpec, or a cluster_def: what
+            `as_cluster_def` returns, or TensorFlow's protocol buffer of these fields.
 
     Raises:
         ClusterError: `cluster` has another form.
@@ -36,8 +37,8 @@ class ClusterSpec:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, cluster: Mapping[str, Any] | ClusterSpec) -> None:
-        given: object = cluster._jobs if isinstance(cluster, ClusterSpec) else cluster
+    def __init__(self, cluster: Mapping[str, Any] | ClusterSpec | Any) -> None:
+        given: object = cluster._jobs if isinstance(cluster, ClusterSpec) else _of_cluster_def(cluster)
         if not isinstance(given, Mapping):
             expected = "a dict from job names to lists of addresses"
             raise ClusterError(explain("ClusterSpec", "cluster", expected=expected, got=f"a {type(given).__name__}"))
@@ -112,6 +113,19 @@ class ClusterSpec:
                 f"No such job in cluster: {name!r:.80}; it has {', '.join(sorted(self._jobs)) or 'none'}"
             )
         return self._jobs[name]
+
+
+def _of_cluster_def(given: Any) -> Any:
+    """Return job → tasks of a ClusterDef, be it a dict or an object with its fields; anything else as it is."""
+    if isinstance(given, Mapping):
+        jobs = given["job"] if list(given) == ["job"] else None
+        if isinstance(jobs, list) and all(isinstance(job, Mapping) for job in jobs):
+            return {job.get("name"): job.get("tasks") for job in jobs}
+        return given
+    try:
+        return {job.name: dict(job.tasks) for job in given.job}
+    except (AttributeError, TypeError, ValueError):
+        return given
 
 
 def _tasks(job: str, tasks: object) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""The rules of the roles chief, worker, ps and evaluator: who leads, and who has which number."""
+"""The rules of the roles chief (or master), worker, ps and evaluator: who leads, and who has which number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .cluster_spec import ClusterSpec
 
 __all__ = ["ROLES", "collective_leader", "id_in_cluster", "is_chief", "validate", "worker_count"]
 
-ROLES = ("chief", "worker", "ps", "evaluator")
+ROLES = ("chief", "master", "worker", "ps", "evaluator")
+_CHIEFS = ("chief", "master")  # the same role: "master" is TensorFlow 1's word
 
 Cluster = ClusterSpec | Mapping[str, Any]
 
@@ -18,8 +19,8 @@ Cluster = ClusterSpec | Mapping[str, Any]
 def validate(cluster_spec: Cluster, task_type: str | None = None, task_id: int | None = None) -> ClusterSpec:
     """Check the roles of a cluster, and one task of it; return the spec. Not collective.
 
-    The roles are chief, worker, ps and evaluator, with at most one chief and one evaluator. An evaluator may be absent
-    from the spec: it is a cluster of its own.
+    The roles are chief, worker, ps and evaluator, with at most one chief and one evaluator. A chief may be called master,
+    as in TensorFlow 1. An evaluator may be absent from the spec: it is a cluster of its own.
 
     Raises:
         ClusterError: naming the job and task that break a rule.
@@ -30,9 +31,9 @@ def validate(cluster_spec: Cluster, task_type: str | None = None, task_id: int |
             raise ClusterError(
                 explain("cluster_spec", "job", expected=f"one of {', '.join(ROLES)}", got=f"{job!r:.80}")
             )
-    for job in ("chief", "evaluator"):
-        if job in spec.jobs and spec.num_tasks(job) > 1:
-            got = f"{spec.num_tasks(job)} in {spec!r:.200}"
+    for job, number in (("chief", _count(spec, *_CHIEFS)), ("evaluator", _count(spec, "evaluator"))):
+        if number > 1:
+            got = f"{number} in {spec!r:.200}"
             raise ClusterError(explain("cluster_spec", job, expected=f"at most one {job}", got=got))
     if task_type is not None:
         _validate_task(spec, task_type, task_id)
@@ -66,7 +67,7 @@ def is_chief(cluster_spec: Cluster, task_type: str, task_id: int) -> bool:
         ClusterError: as `validate`.
     """
     spec = validate(cluster_spec, task_type, task_id)
-    return task_type in ("chief", "evaluator") or (task_type == "worker" and "chief" not in spec.jobs and task_id == 0)
+    return task_type in (*_CHIEFS, "evaluator") or (task_type == "worker" and not _chief(spec) and task_id == 0)
 
 
 def collective_leader(cluster_spec: Cluster, task_type: str, task_id: int) -> str:
@@ -82,8 +83,7 @@ def collective_leader(cluster_spec: Cluster, task_type: str, task_id: int) -> st
     validate(spec, task_type, task_id)
     if task_type == "evaluator":
         return ""
-    leader = "chief" if "chief" in spec.jobs else "worker"
-    return f"/job:{leader}/replica:0/task:0"
+    return f"/job:{_chief(spec) or 'worker'}/replica:0/task:0"
 
 
 def worker_count(cluster_spec: Cluster, task_type: str) -> int:
@@ -97,7 +97,7 @@ def worker_count(cluster_spec: Cluster, task_type: str) -> int:
         raise ClusterError(explain("worker_count", "task_type", expected="chief, worker or evaluator", got="'ps'"))
     if task_type == "evaluator":
         return max(1, _count(spec, "evaluator"))
-    return _count(spec, "chief") + _count(spec, "worker")
+    return _count(spec, *_CHIEFS, "worker")
 
 
 def id_in_cluster(cluster_spec: Cluster, task_type: str, task_id: int) -> int:
@@ -113,12 +113,17 @@ def id_in_cluster(cluster_spec: Cluster, task_type: str, task_id: int) -> int:
     spec = validate(cluster_spec, task_type, task_id)
     if task_type == "ps":
         raise ClusterError(explain("id_in_cluster", "task_type", expected="chief, worker or evaluator", got="'ps'"))
-    if task_type == "chief":
+    if task_type in _CHIEFS:
         return 0
     if task_type == "evaluator":
         return task_id
-    return _count(spec, "chief") + spec.task_indices("worker").index(task_id)
+    return _count(spec, *_CHIEFS) + spec.task_indices("worker").index(task_id)
 
 
-def _count(spec: ClusterSpec, job: str) -> int:
-    return spec.num_tasks(job) if job in spec.jobs else 0
+def _count(spec: ClusterSpec, *jobs: str) -> int:
+    return sum(spec.num_tasks(job) for job in jobs if job in spec.jobs)
+
+
+def _chief(spec: ClusterSpec) -> str:
+    """Return by what name the cluster has a chief; "" if it has none."""
+    return next((job for job in _CHIEFS if job in spec.jobs), "")

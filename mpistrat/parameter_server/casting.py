@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, final
 
 from .. import log
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
+from ..cluster.tasks import own_task
 from ..comm.process_group import ProcessGroup
-from ..errors import explain
+from ..errors import ClusterError, explain
 from .roles import Roles, elsewhere, is_server
 from .settings import Settings
 
@@ -32,26 +33,30 @@ class Casting:
 
     def __init__(self, settings: Settings, resolver: ClusterResolver | None) -> None:
         self._settings, self._resolver = settings, resolver
-        if resolver is None and settings.num_ps is None:
-            self._resolver = _from_environment()
+        self._problem: ClusterError | None = None  # raised by `check`, which all ranks hear of
+        try:
+            if resolver is None and settings.num_ps is None:
+                self._resolver = _from_environment()
+            self._serves = self._resolver is not None and is_server(self._resolver)
+        except ClusterError as error:
+            self._problem, self._serves = error, False
         self._count = 1 if settings.num_ps is None else settings.num_ps
 
     def serves(self, comm: MPI.Intracomm) -> bool:
-        """Return whether this rank will be a server, as far as it can be seen before the ranks have talked. Not collective.
-
-        Raises:
-            ClusterError: the cluster's roles are not legal.
-        """
+        """Return whether this rank will be a server, as far as it can be seen before the ranks have talked. Not collective."""
         if self._resolver is not None:
-            return is_server(self._resolver)
+            return self._serves
         return type(self._count) is int and comm.rank >= comm.size - self._count
 
     def check(self, topology: Topology) -> None:
-        """Raise what this rank finds wrong with the settings and the number of ranks. Not collective."""
+        """Raise what this rank finds wrong with the settings, its task and the number of ranks. Not collective."""
+        if self._problem is not None:
+            raise self._problem
         if self._resolver is not None and self._settings.num_ps is not None:
             raise ValueError(explain(_NAME, "num_ps", expected="num_ps or cluster_resolver", got="both"))
         if self._resolver is None:
             Roles.of_counts(topology.size, self._count)
+        own_task(self._resolver)
         self._settings.check()
 
     def agree(self, group: ProcessGroup) -> Roles:

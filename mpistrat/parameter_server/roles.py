@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from ..cluster import ClusterResolver, ClusterSpec
-from ..cluster.roles import id_in_cluster, validate
+from ..cluster import ClusterResolver
+from ..cluster.roles import validate
+from ..cluster.tasks import own_task, ranks_by_task
 from ..comm import obituary
 from ..comm.process_group import ProcessGroup
 from ..errors import ClusterError, explain
@@ -86,23 +87,17 @@ class Roles:
         """Return the roles that every rank's resolver tells of its own task. Collective.
 
         Raises:
-            ClusterError: on every rank, when a rank has no task or two have the same, or no worker or server is left.
+            ClusterError: on every rank, when a rank has no task or two have the same, clusters differ, or no worker or
+                server is left.
         """
-        mine = f"{resolver.task_type or ''} {resolver.task_id if resolver.task_id is not None else ''}"
         with group.collective(_NAME, "roles"):
-            told = [text.split() for text in group.all_gather_text(mine)]
-        tasks: dict[tuple[str, int], int] = {}
-        for rank, words in enumerate(told):
-            task = (words[0], int(words[1])) if len(words) == 2 else None
-            if task is None or task[0] not in ("chief", "worker", "ps") or task in tasks:
-                twice = f", which rank {tasks[task]} is, too" if task in tasks else ""
-                expected = f"chief, worker or ps for rank {rank}, each task once"
-                got = f"{' '.join(words) or 'no task'}{twice}"
-                remedy = "Evaluators are a job of their own" if words[:1] == ["evaluator"] else ""
-                raise ClusterError(explain(_NAME, "cluster_resolver", expected=expected, got=got, remedy=remedy))
-            tasks[task] = rank
-        workers = tuple(tasks[task] for task in sorted(tasks) if task[0] != "ps")  # "chief" comes before "worker"
-        servers = tuple(tasks[task] for task in sorted(tasks) if task[0] == "ps")
+            told = group.all_gather_text(own_task(resolver))
+        tasks = ranks_by_task(_NAME, told, resolver, ("chief", "master", "worker", "ps"))
+        if not tasks:
+            expected, remedy = "a task for every rank", "Give each rank its task_type and task_id, or give num_ps"
+            raise ClusterError(explain(_NAME, "cluster_resolver", expected=expected, got="none", remedy=remedy))
+        workers = tuple(rank for (job, _), rank in tasks.items() if job != "ps")
+        servers = tuple(rank for (job, _), rank in tasks.items() if job == "ps")
         if not workers or not servers:
             got = f"{len(workers)} and {len(servers)}"
             remedy = "Give num_ps, or MPIClusterResolver(jobs={'worker': 3, 'ps': 1})"
@@ -139,9 +134,8 @@ def is_server(resolver: ClusterResolver) -> bool:
     Raises:
         ClusterError: the cluster's roles are not legal.
     """
-    spec: ClusterSpec = validate(resolver.cluster_spec())
-    if spec and resolver.task_type in ("chief", "worker") and resolver.task_id is not None:
-        id_in_cluster(spec, resolver.task_type, resolver.task_id)
+    spec = resolver.cluster_spec()
+    validate(spec, resolver.task_type if spec else None, resolver.task_id)
     return resolver.task_type == "ps"
 
 

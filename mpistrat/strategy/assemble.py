@@ -10,7 +10,7 @@ from .. import log
 from ..cluster.devices import check_devices
 from ..cluster.threads import set_blas_threads
 from ..cluster.topology import Topology
-from ..comm import abort
+from ..comm import abort, contract
 from ..comm.process_group import ProcessGroup
 from ..cross_device.cross_device_ops import CrossDeviceOps
 from ..cross_device.make import make_cross_device_ops
@@ -23,7 +23,7 @@ from .layout import Layout, check_layout
 if TYPE_CHECKING:
     from .strategy import Strategy
 
-__all__ = ["Parts", "assemble"]
+__all__ = ["Parts", "RankOrder", "assemble"]
 
 T = TypeVar("T")
 
@@ -88,6 +88,21 @@ class Parts:
         )
 
 
+@final
+@dataclass(frozen=True)
+class RankOrder:
+    """How the ranks of a strategy are numbered, where that is not MPI's affair.
+
+    Attributes:
+        tell: returns what this rank tells the others; what it raises is raised on every rank.
+        arrange: takes what each rank told; returns the ranks in their new order, none to leave them as they are, or
+            raises, all that on every rank alike.
+    """
+
+    tell: Callable[[], str]
+    arrange: Callable[[Sequence[str]], Sequence[int]]
+
+
 def assemble(
     layout: Layout,
     comm: Any = None,
@@ -97,6 +112,7 @@ def assemble(
     parameter_device: str | None = None,
     check: Callable[[Topology], None] | None = None,
     make_sync_group: Callable[[ProcessGroup], ProcessGroup] | None = None,
+    order: RankOrder | None = None,
 ) -> Parts:
     """Return the parts of a new strategy. Collective over `comm`.
 
@@ -109,6 +125,7 @@ def assemble(
         parameter_device: where variables lie; default on `devices`.
         check: whatever else this rank must find right; what it raises is raised on every rank.
         make_sync_group: returns the ranks whose replicas step together, where these are not all; collective.
+        order: how the ranks are numbered; default as in `comm`.
 
     Raises:
         LayoutError: on every rank, when the strategy does not accept the ranks and nodes.
@@ -121,6 +138,8 @@ def assemble(
     except LayoutError:
         topology.close()
         raise
+    if order is not None:
+        topology = _in_order(topology, order, devices, layout.name)
     abort.install(topology.rank, topology.size)  # from here on one rank's exception must not leave the others waiting
     environment = Environment.read()
     log.set_rank(topology.rank)
@@ -150,6 +169,32 @@ def assemble(
         raise
     _agree(group, layout, settings, lambda: ops.bind(sync_group or group))
     return Parts(layout, group, ops, options, place, sync_group=sync_group)
+
+
+def _in_order(topology: Topology, order: RankOrder, devices: Sequence[str] | str | None, name: str) -> Topology:
+    """Return the topology of the same ranks in another order, or this one if that is its order. Collective."""
+    problem: Exception | None = None
+    text = ""
+    try:
+        text = order.tell()
+    except Exception as error:
+        problem = error
+    try:
+        told = contract.gather_text(topology.comm, text if problem is None else f"!{problem}")
+        odd = next((rank for rank, text in enumerate(told) if text.startswith("!")), None)
+        if odd is not None:
+            raise problem or ClusterError(f"rank {odd}: {told[odd][1:]}")
+        ranks = order.arrange(told)
+    except Exception:  # raised on every rank
+        topology.close()
+        raise
+    if not ranks or list(ranks) == list(range(topology.size)):
+        return topology
+    comm = topology.comm.Split(0, ranks.index(topology.rank))
+    topology.close()
+    ordered = Topology.create(comm, devices, name)
+    comm.Free()
+    return ordered
 
 
 def _agree(group: ProcessGroup, layout: Layout, settings: tuple[Any, ...], act: Callable[[], T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, final
 
 from .. import context, nest
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from .strategy import Strategy
 
 __all__ = ["StrategyExtended"]
+
+_beside: ContextVar[Variable | None] = ContextVar("mpistrat_colocate", default=None)
 
 
 @final
@@ -115,6 +118,9 @@ class StrategyExtended:
     def create_variable(self, *args: Any, **kwargs: Any) -> Variable | ShardedVariable:
         """Return a new variable; `ms.Variable(...)` ends here. Collective; in a step all replicas make it together."""
         self.require_open("Variable")
+        beside = _beside.get()
+        if beside is not None and beside.placement is self.placement:
+            kwargs["beside"] = beside
         if context.in_update_context():
             raise ContextError(explain("Variable", "", expected="no call in update context", got="one"))
         meeting = current_meeting()
@@ -152,14 +158,28 @@ class StrategyExtended:
         return value
 
     @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
-        """Inside, new variables are placed with this one; variables of one dtype are neighbours anyway. Not collective.
+    def colocate_vars_with(self, colocate_with_variable: Variable | ShardedVariable) -> Iterator[None]:
+        """Inside, new variables are placed with this one, whole: with parameter servers on its server. Not collective.
+
+        Every rank enters it with the same variable. Under other strategies variables of one dtype are neighbours anyway.
+
+        Args:
+            colocate_with_variable: of this strategy; of a ShardedVariable its first shard is meant.
 
         Raises:
             ValueError: the variable was not made in this strategy's scope.
+
+        Example:
+            >>> with strategy.extended.colocate_vars_with(embedding):  # doctest: +SKIP
+            ...     counts = ms.Variable(np.zeros(1000), name="counts")
         """
         self.require_own(colocate_with_variable, "colocate_vars_with")
-        yield
+        sharded = isinstance(colocate_with_variable, ShardedVariable)
+        token = _beside.set(colocate_with_variable.variables[0] if sharded else colocate_with_variable)
+        try:
+            yield
+        finally:
+            _beside.reset(token)
 
     def update(
         self,
@@ -319,8 +339,8 @@ class StrategyExtended:
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoints that are not collective: the first one does."""
-        return self.topology.rank == 0
+        """Whether this rank writes checkpoints that are not collective: the chief does, else the first worker."""
+        return self.topology.rank == self.placement.first_worker
 
     should_save_summary = should_checkpoint
 

@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
-from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
-from ..cluster.roles import validate, worker_count
+from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
+from ..cluster.roles import worker_count
+from ..cluster.tasks import own_task, ranks_by_task
 from ..cross_device.cross_device_ops import CrossDeviceOps
 from ..errors import ClusterError, explain
 from ..options import CommunicationOptions
-from .assemble import assemble
+from .assemble import RankOrder, assemble
 from .layout import MULTI_WORKER_MIRRORED
 from .strategy import Strategy
 
@@ -30,14 +31,16 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
         cluster_resolver: who the tasks are; default what TF_CONFIG says if it is set, else MPI. It must describe as many
-            workers as there are ranks, and no parameter servers.
+            workers as there are ranks, and no parameter servers. The strategy numbers its ranks as the cluster does, the
+            chief first, then the workers; one without tasks leaves them as MPI has them.
         communication_options: bytes_per_pack, timeout_seconds, implementation of every reduction, unless a call says
             otherwise.
         comm: communicator, duplicated here; default COMM_WORLD.
         devices, cross_device_ops: as for MirroredStrategy.
 
     Raises:
-        ClusterError: on every rank, when the resolver's cluster does not fit the ranks.
+        ClusterError: on every rank, when the resolver's cluster does not fit the ranks, or differs between them, or two
+            ranks are the same task.
         DeviceError: on every rank, for a device that is not there.
     """
 
@@ -51,21 +54,27 @@ class MultiWorkerMirroredStrategy(Strategy):
     ) -> None:
         resolver = cluster_resolver
 
-        def check(topology: Topology) -> None:
+        def tell() -> str:
             nonlocal resolver
             if resolver is None and os.environ.get("TF_CONFIG"):
                 resolver = TFConfigClusterResolver()
-            if resolver is not None:
-                _check_cluster(resolver, topology.size)
+            return own_task(resolver)
 
-        parts = assemble(MULTI_WORKER_MIRRORED, comm, devices, cross_device_ops, communication_options, check=check)
+        def arrange(told: Sequence[str]) -> Sequence[int]:
+            if resolver is not None:
+                _check_cluster(resolver, len(told))
+            jobs = ("evaluator",) if len(told) == 1 and "evaluator" in told[0] else ("chief", "master", "worker")
+            return tuple(ranks_by_task(MULTI_WORKER_MIRRORED.name, told, resolver, jobs).values())
+
+        order = RankOrder(tell, arrange)
+        parts = assemble(MULTI_WORKER_MIRRORED, comm, devices, cross_device_ops, communication_options, order=order)
         super().__init__(parts)
         self.cluster_resolver = resolver or MPIClusterResolver(self.comm)
 
 
 def _check_cluster(resolver: ClusterResolver, size: int) -> None:
     """Raise ClusterError unless the resolver describes so many workers; an empty cluster says nothing."""
-    spec = validate(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+    spec = resolver.cluster_spec()
     if not spec:
         return
     if "ps" in spec.jobs and spec.num_tasks("ps"):

@@ -225,7 +225,9 @@ class ParameterServerStrategy(Strategy):
     def _make(self, placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
         """Give a variable a place on a server. Collective."""
         servers = self._parameter_servers
-        spec = VariableSpec(what.name, what.shape, what.dtype, self._place(what.shape, what.dtype))
+        beside = None if what.beside is None else getattr(placement.variables[what.beside], "server", None)
+        server = self._place(what.shape, what.dtype, beside)
+        spec = VariableSpec(what.name, what.shape, what.dtype, server)
         (number,) = servers.add_variables([spec])
         variable = ParameterServerVariable(placement, what, number, spec.server, self._access)
         if not self._access.holds(number):

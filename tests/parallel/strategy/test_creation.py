@@ -167,14 +167,80 @@ class TestClusters:
         with mock.patch.dict(os.environ, TF_CONFIG=text), pytest.raises(ClusterError, match="TF_CONFIG"):
             ms.MultiWorkerMirroredStrategy()
 
-    @pytest.mark.ranks(3)
-    def test_a_chief_and_workers(self):
-        spec = ms.cluster_resolver.SimpleClusterResolver
-        from mpistrat.cluster import ClusterSpec
-
-        resolver = spec(ClusterSpec({"chief": WORKERS[:1], "worker": WORKERS[1:3]}), "", "worker", 1)
-        with ms.MultiWorkerMirroredStrategy(resolver) as strategy:
+    @pytest.mark.ranks(2, 3)
+    def test_ranks_are_numbered_as_the_cluster_does(self):
+        """MPI's last rank is the chief, the others are workers in the opposite order."""
+        size, rank = world().size, world().rank
+        chief = "chief" if size == 2 else "master"  # TensorFlow 1's word
+        cluster = ms.ClusterSpec({"worker": WORKERS[1:size], chief: WORKERS[:1]})
+        job, index = (chief, 0) if rank == size - 1 else ("worker", size - 2 - rank)
+        place = 0 if job == chief else 1 + index
+        resolver = ms.cluster_resolver.SimpleClusterResolver(cluster, task_type=job, task_id=index)
+        with ms.MultiWorkerMirroredStrategy(resolver, devices=["cpu:0", "cpu:1"][: 1 + rank % 2]) as strategy:
             assert strategy.cluster_resolver is resolver
+            assert (strategy.rank, strategy.size, strategy.comm.rank) == (place, size, place)
+            assert strategy.extended.should_checkpoint == (job == chief)
+            own = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
+            counts = strategy.comm.allgather(1 + rank % 2)  # in the cluster's order
+            first = sum(counts[:place])
+            assert strategy.local_results(own) == tuple(range(first, first + counts[place]))
+            names = strategy.gather(strategy.run(lambda: np.array([rank])), axis=0)
+            assert names.tolist() == [at for at in reversed(range(size)) for _ in range(1 + at % 2)]
+            with strategy.scope():
+                v = ms.Variable(float(rank), name="v")
+            assert v.numpy() == size - 1  # the chief's
+
+    @pytest.mark.ranks(3)
+    @pytest.mark.parametrize(
+        ("task", "error"),
+        [
+            (lambda rank: ("worker", min(rank, 1)), "each task once, got worker 1 for ranks 1 and 2"),
+            (lambda rank: ("worker", rank) if rank else (None, None), "a task for every rank, got none for rank 0"),
+            (
+                lambda rank: ("worker", rank) if rank else ("worker", None),
+                "rank 0.*neither, got 'worker' and None|neith",
+            ),
+            (lambda rank: ("worker", rank) if rank < 2 else ("evaluator", 0), "evaluator 0|as many chief and worker"),
+        ],
+    )
+    def test_tasks_that_do_not_fit_are_named_on_every_rank(self, task, error):
+        for strategy in (ms.MultiWorkerMirroredStrategy, ms.ParameterServerStrategy):
+            job, index = task(world().rank)
+            cluster = {"worker": WORKERS[:2], "ps": WORKERS[2:3]} if "Server" in strategy.__name__ else {}
+            cluster = ms.ClusterSpec(cluster or {"worker": WORKERS[:3]})
+            if cluster.num_tasks("worker") == 2 and (job, index) == ("worker", 2):
+                job, index = "ps", 0
+            resolver = ms.cluster_resolver.SimpleClusterResolver(cluster, task_type=job, task_id=index)
+            with pytest.raises(ClusterError, match=error):
+                strategy(resolver)
+
+    @pytest.mark.ranks(2, 3)
+    def test_clusters_that_differ_are_named_on_every_rank(self):
+        size, rank = world().size, world().rank
+        last = [*WORKERS[: size - 1], "elsewhere:1"] if rank == size - 1 else WORKERS[:size]
+        resolver = ms.cluster_resolver.SimpleClusterResolver(
+            ms.ClusterSpec({"worker": last}), task_type="worker", task_id=rank
+        )
+        with pytest.raises(
+            ClusterError, match=f"one cluster on all ranks, got another on rank {size - 1} than on rank 0"
+        ):
+            ms.MultiWorkerMirroredStrategy(resolver)
+        config = {"cluster": {"worker": WORKERS[:size]}, "task": {"type": "worker", "index": rank}}
+        with (
+            mock.patch.dict(os.environ, {"TF_CONFIG": json.dumps(config)} if rank else {}),
+            pytest.raises(ClusterError, match="another on rank"),
+        ):
+            ms.MultiWorkerMirroredStrategy()
+
+    @pytest.mark.ranks(2)
+    def test_resolvers_without_tasks_and_jobs_of_mpi(self):
+        without = ms.cluster_resolver.SimpleClusterResolver(ms.ClusterSpec({"worker": WORKERS[:2]}))
+        with ms.MultiWorkerMirroredStrategy(without) as strategy:
+            assert strategy.rank == world().rank
+        with ms.MultiWorkerMirroredStrategy(
+            ms.cluster_resolver.MPIClusterResolver(jobs={"worker": [1, 0]})
+        ) as strategy:
+            assert strategy.rank == 1 - world().rank
 
 
 @pytest.mark.ranks(2, 3)

@@ -1,5 +1,7 @@
 """ClusterSpec does what TensorFlow documents for tf.train.ClusterSpec."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from mpistrat.cluster import ClusterSpec
@@ -39,6 +41,21 @@ def test_cluster_def_is_sorted_by_job_and_task():
         "job": [{"name": "ps", "tasks": {0: "p:1"}}, {"name": "worker", "tasks": {1: "b:1", 3: "d:1"}}]
     }
     assert list(spec.as_cluster_def()["job"][1]["tasks"]) == [1, 3]
+
+
+@pytest.mark.parametrize("cluster", [{"worker": {1: "w:1"}, "ps": ["a:1", "b:1"]}, {"worker": []}, {}])
+def test_a_cluster_def_makes_the_spec_that_it_came_from(cluster):
+    spec = ClusterSpec(cluster)
+    assert ClusterSpec(spec.as_cluster_def()) == spec
+    jobs = [
+        SimpleNamespace(name=job, tasks=dict(enumerate(spec.job_tasks(job)))) for job in ("ps",) if job in spec.jobs
+    ]
+    assert ClusterSpec(SimpleNamespace(job=jobs)) == ({"ps": ["a:1", "b:1"]} if jobs else {})  # as protocol buffers do
+
+
+def test_a_job_may_be_called_job():
+    assert ClusterSpec({"job": ["a:1"]}).as_dict() == {"job": ["a:1"]}
+    assert ClusterSpec({"job": {2: "a:1"}}).as_dict() == {"job": {2: "a:1"}}
 
 
 def test_equality_truth_and_text():

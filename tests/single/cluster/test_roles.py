@@ -19,6 +19,8 @@ WORKERS = {"worker": ["w0:1", "w1:1"]}
         (WORKERS, ("worker", 0), True, 0, 2, "/job:worker/replica:0/task:0"),
         (WORKERS, ("worker", 1), False, 1, 2, "/job:worker/replica:0/task:0"),
         (WORKERS, ("evaluator", 0), True, 0, 1, ""),
+        (WORKERS | {"master": ["m:1"]}, ("master", 0), True, 0, 3, "/job:master/replica:0/task:0"),
+        (WORKERS | {"master": ["m:1"]}, ("worker", 0), False, 1, 3, "/job:master/replica:0/task:0"),
     ],
 )
 def test_table_of_tasks(cluster, task, chief, number, count, leader):
@@ -49,7 +51,8 @@ def test_an_empty_cluster_has_no_leader():
     [
         ({"chief": ["a:1", "b:1"]}, (), "at most one chief"),
         ({"evaluator": ["a:1", "b:1"]}, (), "at most one evaluator"),
-        ({"master": ["a:1"]}, (), "'master'"),
+        ({"boss": ["a:1"]}, (), "'boss'"),
+        ({"chief": ["a:1"], "master": ["b:1"]}, (), "at most one chief"),
         (WORKERS, ("trainer", 0), "'trainer'"),
         (WORKERS, ("chief", 0), "'chief'"),
         (WORKERS, ("worker", 2), "0 to 1"),

@@ -72,6 +72,11 @@ def test_a_sparse_cluster_and_an_index_in_quotes():
     assert (resolver.task_id, resolver.master()) == (7, "w7:1")
 
 
+def test_the_chief_may_be_called_master_as_in_tensorflow_1():
+    config = {"cluster": {"master": ["m:1"], "worker": ["w:1"]}, "task": {"type": "master", "index": 0}}
+    assert (resolve(config).task_type, resolve(config).master()) == ("master", "m:1")
+
+
 def test_an_evaluator_is_a_cluster_of_its_own():
     resolver = resolve({"cluster": CONFIG["cluster"], "task": {"type": "evaluator", "index": 0}})
     assert resolver.task_type == "evaluator"
@@ -88,7 +93,7 @@ def test_an_evaluator_is_a_cluster_of_its_own():
         ('{"task": {"index": ' + "9" * 6000 + "}}", "TF_CONFIG"),
         ('{"task": {"index": ' + "9" * 30 + "}}", "31 bits"),
         ({"cluster": ["a:1"]}, "cluster"),
-        ({"cluster": {"master": ["a:1"]}}, "'master'"),
+        ({"cluster": {"master": ["a:1"], "chief": ["b:1"]}}, "at most one chief"),
         ({"cluster": {"chief": ["a:1", "b:1"]}}, "at most one chief"),
         ({"cluster": {"evaluator": ["a:1", "b:1"]}}, "at most one evaluator"),
         ({"cluster": {"worker": ["a:1", "a:1"]}}, "'a:1' for worker 0 and worker 1"),
