@@ -77,10 +77,10 @@ def ranks_by_task(
             raise refuse("each task once", got, "Give each rank a task index of its own, as its job script should")
         tasks[task] = rank
     spec = ClusterSpec({}) if resolver is None else resolver.cluster_spec()
-    for job in jobs:
-        for index in spec.task_indices(job) if job in spec.jobs else ():
-            if (job, index) not in tasks:
-                raise refuse("a rank for each task", f"none for {job} {index}", "Start one rank for each task")
+    for job in [job for job in jobs if job in spec.jobs]:
+        for number in spec.task_indices(job):
+            if (job, number) not in tasks:
+                raise refuse("a rank for each task", f"none for {job} {number}", "Start one rank for each task")
     return {task: tasks[task] for task in sorted(tasks, key=lambda task: (ROLES.index(task[0]), task[1]))}
 
 
