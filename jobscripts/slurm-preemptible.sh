@@ -38,7 +38,10 @@ program=(python train.py --epochs 10)
 echo "$(date): job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on ${SLURM_JOB_NODELIST:-?}"
 echo "8 ranks with $OMP_NUM_THREADS threads each, strategy $MPISTRAT_STRATEGY: $(command -v python)"
 
-# Where every rank is "0 of 1", srun was not told how this MPI starts: add --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI.
+# How srun starts MPI. Where every rank is "0 of 1", say it here: export SLURM_MPI_TYPE=pmi2 for MPICH, =pmix for Open MPI.
+mpi="${SLURM_MPI_TYPE:-$(scontrol show config 2>/dev/null | awk '$1 == "MpiDefault" {print $3}' || true)}"
+# Over UCX, MPICH's lines are too long for SLURM's PMI2: MPI_Init fails, or hangs. Over libfabric (ofi) they are short.
+if [ "$mpi" = pmi2 ]; then export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}"; fi
 # SLURM signals the ranks. All of them end with status 42 then, but not at the same moment: so the first to end does not end
 # the others at once (--kill-on-bad-exit=1), but after a minute.
 trap : USR1  # for them, not for this script

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import MissingDependencyError
@@ -14,17 +15,25 @@ from .plan import check, gpus_per_rank, launcher_of
 from .schedulers import SCHEDULERS
 from .site import SiteProfile
 
-__all__ = ["RESTART_EXIT_CODE", "render"]
+__all__ = ["FOR_PMI2", "RESTART_EXIT_CODE", "render"]
 
 RESTART_EXIT_CODE = 42  # "stopped early, put me back into the queue"
+FOR_PMI2 = MappingProxyType(
+    {"MPIR_CVAR_CH4_NETMOD": "ofi"}
+)  # as cluster/pmi.py says of an MPI that may be a wheel's MPICH
 
 
 class _Shell(str):
     """Text that is right as it is: a template's own, words that are quoted already, a comment."""
 
 
-def render(job: Job, site: SiteProfile) -> str:
+def render(job: Job, site: SiteProfile, for_pmi2: Mapping[str, str] = FOR_PMI2) -> str:
     """Return the batch script of a job at a site. Not collective.
+
+    Args:
+        job: what runs.
+        site: where.
+        for_pmi2: variables that the job's MPI wants under `srun --mpi=pmi2`; the default is for an MPI that nobody knows.
 
     Raises:
         ValueError: the site's batch system cannot do what the job asks for.
@@ -52,6 +61,7 @@ def render(job: Job, site: SiteProfile) -> str:
         gpus_per_rank=gpus_per_rank(job),
         restart=RESTART_EXIT_CODE,
         program=_program(job, site),
+        for_pmi2=_for_pmi2(site, for_pmi2),
         exported=_exported(job, site),
     )
     return text
@@ -112,6 +122,13 @@ def _program(job: Job, site: SiteProfile) -> tuple[str, ...]:
         gpu = ("--nv",) if job.gpus_per_node else ()
         words = (*site.container_command, *gpu, job.container, *words)
     return words
+
+
+def _for_pmi2(site: SiteProfile, wanted: Mapping[str, str]) -> dict[str, str]:
+    """These variables, if PMI2 may be what starts the ranks, and the site has no word of its own."""
+    return {
+        name: value for name, value in wanted.items() if site.mpi in ("auto", "pmi2") and name not in site.variables
+    }
 
 
 def _exported(job: Job, site: SiteProfile) -> list[str]:

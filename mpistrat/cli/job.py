@@ -15,8 +15,8 @@ from typing import Any
 from ..batch_jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render, site_names, submit
 from ..batch_jobs.plan import launcher_of
 from ..batch_jobs.schedulers import LAUNCHERS
-from ..cluster.mpi_library import loaded_library
-from ..cluster.pmi import fitting_pmi, offered_pmis, unset_variable
+from ..cluster.mpi_library import MPILibrary, loaded_library
+from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from ..data.shards.ranks import Ranks
 from ..errors import ClusterError
 from ..options import STRATEGIES
@@ -106,7 +106,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.show_site:
         print(json.dumps(_document(site), indent=2))
         return DONE
-    script = render(_job(args), _with_what_is_here(site, args))
+    job = _job(args)
+    site, library = _with_what_is_here(site, args)
+    script = render(job, site, srun_environment(library, "pmi2"))
     if args.output:
         _write(args.output, script)
     job_id = submit(script, site.scheduler) if args.submit else None
@@ -195,15 +197,18 @@ def _site(args: argparse.Namespace) -> SiteProfile:
     return dataclasses.replace(site, **said)
 
 
-def _with_what_is_here(site: SiteProfile, args: argparse.Namespace) -> SiteProfile:
-    """The profile with what nobody said, and this machine tells: the environment, and how srun starts its MPI."""
+def _with_what_is_here(site: SiteProfile, args: argparse.Namespace) -> tuple[SiteProfile, MPILibrary | None]:
+    """The profile with what nobody said, and this machine tells: the environment, its MPI, and how srun starts that."""
     if args.container:
-        return site
+        return site, None
     if not (site.venv or site.conda) and site.python == "python":
         site = dataclasses.replace(site, **_here())
-    if args.mpi is None and site.mpi == "auto" and launcher_of(site) == "srun" and _loaded(site.modules):
-        site = _with_protocol(site)
-    return site
+    if launcher_of(site) != "srun" or site.mpi not in ("auto", "pmi2") or not _loaded(site.modules):
+        return site, None
+    library = _library(site)
+    if args.mpi is None and site.mpi == "auto" and library is not None:
+        site = _with_protocol(site, library)
+    return site, library
 
 
 def _loaded(modules: Sequence[str]) -> bool:
@@ -211,21 +216,23 @@ def _loaded(modules: Sequence[str]) -> bool:
     return set(modules) <= set(os.environ.get("LOADEDMODULES", "").split(":"))
 
 
-def _with_protocol(site: SiteProfile) -> SiteProfile:
-    """The profile with the `--mpi=` that the job's MPI wants, where there is an srun to ask, and it is known."""
-    offered = offered_pmis()
+def _library(site: SiteProfile) -> MPILibrary | None:
+    """The job's MPI, if it can be told from here."""
     python = _python(site)
-    if not offered or python is None:
-        return site
     try:
-        library = loaded_library(python)
+        return None if python is None else loaded_library(python)
     except ClusterError:
-        return site
+        return None
+
+
+def _with_protocol(site: SiteProfile, library: MPILibrary) -> SiteProfile:
+    """The profile with the `--mpi=` that the job's MPI wants, where there is an srun to ask."""
+    offered = offered_pmis()
     wanted = fitting_pmi(library, offered)
     if wanted is None:
         return site
     reason = f"srun offers {', '.join(offered)}, and {library} is started by {wanted}."
-    if setting := unset_variable(library):
+    if not srun_environment(library, wanted) and (setting := unset_variable(library)):
         reason += f" It may need --env {setting}."
     return dataclasses.replace(site, mpi=wanted, reasons=MappingProxyType({"mpi": reason, **site.reasons}))
 

@@ -19,7 +19,7 @@ from ..cluster.devices import count_gpus
 from ..cluster.launcher_variables import launched_size
 from ..cluster.launchers import USER, choose_launcher, find_launchers, mismatch
 from ..cluster.mpi_library import MPILibrary, loaded_library
-from ..cluster.pmi import fitting_pmi, offered_pmis, unset_variable
+from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from ..cluster.threads import THREAD_VARIABLES
 from ..data.shards.ranks import Ranks
 from ..errors import ClusterError, explain
@@ -160,7 +160,12 @@ def _by_srun(library: MPILibrary, ranks: int) -> Start:
     if cpus.isdigit():
         command.append(f"--cpus-per-task={cpus}")  # since 22.05 srun does not take it from the job
     notes = [f"{library}; {ranks} tasks in SLURM's job {os.environ['SLURM_JOB_ID']}"]
-    if setting := unset_variable(library):
+    wanted = {name: value for name, value in srun_environment(library, pmi).items() if name not in os.environ}
+    environment |= wanted
+    if wanted:
+        settings = ", ".join(f"{name}={value}" for name, value in wanted.items())
+        notes.append(f"{settings}: over UCX the lines of {library} are too long for SLURM's PMI2, and MPI_Init fails")
+    elif setting := unset_variable(library):
         notes.append(f"{library} may need: export {setting}")
     return Start(command, environment, notes)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +27,8 @@ _FAMILIES: dict[str, Family] = {
     "Spectrum MPI": "openmpi",
 }
 _ASK = """
+import sys
+if sys.path[:1] == [""]: del sys.path[0]  # the current folder, which -c puts first: a json.py there is not ours
 import json, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
@@ -35,10 +39,10 @@ except OSError:
     lines = []
 paths = [line.split(maxsplit=5)[-1] for line in lines if " r-xp " in line and "/" in line]
 paths = [path for path in paths if path.rpartition("/")[2].startswith("libmpi")]
-text = MPI.Get_library_version().strip("\\0 \\n").splitlines()[0].strip()
-print(json.dumps({"name": name, "version": ".".join(map(str, version)), "text": text, "path": (paths or [""])[0],
+print(json.dumps({"name": name, "version": version, "said": MPI.Get_library_version(), "path": (paths or [""])[0],
                   "mpi4py": mpi4py.__version__}))
 """
+_DEVICE = r"Device:[ \t]+(\S.*?)[ \t]*(?:\n|$)"  # "MPICH Device:      ch4:ucx ofi"
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class MPILibrary:
         text: the first line of what the library says of itself.
         path: its file; "" where the system does not tell.
         mpi4py: version of mpi4py.
+        device: what MPICH and its relatives say of the network layers that they were built with: "ch4:ucx ofi".
     """
 
     name: str
@@ -58,11 +63,22 @@ class MPILibrary:
     text: str
     path: str = ""
     mpi4py: str = ""
+    device: str = ""
 
     @property
     def family(self) -> Family:
         """Which launchers start it: "mpich" for MPICH and its relatives, "openmpi", or "other"."""
         return _FAMILIES.get(self.name, "other")
+
+    @property
+    def netmods(self) -> tuple[str, ...]:
+        """The network layers that it was built with, the one that it takes by itself first; () where it does not say.
+
+        Example:
+            >>> MPILibrary("MPICH", "5.0.2", "", device="ch4:ucx ofi").netmods
+            ('ucx', 'ofi')
+        """
+        return tuple(re.split(r"[ ,]+", self.device.partition(":")[2].strip())) if ":" in self.device else ()
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
@@ -74,8 +90,7 @@ def imported_library() -> MPILibrary | None:
     if module is None:
         return None
     name, version = module.get_vendor()
-    text = module.Get_library_version().strip("\0 \n").splitlines()[0].strip()
-    return MPILibrary(name, ".".join(map(str, version)), text)
+    return _library(name, version, module.Get_library_version())
 
 
 def loaded_library(python: str = sys.executable) -> MPILibrary:
@@ -100,7 +115,14 @@ def loaded_library(python: str = sys.executable) -> MPILibrary:
         )
         raise ClusterError(explain("loaded_library", python, expected=expected, got=said, remedy=remedy))
     try:
-        return MPILibrary(**json.loads(reply.stdout.splitlines()[-1]))
+        return _library(**json.loads(reply.stdout.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
         got = f"{reply.stdout.strip()[-200:]!r}"
         raise ClusterError(explain("loaded_library", python, expected="an answer of a Python", got=got)) from None
+
+
+def _library(name: str, version: Sequence[int], said: str, path: str = "", mpi4py: str = "") -> MPILibrary:
+    """Return what mpi4py and the library say of themselves."""
+    said = said.strip("\0 \n")
+    device = "".join(re.findall(_DEVICE, said)[:1])
+    return MPILibrary(name, ".".join(map(str, version)), said.splitlines()[0].strip(), path, mpi4py, device)

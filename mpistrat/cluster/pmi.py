@@ -9,9 +9,18 @@ from collections.abc import Sequence
 
 from .mpi_library import MPILibrary
 
-__all__ = ["fitting_pmi", "offered_pmis", "srun_remedy", "unset_variable", "wanted_pmis"]
+__all__ = [
+    "fitting_pmi",
+    "offered_pmis",
+    "pmi2_remedy",
+    "srun_environment",
+    "srun_remedy",
+    "unset_variable",
+    "wanted_pmis",
+]
 
 _SECONDS = 20
+_NETMOD = "MPIR_CVAR_CH4_NETMOD"  # the network layer that MPICH uses, of those that it was built with
 
 
 def wanted_pmis(library: MPILibrary) -> tuple[str, ...]:
@@ -57,8 +66,44 @@ def offered_pmis(srun: str = "srun") -> list[str]:
     return [] if reply.returncode else list(dict.fromkeys(said))
 
 
+def srun_environment(library: MPILibrary | None, pmi: str) -> dict[str, str]:
+    """Return the variables without which a library's ranks do not start under `srun --mpi=`. Not collective.
+
+    SLURM's PMI2 reads lines of 1 KB. MPICH over UCX writes longer ones, with which MPI_Init fails, or hangs now and then;
+    over libfabric they are short. An MPICH that was built with UCX alone has no such choice: only its own mpiexec starts it.
+
+    Args:
+        library: None for one that nobody knows: it may be the MPICH of a wheel, and no other is known to mind.
+        pmi: the value of `--mpi=`.
+
+    Example:
+        >>> srun_environment(MPILibrary("MPICH", "5.0.2", "", device="ch4:ucx ofi"), "pmi2")
+        {'MPIR_CVAR_CH4_NETMOD': 'ofi'}
+    """
+    if pmi == "pmi2" and (library is None or (library.netmods[:1] == ("ucx",) and "ofi" in library.netmods)):
+        return {_NETMOD: "ofi"}
+    return {}
+
+
+def pmi2_remedy(library: MPILibrary) -> str:
+    """Return what to do before a library's ranks can start under `srun --mpi=pmi2`; "" where all is well. Not collective.
+
+    Example:
+        >>> pmi2_remedy(MPILibrary("MPICH", "5.0.2", "", device="ch4:ucx"))
+        'Start with its own mpiexec in the batch script: mpistrat job --launcher mpich'
+    """
+    if library.netmods[:1] != ("ucx",) or os.environ.get(_NETMOD, "ucx") != "ucx":
+        return ""
+    mpiexec = "tart with its own mpiexec in the batch script: mpistrat job --launcher mpich"
+    settings = [f"{name}={value}" for name, value in srun_environment(library, "pmi2").items()]
+    return f"export {' '.join(settings)}, or s{mpiexec}" if settings else f"S{mpiexec}"
+
+
 def unset_variable(library: MPILibrary) -> str:
     """Return the setting that a library wants under srun besides and this process lacks; "" if none. Not collective."""
+    netmod = srun_environment(library, "pmi2").get(_NETMOD)
+    if netmod and not os.environ.get(_NETMOD):
+        return f"{_NETMOD}={netmod}"
     # Intel MPI is linked to no PMI but its own launcher's: it loads what this variable names.
     if library.name == "Intel MPI" and not os.environ.get("I_MPI_PMI_LIBRARY"):
         return "I_MPI_PMI_LIBRARY=/path/to/libpmi2.so, which comes with SLURM"

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 
 from ..cluster.launchers import USER, Launcher, choose_launcher, find_launchers, mismatch
 from ..cluster.mpi_library import MPILibrary
-from ..cluster.pmi import fitting_pmi, offered_pmis, unset_variable, wanted_pmis
+from ..cluster.pmi import fitting_pmi, offered_pmis, pmi2_remedy, unset_variable, wanted_pmis
 from .finding import Finding, ok, problem, warning
 
-__all__ = ["check_launchers"]
+__all__ = ["TOO_LONG", "check_launchers"]
+
+TOO_LONG = "the lines of {library} over UCX are too long for SLURM's PMI2: MPI_Init fails, or hangs, now and then"
 
 
 def check_launchers(library: MPILibrary) -> Iterator[Finding]:
@@ -96,6 +98,9 @@ def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:
     elif chosen and fitting_pmi(library, [chosen]) is None:
         what = f"SLURM_MPI_TYPE={chosen} is no protocol of {library}: each process will be rank 0 of 1"
         yield warning("srun", what, f"export SLURM_MPI_TYPE={value}, or srun --mpi={value}")
+    elif value == "pmi2" and (remedy := pmi2_remedy(library)):
+        what = f"{said}: srun --mpi={value} python train.py, but {TOO_LONG.format(library=library)}"
+        yield warning("srun", what, f"{remedy}. mpistrat job and mpistrat run do it themselves")
     else:
         setting = unset_variable(library)
         after = f", after export {setting}" if setting else ""

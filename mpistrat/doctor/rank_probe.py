@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from ..cluster.launcher_variables import lone_rank
+from ..cluster.mpi_library import imported_library
+from ..cluster.pmi import pmi2_remedy
 from ..cluster.topology import Topology
 from ..comm.contract import gather_text
 from ..comm.process_group import ProcessGroup
@@ -16,7 +19,8 @@ from ..options import Environment
 from .clocks import check_clocks
 from .compare import compare
 from .facts import facts
-from .finding import Finding, problem
+from .finding import Finding, problem, warning
+from .launching import TOO_LONG
 from .shared_folder import readable_by_others, segments_of_this_process
 from .temporary_folder import check_temporary_folder
 from .transfers import check_all_reduce, check_windows
@@ -38,7 +42,8 @@ def main(limit: float, needs: Sequence[str]) -> None:
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     from mpi4py import MPI
 
-    say(vendor=MPI.get_vendor()[0])
+    library = imported_library()
+    say(vendor=MPI.get_vendor()[0], pmi2_remedy=pmi2_remedy(library) if library is not None else "")
     step("MPI_Init_thread")
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
     lone = lone_rank(MPI.COMM_WORLD.size)
@@ -59,6 +64,9 @@ def _look(limit: float, needs: Sequence[str]) -> None:
         say(ranks=rows)
         for finding in compare(rows):
             _report(finding)
+        library = imported_library()
+        if library is not None and os.environ.get("SLURM_MPI_TYPE") == "pmi2" and (remedy := pmi2_remedy(library)):
+            _report(warning("srun", f"it went well this time, but {TOO_LONG.format(library=library)}", remedy))
     step("comparing clocks")
     clocks = check_clocks(topology)
     step("looking at the temporary folder")

@@ -15,15 +15,12 @@ from collections.abc import Collection
 
 from ..cluster.launcher_variables import launched_rank, launched_size, launcher_remedy
 from .finding import Finding, problem, warning
+from .launching import TOO_LONG
 from .summary import Summary
 from .watched import Outcome, Watched, said_last
 
 __all__ = ["check_ranks"]
 
-_PMI2 = (
-    "MPICH over UCX hangs now and then under srun --mpi=pmi2, whose lines are too short for it: export "
-    "MPIR_CVAR_CH4_NETMOD=ofi, or start with MPICH's mpiexec in the batch script"
-)
 _GRACE = 1.0  # seconds, and half of those that went by, in which rank 0 may tell what other ranks would tell, too
 
 
@@ -72,22 +69,22 @@ def check_ranks(needs: Collection[str], limit: float) -> Summary:
 def _failure(outcome: Outcome, limit: float, ended: bool) -> Finding:
     where = f"rank {launched_rank() or 0} on {socket.gethostname()}"
     last = said_last(outcome.stderr)
+    pmi2 = (
+        outcome.get("pmi2_remedy") if outcome.step == "MPI_Init_thread" and "SLURM_STEP_NUM_TASKS" in os.environ else ""
+    )
+    cause = f"{TOO_LONG.format(library=outcome.get('vendor'))}. {pmi2[0].upper()}{pmi2[1:]}" if pmi2 else ""
     if ended:
         what = f"the launcher ended the job while {where} was at: {outcome.step}"
         return problem("launch", what, "Another rank failed: see what it wrote above")
     if outcome.returncode is None:
         what = f"{where} was still at this after {limit:g} s: {outcome.step}" + (f". It wrote: {last}" if last else "")
         remedy = "A rank is missing, or the network does not work between the nodes; --time-limit gives it longer"
-        if (
-            outcome.step == "MPI_Init_thread"
-            and outcome.get("vendor") == "MPICH"
-            and "SLURM_STEP_NUM_TASKS" in os.environ
-        ):
-            remedy = f"{_PMI2}. Otherwise: {remedy[0].lower()}{remedy[1:]}"
+        if cause:
+            remedy = f"Under srun --mpi=pmi2 {cause}. Otherwise: {remedy[0].lower()}{remedy[1:]}"
         return problem(_organ(outcome.step), what, remedy)
     remedy = "See what the ranks wrote above; run mpistrat doctor on that node"
     if outcome.step == "MPI_Init_thread" and launched_size() is not None:
-        remedy = launcher_remedy()
+        remedy = f"Under srun --mpi=pmi2 {cause}" if cause else launcher_remedy()
     return problem(_organ(outcome.step), f"{where}: {outcome.step} {outcome.end()}", remedy)
 
 

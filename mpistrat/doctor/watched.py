@@ -18,9 +18,11 @@ __all__ = ["Outcome", "Watched", "said_last", "say", "step"]
 
 _SEPARATOR = "\x1e"
 # It ends with the process that watches it, however that ends (Linux: PR_SET_PDEATHSIG, SIGKILL). And it has the same folders
-# to import from, in the same order: neither -m nor -c adds the current one.
+# to import from, in the same order: neither -m nor -c adds the current one, from which nothing is imported on the way there.
 _START = """
-import ctypes, json, runpy, sys
+import sys
+if sys.path[:1] == [""]: del sys.path[0]
+import ctypes, json, runpy
 getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(1, 9)
 sys.path[:] = json.loads(sys.argv.pop(1))
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=False)

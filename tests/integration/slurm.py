@@ -163,16 +163,12 @@ class Slurm:
         return reply.out
 
     def environment(self, extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
-        """What a user of this cluster has, and one BLAS thread a rank; then `extra`.
-
-        MPICH over UCX writes 4 KB of memory, set or not, into lines for SLURM's PMI2, which takes 1 KB: where they do not
-        compress well, MPI_Init hangs. Over libfabric the lines are short.
-        """
+        """What a user of this cluster has, and one BLAS thread a rank; then `extra`."""
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         wanted: dict[str, str | None] = {
             "SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1", "OMPI_MCA_osc": "^ucx", "PRTE_MCA_hwloc_default_binding_policy": "none",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "MPIR_CVAR_CH4_NETMOD": "ofi",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_mpi_yield_when_idle": "1",  # as mpirun sets it itself where ranks share cores; srun does not
             **(extra or {}),
         }  # fmt: skip
@@ -198,7 +194,8 @@ class Slurm:
         words = [program] if isinstance(program, str) else list(program)
         start = ["srun", "--label", "--kill-on-bad-exit=1"] + ([f"--mpi={mpi_type(mpi)}"] if mpi else [])
         python = mpi.python if mpi else sys.executable
-        out = self.ok(*start, *options, python, *(["-c"] if isinstance(program, str) else []), *words, timeout=timeout)
+        words = [python, *(["-c"] if isinstance(program, str) else []), *words]
+        out = self.ok(*start, *options, *words, timeout=timeout, env=exported(mpi))
         return by_task(out)
 
     def submit(self, script: Path, *options: str, env: Mapping[str, str | None] | None = None) -> Job:
@@ -340,6 +337,11 @@ def by_task(labelled: str) -> list[str]:
 def mpi_type(mpi: MpiEnv) -> str:
     """The value of `srun --mpi=` that starts ranks of this MPI."""
     return "pmix" if "Open MPI" in mpi.vendor else "pmi2"
+
+
+def exported(mpi: MpiEnv | None) -> dict[str, str | None]:
+    """What docs/troubleshooting.md and `mpistrat doctor` tell users to export before an srun of their own."""
+    return {"MPIR_CVAR_CH4_NETMOD": "ofi"} if mpi is not None and mpi_type(mpi) == "pmi2" else {}
 
 
 def _end(process: subprocess.Popen[str]) -> Reply:

@@ -63,8 +63,7 @@ class References:
             (folder / "train.py").write_text(TRAIN)
             program = [str(folder / "train.py"), *digits_jobs.COMMON, "--strategy", "multi_worker_mirrored", *words]
             program += ["--output", str(folder)]
-            hosts, env = self._hosts if over_hosts else None, {"MPIR_CVAR_CH4_NETMOD": "ofi"}
-            result = launch(program, ranks, mpi, 150, hosts=hosts, env=env)
+            result = launch(program, ranks, mpi, 150, hosts=self._hosts if over_hosts else None)
             assert result.returncode == 0, result
             self._made[key] = digits_jobs.weights(folder)
         return self._made[key]

@@ -65,11 +65,12 @@ def test_tasks_of_components(slurm, tmp_path) -> None:
 @pytest.mark.timeout(300)
 def test_ranks_of_components(slurm, slurm_mpi, tmp_path) -> None:
     """With the components' hosts in the order of their names: otherwise SLURM 22.05 itself starts no MPI (PMI2 hangs)."""
-    from integration.slurm import mpi_type
+    from integration.slurm import exported, mpi_type
 
     (tmp_path / "program.py").write_text(RANKS)
     script = SCRIPT[: SCRIPT.index("echo second")].replace('"$@"', f"{slurm_mpi.python} program.py")
     script = script.replace("nodelist=h2", "nodelist=h0").replace("nodelist=h1", "nodelist=h2").replace("h0", "h1")
     (tmp_path / "job.sh").write_text(script.replace("--label", f"--mpi={mpi_type(slurm_mpi)} --kill-on-bad-exit=1"))
-    lines = [line for line in slurm.submit(tmp_path / "job.sh").completed().splitlines() if line[:1].isdigit()]
+    job = slurm.submit(tmp_path / "job.sh", env=exported(slurm_mpi))
+    lines = [line for line in job.completed().splitlines() if line[:1].isdigit()]
     assert sorted(lines) == [f"{rank} {host} 15.0" for rank, host in enumerate(["h1", "h1", "h1", "h2", "h2"])]

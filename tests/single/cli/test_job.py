@@ -15,6 +15,7 @@ from mpistrat.batch_jobs import site_names
 from mpistrat.cli.job import COMMAND
 from mpistrat.cli.main import main
 from mpistrat.cluster.mpi_library import MPILibrary
+from mpistrat.errors import ClusterError
 
 COMMAND_MODULE = sys.modules[COMMAND.run.__module__]
 
@@ -282,12 +283,13 @@ def test_srun_is_told_how_the_mpi_of_the_job_starts(job, stub, monkeypatch, tmp_
     assert "--mpi=pmix_v4 " in job("--venv", str(tmp_path / "venv"), "a.py")
     assert asked[-1] == str(venv / "python")
 
+    assert not srun_is_told(job("--mpi", "auto", "a.py"))
     for words in (
-        ["--mpi", "auto"], ["--container", "i.sif"], ["--venv", "/not/there"], ["--conda", "name"], ["--launcher", "openmpi"],
+        ["--container", "i.sif"], ["--venv", "/not/there"], ["--conda", "name"], ["--launcher", "openmpi"],
         ["--load", "openmpi/5"],
     ):  # fmt: skip
         before = len(asked)
-        assert "--mpi" not in job(*words, "a.py").splitlines()[-1]
+        assert not srun_is_told(job(*words, "a.py"))
         assert len(asked) == before
     assert '"mpi": "auto"' in job("--show-site")  # a profile of the site, not of this environment
     monkeypatch.setenv("LOADEDMODULES", "gcc/12:openmpi/5")
@@ -304,6 +306,40 @@ def test_srun_is_told_how_the_mpi_of_the_job_starts(job, stub, monkeypatch, tmp_
     assert 'srun --kill-on-bad-exit=1 "${program[@]}"' in job("a.py")
     monkeypatch.setattr(COMMAND_MODULE, "offered_pmis", list)
     assert 'srun --kill-on-bad-exit=1 "${program[@]}"' in job("a.py")
+
+
+def srun_is_told(script: str) -> bool:
+    return "--mpi" in script.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "says"),
+    [
+        ("ch4:ucx ofi", (), 'export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}"'),
+        ("ch4:ucx ofi", ("--mpi", "pmi2"), 'export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}"'),
+        ("ch4:ucx ofi", ("--mpi", "auto"), 'if [ "$mpi" = pmi2 ]; then export MPIR_CVAR_CH4_NETMOD='),
+        (None, ("--mpi", "pmi2"), 'export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}"'),
+        ("ch4:ucx ofi", ("--env", "MPIR_CVAR_CH4_NETMOD=ucx"), "export MPIR_CVAR_CH4_NETMOD=ucx"),
+        ("ch4:ucx ofi", ("--mpi", "pmix"), None),
+        ("ch4:ucx ofi", ("--launcher", "mpich"), None),
+        ("ch4:ucx", (), None),
+        ("ch4:ofi", (), None),
+    ],
+)
+def test_mpich_over_ucx_uses_libfabric_under_pmi2(job, monkeypatch, device, words, says):
+    """UCX's addresses are longer than SLURM's PMI2 reads. A library that nobody knows may be that MPICH."""
+
+    def library(python):
+        if device is None:
+            raise ClusterError("no such Python here")
+        return MPILibrary("MPICH", "5.0.2", "", device=device)
+
+    monkeypatch.setattr(COMMAND_MODULE, "offered_pmis", lambda: ["none", "pmi2"])
+    monkeypatch.setattr(COMMAND_MODULE, "loaded_library", library)
+    script = job(*words, "a.py")
+    lines = [line for line in script.splitlines() if "MPIR_CVAR_CH4_NETMOD" in line]
+    assert [line[: len(says or "")] for line in lines] == ([says] if says else [])
+    assert ("too long for SLURM's PMI2" in script) == (says is not None and "=ucx" not in says)
 
 
 def test_a_profile_of_one_s_own_and_what_comes_before_it(job, tmp_path):

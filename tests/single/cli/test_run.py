@@ -57,6 +57,36 @@ def machine(monkeypatch, tmp_path):
     return Machine(monkeypatch, tmp_path)
 
 
+COMMAND = "import sys; sys.path.remove(''); from mpistrat.cli.main import main; sys.exit(main())"  # as the script does
+
+
+@pytest.mark.parametrize("words", ["run --dry-run -n 1 true", "job --mpi pmi2 a.py", "doctor"])
+def test_nothing_is_imported_from_the_working_directory(words, tmp_path):
+    """In a folder that others write to, a file with the name of a module would run as whoever starts a command there."""
+    (tmp_path / "a.py").touch()
+    for name in ("json", "ctypes", "runpy", "re", "mpi4py", "numpy", "h5py", "mpistrat", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path)!r} + '/ran_{name}', 'w')\nraise SystemExit(77)\n")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SLURM_", "PMI"))}
+    subprocess.run(
+        [sys.executable, "-c", COMMAND, *words.split()], cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob("ran_*")) == []
+
+
+def test_mpich_over_ucx_under_pmi2(machine, monkeypatch):
+    """Its addresses are longer than SLURM's PMI2 reads; the user's own word comes first."""
+    monkeypatch.delenv("MPIR_CVAR_CH4_NETMOD", raising=False)
+    machine.has(library=MPILibrary("MPICH", "5.0.2", "", device="ch4:ucx ofi"))
+    assert plan(["a.py"], 2, None, None).environment == {"OMP_NUM_THREADS": "4"}
+    machine.slurm(["none", "pmi2"])
+    start = plan(["a.py"], 2, None, None)
+    assert start.environment == {"MPIR_CVAR_CH4_NETMOD": "ofi"} and "too long for SLURM's PMI2" in start.notes[1]
+    monkeypatch.setenv("MPIR_CVAR_CH4_NETMOD", "ucx")
+    start = plan(["a.py"], 2, None, None)
+    assert (start.environment, len(start.notes)) == ({}, 1)
+
+
 def test_mpich(machine):
     start = plan(["a.py", "-x"], 4, None, None)
     assert start.command == ["/opt/mpich/mpiexec", "-n", "4", "a.py", "-x"]

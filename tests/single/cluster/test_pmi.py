@@ -8,8 +8,9 @@ import pytest
 
 from launcher import ROOT
 from mpistrat.batch_jobs import SiteProfile
+from mpistrat.batch_jobs.render import FOR_PMI2
 from mpistrat.cluster.mpi_library import MPILibrary, loaded_library
-from mpistrat.cluster.pmi import fitting_pmi, offered_pmis, srun_remedy, unset_variable, wanted_pmis
+from mpistrat.cluster.pmi import fitting_pmi, offered_pmis, srun_environment, srun_remedy, unset_variable, wanted_pmis
 
 MPICH = MPILibrary("MPICH", "5.0.2", "MPICH Version:      5.0.2")
 MVAPICH = MPILibrary("MVAPICH", "4.0.0", "MVAPICH Version:      4.0")
@@ -70,10 +71,14 @@ def test_a_library_that_is_not_known_gets_all_that_are():
     assert all(f"--mpi={name}" in said for library in KNOWN for name in wanted_pmis(library))
 
 
+def test_batch_scripts_set_what_an_unknown_mpi_may_want():
+    assert dict(FOR_PMI2) == srun_environment(None, "pmi2")
+
+
 def test_the_comment_in_batch_scripts_says_the_same():
-    """batch_jobs knows nothing of MPI libraries."""
+    """It is in every script whose MPI nobody knows."""
     template = (ROOT / "mpistrat/batch_jobs/templates/launch.jinja").read_text()
-    assert f"add --mpi={wanted_pmis(MPICH)[0]} for MPICH, --mpi={wanted_pmis(OPENMPI)[0]} for Open MPI." in template
+    assert f"SLURM_MPI_TYPE={wanted_pmis(MPICH)[0]} for MPICH, ={wanted_pmis(OPENMPI)[0]} for Open MPI." in template
 
 
 def test_intel_mpi_wants_the_library_of_slurm(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import subprocess
@@ -293,6 +294,18 @@ class TestLaunchers:
         assert "train.py, after export I_MPI_PMI_LIBRARY=" in look(["none", "pmi2"], intel)[1].what
         monkeypatch.setenv("I_MPI_PMI_LIBRARY", "/usr/lib64/libpmi2.so")
         assert look(["none", "pmi2"], intel)[1].what.endswith("train.py")
+
+    def test_mpich_over_ucx_is_told_of_pmi2_s_short_lines(self, look, monkeypatch):
+        monkeypatch.delenv("MPIR_CVAR_CH4_NETMOD", raising=False)
+        both = dataclasses.replace(MPICH, device="ch4:ucx ofi")
+        found = look(["none", "pmi2"], both)[1]
+        assert (found.status, "too long for SLURM's PMI2" in found.what) == ("warning", True)
+        assert found.remedy.startswith("export MPIR_CVAR_CH4_NETMOD=ofi, or start with its own mpiexec")
+        alone = look(["none", "pmi2"], dataclasses.replace(MPICH, device="ch4:ucx"))[1]
+        assert alone.status == "warning" and alone.remedy.startswith("Start with its own mpiexec")
+        assert look(["none", "pmi2"], dataclasses.replace(MPICH, device="ch4:ofi"))[1].status == "OK"
+        monkeypatch.setenv("MPIR_CVAR_CH4_NETMOD", "ofi")
+        assert look(["none", "pmi2"], both)[1].status == "OK"
 
     def test_the_user_has_set_what_is_not_offered(self, look, monkeypatch):
         monkeypatch.setenv("SLURM_MPI_TYPE", "pmix_v5")

@@ -154,6 +154,9 @@ def test_shared_memory_is_small_as_in_many_containers(mpi):
 def test_srun_is_told_a_protocol_that_fits(mpi, tmp_path):
     fits = "pmix" if "Open MPI" in mpi.vendor else "pmi2"
     found = visit(mpi, first=[fake_srun(tmp_path / "bin", "none", "pmi2", "pmix")])
+    over_ucx = ["srun"] if mpi.vendor == "MPICH" else []
+    assert [one["name"] for one in found.bad()] == over_ucx and f"srun --mpi={fits}" in found.finding("srun")["what"]
+    found = visit(mpi, first=[tmp_path / "bin"], env={"MPIR_CVAR_CH4_NETMOD": "ofi"})
     assert found.bad() == [] and f"srun --mpi={fits}" in found.finding("srun")["what"]
 
 
