@@ -2,8 +2,9 @@
 
 Deflate is undone by the quickest decoder that is installed. Measured on data that compresses 1.7 times, chunks of
 24 KB to 1.5 MB, MB/s of decoded bytes, one thread: imagecodecs and deflate (both libdeflate) 400-540, isal 540-600,
-zlib-ng 270-380, zlib 200-230. imagecodecs comes first: it alone decodes into a buffer that is there already, and has
-lzf, too. All of them release the GIL.
+zlib-ng 270-380, zlib 200-230; on chunks of 200 KB of float32 after shuffle, and of sparse pixels: imagecodecs 1480 and
+790, isal 920 and 570, zlib 670 and 240. imagecodecs comes first: it alone decodes into a buffer that is there already,
+and has lzf, too. All of them release the GIL.
 """
 
 from __future__ import annotations

@@ -16,10 +16,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from launcher import ROOT
 from mpistrat.cli.main import main
 from mpistrat.data import HDF5Dataset, write_shards
+from mpistrat.errors import ShardError
 
 ROWS = 50
 
@@ -190,6 +193,61 @@ def test_what_a_column_is_taken_for(tmp_path: Path, cells: list[str], kind: Any)
     assert piece["a"].dtype == kind
     if kind is object:
         assert piece["a"].tolist() == cells
+
+
+CELLS = ["1", "-2", "+3", "007", "2.5", "1e3", "-1.5E-3", ".5", "", "nan", "-Infinity", " 1", "x", "1_0", "9" * 19, "é"]
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_numpy_reads_numbers_as_they_are_read_cell_by_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    """Each column holds cells of the first few kinds, so that many files hold numbers only."""
+    from mpistrat.data.shards.sources import table
+
+    kinds = data.draw(st.lists(st.integers(1, len(CELLS)), min_size=1, max_size=3))
+    row = st.tuples(*(st.sampled_from(CELLS[:kind]) for kind in kinds))
+    delimiter, end = data.draw(st.sampled_from(",; ")), data.draw(st.sampled_from(["\n", "\r\n", "\r"]))
+    lines = [delimiter.join(cells) for cells in data.draw(st.lists(row, min_size=1, max_size=9))]
+    lines += data.draw(st.lists(st.sampled_from(['"1"' + delimiter + "2", "1" + delimiter, "1", "-"]), max_size=1))
+    path = tmp_path / "t.csv"
+    path.write_bytes(end.join([delimiter.join("abc"[: len(kinds)]), *lines]).encode())
+
+    def read_table() -> Any:
+        try:
+            source = table.Table(path, None, delimiter, None, ())
+            found = list(source.pieces(1, source.rows))
+        except ShardError as error:
+            return str(error)
+        return source.rows, source.notes, [{n: (a.dtype, a.astype(str).tolist()) for n, a in p.items()} for p in found]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "_LINES", 3)
+        quick = read_table()
+        patch.setattr(table.NumericLines, "lines", lambda self, lines: None)
+        assert quick == read_table()
+
+
+def test_numbers_are_not_taken_apart_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.data.shards.sources import table
+
+    x = np.random.default_rng(0).normal(size=(20_000, 3))
+    lines = [f"{a!r},{b!r},{i}" for i, (a, b, _) in enumerate((x / 1000).tolist())]
+    (tmp_path / "t.csv").write_text("a,b,i\n" + "\n".join([*lines[:9000], ",7,9000", *lines[9001:]]) + "\n")
+    taken = []
+    cells = table.Table._cells
+    monkeypatch.setattr(
+        table.Table, "_cells", lambda self, lines, before: taken.append(before) or cells(self, lines, before)
+    )
+    source = table.Table(tmp_path / "t.csv", None, ",", None, ())
+    found = [
+        np.concatenate(column) for column in zip(*(piece.values() for piece in source.pieces(5, 20_000)), strict=True)
+    ]
+    assert taken == [0, 0, 1, 0]  # headers; and once the first lines, to learn what the columns hold
+    assert source.notes == ["column 'a': 1 empty cell became NaN"]
+    assert np.isnan(found[0][8995]) and np.array_equal(np.delete(found[0], 8995), np.delete(x[5:, 0] / 1000, 8995))
+    assert found[2].dtype == np.int64 and np.array_equal(found[2], np.arange(5, 20_000))
 
 
 def test_images(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
 import numpy as np
 
+from ....cluster.cores import usable_cores
 from ....errors import MissingDependencyError, explain
 from ..columns import Columns
 from ..files import natural_key
@@ -17,6 +19,7 @@ from .source import Source, bad_input, piece_rows
 __all__ = ["ImageFolder"]
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+_MOST_THREADS = 8  # other ranks of the node may have as many
 _MODES = {"rgb": "RGB", "gray": "L"}
 
 
@@ -60,12 +63,20 @@ class ImageFolder(Source):
 
     def pieces(self, start: int, stop: int) -> Iterator[Columns]:
         step = piece_rows((np.dtype(np.uint8), self._shape))
-        for first in range(start, stop, step):
-            files = self._files[first : min(first + step, stop)]
-            images = np.empty((len(files), *self._shape), np.uint8)
-            for image, (path, _) in zip(images, files, strict=True):
-                image[...] = self._read(path, self._shape)
-            yield {"image": images, "label": np.array([label for _, label in files], np.int64)}
+        pool = ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS), "mpistrat-images")  # decoding is outside Python
+        try:
+            for first in range(start, stop, step):
+                files = self._files[first : min(first + step, stop)]
+                images = np.empty((len(files), *self._shape), np.uint8)
+                # The error of the first image that is wrong is raised, whichever was read first.
+                for _ in pool.map(self._read_into, images, (path for path, _ in files)):
+                    pass
+                yield {"image": images, "label": np.array([label for _, label in files], np.int64)}
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _read_into(self, image: np.ndarray[Any, Any], path: Path) -> None:
+        image[...] = self._read(path, self._shape)
 
     def _read(self, path: Path, shape: tuple[int, ...] | None) -> np.ndarray[Any, Any]:
         try:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TextIO, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import explain
 from ..columns import Columns
+from .numeric_lines import NumericLines
 from .source import Source, bad_input
 
 __all__ = ["Table"]
@@ -21,7 +23,34 @@ _LINES = 4096  # at a time
 _INTEGER, _FLOAT, _TEXT = range(3)
 _DTYPES: dict[int, np.dtype[Any]] = {_INTEGER: np.dtype(np.int64), _FLOAT: np.dtype(np.float64)}
 
-_Lines = Generator[tuple[int, list[str]], None, None]  # the number and the cells of each
+_ENDS = ("\n", "\r\n", "\r")
+
+
+@final
+class _Block:
+    """Some successive rows of the file.
+
+    Args:
+        rows: their lines, or their cells where a quote makes a line more than what stands in it.
+        cells: takes lines apart.
+    """
+
+    def __init__(self, rows: Any, cells: Callable[[], list[list[str]]] | None = None) -> None:
+        self._rows = rows
+        self._cells = cells
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def lines(self) -> list[str] | None:
+        """The lines, none of them empty; None where there are quotes."""
+        return None if self._cells is None else self._rows
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """The cells of each row."""
+        return self._rows if self._cells is None else self._cells()
 
 
 @final
@@ -42,8 +71,9 @@ class Table(Source):
         self._path = path
         self._delimiter = delimiter
         self._array = array
-        self._header, lines = self._open()
-        lines.close()
+        with self._open() as (self._header, _, _):
+            pass
+        self._numeric = NumericLines(delimiter)
         self._names = list(self._header) if names is None else list(names)
         unknown = sorted(set(self._names) - set(self._header))
         if unknown:
@@ -60,36 +90,51 @@ class Table(Source):
             self.attributes[array] = {"columns": numbers}
         self._numbers = numbers if array is not None else []
 
-    def _open(self) -> tuple[list[str], _Lines]:
-        """The header, and the numbered lines behind it."""
-        lines = self._lines()
-        header = next(lines, (0, []))[1]
-        if not header or "" in header or len(set(header)) != len(header):
-            got = f"{header}" if header else "nothing"
-            raise bad_input(self._path, "a first line that names the columns, each differently", got)
-        return header, lines
-
-    def _lines(self) -> _Lines:
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[tuple[list[str], TextIO, int]]:
+        """The header, the file behind it, and the number of lines that the header takes."""
         try:
             with self._path.open(encoding="utf-8-sig", newline="") as file:
-                reader = csv.reader(file, delimiter=self._delimiter, strict=True)
-                for cells in reader:
-                    if cells:
-                        yield reader.line_num, cells
+                number, header = next(self._cells(file, 0), (0, []))
+                if not header or "" in header or len(set(header)) != len(header):
+                    got = f"{header}" if header else "nothing"
+                    raise bad_input(self._path, "a first line that names the columns, each differently", got)
+                yield header, file, number
         except UnicodeDecodeError as error:
             raise bad_input(self._path, "text in UTF-8", error, "Convert it: iconv -f LATIN1 -t UTF-8.") from error
-        except csv.Error as error:
-            raise bad_input(self._path, "a CSV file", f"line {reader.line_num}: {error}") from error
 
-    def _blocks(self) -> Iterator[list[list[str]]]:
-        header, lines = self._open()
-        while block := list(itertools.islice(lines, _LINES)):
-            for number, cells in block:
-                if len(cells) != len(header):
-                    got = f"{len(cells)} in line {number}"
-                    remedy = "Is the delimiter right? See --delimiter."
-                    raise bad_input(self._path, f"{len(header)} cells in every line, as the first has", got, remedy)
-            yield [cells for _, cells in block]
+    def _cells(self, lines: Iterable[str], before: int) -> Iterator[tuple[int, list[str]]]:
+        """The number and the cells of each line that is not empty, behind so many others."""
+        reader = csv.reader(lines, delimiter=self._delimiter, strict=True)
+        try:
+            for cells in reader:
+                if cells:
+                    yield before + reader.line_num, cells
+        except csv.Error as error:
+            got = f"line {before + reader.line_num}: {error}"
+            raise bad_input(self._path, "a CSV file", got) from error
+
+    def _blocks(self) -> Iterator[_Block]:
+        with self._open() as (header, file, number):
+            while lines := list(itertools.islice(file, _LINES)):
+                if '"' in "".join(lines):  # a cell may go on behind these lines
+                    rows = self._cells(itertools.chain(lines, file), number)
+                    while cells := list(itertools.islice(rows, _LINES)):
+                        yield _Block(self._checked(header, cells))
+                    return
+                rest = [line for line in lines if line not in _ENDS]
+                yield _Block(rest, lambda lines=lines, number=number: self._checked(header, self._cells(lines, number)))
+                number += len(lines)
+
+    def _checked(self, header: list[str], rows: Iterable[tuple[int, list[str]]]) -> list[list[str]]:
+        found = []
+        for number, cells in rows:
+            if len(cells) != len(header):
+                got = f"{len(cells)} in line {number}"
+                remedy = "Is the delimiter right? See --delimiter."
+                raise bad_input(self._path, f"{len(header)} cells in every line, as the first has", got, remedy)
+            found.append(cells)
+        return found
 
     def _scan(self) -> None:
         """Count the rows, and find out what each column holds."""
@@ -97,8 +142,11 @@ class Table(Source):
         empty = dict.fromkeys(self._names, 0)
         for block in self._blocks():
             self.rows += len(block)
+            if self._scan_numbers(block, empty):
+                continue
+            rows = block.cells
             for name, place in zip(self._names, self._places, strict=True):
-                cells = [line[place] for line in block]
+                cells = [line[place] for line in rows]
                 blanks = cells.count("")
                 empty[name] += blanks
                 self._kinds[name] = max(self._kinds[name], _kind([cell for cell in cells if cell]))
@@ -109,23 +157,53 @@ class Table(Source):
                 cells_ = "cell" if empty[name] == 1 else "cells"
                 self.notes.append(f"column {name!r}: {empty[name]} empty {cells_} became NaN")
 
+    def _scan_numbers(self, block: _Block, empty: dict[str, int]) -> bool:
+        """Count the empty cells, where all cells are numbers of the kinds found so far; False where they are not."""
+        lines = self._numeric.lines(block.lines)
+        if lines is None:
+            return False
+        if lines.columns(self._dtypes()) is not None:
+            return True
+        counts = lines.empty_cells()
+        if counts is None or not counts.any() or lines.columns(self._dtypes(), "0") is None:
+            return False
+        for name, place in zip(self._names, self._places, strict=True):
+            empty[name] += int(counts[place])
+        return True
+
+    def _dtypes(self) -> list[np.dtype[Any]]:
+        """What each column of the file is read as, where all cells are numbers."""
+        dtypes = [_DTYPES[_FLOAT]] * len(self._header)
+        for name, place in zip(self._names, self._places, strict=True):
+            if self._kinds[name] == _INTEGER:
+                dtypes[place] = _DTYPES[_INTEGER]
+        return dtypes
+
     def pieces(self, start: int, stop: int) -> Iterator[Columns]:
         first = 0
         for block in self._blocks():
-            rows = block[max(0, start - first) : max(0, stop - first)]
-            if rows:
-                yield self._columns(rows)
+            low, high = max(0, start - first), max(0, stop - first)
+            if low < min(high, len(block)):
+                yield self._columns(block, slice(low, high))
             first += len(block)
             if first >= stop:
                 break
         if first < stop:
             raise bad_input(self._path, f"{self.rows} rows, as when it was first read", f"{first} rows")
 
-    def _columns(self, rows: list[list[str]]) -> Columns:
+    def _columns(self, block: _Block, rows: slice) -> Columns:
         columns: Columns = {}
         numbers = []
+        lines = None if _TEXT in self._kinds.values() else self._numeric.lines(block.lines)
+        found = None
+        if lines is not None:
+            found = lines.columns(self._dtypes()) or lines.columns(self._dtypes(), "nan")
+        cells = block.cells[rows] if found is None else []
         for name, place in zip(self._names, self._places, strict=True):
-            column = self._column(name, [cells[place] for cells in rows])
+            if found is not None:
+                column = np.ascontiguousarray(found[place][rows])
+            else:
+                column = self._column(name, [line[place] for line in cells])
             if name in self._numbers:
                 numbers.append(column)
             else:
