@@ -431,3 +431,22 @@ def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
         raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from None
     except ValueError:  # written in C, without a signature
         pass
+    _check_data(args, kwargs, error)
+
+
+def _check_data(args: Sequence[Any], kwargs: Mapping[str, Any], error: TypeError) -> None:
+    """Raise what is wrong if a step fails on text where numbers belong, or on a batch that no distributed dataset gave."""
+    given = {"args": args, "kwargs": dict(kwargs)}
+    numpys = type(error).__module__.startswith("numpy")
+    for path, leaf in zip(nest.paths(given), nest.flatten(given), strict=True):
+        dtype = getattr(leaf, "dtype", None)
+        if numpys and getattr(dtype, "kind", " ") in "USTO":
+            place = path.replace("['", "", 1).replace("']", "", 1)
+            expected, got = "numbers in what the step computes with", f"text or objects ({dtype}) in {place}: {error}"
+            remedy = "Make numbers of text before batch: names, numbers = np.unique(labels, return_inverse=True)"
+            raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from error
+    if "NoneType" in str(error) and given["args"] and context.global_batch_size() is None:
+        expected = "a batch of a distributed dataset, which tells ms.context.global_batch_size()"
+        got = f"another, so that it is None, and the step failed: {error}"
+        remedy = "Loop over strategy.distribute_dataset(dataset), or tell it: ms.context.set_global_batch_size(rows)"
+        raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from error

@@ -342,6 +342,22 @@ class TestFailures:
                 one.run({}.__getitem__, args=("x",))
             assert not ms.has_strategy()
 
+    def test_text_where_numbers_belong(self, strategy):
+        batch = np.zeros(2), np.array(["cat", "dog"])
+        text = (
+            r"args: expected numbers.*got text or objects \(<U3\) in args\[1\]: ufunc 'subtract'.*return_inverse=True"
+        )
+        with pytest.raises(TypeError, match=text):
+            strategy.run(lambda x, y: x - y, args=batch)
+        with pytest.raises(TypeError, match=r"^ufunc 'subtract'"):
+            strategy.run(lambda x: x - batch[1], args=(batch[0],))
+
+    def test_a_batch_of_no_distributed_dataset(self, strategy):
+        for batch in ms.data.from_arrays(np.ones((4, 2))).batch(4):
+            text = r"expected a batch of a distributed dataset.*'NoneType'.*Loop over strategy.distribute_dataset\(dataset\)"
+            with pytest.raises(TypeError, match=text):
+                strategy.run(lambda x: x / ms.context.global_batch_size(), args=(batch,))
+
     def test_ctrl_c_while_others_compute(self, two):
         """The calling thread raises at once; the replica that still computes disturbs no later run."""
         release = threading.Event()

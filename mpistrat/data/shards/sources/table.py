@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -123,8 +124,11 @@ class Table(Source):
                         yield _Block(self._checked(header, cells))
                     return
                 rest = [line for line in lines if line not in _ENDS]
-                yield _Block(rest, lambda lines=lines, number=number: self._checked(header, self._cells(lines, number)))
+                yield _Block(rest, functools.partial(self._cells_of, header, lines, number))
                 number += len(lines)
+
+    def _cells_of(self, header: list[str], lines: list[str], before: int) -> list[list[str]]:
+        return self._checked(header, self._cells(lines, before))
 
     def _checked(self, header: list[str], rows: Iterable[tuple[int, list[str]]]) -> list[list[str]]:
         found = []
