@@ -152,16 +152,18 @@ class Strategy:
             calls = [select_replica(index, (tuple(args), kwargs or {})) for index in range(len(extended.replicas))]
             try:
                 return regroup(extended.threads.run(fn, calls), keep_numbers=True)
-            except TypeError:
+            except TypeError as error:
                 _check_call(fn, *calls[0])
+                _check_data(*calls[0], error)
                 raise
         if args or kwargs:
             args, kwargs = select_replica(0, (tuple(args), kwargs))
         token = context.push(self._replica_frame)
         try:
             return fn(*args, **(kwargs or _NO_KWARGS))
-        except TypeError:
+        except TypeError as error:
             _check_call(fn, args, kwargs or _NO_KWARGS)
+            _check_data(args, kwargs or _NO_KWARGS, error)
             raise
         finally:
             context.pop(token)
@@ -431,7 +433,6 @@ def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
         raise TypeError(explain("Strategy.run", "args", expected=expected, got=got, remedy=remedy)) from None
     except ValueError:  # written in C, without a signature
         pass
-    _check_data(args, kwargs, error)
 
 
 def _check_data(args: Sequence[Any], kwargs: Mapping[str, Any], error: TypeError) -> None:
