@@ -71,15 +71,17 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
     chosen = {item.nodeid for item in quick if kinds[item.nodeid] == "pure"}
     if tier != "check":
         chosen |= _on_ranks(quick, kinds)
-    late = ""
+    ran, late = set(chosen), ""
     if tier == "change":
         chosen, missed = _change_tier(config, items, kinds, chosen, table)
-        late = f", {missed:,} of them touched by the change" if missed else ""
+        ran |= chosen
+        late = f" ({missed:,} of these the change touches, beyond the budget)" if missed else ""
     kept = [item for item in items if item.nodeid in chosen]
     dropped = [item for item in items if item.nodeid not in chosen]
-    counts = Counter(kinds[item.nodeid] for item in dropped)
-    words = ", ".join(f"{counts[name]:,} {text}" for name, text in WORDS.items() if counts[name])
-    return Choice(kept, dropped, f"left out: {words or 'nothing'}{late}; {QUICK_EXAMPLES} examples of Hypothesis")
+    counts = Counter(kinds[item.nodeid] for item in items if item.nodeid not in ran)
+    words = ", ".join(f"{counts[name]:,} {text}" for name, text in WORDS.items() if counts[name]) or "nothing"
+    also = " by make test and here" if tier == "change" else ""
+    return Choice(kept, dropped, f"left out{also}: {words}{late}; {QUICK_EXAMPLES} examples of Hypothesis")
 
 
 def _on_ranks(items: list[pytest.Item], kinds: dict[str, str]) -> set[str]:
