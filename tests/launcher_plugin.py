@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import in_place
 import launcher_reports
 import pytest
 import tiers
@@ -49,7 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     config.stash[ENVS] = _Envs(config)
     config.stash[BATCHES] = {}
-    if ON_RANKS is None:
+    if ON_RANKS is None and in_place.wanted(config):
+        config.stash[JOB] = in_place.InPlace(config)
+        config.pluginmanager.register(config.stash[JOB])
+    elif ON_RANKS is None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and CI: end as by Ctrl-C, with the ranks
         config.pluginmanager.register(Stopwatch(config))
     _derandomise_hypothesis(config.option.tier)
@@ -79,12 +83,15 @@ class _Envs:
 
     @property
     def vendors(self) -> dict[str, str]:
+        if job := self._config.stash.get(JOB, None):
+            return {_short(job.vendor): job.vendor}
         return ON_RANKS if ON_RANKS is not None else {name: env.vendor for name, env in self.all.items()}
 
 
 ENVS = pytest.StashKey[_Envs]()
 BATCHES = pytest.StashKey[dict[str, Batch]]()
 LEFT_OUT = pytest.StashKey[str]()
+JOB = pytest.StashKey[in_place.InPlace]()  # there where this process is a rank of a job that the user started
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -98,7 +105,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.fixturenames.append("_layout")
         metafunc.parametrize("_layout", layouts, ids=str)
     elif "mpi" in metafunc.fixturenames:
-        found = list(envs.all.values())
+        found = [] if JOB in metafunc.config.stash else list(envs.all.values())
         metafunc.parametrize("mpi", found or [None], ids=[env.name for env in found] or ["no-mpi"], indirect=True)
 
 
@@ -126,7 +133,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.tier != "all":
         for item in items:
             tiers.cap_examples(item)
-    if ON_RANKS is not None:
+    if ON_RANKS is not None or JOB in config.stash:
+        _limit_in_place(config, items)
         return
     choice = tiers.choose(config, items)
     if choice.dropped:
@@ -142,6 +150,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for layout, group in groups.items():
         if layout is not None:
             _make_batches(config, layout, group)
+
+
+def _limit_in_place(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a job of the user's nobody watches the ranks: a test that hangs ends its process, with all stacks, and so the job."""
+    if JOB in config.stash and config.pluginmanager.hasplugin("timeout"):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(_limit(item), method="thread"))
 
 
 def _make_batches(config: pytest.Config, layout: Layout, items: list[pytest.Item]) -> None:
@@ -167,7 +182,7 @@ def _limit(item: pytest.Item) -> float:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     layout = _layout(item)
-    if layout is None or ON_RANKS is not None:
+    if layout is None or ON_RANKS is not None or JOB in item.config.stash:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in _reports(item, layout):
@@ -207,7 +222,7 @@ def pytest_sessionfinish(session: pytest.Session):
 def pytest_unconfigure(config: pytest.Config) -> None:
     for batch in config.stash.get(BATCHES, {}).values():
         batch.close()
-    if ON_RANKS is None:
+    if ON_RANKS is None and JOB not in config.stash:
         remove_dead_shared_memory()
 
 

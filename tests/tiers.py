@@ -67,7 +67,7 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
         return Choice(items)
     kinds = {item.nodeid: kind(item) for item in items}
     table = Table()
-    quick = [item for item in items if table.expected(item.nodeid, kinds[item.nodeid]) <= SLOWEST[tier]]
+    quick = [item for item in items if _is_quick(item, tier, table.expected(item.nodeid, kinds[item.nodeid]))]
     chosen = {item.nodeid for item in quick if kinds[item.nodeid] == "pure"}
     if tier != "check":
         chosen |= _on_ranks(quick, kinds)
@@ -82,6 +82,10 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
     words = ", ".join(f"{counts[name]:,} {text}" for name, text in WORDS.items() if counts[name]) or "nothing"
     also = " by make test and here" if tier == "change" else ""
     return Choice(kept, dropped, f"left out{also}: {words}{late}; {QUICK_EXAMPLES} examples of Hypothesis")
+
+
+def _is_quick(item: pytest.Item, tier: str, seconds: float) -> bool:
+    return seconds <= SLOWEST[tier] or (item.path.name == PAGES and tier != "check")
 
 
 def _on_ranks(items: list[pytest.Item], kinds: dict[str, str]) -> set[str]:
