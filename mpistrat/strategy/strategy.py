@@ -154,7 +154,7 @@ class Strategy:
                 return regroup(extended.threads.run(fn, calls), keep_numbers=True)
             except TypeError as error:
                 _check_call(fn, *calls[0])
-                _check_data(*calls[0], error)
+                _check_data(calls[0][0], calls[0][1], error)
                 raise
         if args or kwargs:
             args, kwargs = select_replica(0, (tuple(args), kwargs))
