@@ -24,6 +24,7 @@ from .errors import ContextError, explain
 __all__ = [
     "Frame",
     "current",
+    "default_strategy",
     "expect_cross",
     "expect_outside_steps",
     "get_replica_context",
@@ -171,6 +172,11 @@ def expect_outside_steps(function: str) -> None:
 def get_strategy() -> Any:
     """Return the current strategy; outside every scope the default strategy. Not collective."""
     return current().strategy
+
+
+def default_strategy() -> Any:
+    """Return the strategy that holds outside every scope, None where the program never met it. Not collective."""
+    return None if _default_frame is None else _default_frame.strategy
 
 
 def has_strategy() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -35,7 +34,7 @@ def order_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         return name, (_variable(args, kwargs),)
     if name == "optimizer":
         return name, _optimizer(*args)
-    return name, tuple(os.fspath(path) for path in args)
+    return name, tuple(args)
 
 
 def _variable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,59 +1,126 @@
-"""All variables and all that optimizers keep, in one HDF5 file that any layout and any strategy can restore.
+"""All variables, all that optimizers keep, and what the program adds, in one file that any layout and any strategy can restore.
 
-    /                 attributes format="mpistrat checkpoint", version=1
-    /variables/NAME   one dataset each; the attribute dtype where HDF5 has no such type (bfloat16 as uint16)
-    /optimizers/0     attributes name, iterations, and made, its number in the scope of the program or, with parameter
-                      servers, in the program; slots/NAME/SLOT one dataset each
-
-A ShardedVariable is one dataset too, and so are its slots: whoever restores it may have other shards, or none.
-
-Rank 0 alone touches the file. It reads all of it before anything is written to a variable, so that a damaged file
-changes nothing.
+Rank 0 alone touches the file (`checkpoint_file`). It reads and compares all that is wanted of it before anything is
+written to a variable, so that a damaged file changes nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .. import context, log
+from ..comm.contract import by_rank, fingerprint
+from ..comm.dtypes import accumulation_dtype
 from ..comm.process_group import ProcessGroup
-from ..errors import explain
+from ..errors import CollectiveMismatchError, explain
 from ..variables.values import parse_dtype
+from .checkpoint_file import CheckpointFile, DamagedError, Form, Piece, write_checkpoint
 
 if TYPE_CHECKING:
     from .extended import StrategyExtended
 
 __all__ = ["restore", "save"]
 
-FORMAT, VERSION = "mpistrat checkpoint", 1
+_SHOWN = 200  # characters of what a rank has given
+_mentioned: set[str] = set()  # variables that are in no file, of which the log has told
 
 Contents = dict[str, np.ndarray]  # path in the file → array
-Form = tuple[tuple[int, ...], str]  # shape and dtype
 
 
-def save(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
+def save(extended: StrategyExtended, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> None:
     """Write all variables and what optimizers keep, one array at a time. Collective. See `Strategy.save`."""
     group, problem = extended.process_group, ""
-    with group.collective("save", detail=os.fspath(path)):
-        pass
+    text = _agree_extra(group, path, extra)
+    _warn_of_unsaved(extended)
     optimizers = [kept.about() for kept in extended.optimizer_states.kept()]
+    pieces = _contents(extended)
     if group.topology.rank == 0:
         try:
-            _write(Path(path), _contents(extended), optimizers)
-        except _WriteError as error:
-            problem = str(error)
-    else:
-        for _ in _contents(extended):  # collecting is collective; only rank 0 keeps anything
-            pass
-    with group.collective("saved", detail=os.fspath(path)):
+            write_checkpoint(Path(path), pieces, optimizers, text)
+        except (OSError, RuntimeError, ValueError) as error:  # what h5py raises
+            problem = f"{type(error).__name__}: {error}"
+    for _ in pieces:  # collecting is collective; only rank 0 keeps anything, and only until it cannot
+        pass
+    with group.collective("save", detail=f"{os.fspath(path)}, when rank 0 has written it"):
         problem = group.all_gather_text(problem)[0]
     if problem:
         raise OSError(f"Strategy.save: {os.fspath(path)}: {problem}")
+
+
+def _agree_extra(group: ProcessGroup, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> str | None:
+    """Return what the program adds as JSON. Collective.
+
+    Raises:
+        TypeError, ValueError: on every rank, for what JSON does not hold.
+        CollectiveMismatchError: on every rank, when it is not the same on all.
+    """
+    problem, text = None, None
+    try:
+        text = None if extra is None else _json_of(extra)
+    except (TypeError, ValueError) as error:
+        problem = error
+    shown = "none" if text is None else text[:_SHOWN] + "…" * (len(text) > _SHOWN)
+    mine = [str(problem or ""), type(problem).__name__, str(fingerprint(text or "")), shown]
+    with group.collective("save", detail=os.fspath(path)):
+        told = [json.loads(each) for each in group.all_gather_text(json.dumps(mine))]
+    if problem is not None:
+        raise problem
+    for rank, (refused, kind, _, _) in enumerate(told):
+        if refused:
+            raise (TypeError if kind == "TypeError" else ValueError)(f"rank {rank}: {refused}")
+    if len({number for _, _, number, _ in told}) > 1:
+        got = by_rank({rank: each for rank, (_, _, _, each) in enumerate(told)})
+        remedy = "Pass what all ranks have alike; of what each has of its own, all of it: strategy.gather"
+        expected = "the same on every rank"
+        raise CollectiveMismatchError(explain("Strategy.save", "extra", expected=expected, got=got, remedy=remedy))
+    return text
+
+
+def _json_of(extra: Mapping[str, Any]) -> str:
+    given: object = extra
+    if not isinstance(given, Mapping):
+        expected = "a dict of what JSON holds"
+        raise TypeError(explain("Strategy.save", "extra", expected=expected, got=f"a {type(given).__name__}"))
+    return json.dumps(_plain(given, "extra"), sort_keys=True)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a value as JSON holds it; lists for tuples, Python's numbers for NumPy's."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, f"{where}[{index}]") for index, each in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(explain("Strategy.save", where, expected="text for keys", got=repr(key)))
+        return {key: _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+    expected = "numbers, text, True, False, None, and lists and dicts of them"
+    remedy = "Pass int(v), float(v) or v.tolist() of a variable or an array; large ones are better variables"
+    raise TypeError(explain("Strategy.save", where, expected=expected, got=f"a {type(value).__name__}", remedy=remedy))
+
+
+def _warn_of_unsaved(extended: StrategyExtended) -> None:
+    """Say which variables of the program no file has: those that were made outside of every scope. Not collective."""
+    outside = context.default_strategy()
+    if outside is None or outside.extended is extended:
+        return
+    names = [variable.name for variable in outside.extended.variables if variable.name not in _mentioned]
+    _mentioned.update(names)
+    if names:
+        remedy = "make them in the scope, or pass their values: strategy.save(path, extra={…})"
+        what = f"variables made outside strategy.scope() are neither saved nor restored: {', '.join(map(repr, names))}"
+        log.once(logging.WARNING, f"{what}; {remedy}")
 
 
 class _Place(NamedTuple):
@@ -62,16 +129,6 @@ class _Place(NamedTuple):
     name: str
     start: int
     shape: tuple[int, ...]  # of the whole dataset
-
-
-class _Piece(NamedTuple):
-    """Rows of a dataset."""
-
-    key: str
-    shape: tuple[int, ...]  # of the whole dataset
-    start: int
-    array: np.ndarray | None  # None on ranks that do not write
-    fill: float = 0  # what rows are that never come
 
 
 def _places(extended: StrategyExtended) -> dict[str, _Place]:
@@ -83,19 +140,19 @@ def _places(extended: StrategyExtended) -> dict[str, _Place]:
     }
 
 
-def _contents(extended: StrategyExtended) -> Iterator[_Piece]:
+def _contents(extended: StrategyExtended) -> Iterator[Piece]:
     """Yield what is saved, one variable or one of its slots at a time. Collective."""
     places = _places(extended)
     for variable in extended.variables:  # reading ON_READ variables is collective
         name, start, shape = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
-        yield _Piece(f"variables/{_key(name)}", shape, start, variable.gathered())
+        yield Piece(f"variables/{_key(name)}", shape, start, variable.gathered())
     for index, (start_value, each) in enumerate(_slots(extended)):
         for part, slots in each:
             for slot, value in slots.items():
                 array = np.asarray(value)
                 name, start, shape = places.get(part) or _Place(part, 0, array.shape)
                 key = f"optimizers/{index}/slots/{_key(name)}/{_key(slot)}"
-                yield _Piece(key, shape, start, array, start_value)
+                yield Piece(key, shape, start, array, start_value)
 
 
 def _slots(extended: StrategyExtended) -> Iterator[tuple[float, Iterable[tuple[str, Mapping[str, Any]]]]]:
@@ -104,27 +161,34 @@ def _slots(extended: StrategyExtended) -> Iterator[tuple[float, Iterable[tuple[s
         yield kept.slot_start, kept.each_slots()
 
 
-def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
-    """Read all variables and what optimizers keep. Collective. See `Strategy.restore`."""
-    group = extended.process_group
-    arrays: Contents = {}
-    found: dict[str, Any] = {}
-    with group.collective("restore", detail=os.fspath(path)):
-        if group.topology.rank == 0:
-            try:
-                arrays, optimizers = _read(Path(path))
-                found = {"optimizers": optimizers, "forms": {key: _form(array) for key, array in arrays.items()}}
-            except FileNotFoundError:
-                found = {"problem": f"no such file; the working directory is {os.getcwd()}"}
-            except Exception as error:
-                found = {"problem": f"{type(error).__name__}: {error}"}
-        found = json.loads(group.all_gather_text(json.dumps(found) if group.topology.rank == 0 else "")[0])
-    if "problem" in found:
-        raise OSError(f"Strategy.restore: {os.fspath(path)}: {found['problem']}")
-    forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
-    numbers = _numbers(extended, found["optimizers"])
-    _check(extended, os.fspath(path), forms, dict(zip(numbers, found["optimizers"], strict=True)))
-    places = _places(extended)
+def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`."""
+    group, places = extended.process_group, _places(extended)
+    _warn_of_unsaved(extended)
+    wanted: dict[str, Form] = {}
+    for variable in extended.variables:
+        place = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
+        wanted[place.name] = place.shape, variable.dtype.name
+    with contextlib.ExitStack() as stack:
+        file: CheckpointFile | None = None
+
+        def look() -> dict[str, Any]:
+            nonlocal file
+            file = stack.enter_context(CheckpointFile(Path(path)))
+            return {"optimizers": file.optimizers, "forms": file.forms(map(_key, wanted))}
+
+        found = _told_by_rank_0(group, path, look)
+        forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
+        numbers = _numbers(extended, found["optimizers"])
+        _check(extended, os.fspath(path), wanted, forms, dict(zip(numbers, found["optimizers"], strict=True)))
+        arrays: Contents = {}
+
+        def read() -> dict[str, Any]:
+            assert file is not None
+            arrays.update((key, file.read(key, form)) for key, form in forms.items())
+            return {"extra": file.extra()}
+
+        extra = _told_by_rank_0(group, path, read)["extra"]
     for variable in extended.variables:
         place = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
         key = f"variables/{_key(place.name)}"
@@ -143,23 +207,56 @@ def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> None:
         state = {"iterations": optimizer["iterations"], "slots": slots}
         extended.optimizer_states.restore(numbers[index], optimizer["name"], state, optimizer["made"])
     extended.optimizer_states.give()
+    return dict(extra or {})
+
+
+def _told_by_rank_0(
+    group: ProcessGroup, path: str | os.PathLike[str], ask: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return on every rank what rank 0's file says. Collective.
+
+    Raises:
+        OSError: on every rank, when it could not be read.
+    """
+    told: dict[str, Any] = {}
+    with group.collective("restore", detail=os.fspath(path)):
+        if group.topology.rank == 0:
+            try:
+                told = ask()
+            except FileNotFoundError:
+                told = {"problem": f"no such file; the working directory is {os.getcwd()}"}
+            except DamagedError as error:
+                told = {"problem": str(error)}
+            except Exception as error:
+                told = {"problem": f"{type(error).__name__}: {error}"}
+        told = json.loads(group.all_gather_text(json.dumps(told) if group.topology.rank == 0 else "")[0])
+    if "problem" in told:
+        raise OSError(f"Strategy.restore: {os.fspath(path)}: {told['problem']}")
+    return told
 
 
 def _check(
-    extended: StrategyExtended, path: str, forms: Mapping[str, Form], optimizers: Mapping[int, Mapping[str, Any]]
+    extended: StrategyExtended,
+    path: str,
+    wanted: Mapping[str, Form],
+    forms: Mapping[str, Form],
+    optimizers: Mapping[int, Mapping[str, Any]],
 ) -> None:
     """Raise ValueError, the same on every rank, unless the file has all that the program needs."""
-    problems, places = [], _places(extended)
-    for variable in extended.variables:
-        place = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
-        form = forms.get(f"variables/{_key(place.name)}")
-        wanted = (place.shape, variable.dtype.name)
-        if place.start:  # it was said of the first part
-            continue
+    problems = []
+    for name, (shape, dtype) in wanted.items():
+        form = forms.get(f"variables/{_key(name)}")
         if form is None:
-            problems.append(f"variable {place.name!r} is not in it")
-        elif form != wanted:
-            problems.append(f"variable {place.name!r} is {form[1]} {form[0]} in it, here {wanted[1]} {wanted[0]}")
+            problems.append(f"variable {name!r} is not in it")
+        elif form != (shape, dtype):
+            problems.append(f"variable {name!r} is {form[1]} {form[0]} in it, here {dtype} {shape}")
+    for key, form in forms.items():
+        if key.startswith("optimizers/"):
+            name = _name(key.split("/")[3])
+            shape, dtype = wanted[name]
+            slot = shape, accumulation_dtype(parse_dtype(dtype)).name
+            if form != slot:
+                problems.append(f"{key} is {form[1]} {form[0]} in it, not {slot[1]} {slot[0]} as slots of {name!r}")
     for optimizer in extended.optimizers:
         number = extended.optimizer_states.number_of(optimizer)
         name = optimizers[number]["name"] if number in optimizers else None
@@ -199,10 +296,6 @@ def _shared(
     return value
 
 
-def _form(array: np.ndarray) -> Form:
-    return tuple(array.shape), array.dtype.name
-
-
 def _key(name: str) -> str:
     """A name as one link of HDF5, which cuts at slashes and takes "." for the group itself."""
     quoted = name.replace("%", "%25").replace("/", "%2F")
@@ -211,78 +304,3 @@ def _key(name: str) -> str:
 
 def _name(key: str) -> str:
     return key.replace("%2E", ".").replace("%2F", "/").replace("%25", "%")
-
-
-class _WriteError(Exception):
-    """The file cannot be written; raised when everything was collected, since the other ranks take part in that."""
-
-
-def _write(path: Path, contents: Iterator[_Piece], optimizers: Sequence[Mapping[str, Any]]) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        try:
-            _fill(beside, contents, optimizers)
-            _flush(beside, os.O_RDONLY)
-            os.replace(beside, path)
-            _flush(path.parent, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-        finally:
-            beside.unlink(missing_ok=True)
-    except (OSError, RuntimeError, ValueError) as error:  # what h5py raises
-        for _ in contents:
-            pass
-        raise _WriteError(f"{type(error).__name__}: {error}") from error
-
-
-def _fill(path: Path, contents: Iterator[_Piece], optimizers: Sequence[Mapping[str, Any]]) -> None:
-    import h5py
-
-    with h5py.File(path, "w") as file:
-        file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
-        file.create_group("variables")
-        for index, about in enumerate(optimizers):
-            file.create_group(f"optimizers/{index}").attrs.update(about)
-        for piece in contents:
-            array = np.asarray(piece.array)
-            as_bits = array.dtype.name == "bfloat16"
-            if piece.key not in file:
-                dtype = np.dtype(np.uint16) if as_bits else array.dtype
-                file.create_dataset(piece.key, piece.shape, dtype, fillvalue=dtype.type(piece.fill))
-                if as_bits:
-                    file[piece.key].attrs["dtype"] = "bfloat16"
-            rows = slice(piece.start, piece.start + len(array)) if array.ndim else ()
-            file[piece.key][rows] = array.view(np.uint16) if as_bits else array
-
-
-def _flush(path: Path, flags: int) -> None:
-    """Have the disk keep a file, or the names in a folder."""
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read(path: Path) -> tuple[Contents, list[dict[str, Any]]]:
-    import h5py
-
-    arrays: Contents = {}
-
-    def visit(key: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset):
-            array = np.asarray(item[()])
-            arrays[key] = array.view(parse_dtype("bfloat16")) if item.attrs.get("dtype") == "bfloat16" else array
-
-    with h5py.File(path, "r") as file:
-        if file.attrs.get("format") != FORMAT or file.attrs.get("version") != VERSION:
-            raise ValueError(f"expected a {FORMAT}, version {VERSION}, got another file")
-        file.visititems(visit)
-        kept = file.get("optimizers", {})
-        optimizers = [
-            {
-                "name": str(about["name"]),
-                "iterations": int(about["iterations"]),
-                "made": int(about["made"]) if "made" in about else None,
-            }
-            for about in (kept[str(i)].attrs for i in range(len(kept)))
-        ]
-    return arrays, optimizers

@@ -390,30 +390,30 @@ class ParameterServerStrategy(Strategy):
 
     # files
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write all variables, and all that optimizers keep, to one HDF5 file. Collective. See `Strategy.save`.
 
         Each variable is written as it is between two updates. Call it when all ranks have left a pass for a file of one
         moment.
         """
-        self._settle("save", path)
-        super().save(path)
+        self._settle("save", path, extra)
+        super().save(path, extra)
 
-    def restore(self, path: str | os.PathLike[str]) -> None:
+    def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read all variables, and all that optimizers keep. Collective. See `Strategy.restore`.
 
         What workers have pushed and written before is applied, and then overwritten.
         """
         self._settle("restore", path)
-        super().restore(path)
+        return super().restore(path)
 
-    def _settle(self, function: str, path: str | os.PathLike[str]) -> None:
+    def _settle(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
         """Have everything applied, and everybody know all optimizers. Collective."""
         self._extended.require_open(f"Strategy.{function}")
         context.expect_cross(self, f"Strategy.{function}")
-        self._extended.announce(function, path)
+        self._extended.announce(function, os.fspath(path), *more)
         self._access.flush()
-        self._optimizers.agree()
+        self._optimizers.agree(function, path)
 
     # its life
 

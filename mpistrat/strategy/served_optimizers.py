@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, final
@@ -92,10 +93,14 @@ class ServedOptimizers:
             found.append(next(fitting, index))  # of one that is yet to be made
         return found
 
-    def agree(self) -> None:
-        """Let every rank know all optimizers that any rank has applied, in the order in which they were made. Collective."""
+    def agree(self, function: str, path: str | os.PathLike[str]) -> None:
+        """Let every rank know all optimizers that any rank has applied, in the order in which they were made. Collective.
+
+        Args:
+            function, path: of the file for which they do it: what others must call, too.
+        """
         extended = self._strategy.extended
-        with extended.process_group.collective("optimizers"):
+        with extended.process_group.collective(function, "optimizers", detail=os.fspath(path)):
             mine = " ".join(str(optimizer.ordinal) for optimizer in extended.optimizers)
             told = extended.process_group.all_gather_text(mine)
         for ordinal in sorted({int(word) for text in told for word in text.split()}):

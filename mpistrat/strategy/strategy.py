@@ -345,34 +345,56 @@ class Strategy:
 
     # files
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all variables, and all that optimizers keep, to one HDF5 file. Collective.
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+        """Write all variables, all that optimizers keep, and what the program adds, to one HDF5 file. Collective.
 
-        The file is complete or not there: it is written beside, and renamed. Any layout and strategy can restore it.
+        The file is complete or not there: it is written beside, and renamed. Any layout and strategy can restore it. It has a
+        digest of every array, by which `restore` notices what was changed since. Variables that were made outside the scope
+        are not in it; the log says so.
 
         Args:
             path: the file; one that exists is replaced.
+            extra: what `restore` shall give back: a dict of numbers, text, None, and lists and dicts of them, the same on every
+                rank, like a counter of epochs and the `state()` of an iterator.
 
         Raises:
             OSError: on every rank, when it cannot be written.
+            TypeError: on every rank, when `extra` has something else in it.
+            CollectiveMismatchError: on every rank, when `extra` is not the same on all.
+
+        Example:
+            >>> import tempfile
+            >>> strategy = ms.OneDeviceStrategy()
+            >>> with strategy.scope():
+            ...     w = ms.Variable([1.0, 2.0], name="w")
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     strategy.save(f"{folder}/run.h5", extra={"epoch": 3})
+            ...     strategy.restore(f"{folder}/run.h5")
+            {'epoch': 3}
+            >>> strategy.close()
         """
         self._extended.require_open("Strategy.save")
         context.expect_cross(self, "Strategy.save")
-        checkpoint.save(self._extended, path)
+        checkpoint.save(self._extended, path, extra)
 
-    def restore(self, path: str | os.PathLike[str]) -> None:
+    def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read all variables, and all that optimizers keep, from a file that `save` wrote. Collective.
+
+        Nothing is changed unless all of it can be read and is as it was saved.
 
         Args:
             path: the file.
 
+        Returns:
+            What `save` got as `extra`, on every rank; {} if it got nothing.
+
         Raises:
             ValueError: on every rank, when a variable is missing in it or has another shape or dtype.
-            OSError: on every rank, when it cannot be read.
+            OSError: on every rank, when it cannot be read, or is not as it was saved.
         """
         self._extended.require_open("Strategy.restore")
         context.expect_cross(self, "Strategy.restore")
-        checkpoint.restore(self._extended, path)
+        return checkpoint.restore(self._extended, path)
 
     # its life
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
+from ...digests import algorithm_of, digest_of_file
 from ...errors import ShardError, explain
-from .manifest import Field, Manifest, ShardEntry, digest_of, read_manifest
+from .manifest import Field, Manifest, ShardEntry, read_manifest
 
 __all__ = ["FileSet", "PathLike", "manifest_path", "natural_key", "resolve"]
 
@@ -91,9 +92,9 @@ def _verify(path: Path, entry: ShardEntry | None) -> None:
         remedy = "Write the shards with ms.data.write_shards, or pass verify=False."
         raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got="none", remedy=remedy))
     try:
-        found = digest_of(path, entry.digest.partition(":")[0])
+        found = digest_of_file(path, algorithm_of(entry.digest))
     except (ValueError, ImportError) as error:
-        expected = f"a digest that can be computed here, not {entry.digest.partition(':')[0]!r}"
+        expected = f"a digest that can be computed here, not {algorithm_of(entry.digest)!r}"
         remedy = "Install xxhash, or pass verify=False."
         raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=str(error), remedy=remedy)) from error
     except OSError as error:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import h5py
 
-__all__ = ["Refused", "all_names", "find"]
+__all__ = ["Refused", "all_names", "find", "find_group"]
 
 _SOFT_LINKS = 16  # followed one after the other, at most
+_DEPTH = 64  # of groups in groups, at most
 
 
 class Refused(Exception):
@@ -23,7 +24,7 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
     A soft link is another name of what is seen elsewhere, if it leads to anything.
 
     Raises:
-        Refused: for a link to another file.
+        Refused: for a link to another file, and for groups that are nested too deep.
     """
     import h5py
 
@@ -31,7 +32,9 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
     left_out: list[str] = []
     visited = {file["/"]}
 
-    def walk(group: h5py.Group, prefix: str) -> Iterator[tuple[str, h5py.Dataset]]:
+    def walk(group: h5py.Group, prefix: str, depth: int = 1) -> Iterator[tuple[str, h5py.Dataset]]:
+        if depth > _DEPTH:
+            raise Refused(f"groups nested more than {_DEPTH} deep, at {prefix[:60]}…")
         for key in group:
             link = group.get(key, getlink=True)
             if isinstance(link, h5py.ExternalLink):
@@ -45,7 +48,7 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
             if isinstance(item, h5py.Group):
                 if item not in visited:  # a group may be reached on several ways, or from inside itself
                     visited.add(item)
-                    yield from walk(item, f"{prefix}{key}/")
+                    yield from walk(item, f"{prefix}{key}/", depth + 1)
             elif isinstance(item, h5py.Dataset):
                 yield f"{prefix}{key}", item
 
@@ -75,6 +78,14 @@ def find(file: h5py.File, name: str) -> h5py.Dataset | None:
 
     item = _follow(file, name, _SOFT_LINKS)
     return item if isinstance(item, h5py.Dataset) else None
+
+
+def find_group(file: h5py.File, name: str) -> h5py.Group | None:
+    """Return the group of a name like "group/x", or None if there is none. Raises as `find`."""
+    import h5py
+
+    item = _follow(file, name, _SOFT_LINKS)
+    return item if isinstance(item, h5py.Group) else None
 
 
 def _follow(group: Any, name: str, soft_links: int) -> Any:

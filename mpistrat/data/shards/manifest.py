@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from ...errors import ShardError, explain
+from ...part_file import replacing
 
 __all__ = [
     "Field",
     "Manifest",
     "ShardEntry",
-    "digest_of",
     "fields_from_json",
     "fields_to_json",
-    "fsync_directory",
     "listed_names",
     "read_manifest",
     "write_manifest",
@@ -30,7 +27,6 @@ __all__ = [
 ]
 
 _FORMAT, _VERSION = "mpistrat.shards", 1
-_PIECE = 1 << 22
 _SHORT_NAME = re.compile(r"[<>|=]?[A-Za-z?][0-9]*")
 
 
@@ -61,49 +57,6 @@ class Manifest:
 
     fields: dict[str, Field]
     shards: tuple[ShardEntry, ...]
-
-
-def _hasher(algorithm: str) -> Any:
-    if algorithm == "sha256":
-        return hashlib.sha256()
-    if algorithm == "xxh3_128":
-        import xxhash
-
-        return xxhash.xxh3_128()
-    raise ValueError(f"unknown digest algorithm {algorithm!r}")
-
-
-def default_algorithm() -> str:
-    """Return xxh3_128 where xxhash is installed (ten times faster), else sha256."""
-    try:
-        import xxhash  # noqa: F401
-    except ImportError:
-        return "sha256"
-    return "xxh3_128"
-
-
-def digest_of(path: Path, algorithm: str | None = None) -> str:
-    """Return "algorithm:hex" of a file's bytes.
-
-    Raises:
-        ImportError: when the algorithm needs a library that is not installed.
-        ValueError: for an unknown algorithm.
-    """
-    algorithm = algorithm or default_algorithm()
-    hasher = _hasher(algorithm)
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE):
-            hasher.update(piece)
-    return f"{algorithm}:{hasher.hexdigest()}"
-
-
-def fsync_directory(directory: Path) -> None:
-    """Make renames in a directory survive a crash."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def fields_to_json(fields: dict[str, Field]) -> dict[str, dict[str, Any]]:
@@ -175,16 +128,8 @@ def write_unfinished(path: Path, names: Sequence[str]) -> None:
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump({"format": _FORMAT, "version": _VERSION, **document}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    fsync_directory(path.parent)
+    with replacing(path) as beside:
+        beside.write_text(json.dumps({"format": _FORMAT, "version": _VERSION, **document}, indent=1), encoding="utf-8")
 
 
 def _parse(document: Any) -> Manifest:

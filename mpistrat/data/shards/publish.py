@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import re
+import stat
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CollectiveMismatchError, explain
+from ...part_file import flush_folder
 from .files import manifest_path
 from .manifest import (
     Field,
@@ -15,7 +19,6 @@ from .manifest import (
     ShardEntry,
     fields_from_json,
     fields_to_json,
-    fsync_directory,
     listed_names,
     write_manifest,
     write_unfinished,
@@ -73,18 +76,27 @@ def publish(
     old: set[str] = set()
     with ranks.together():
         if ranks.rank == 0:
-            old = set(listed_names(manifest)) if manifest.exists() else set()
+            old = set(_replaced(pattern, listed_names(manifest))) if manifest.exists() else set()
             write_unfinished(manifest, sorted(old | names))
     with ranks.together():
         for (path, _), entry in zip(files, entries[ranks.rank], strict=True):
             path.replace(directory / entry.name)
-        fsync_directory(directory)
+        flush_folder(directory)
     with ranks.together():
         if ranks.rank == 0:
             for name in old - names:
                 (directory / name).unlink(missing_ok=True)
             write_manifest(manifest, Manifest(agreed, shards))
     return [directory / shard.name for shard in shards]
+
+
+def _replaced(pattern: Path, names: Sequence[str]) -> Iterator[str]:
+    """Yield those of the names in an older manifest that are shards of this pattern: nothing else is removed for it."""
+    shard = re.compile(re.escape(pattern.name).replace(r"\*", "[0-9]+-of-[0-9]+"))
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            if shard.fullmatch(name) and stat.S_ISREG((pattern.parent / name).lstat().st_mode):
+                yield name
 
 
 def _agreed(function: str, fields: list[dict[str, dict[str, object]] | None]) -> dict[str, dict[str, object]]:

@@ -271,6 +271,101 @@ def test_every_rank_hears_of_a_file_that_cannot_be_written():
 
 
 @pytest.mark.ranks(2)
+def test_what_the_program_adds_to_a_file(mpi_tmp_path):
+    """The same comes back on every rank; what differs, and what is no JSON on one rank, is refused by all."""
+    path = mpi_tmp_path / "x.h5"
+    with made("multi_worker_mirrored") as strategy:
+        with strategy.scope():
+            ms.Variable(np.arange(4.0), name="v")
+        strategy.save(path, extra={"epoch": 2, "losses": [0.5] * 1000})
+        assert strategy.restore(path) == {"epoch": 2, "losses": [0.5] * 1000}
+        with pytest.raises(CollectiveMismatchError, match=r'rank 0: \{"epoch": 0\}; rank 1: \{"epoch": 1\}'):
+            strategy.save(path, extra={"epoch": strategy.rank})
+        with pytest.raises(CollectiveMismatchError, match="extra: .* rank 1: none"):
+            strategy.save(path, extra=None if strategy.rank else {})
+        with pytest.raises(TypeError, match=r"extra\['epoch'\]: expected numbers"):
+            strategy.save(path, extra={"epoch": np.ones(2) if strategy.rank else 1})
+        assert strategy.restore(path)["epoch"] == 2
+
+
+@pytest.mark.ranks(2)
+def test_every_rank_hears_of_a_damaged_file(mpi_tmp_path):
+    import h5py
+
+    path = mpi_tmp_path / "x.h5"
+    with made("multi_worker_mirrored") as strategy:
+        with strategy.scope():
+            v = ms.Variable(np.arange(4.0), name="v")
+        strategy.save(path)
+        if strategy.rank == 0:
+            with h5py.File(path) as file:
+                place = file["variables/v"].id.get_offset()
+            data = bytearray(path.read_bytes())
+            data[place + 9] ^= 4
+            path.write_bytes(data)
+        with pytest.raises(OSError, match=r"x.h5: variables/v is not as it was saved"):
+            strategy.restore(path)
+        assert v.numpy().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+RESUMED = """
+import numpy as np
+import mpistrat as ms
+
+
+def counters(how):
+    return [ms.Variable(np.int64(0), name=f"{name}_{how}") for name in ("epoch", "step")]
+
+
+def train(how):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            w = ms.Variable(np.zeros(3), name="w")
+            optimizer = ms.optimizers.SGD(0.5)
+            if how == "scope":
+                epoch, step = counters(how)
+        if how != "scope":
+            epoch, step = counters(how)
+        if AGAIN:
+            notes = strategy.restore(f"{how}.h5")
+            if how == "extra":
+                epoch.assign(notes["epoch"])
+                step.assign(notes["step"])
+        print(how, "begins at", int(epoch.numpy()), int(step.numpy()))
+        while epoch.numpy() < 3:
+            while step.numpy() < 4:
+                strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), w)]))
+                step.assign_add(1)
+                if epoch.numpy() == 1 and step.numpy() == 2 and not AGAIN:
+                    strategy.save(f"{how}.h5", extra={"epoch": epoch.numpy(), "step": step.numpy()} if how == "extra" else None)
+                    return
+            epoch.assign_add(1)
+            step.assign(0)
+        print(how, "ends with", w.numpy().tolist())
+
+
+for how in ("scope", "extra", "outside"):
+    train(how)
+"""
+
+
+def test_counters_go_on_where_they_were_saved(mpi_run, tmp_path):
+    """As in TensorFlow's tutorial of custom loops: epoch and step in the scope, or as `extra`; or not, and then it is said."""
+    first = mpi_run(f"AGAIN = False\n{RESUMED}", 2, cwd=tmp_path, timeout=60)
+    assert first.returncode == 0, first.stderr
+    told = [line for line in first.stderr.splitlines() if "neither saved nor restored" in line]
+    assert len(told) == 2 and "'epoch_extra', 'step_extra'" in told[0] and "'epoch_outside', 'step_outside'" in told[1]
+    again = mpi_run(f"AGAIN = True\n{RESUMED}", 2, cwd=tmp_path, timeout=60)
+    assert again.returncode == 0, again.stderr
+    # 12 steps over all, each of 0.5 times the sum of two ranks' gradients; from the beginning, 6 + 12.
+    assert again.out[0].splitlines() == [
+        "scope begins at 1 2", f"scope ends with {[-12.0] * 3}",
+        "extra begins at 1 2", f"extra ends with {[-12.0] * 3}",
+        "outside begins at 0 0", f"outside ends with {[-18.0] * 3}",
+    ]  # fmt: skip
+
+
+@pytest.mark.ranks(2)
 def test_show_config(capsys):
     with made("multi_worker_mirrored", "uneven") as strategy:
         text = ms.show_config(strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -268,6 +269,30 @@ def test_rows_unlike_those_before_are_refused(tmp_path: Path, method: str, secon
 def test_targets_that_are_no_set(tmp_path: Path, target: str) -> None:
     with pytest.raises(ValueError, match=r"^write_shards: target"):
         write_shards(tmp_path / target, {"x": np.zeros(3)})
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_only_shards_of_the_set_are_removed(tmp_path: Path, finished: bool) -> None:
+    """Whatever a manifest says: it may have been written by somebody else."""
+    kept = ["precious.py", "b-00000-of-00001.h5", "a-1.h5", "a-00000-of-00001.h5.bak"]
+    for name in kept:
+        (tmp_path / name).write_text("kept")
+    (tmp_path / "a-00008-of-00009.h5").symlink_to("precious.py")
+    (tmp_path / "a-00007-of-00009.h5").write_text("an older shard")
+    names = [*kept, "a-00007-of-00009.h5", "a-00008-of-00009.h5", "a-00006-of-00009.h5"]
+    document: dict[str, Any] = {"format": "mpistrat.shards", "version": 1, "unfinished": names}
+    if finished:
+        write_shards(tmp_path / "a-*.h5", {"x": np.arange(3)})
+        document = json.loads((tmp_path / "a-manifest.json").read_text())
+        document["shards"] = [{**document["shards"][0], "name": name} for name in names]
+    (tmp_path / "a-manifest.json").write_text(json.dumps(document))
+    write_shards(tmp_path / "a-*.h5", {"x": np.arange(4)}, num_shards=2)
+    assert [path.exists() for path in map(tmp_path.joinpath, kept)] == [True] * 4
+    assert (tmp_path / "a-00008-of-00009.h5").is_symlink() and not (tmp_path / "a-00007-of-00009.h5").exists()
+    (tmp_path / "a-00008-of-00009.h5").unlink()
+    (tmp_path / "a-1.h5").unlink()
+    (tmp_path / "a-00000-of-00001.h5").unlink(missing_ok=True)
+    assert read(tmp_path / "a-*.h5")["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_damaged_manifest_is_not_written_over(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""Files that are replaced as a whole, and what killed processes leave beside them."""
+
+import fcntl
+import os
+import stat
+
+import pytest
+
+from mpistrat.part_file import replacing
+
+
+def beside(folder):
+    return [path for path in folder.iterdir() if path.suffix == ".part"]
+
+
+def test_replaced_or_as_it_was(tmp_path):
+    path = tmp_path / "x"
+    umask = os.umask(0o027)
+    try:
+        with replacing(path) as part:
+            assert part.parent == tmp_path and part in beside(tmp_path)
+            part.write_text("first")
+    finally:
+        os.umask(umask)
+    assert path.read_text() == "first" and stat.S_IMODE(path.stat().st_mode) == 0o640
+    with pytest.raises(ZeroDivisionError), replacing(path) as part:
+        part.write_text("second")
+        _ = 1 / 0
+    assert path.read_text() == "first" and not beside(tmp_path)
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "none" / "x"):
+        pass
+
+
+def test_two_writers_of_one_file(tmp_path):
+    """Neither shares the other's part, nor takes it for a dead one."""
+    path = tmp_path / "x"
+    with replacing(path) as first, replacing(path) as second:
+        assert first != second and len(beside(tmp_path)) == 2
+        first.write_text("1")
+        second.write_text("2")
+    assert path.read_text() == "1" and not beside(tmp_path)
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path):
+    path, precious = tmp_path / "x.h5", tmp_path / "precious"
+    child = os.fork()
+    if not child:
+        with replacing(path) as part:
+            part.write_text("half")
+            os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    assert len(beside(tmp_path)) == 1 and not path.exists()
+    precious.write_text("kept")
+    (tmp_path / ".x.h5.1234.part").write_text("of an earlier version")
+    for other in (".x.h5.1.part.part", ".y.h5.1.part", ".x.h5.name.part"):
+        (tmp_path / other).write_text("another file's")
+    (tmp_path / ".x.h5.2.part").symlink_to(precious)
+    (tmp_path / ".x.h5.3.part").mkdir()
+    with (tmp_path / ".x.h5.4.part").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with replacing(path) as part:
+            part.write_text("whole")
+    names = {each.name for each in beside(tmp_path)}
+    assert names == {f".{x}.part" for x in ("x.h5.1.part", "y.h5.1", "x.h5.name", "x.h5.2", "x.h5.3", "x.h5.4")}
+    assert path.read_text() == "whole" and precious.read_text() == "kept"
+
+
+def test_without_locks_nothing_is_taken_for_dead(tmp_path, monkeypatch):
+    def none(*args):
+        raise OSError(38, "no locks on this file system")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    (tmp_path / ".x.1.part").write_text("")
+    with replacing(tmp_path / "x") as part:
+        part.write_text("whole")
+    assert (tmp_path / "x").read_text() == "whole" and [each.name for each in beside(tmp_path)] == [".x.1.part"]
