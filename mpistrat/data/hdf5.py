@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,14 @@ from .readers.mpi_io import check_mpi_io
 from .readers.open_files import open_hdf5_files
 from .shards.files import PathLike, resolve
 from .shards.shard_set import ShardSet, open_shards
+from .shards.verification import is_small, verify_alone, verify_together
 from .source import RowSource
 from .spec import ArraySpec
 from .stats import StageStats
+
+if TYPE_CHECKING:
+    from ..comm.process_group import ProcessGroup
+    from .dataset import Dataset
 
 __all__ = ["HDF5Dataset"]
 
@@ -74,7 +79,9 @@ class HDF5Dataset(RowSource):
         fields: None for a dict of all datasets that have rows (`print` names what else there is); a list of names for a
             dict of these; a tuple of names for a tuple; a dict from new names to names in the file; one name for that
             array alone. A name is like "x" or "group/x".
-        verify: compare every file's bytes with the digest in the manifest before HDF5 opens it.
+        verify: whether to compare every file's bytes with the digest in the manifest: True before HDF5 opens it, on every rank;
+            False never; "auto" where the set has at most 1 GiB (256 MiB without xxhash), once a job: in
+            `distribute_dataset` by the ranks of a node together, else as the first epoch begins.
         reader: how contiguous uncompressed data is read: "auto" or "mmap" through a memory map, "pread" by reads, for
             file systems where a file may be cut while it is read (under a map, that kills the process). What is stored
             otherwise is read in the same way under all of these. "h5py": everything through h5py.
@@ -107,7 +114,7 @@ class HDF5Dataset(RowSource):
         files: PathLike | Sequence[PathLike],
         fields: Fields = None,
         *,
-        verify: bool = False,
+        verify: bool | Literal["auto"] = "auto",
         reader: str = "auto",
         on_error: str = "raise",
         driver: str | None = None,
@@ -119,7 +126,12 @@ class HDF5Dataset(RowSource):
         self._reader = "h5py" if driver else reader
         self._on_error = on_error
         self._driver = driver
-        self._files = resolve(files).check(verify=verify, on_error=on_error)
+        _one_of("verify", verify, (True, False, "auto"))
+        self._files = resolve(files)
+        # What is to be skipped must be known before anything is opened.
+        now = is_small(self._files) if verify == "auto" and on_error == "skip" else verify is True
+        self._files = self._files.check(verify=now, on_error=on_error)
+        self._to_verify = verify == "auto" and not now
         self._opened: _Opened | None = None
         self._lock = threading.Lock()
         self._counters = StageStats()
@@ -179,7 +191,16 @@ class HDF5Dataset(RowSource):
         """Return the numbers of the rows with which the files begin; behind them, that of all rows. Not collective."""
         return np.cumsum([0, *(shard.rows for shard in self._open().shards)])
 
+    def bind(self, group: ProcessGroup) -> Dataset:
+        if self._to_verify:
+            verify_together(self._files, group)
+            self._to_verify = False
+        return super().bind(group)
+
     def check(self) -> None:
+        if self._to_verify:
+            verify_alone(self._files)
+            self._to_verify = False
         opened = self._open()
         for shard in opened.shards:
             shard.check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import numpy as np
 import mpistrat as ms
 
 __all__ = ["first_reader", "read", "save"]
-
-_NOTES, _TAKEN = "notes", "taken"  # datasets beside those of Strategy.save
 
 
 def save(strategy: Any, path: Path, notes: dict[str, Any], taken: int) -> None:
@@ -25,20 +22,15 @@ def save(strategy: Any, path: Path, notes: dict[str, Any], taken: int) -> None:
         notes: what JSON can hold; the first reader's are written.
         taken: the batches that this rank has taken.
     """
-    import h5py
-
-    everybody = np.empty(strategy.size, np.int64)
+    everybody, readers = np.empty(strategy.size, np.int64), _readers(strategy)
     strategy.comm.Allgather(np.array([taken], np.int64), everybody)
-    aside = path.with_name(f".{path.name}.aside")
-    strategy.save(aside)
-    if strategy.rank == first_reader(strategy):
-        with h5py.File(aside, "r+") as file:
-            file[_NOTES] = np.frombuffer(json.dumps(notes).encode(), np.uint8)
-            file[_TAKEN] = everybody[list(_readers(strategy))]
-        with aside.open("rb") as written:
-            os.fsync(written.fileno())
-        aside.replace(path)
-    strategy.comm.Barrier()  # nobody says that it is saved before it is
+    told = np.frombuffer(json.dumps(notes).encode(), np.uint8).copy()
+    size = np.array([told.size], np.int64)
+    strategy.comm.Bcast(size, root=readers[0])
+    if strategy.rank != readers[0]:
+        told = np.empty(size[0], np.uint8)
+    strategy.comm.Bcast(told, root=readers[0])
+    strategy.save(path, extra={"notes": json.loads(told.tobytes()), "taken": everybody[list(readers)].tolist()})
 
 
 def read(strategy: Any, path: Path) -> tuple[dict[str, Any], int]:
@@ -47,25 +39,14 @@ def read(strategy: Any, path: Path) -> tuple[dict[str, Any], int]:
     Without a file nothing is changed, and ({}, 0) returned. Where there are more or fewer readers than when it was written, which
     only parameter servers have, each has taken an equal share: what was read in this epoch may then be read again, or left out.
     """
-    import h5py
-
-    notes, taken = np.empty(0, np.uint8), np.empty(0, np.int64)
-    if strategy.rank == 0 and path.exists():
-        with h5py.File(path) as file:
-            notes, taken = file[_NOTES][()], file[_TAKEN][()]
-    sizes = np.array([notes.size, taken.size], np.int64)
-    strategy.comm.Bcast(sizes)
-    if not sizes[0]:
+    there = np.array([path.exists()], np.int64)
+    strategy.comm.Bcast(there)  # rank 0 reads the file
+    if not there[0]:
         return {}, 0
-    if strategy.rank:
-        notes, taken = np.empty(sizes[0], np.uint8), np.empty(sizes[1], np.int64)
-    strategy.comm.Bcast(notes)
-    strategy.comm.Bcast(taken)
-    strategy.restore(path)
-    readers = _readers(strategy)
+    extra = strategy.restore(path)
+    taken, readers = extra["taken"], _readers(strategy)
     index = readers.index(strategy.rank) if strategy.rank in readers else 0
-    mine = taken[index] if taken.size == len(readers) else taken.sum() // len(readers)
-    return json.loads(notes.tobytes()), int(mine)
+    return extra["notes"], taken[index] if len(taken) == len(readers) else sum(taken) // len(readers)
 
 
 def first_reader(strategy: Any) -> int:

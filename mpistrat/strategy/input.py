@@ -126,7 +126,9 @@ def distribute_datasets_from_function(
         mode, told = InputReplicationMode(settings.replication_mode), _settings(group, settings, division)
         if division.divide is serve_only:
             return None, told
-        return call_dataset_fn(dataset_fn, division.workers, mode, division.within), told
+        steps = call_dataset_fn(dataset_fn, division.workers, mode, division.within)
+        steps.check()  # of files that are damaged every rank is told
+        return steps, told
 
     # What each worker makes may differ; only its success is told, and its length.
     steps, settings = _agreed(group, function, make, lambda made: ("", ""))

@@ -157,6 +157,38 @@ def test_every_rank_is_told_what_one_rank_cannot_read(strategy, tmp_path):
     assert strategy.reduce("SUM", 1.0, axis=None) == strategy.size  # all goes on
 
 
+@pytest.mark.ranks(2, 3)
+def test_digests_are_compared_by_the_ranks_of_a_node_together(strategy, mpi_tmp_path, monkeypatch):
+    """Each file by one rank; of one that is damaged all are told."""
+    import mpistrat as ms
+    from mpistrat.data import HDF5Dataset, write_shards
+    from mpistrat.data.shards import files
+
+    compared, digest = [], files.digest_of_file
+    monkeypatch.setattr(files, "digest_of_file", lambda path, *args: compared.append(path.name) or digest(path, *args))
+    paths = sorted(mpi_tmp_path / f"{number:05d}-of-00004.h5" for number in range(4))
+    if strategy.rank == 0:
+        write_shards(mpi_tmp_path, {"x": np.arange(20)}, num_shards=4)
+    strategy.comm.Barrier()
+    for _ in range(2):
+        list(strategy.distribute_dataset(HDF5Dataset(mpi_tmp_path, "x").batch(4)))
+    assert compared == [path.name for path in paths[strategy.rank :: strategy.size]]
+    strategy.comm.Barrier()
+    if strategy.rank == 0:
+        damaged = bytearray(paths[1].read_bytes())
+        damaged[-1] ^= 1
+        paths[1].write_bytes(damaged)
+    strategy.comm.Barrier()
+    dataset = HDF5Dataset(mpi_tmp_path, "x").batch(4)
+    for distribute in (
+        lambda: strategy.distribute_dataset(dataset),
+        lambda: strategy.distribute_datasets_from_function(lambda context: HDF5Dataset(mpi_tmp_path, "x").batch(4)),
+    ):
+        with pytest.raises(ms.errors.ShardError, match="00001-of-00004.h5: expected digest"):
+            distribute()
+    assert strategy.reduce("SUM", 1.0, axis=None) == strategy.size  # all goes on
+
+
 FAILING = """
 import sys, numpy as np, mpistrat as ms
 

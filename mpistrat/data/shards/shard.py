@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ... import log
 from ...errors import ShardError, explain
+from ..memory_limit import available_memory, in_words
 from ..readers.chunks import Chunks
 from ..readers.open_files import ShardFile, open_hdf5
 from ..readers.reader import Contiguous, Layout, OnlyHDF5, Pointers, Storage
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Shard"]
 
+_LARGE_ROW = 1 << 30  # bytes of a row, from which on it is worth a look whether there is memory for one
 _PIECE = 1 << 18  # bytes read at a time from data that is not chunked
 
 
@@ -96,6 +101,7 @@ class Shard:
             if dataset.is_virtual and self._driver == "mpio":
                 raise Refused("a virtual dataset, which HDF5 does not read through MPI-IO: leave driver out")
             field = field_of(dataset)
+            self._check_rows(dataset)
             self.sources |= check_storage(dataset, self.path, declared)
         except Refused as refused:
             expected = "numbers, strings or structures that lie in the declared files"
@@ -108,8 +114,23 @@ class Shard:
         layout = self._layout(dataset)
         return Storage(self._file, name, field, rows, row_bytes, int(piece_rows), int(chunk_rows), layout)
 
+    def _check_rows(self, dataset: h5py.Dataset) -> None:
+        """Refuse rows that nobody wrote, or that no memory holds."""
+        import h5py
+
+        size = self._row_bytes(dataset)
+        available = available_memory() if size > _LARGE_ROW else None
+        if available is not None and size > available:
+            raise Refused(f"rows of {in_words(size)}, where {in_words(available)} of memory are free")
+        if dataset.is_virtual or dataset.external or not dataset.nbytes or dataset.id.get_storage_size():
+            return
+        if dataset.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_USER_DEFINED:
+            raise Refused(f"{len(dataset)} rows that were never written")
+        text = f"{self.path}: {dataset.name.strip('/')}: none of {len(dataset)} rows was ever written"
+        log.once(logging.WARNING, f"HDF5Dataset: {text}; all of them read as {dataset.fillvalue}, the fill value")
+
     def _row_bytes(self, dataset: h5py.Dataset) -> int:
-        row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64))
+        row_bytes = dataset.dtype.itemsize * math.prod(map(int, dataset.shape[1:]))
         if dataset.dtype.hasobject:  # what the rows refer to lies in the file, uncompressed
             row_bytes += self._file.bytes // max(1, int(dataset.shape[0]))
         return row_bytes

@@ -149,6 +149,93 @@ def test_a_flipped_bit_is_seen_by_the_digest(shards: list[Path], fraction: float
         HDF5Dataset(shards[0].parent, verify=True)
 
 
+def flip(path: Path) -> None:
+    """Change a bit of the last row."""
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+
+
+def exchange(shards: list[Path]) -> None:
+    """Let two files of equal size have each other's names."""
+    first, second = shards[1].read_bytes(), shards[2].read_bytes()
+    assert len(first) == len(second)
+    shards[1].write_bytes(second)
+    shards[2].write_bytes(first)
+
+
+@pytest.mark.parametrize("change", [lambda shards: flip(shards[1]), exchange])
+def test_digests_of_a_small_set_are_compared_unasked(shards: list[Path], change: Any) -> None:
+    change(shards)
+    for first in (lambda data: data.rows([0]), lambda data: next(iter(data)), lambda data: next(iter(data.batch(4)))):
+        with pytest.raises(ShardError, match=f"{shards[1].name}.*expected digest .*Copy the file again"):
+            first(HDF5Dataset(shards[0].parent))
+    assert len(HDF5Dataset(shards[0].parent, verify=False).rows(range(100))["x"]) == 100
+    with pytest.raises(ValueError, match="verify: expected True or False or 'auto', got 'always'"):
+        HDF5Dataset(shards[0].parent, verify="always")  # type: ignore[arg-type]
+
+
+def test_digests_are_compared_once_and_of_small_sets_only(
+    shards: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    from mpistrat.data.shards import files, verification
+
+    compared: list[str] = []
+    digest = files.digest_of_file
+    monkeypatch.setattr(files, "digest_of_file", lambda path, *args: compared.append(path.name) or digest(path, *args))
+    caplog.set_level("INFO")
+    for _ in range(2):
+        for _ in range(2):
+            list(dataset := HDF5Dataset(shards[0].parent))
+        assert list(dataset.batch(4)) and compared == [path.name for path in shards]
+    os.utime(shards[2])  # a file that may be another one
+    list(HDF5Dataset(shards[0].parent))
+    assert compared == [path.name for path in [*shards, shards[2]]]
+    monkeypatch.setattr(verification, "_SMALL", {})
+    flip(shards[0])
+    assert len(list(HDF5Dataset(shards[0].parent))) == 100
+    assert "are not compared; to do so, pass verify=True" in caplog.text
+    assert len(compared) == 4
+
+
+def test_wrong_digests_are_left_out_unasked(shards: list[Path]) -> None:
+    flip(shards[1])
+    dataset = HDF5Dataset(shards[0].parent, "y", on_error="skip")
+    assert len(dataset.rows(range(67))) == 67 and [path for path, _ in dataset.skipped] == [shards[1]]
+
+
+def deep(file: Any) -> None:
+    for _ in range(3000):
+        file = file.create_group("g")
+    file["x"] = np.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (deep, "groups nested more than 64 deep, at g/g/"),
+        (
+            lambda file: file.create_dataset("x", (4, 1 << 45), "f8", chunks=(1, 1024), fillvalue=1),
+            "x: .*rows of 281.5 TB",
+        ),
+        (lambda file: file.create_dataset("x", (4, 2), "f8"), "x: .*4 rows that were never written"),
+        (lambda file: file.create_dataset("x", (4, 2), "f8", chunks=(2, 2)), "x: .*4 rows that were never written"),
+    ],
+)
+def test_what_would_be_made_up_or_fit_nowhere_is_named(tmp_path: Path, make: Any, told: str) -> None:
+    with h5py.File(tmp_path / "odd.h5", "w") as file:
+        make(file)
+    with pytest.raises(ShardError, match=rf"odd\.h5: .*{told}"):
+        open_all(tmp_path / "odd.h5")
+
+
+def test_fill_values_of_the_files_own_are_read_and_told(tmp_path: Path, caplog: Any) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", (4,), "f8", fillvalue=-1.0)
+    assert HDF5Dataset(tmp_path, "x").rows(range(4)).tolist() == [-1.0] * 4
+    assert "a.h5: x: none of 4 rows was ever written; all of them read as -1.0" in caplog.text
+
+
 def test_verify_needs_a_manifest(tmp_path: Path) -> None:
     plain(tmp_path / "a.h5", x=np.arange(3))
     with pytest.raises(ShardError, match=r"a\.h5.*digest.*write_shards"):
