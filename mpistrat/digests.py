@@ -63,7 +63,7 @@ def digest_of_array(array: np.ndarray, about: str = "", algorithm: str | None = 
     if sys.byteorder == "big" if dtype.isnative else sys.byteorder == "little":
         array = array.astype(dtype.newbyteorder("<"))
     hasher.update(f"{about}\0{dtype.name}\0{array.shape}\0".encode())
-    hasher.update(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+    hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return f"{name}:{hasher.hexdigest()}"
 
 

@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield beside
         os.fsync(descriptor)
-        os.replace(beside, path)
+        beside.replace(path)
         flush_folder(path.parent)
     finally:
         beside.unlink(missing_ok=True)  # else it has the other name by now

@@ -295,7 +295,7 @@ def _fixed(shape: tuple[int | None, ...]) -> tuple[int, ...] | None:
     return lengths if len(lengths) == len(shape) else None
 
 
-def _one_of(argument: str, value: object, allowed: Sequence[str]) -> None:
+def _one_of(argument: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         expected = " or ".join(map(repr, allowed))
         raise ValueError(explain("HDF5Dataset", argument, expected=expected, got=repr(value)))

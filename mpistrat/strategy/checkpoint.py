@@ -94,7 +94,7 @@ def _json_of(extra: Mapping[str, Any]) -> str:
 
 def _plain(value: Any, where: str) -> Any:
     """Return a value as JSON holds it; lists for tuples, Python's numbers for NumPy's."""
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim):  # as v.numpy() returns it
         value = value.item()
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
@@ -259,11 +259,11 @@ def _check(
                 problems.append(f"{key} is {form[1]} {form[0]} in it, not {slot[1]} {slot[0]} as slots of {name!r}")
     for optimizer in extended.optimizers:
         number = extended.optimizer_states.number_of(optimizer)
-        name = optimizers[number]["name"] if number in optimizers else None
-        if name is None:
+        saved = optimizers[number]["name"] if number in optimizers else None
+        if saved is None:
             problems.append(f"optimizer {optimizer.name!r} is not in it")
-        elif name != optimizer.name:
-            problems.append(f"optimizer {number} is {name!r} in it, here {optimizer.name!r}")
+        elif saved != optimizer.name:
+            problems.append(f"optimizer {number} is {saved!r} in it, here {optimizer.name!r}")
     if problems:
         expected = "a file of this program's variables and optimizers"
         raise ValueError(explain("Strategy.restore", path, expected=expected, got="; ".join(problems)))

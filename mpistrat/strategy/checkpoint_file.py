@@ -245,10 +245,11 @@ class CheckpointFile:
         found: list[dict[str, Any]] = []
         with _named("optimizers"):
             group = find_group(self._file, "optimizers")
-            for index in range(0 if group is None else len(group)):
+            count = 0 if group is None else len(group)
+            for index in range(count):
                 own = find_group(self._file, f"optimizers/{index}")
                 if own is None:
-                    raise Refused(f"{len(group)} entries, among which {index} is none")
+                    raise Refused(f"{count} entries, among which {index} is none")
                 found.append(_optimizer(own.attrs))
         return found
 

@@ -398,7 +398,7 @@ def test_the_threads_end_with_the_program(tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w", libver="latest") as file:  # 4 GiB, of which nearly nothing is written
-        file.create_dataset("x", (1 << 22, 1024), "u1", chunks=(1 << 10, 1024), compression="gzip")
+        file.create_dataset("x", (1 << 22, 1024), "u1", chunks=(1 << 10, 1024), compression="gzip")[0] = 0
     dataset = HDF5Dataset(tmp_path / "f.h5", "x")
     rows = np.random.default_rng(0).integers(0, 1 << 22, 300)
     assert not dataset.rows(rows).any()
