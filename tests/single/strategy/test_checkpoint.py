@@ -522,6 +522,7 @@ def test_what_the_program_adds(tmp_path):
         next(batches)
         given = {
             "epoch": np.int64(3),
+            "step": np.array(4),
             "best": float("inf"),
             "more": [None, True, {"ä": (1, 2.5)}],
             "at": batches.state(),
