@@ -17,7 +17,8 @@ from pairwise import Combination, cover, one_of_each, order
 from touched import distances
 
 QUICK_EXAMPLES = 30  # of Hypothesis, in every tier but `all`
-SLOWEST = {"check": 1.0, "test": 10.0, "change": 10.0}  # seconds: what takes longer is left to the next tier
+SLOWEST = {"check": 1.0, "test": 20.0, "change": 20.0}  # seconds: what takes longer is left to the next tier
+ONCE = 3.0  # seconds: of a test on ranks that takes longer one item is taken, whichever
 PAGES = "test_docs.py"  # each of its pages is a program of its own
 WORDS = {  # of each kind: how the last line calls what was left out
     "pure": "slow ones without ranks", "ranks": "of the full product", "program": "programs",
@@ -70,7 +71,7 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
     quick = [item for item in items if _is_quick(item, tier, table.expected(item.nodeid, kinds[item.nodeid]))]
     chosen = {item.nodeid for item in quick if kinds[item.nodeid] == "pure"}
     if tier != "check":
-        chosen |= _on_ranks(quick, kinds)
+        chosen |= _on_ranks(quick, kinds, table)
     ran, late = set(chosen), ""
     if tier == "change":
         chosen, missed = _change_tier(config, items, kinds, chosen, table)
@@ -88,9 +89,12 @@ def _is_quick(item: pytest.Item, tier: str, seconds: float) -> bool:
     return seconds <= SLOWEST[tier] or (item.path.name == PAGES and tier != "check")
 
 
-def _on_ranks(items: list[pytest.Item], kinds: dict[str, str]) -> set[str]:
+def _on_ranks(items: list[pytest.Item], kinds: dict[str, str], table: Table) -> set[str]:
     chosen = {nodeid for nodeid, name in kinds.items() if name == "gpu" and _gpu()}
-    chosen |= cover(_combination(item) for item in items if kinds[item.nodeid] == "ranks")
+    ranks = [item for item in items if kinds[item.nodeid] == "ranks"]
+    slow = {item.nodeid for item in ranks if table.expected(item.nodeid, "ranks") > ONCE}
+    chosen |= cover(_combination(item) for item in ranks if item.nodeid not in slow)
+    chosen |= one_of_each((_function(item), item.nodeid) for item in ranks if item.nodeid in slow)
     programs = [item for item in items if kinds[item.nodeid] == "program"]
     return chosen | one_of_each((_program(item), item.nodeid) for item in programs)
 
