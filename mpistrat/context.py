@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import ContextError, explain
+from .global_batch import global_batch_size, set_global_batch_size
 
 __all__ = [
     "Frame",
@@ -62,7 +63,6 @@ Stack = tuple[Frame, ...]
 
 _stack: ContextVar[Stack] = ContextVar("mpistrat_frames", default=())
 _sync_on_read: ContextVar[bool] = ContextVar("mpistrat_sync_on_read", default=False)
-_global_batch: ContextVar[int | None] = ContextVar("mpistrat_global_batch", default=None)
 _global_frame: Frame | None = None  # experimental_set_strategy
 _default_factory: Callable[[], Frame] | None = None
 _default_frame: Frame | None = None
@@ -218,13 +218,3 @@ def variable_sync_on_read_context() -> Iterator[None]:
 def in_sync_on_read_context() -> bool:
     """Return whether the call is inside `variable_sync_on_read_context`. Not collective."""
     return _sync_on_read.get()
-
-
-def set_global_batch_size(examples: int | None) -> None:
-    """Say how many examples the current step has over all replicas; distributed datasets do. Not collective."""
-    _global_batch.set(examples)
-
-
-def global_batch_size() -> int | None:
-    """Return the current step's true number of examples over all replicas, None where unknown. Not collective."""
-    return _global_batch.get()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from .. import context
+from .. import context, global_batch
 from ..comm.arrays import array_module, as_array, on_device_of
 from ..errors import ContextError, explain
 from .reductions import as_scalar
@@ -21,15 +21,16 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     Args:
         per_example_loss: array of at least one dimension; the first counts this replica's examples.
         sample_weight: factor of each loss: a number, one for each example, or an array of the losses' shape.
-        global_batch_size: G; default the step's true number of examples over all replicas, which a distributed dataset
-            tells; else this replica's examples times the number of replicas.
+        global_batch_size: G; default the rows over all replicas of the batch among the step's arguments, as the
+            distributed dataset handed it out; of arrays of another origin this replica's examples times the number of
+            replicas. Where batches of different sizes are among the arguments, the one with as many rows as losses.
 
     Returns:
         A NumPy scalar of the losses' dtype; 0 for G = 0.
 
     Raises:
         ValueError: a scalar loss, weights that do not fit, a negative size.
-        ContextError: in cross-replica context.
+        ContextError: in cross-replica context; and where it cannot be told of which batch the losses are.
 
     Example:
         >>> float(compute_average_loss(np.array([1.0, 2.0, 3.0]), global_batch_size=4))
@@ -75,8 +76,7 @@ def _require_replica(function: str) -> None:
 
 def _global_size(loss: Any, given: int | None) -> int:
     if given is None:
-        known = context.global_batch_size()
-        return int(loss.shape[0]) * context.get_strategy().num_replicas_in_sync if known is None else known
+        return global_batch.size_of_losses(int(loss.shape[0]), context.get_strategy().num_replicas_in_sync)
     try:
         size = operator.index(given)
     except TypeError:

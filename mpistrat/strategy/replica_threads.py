@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from .. import context
+from .. import context, global_batch
 from ..context import Frame
 from ..errors import ContextError
 
@@ -50,6 +50,7 @@ class Meeting:
         """Call the step as local replica `index`; keep what it returns or raises."""
         error: BaseException | None = None
         token, meeting = context.push(self._frames[index]), _meeting.set(self)
+        given = global_batch.begin_step(args, kwargs)
         try:
             self._results[index] = function(*args, **kwargs)
         except _Stopped:
@@ -57,6 +58,7 @@ class Meeting:
         except BaseException as caught:
             error = caught
         finally:
+            global_batch.end_step(given)
             _meeting.reset(meeting)
             context.pop(token)
         with self._changed:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from .. import context, nest
+from .. import context, global_batch, nest
 from ..cluster.cluster_resolver import ClusterResolver
 from ..comm.process_group import ProcessGroup
 from ..context import Frame
@@ -158,7 +158,7 @@ class Strategy:
                 raise
         if args or kwargs:
             args, kwargs = select_replica(0, (tuple(args), kwargs))
-        token = context.push(self._replica_frame)
+        token, given = context.push(self._replica_frame), global_batch.begin_step(args, kwargs)
         try:
             return fn(*args, **(kwargs or _NO_KWARGS))
         except TypeError as error:
@@ -166,6 +166,7 @@ class Strategy:
             _check_data(args, kwargs or _NO_KWARGS, error)
             raise
         finally:
+            global_batch.end_step(given)
             context.pop(token)
 
     def _check_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -241,6 +241,32 @@ def test_a_dataset_is_divided(strategy):
     assert seen == list(range(10))
 
 
+def test_a_step_knows_the_rows_of_the_batch_that_it_gets(strategy):
+    def fours(rows, batch):
+        return strategy.distribute_dataset(ms.data.from_arrays(np.full(rows, 4.0)).batch(batch))
+
+    def losses_of(element):
+        return float(strategy.reduce("SUM", strategy.run(ms.nn.compute_average_loss, args=(element,)), axis=None))
+
+    def gradient(element):
+        part = strategy.run(lambda x: x.sum() / ms.context.global_batch_size(), args=(element,))
+        return float(strategy.reduce("SUM", part, axis=None))
+
+    iterator = iter(fours(6, 4))
+    ahead = [next(iterator), next(iterator)]
+    assert [losses_of(batch) for batch in ahead] == pytest.approx([4.0, 4.0])
+    assert [losses_of(a) for a, b in zip(fours(8, 8), fours(2, 2), strict=True)] == pytest.approx([4.0])
+    tens = strategy.distribute_dataset(ms.data.from_arrays(np.array([4.0, 4, 10, 4, 4])).batch(3))
+    assert [losses_of(batch) for batch in list(tens)] == pytest.approx([6.0, 4.0])
+    for batch, expected in zip(tens, [6.0, 4.0], strict=True):
+        assert len(list(fours(2, 2))) == 1
+        assert (losses_of(batch), gradient(batch)) == pytest.approx((expected, expected))
+    made = strategy.distribute_datasets_from_function(
+        lambda context: ms.data.from_arrays(np.full(3 - context.input_pipeline_id % 2, 4.0)).batch(2)
+    )
+    assert [losses_of(batch) for batch in list(made)] == pytest.approx([4.0] * len(made))
+
+
 def test_datasets_from_a_function(strategy):
     contexts: list[ms.InputContext] = []
 

@@ -31,13 +31,17 @@ class Device(Protocol):
 
 
 class Loaded(NamedTuple):
-    """A step whose copies have begun. `rows` and `nbytes` are this worker's; without `parts` it has none left."""
+    """A step whose copies have begun. `rows` and `nbytes` are this worker's; without `parts` it has none left.
+
+    `arrays` are each local replica's, on the host.
+    """
 
     total: int | None
     rows: int
     nbytes: int
     parts: list[Any] | None
     counts: NDArray[np.int64] | None = None
+    arrays: list[list[Any]] | None = None
 
 
 class DevicePrefetch:
@@ -66,12 +70,12 @@ class DevicePrefetch:
         if step.blocks is None:
             return Loaded(step.rows, 0, 0, None, step.counts)
         rows = nbytes = 0
-        for block in step.blocks:
-            leaves = nest.flatten(block)
+        arrays = [nest.flatten(block) for block in step.blocks]
+        for leaves in arrays:
             rows += len(leaves[0]) if leaves else 0
             for leaf in leaves:
                 nbytes += leaf.nbytes
-        return Loaded(step.rows, rows, nbytes, self._start(step.blocks), step.counts)
+        return Loaded(step.rows, rows, nbytes, self._start(step.blocks), step.counts, arrays)
 
     def _start(self, blocks: list[Any]) -> list[Any]:
         if self._devices is None:
@@ -83,9 +87,12 @@ class DevicePrefetch:
             for device, block in zip(self._devices, blocks, strict=True)
         ]
 
-    def hand_out(self, loaded: Loaded, steps: Steps) -> Any:
-        """Return the element of a step: every replica's arrays on its device, zero rows where the worker has none."""
-        parts = loaded.parts
+    def hand_out(self, loaded: Loaded, steps: Steps) -> tuple[Any, list[list[Any]]]:
+        """Return the element of a step, and each replica's arrays in it.
+
+        The arrays are on the replicas' devices, and have zero rows where the worker has none left.
+        """
+        parts, arrays = loaded.parts, loaded.arrays
         if parts is None:
             if steps.row_spec is None:
                 expected = "at least one batch on every worker, or a Dataset, to know what zero rows look like"
@@ -100,7 +107,9 @@ class DevicePrefetch:
                 else nest.map_structure(lambda leaf, device=device: device.finish(leaf.copy), part)
                 for device, part in zip(self._devices, parts, strict=True)
             ]
-        return regroup(parts)
+        if arrays is None or self._devices is not None:
+            arrays = [nest.flatten(part) for part in parts]
+        return regroup(parts), arrays
 
     def reclaim(self) -> None:
         """Take back what the program has dropped; called as it asks for the next step."""

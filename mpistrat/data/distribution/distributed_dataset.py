@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from ...errors import explain
+from ...global_batch import HandedOut
 from ..arguments import integer
 from ..dataset import INFINITE, UNKNOWN, Dataset
 from ..iterator import PATIENCE, PositionReader
@@ -67,6 +68,7 @@ class DistributedDataset:
         self._patience = 0.0 if depth is not None or self._prefetch.copies else PATIENCE
         self._sum_over_ranks = sum_over_ranks
         self._stats = InputStats()
+        self._handed_out = HandedOut()
         self._epoch = 0
 
     @property
@@ -120,7 +122,7 @@ class DistributedDataset:
         settings = self._epoch, self._depth, self._patience, self._same_length, steps
         reader = PositionReader(elements, self.cardinality(), *settings)
         self._epoch += 1
-        told = self._sum_over_ranks, self._stats, self.set_epoch, self._passes
+        told = self._sum_over_ranks, self._stats, self.set_epoch, self._handed_out, self._passes
         return DistributedIterator(reader, steps, prefetch, *told)
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import context
+from ...global_batch import HandedOut
 from ..iterator import PositionReader
 from ..spec import batch_spec
 from ..stats import InputStats
@@ -20,6 +21,9 @@ from .steps import Steps
 __all__ = ["DistributedIterator", "Passes", "SumOverRanks", "alone"]
 
 SumOverRanks = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+
+# A step that was looked at: its rows over all replicas, its element, and each local replica's arrays in it.
+_Ahead = tuple[Loaded, int, Any, list[list[Any]]]
 
 
 def alone(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -56,6 +60,7 @@ class DistributedIterator(Iterator[Any]):
         sum_over_ranks: SumOverRanks,
         stats: InputStats,
         set_epoch: Callable[[int], None],
+        handed_out: HandedOut,
         passes: Passes | None = None,
     ) -> None:
         self._reader = reader
@@ -64,7 +69,8 @@ class DistributedIterator(Iterator[Any]):
         self._sum_over_ranks = sum_over_ranks
         self._stats = stats
         self._set_epoch = set_epoch
-        self._ahead: tuple[Loaded, int, Any] | None = None  # the next step, where it was looked at
+        self._handed_out = handed_out
+        self._ahead: _Ahead | None = None
         self._answers: dict[int, tuple[int, int]] = {}  # by step: how many workers have rows, and rows in all
         self._ended = False
         self._passes, self._pass_open = passes, False
@@ -82,11 +88,11 @@ class DistributedIterator(Iterator[Any]):
         started = time.perf_counter()
         self._prefetch.reclaim()
         try:
-            loaded, total, element = self._look()
+            loaded, total, element, arrays = self._look()
         except StopIteration:
             self._time(started)
             self._last = self.global_batch_size = None
-            context.set_global_batch_size(None)
+            self._handed_out.end()
             raise
         self._reader.next()
         self._ahead = None
@@ -94,12 +100,12 @@ class DistributedIterator(Iterator[Any]):
         self._stats.samples += loaded.rows
         self._stats.bytes += loaded.nbytes
         self.global_batch_size = total
-        context.set_global_batch_size(total)
+        self._handed_out.next(arrays, total)
         self._last = self._time(started)
         return element
 
-    def _look(self) -> tuple[Loaded, int, Any]:
-        """The next step, its rows over all replicas, and its element; StopIteration at the end of all ranks."""
+    def _look(self) -> _Ahead:
+        """The next step; StopIteration at the end of all ranks."""
         if self._ended:
             raise StopIteration
         if self._passes is not None and not self._pass_open:
@@ -119,7 +125,7 @@ class DistributedIterator(Iterator[Any]):
                     self._ended = True
                     self.close()
                     raise StopIteration
-            self._ahead = loaded, total, self._prefetch.hand_out(loaded, self._steps)
+            self._ahead = loaded, total, *self._prefetch.hand_out(loaded, self._steps)
         return self._ahead
 
     def _ask(self, loaded: Loaded) -> tuple[int, int]:

@@ -91,3 +91,89 @@ def test_contexts(two):
         for call in (lambda: compute_average_loss([1.0]), lambda: scale_regularization_loss(1.0)):
             with pytest.raises(RuntimeError, match="replica context"):
                 call()
+
+
+def losses_of(strategy, element, loss=compute_average_loss):
+    return strategy.reduce("SUM", strategy.run(loss, args=(element,)))
+
+
+def fours(strategy, rows, batch):
+    """Batches of fours: the mean over any global batch is 4."""
+    return strategy.distribute_dataset(ms.data.from_arrays(np.full(rows, 4.0)).batch(batch))
+
+
+def test_the_size_belongs_to_the_batch_not_to_the_one_drawn_last(two):
+    uneven = two.distribute_dataset(ms.data.from_arrays(np.array([4.0, 4, 10, 4, 4])).batch(3))
+    iterator = iter(fours(two, 6, 4))
+    first, second = next(iterator), next(iterator)
+    assert [losses_of(two, first), losses_of(two, second)] == [4.0, 4.0]
+    assert [losses_of(two, a) for a, _ in zip(fours(two, 8, 8), fours(two, 2, 2), strict=True)] == [4.0]
+    assert [losses_of(two, batch) for batch in list(uneven)] == [6.0, 4.0]
+    found = []
+    for batch in uneven:
+        list(fours(two, 2, 2))
+        found.append((losses_of(two, batch), ms.context.global_batch_size()))
+    assert found == [(6.0, 3), (4.0, 2)]
+    del iterator
+    assert ms.context.global_batch_size() is None
+
+
+def test_what_is_made_of_the_batch_counts_as_the_batch(two):
+    for batch in two.distribute_dataset(ms.data.from_arrays(np.array([4.0, 4, 10, 4, 4])).batch(3)):
+        list(fours(two, 2, 2))
+        halves = ms.PerReplica([part * 0.5 for part in two.local_results(batch)])
+        assert 2 * losses_of(two, halves) == losses_of(two, batch)
+        part = ms.PerReplica([part.sum() / 4 for part in two.local_results(batch)])
+        sizes = two.run(lambda half, number: ms.context.global_batch_size(), args=(halves, part))
+        assert sizes.values == (len(np.concatenate(batch.values)),) * 2
+        assert two.run(ms.context.global_batch_size).values == sizes.values  # a step without arguments
+
+
+def test_arrays_of_ones_own_are_taken_as_even(two):
+    batch = next(iter(fours(two, 8, 8)))
+    assert losses_of(two, ms.PerReplica([np.full(1, 4.0), np.full(1, 2.0)])) == 3.0
+    assert two.run(lambda x: ms.context.global_batch_size(), args=(np.ones(1),)) is None
+    assert losses_of(two, batch) == 4.0
+
+
+def test_several_batches_in_one_step(two):
+    def step(a, b, losses, **told):
+        return compute_average_loss(losses, **told)
+
+    for a, b in zip(fours(two, 8, 8), fours(two, 3, 3), strict=True):
+        for losses in (a, b):
+            assert two.reduce("SUM", two.run(step, args=(a, b, losses))) == 4.0
+        three = ms.PerReplica([np.full(3, 4.0)] * 2)
+        with pytest.raises(ms.errors.ContextError, match=r"batches of 3 and 8 rows.*global_batch_size\(x\)"):
+            two.run(step, args=(a, b, three))
+        with pytest.raises(ms.errors.ContextError, match=r"batches of 3 and 8 rows.*global_batch_size\(x\)"):
+            two.run(lambda a, b: ms.context.global_batch_size(), args=(a, b))
+        sizes = two.run(
+            lambda x: (ms.context.global_batch_size(x["a"]), ms.context.global_batch_size([x["b"]])),
+            args=({"a": a, "b": b},),
+        )
+        assert [size.values for size in sizes] == [(8, 8), (3, 3)]
+        assert ms.context.global_batch_size(a) == 8
+        with pytest.raises(ValueError, match=r"batches of 3 and 8 rows"):
+            ms.context.global_batch_size((a, b))
+        with pytest.raises(ValueError, match="an array of another origin"):
+            ms.context.global_batch_size(three)
+
+
+def test_batches_that_were_changed_and_kept_are_no_guess(two):
+    """A last batch of 2 + 1 rows: replica 0 cannot tell it from one of 2 + 2."""
+    data = two.distribute_dataset(ms.data.from_arrays(np.ones(7)).batch(4))
+    kept = [ms.PerReplica([2 * part for part in two.local_results(batch)]) for batch in data]
+    assert [len(part.values[0]) for part in kept] == [2, 2]
+    with pytest.raises(ms.errors.ContextError, match=r"compute_average_loss: global_batch_size: .*2 losses"):
+        losses_of(two, kept[0])
+    assert losses_of(two, kept[1], lambda x: compute_average_loss(x, global_batch_size=3)) == 2.0
+
+
+def test_a_batch_that_nobody_holds_is_forgotten(two):
+    from mpistrat import global_batch
+
+    data = two.distribute_dataset(ms.data.from_arrays(np.zeros(30_000)).batch(4))
+    kept = [batch for step, batch in enumerate(data) if step % 100 == 0]
+    assert len(global_batch._sizes) < 2 * 1024
+    assert {ms.context.global_batch_size(batch) for batch in kept} == {4}
