@@ -40,6 +40,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", metavar="SECONDS", type=float, default=60.0, help="for each thing that may hang (default: 60)"
     )
+    parser.add_argument(
+        "--clean", action="store_true", help="remove your files in /dev/shm that no living process uses, of killed jobs"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -49,10 +52,12 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             raise ValueError(explain("doctor", "--need", expected=f"one of {', '.join(NEEDS)}", got=repr(name)))
     if not args.time_limit > 0:
         raise ValueError(explain("doctor", "--time-limit", expected="seconds, more than 0", got=args.time_limit))
+    if args.ranks and args.clean:
+        raise ValueError(explain("doctor", "--clean", expected="it without --ranks", got="both"))
     if args.ranks:
         summary = check_ranks(args.need, args.time_limit)
     elif launched_rank() in (None, 0):
-        summary = Summary(check_login(args.need, args.time_limit))
+        summary = Summary(check_login(args.need, args.time_limit, clean=args.clean))
     else:  # one process speaks for this machine
         return DONE
     if launched_rank() in (None, 0):
@@ -118,10 +123,12 @@ COMMAND = Command(
     "look for what keeps programs from running, or makes them slow",
     "Look at this machine: Python, MPI and the launcher that fits it, threads, one-sided calls, shared memory, GPUs, HDF5,\n"
     "limits, what crashed jobs left behind. With --ranks, under srun or mpiexec: where the ranks are and what they have, and\n"
-    "whether that agrees; then an all-reduce and a window are tried. Nothing is changed. Each finding is OK, a warning (it\n"
-    "works, but slowly or not everywhere) or a problem, with what to do. Warnings alone end with status 0.",
+    "whether that agrees; then an all-reduce and a window are tried. Each finding is OK, a warning (it works, but slowly or not\n"
+    "everywhere) or a problem, with what to do. Warnings alone end with status 0. Nothing is changed; --clean alone removes\n"
+    "files of yours that killed jobs left in /dev/shm.",
     (
         "mpistrat doctor",
+        "mpistrat doctor --clean",
         "mpistrat doctor --need nccl,parallel-hdf5 --json",
         "srun mpistrat doctor --ranks",
         "mpiexec -n 4 mpistrat doctor --ranks",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from ..cluster.launchers import USER, choose_launcher, find_launchers, mismatch
 from ..cluster.mpi_library import MPILibrary, loaded_library
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from ..cluster.threads import THREAD_VARIABLES
+from ..comm import leftovers
 from ..data.shards.ranks import Ranks
 from ..errors import ClusterError, explain
 from ..options import STRATEGIES
@@ -246,12 +249,23 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def _become(start: Start) -> NoReturn:
     """Let the launcher take this process's place: no process between it and who sends signals or takes its status."""
+    if start.command[0] != "srun":  # whose ranks may be on other machines
+        _clean_up_after(os.getpid())
     sys.stdout.flush()
     sys.stderr.flush()
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the launcher would, too
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     os.execvpe(start.command[0], start.command, {**os.environ, **start.environment})
+
+
+def _clean_up_after(launcher: int) -> None:
+    """Have somebody, who is nobody's child, remove what killed ranks leave in /dev/shm when the launcher has ended."""
+    with contextlib.suppress(OSError):
+        subprocess.run(
+            [sys.executable, "-S", "-I", leftovers.__file__, str(launcher)], env={}, cwd="/", check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
 
 
 COMMAND = Command(
@@ -264,6 +278,8 @@ ranks, on all of the job's nodes.
 Each rank's BLAS has its share of the cores, by OMP_NUM_THREADS, unless you set that or a relative of it. What the MPI
 wants besides is added; --dry-run shows the whole command. --strategy and --ps reach the program as MPISTRAT_STRATEGY and
 MPISTRAT_NUM_PS, which ms.strategy_from_environment() reads.
+
+What killed ranks leave in /dev/shm is removed after the end.
 
 The launcher takes this process's place. It ends the program on Ctrl-C, passes SIGUSR1 on to the ranks, and on SIGTERM
 does the latter (MPICH) or the former (Open MPI).""",

@@ -21,18 +21,19 @@ __all__ = ["NEEDS", "check_login"]
 NEEDS = ("gpu", "nccl", "cuda-aware-mpi", "parallel-hdf5")
 
 
-def check_login(needs: Collection[str], limit: float) -> list[Finding]:
+def check_login(needs: Collection[str], limit: float, *, clean: bool = False) -> list[Finding]:
     """Return what is found on this machine. Not collective.
 
     Args:
         needs: what the user cannot do without, from `NEEDS`: what is missing of it is a problem.
         limit: seconds that MPI, and the libraries, may take.
+        clean: remove what this user's killed jobs left in /dev/shm.
     """
     environment = alone()
     probes = {name: Watched(f"mpistrat.doctor.{name}_probe", env=environment) for name in ("mpi", "libraries")}
     library: MPILibrary | None = None
     findings = list(check_interpreter())
-    here = [*check_cores(), *check_shared_folder(), *check_limits()]
+    here = [*check_cores(), *check_shared_folder(clean=clean), *check_limits()]
     try:
         library = loaded_library()
         findings += check_library(library)

@@ -1,4 +1,4 @@
-"""/dev/shm: its room, who may read what MPI keeps there, and what crashed jobs left behind. Nothing is removed here."""
+"""/dev/shm: its room, who may read what MPI keeps there, and what crashed jobs left behind."""
 
 from __future__ import annotations
 
@@ -6,42 +6,41 @@ import contextlib
 import os
 import shlex
 import stat
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ..comm.leftovers import mapped_by, of_this_user, remove_unused, unused
 from ..comm.shared_memory import ENLARGE, SHARED_FOLDER
 from .finding import Finding, ok, problem, warning
 
 __all__ = ["check_shared_folder", "readable_by_others", "segments_of_this_process"]
 
-# What MPI libraries and NCCL call their files: MPICH, Open MPI 5 and 4, Intel MPI, MVAPICH, UCX, PSM, libfabric, Cray, NCCL.
-_PATTERNS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "Intel_MPI_*", "shm-col-space-*", "cxshm*",
-             "ucx_shm_posix_*", "psm2_shm.*", "psm3_shm.*", "fi_shm_*", "cray-shared-mem-*", "nccl-*", "mpistrat*")  # fmt: skip
 _LITTLE, _SMALL = (
     32 << 20,
     1 << 30,
 )  # bytes: with less free even MPI's start may fail; less in all is a container's default
-_YOUNG = 60.0  # seconds: a file that somebody made just now may not have been mapped yet
 _LISTED = 6
 
 
-def check_shared_folder(folder: Path = SHARED_FOLDER) -> Iterator[Finding]:
-    """Say how /dev/shm is. Not collective."""
+def check_shared_folder(folder: Path = SHARED_FOLDER, *, clean: bool = False) -> Iterator[Finding]:
+    """Say how /dev/shm is. Not collective.
+
+    Args:
+        folder: where it is.
+        clean: remove what jobs of this user that were killed left there.
+    """
     try:
         found = os.statvfs(folder)
     except OSError:
         yield ok("/dev/shm", f"there is no {folder}: ranks of a node use MPI's own ways")
         return
     yield _room(folder, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
-    files = list(_segments(folder))
-    if readable := readable_by_others(path for path, _ in files):
+    if readable := readable_by_others(path for path, _ in of_this_user(folder)):
         yield readable
-    mapped = _mapped(folder)
-    now = time.time()
-    left = [(path, about.st_size) for path, about in files if now - about.st_mtime > _YOUNG and str(path) not in mapped]
-    if left:
-        yield _leftovers(folder, left)
+    if clean:
+        yield _removed(remove_unused(folder))
+    elif left := unused(folder):
+        yield _leftovers(left)
 
 
 def _room(folder: Path, size: int, free: int) -> Finding:
@@ -73,51 +72,24 @@ def readable_by_others(paths: Iterable[Path]) -> Finding | None:
 
 def segments_of_this_process(folder: Path = SHARED_FOLDER) -> list[Path]:
     """Return the files of /dev/shm that this process has mapped. Not collective."""
-    return sorted(map(Path, _maps(Path("/proc/self/maps"), folder)))
+    return sorted(map(Path, mapped_by(Path("/proc/self/maps"), folder)))
 
 
-def _segments(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield this user's files that an MPI made."""
-    for pattern in _PATTERNS:
-        for path in sorted(folder.glob(pattern)):
-            with contextlib.suppress(OSError):
-                about = path.lstat()
-                if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():
-                    yield path, about
+def _leftovers(left: list[tuple[Path, int]]) -> Finding:
+    size, names = _mib(sum(nbytes for _, nbytes in left)), _listed([path for path, _ in left])
+    what = f"{_count(left)} that no process uses, {size}, left by jobs that were killed: {names}"
+    return warning("leftovers", what, "mpistrat doctor --clean removes them")
 
 
-def _mapped(folder: Path) -> set[str]:
-    """The files of the folder that any process of this user has mapped, or open."""
-    found: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        found |= _maps(process / "maps", folder)
-        with contextlib.suppress(OSError):
-            for descriptor in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    found.add(os.readlink(descriptor))
-    return found
+def _removed(files: list[tuple[Path, int]]) -> Finding:
+    if not files:
+        return ok("leftovers", "none of yours: nothing was removed")
+    size, names = _mib(sum(nbytes for _, nbytes in files)), _listed([path for path, _ in files])
+    return ok("leftovers", f"removed {_count(files)} that no process used, {size}: {names}")
 
 
-def _maps(maps: Path, folder: Path) -> set[str]:
-    try:
-        lines = maps.read_text(errors="replace").splitlines()
-    except OSError:
-        return set()
-    return {line[line.index(f"{folder}/") :] for line in lines if f" {folder}/" in line and "(deleted)" not in line}
-
-
-def _leftovers(folder: Path, left: list[tuple[Path, int]]) -> Finding:
-    paths = [path for path, _ in left]
-    size = sum(nbytes for _, nbytes in left)
-    count = f"{len(left)} file{'s' * (len(left) > 1)} of yours"
-    what = f"{count} that no process uses, {_mib(size)}, left by jobs that were killed: {_listed(paths)}"
-    if len(paths) <= _LISTED:
-        return warning("leftovers", what, f"rm {shlex.join(map(str, paths))}")
-    names = " -o ".join(
-        f"-name {shlex.quote(pattern)}" for pattern in _PATTERNS if any(p.match(pattern) for p in paths)
-    )
-    find = f'find {folder} -user "$(id -un)" \\( {names} \\) -delete'
-    return warning("leftovers", what, f"When none of your jobs runs on this machine: {find}")
+def _count(files: list[tuple[Path, int]]) -> str:
+    return f"{len(files)} file{'s' * (len(files) > 1)} of yours"
 
 
 def _listed(paths: list[Path]) -> str:

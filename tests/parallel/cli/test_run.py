@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +82,23 @@ def test_sigterm_ends_the_job(start):
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
+def test_what_killed_ranks_leave_in_shared_memory_is_removed(start, tmp_path):
+    """A rank that is killed removes nothing, and its launcher kills the others."""
+    (tmp_path / "killed.py").write_text(
+        "import os, signal; from mpi4py import MPI\n"
+        "window = MPI.Win.Allocate_shared(4096, comm=MPI.COMM_WORLD)\n"
+        "files = {line.split()[-1] for line in open('/proc/self/maps') if ' /dev/shm/' in line and 'deleted' not in line}\n"
+        "open(f'files{MPI.COMM_WORLD.rank}', 'w').write(' '.join(files))\n"
+        "MPI.COMM_WORLD.Barrier()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    _, err = (process := start("-n", "2", "killed.py")).communicate(timeout=60)
+    made = {name for rank in range(2) for name in (tmp_path / f"files{rank}").read_text().split()}
+    assert process.returncode != 0 and made, err
+    until = time.monotonic() + 4.5  # what is older the tests remove themselves
+    while (left := [name for name in made if Path(name).exists()]) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left == []

@@ -18,8 +18,8 @@ def visit(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "launched_rank", lambda: None)
 
     def run(*findings: Finding, ranks: list[dict] | None = None) -> tuple[int, list[str]]:
-        monkeypatch.setattr(doctor, "check_login", lambda *_: list(findings))
-        monkeypatch.setattr(doctor, "check_ranks", lambda *_: Summary(findings, ranks or ()))
+        monkeypatch.setattr(doctor, "check_login", lambda *_, **__: list(findings))
+        monkeypatch.setattr(doctor, "check_ranks", lambda *_, **__: Summary(findings, ranks or ()))
         status = main(["doctor"] if ranks is None else ["doctor", "--ranks"])
         said = capsys.readouterr()
         assert said.err == ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
-import subprocess
 import time
 
+import numpy as np
 import pytest
 from doctor_stand import documented
 
@@ -319,15 +319,29 @@ class TestSharedFolder:
         found = list(check_shared_folder(tmp_path / "nowhere"))
         assert statuses(found) == {"/dev/shm": "OK"} and "there is no" in found[0].what
 
-    def test_the_command_that_removes_many_leftovers(self, tmp_path):
-        """Those of MPI, of this user, that were listed or not; nothing else."""
-        names = [*(f"mpich_shm_{number}" for number in range(7)), "sm_segment.h.0.1", "train.log", "a file"]
-        for name in names:
-            (tmp_path / name).touch(mode=0o600)
-            os.utime(tmp_path / name, (time.time() - 3600,) * 2)
-        finding = named(list(check_shared_folder(tmp_path)), "leftovers")
-        assert finding.status == "warning" and finding.what.startswith("8 files of yours")
-        assert finding.what.endswith("mpich_shm_5 and 2 more")
-        command = finding.remedy.partition(": ")[2]
-        subprocess.run(["bash", "-c", command], check=True)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["a file", "train.log"]
+    def test_what_is_left_is_removed_when_asked(self, tmp_path):
+        """Files of an MPI, of this user, that nobody uses and that are not new; nothing else."""
+        names = [*(f"mpich_shm_{number}" for number in range(7)), "sm_segment.h.0.1"]
+        others = ["train.log", "a file", "mpich_shm_new", "mpich_shm_mapped", "mpich_shm_open", "mpich_shm_of_another"]
+        for name in (*names, *others):
+            (tmp_path / name).write_bytes(bytes(4096))
+            if name != "mpich_shm_new":
+                os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+        (tmp_path / "mpich_shm_link").symlink_to(tmp_path / "train.log")
+        if os.geteuid() == 0:
+            os.chown(tmp_path / "mpich_shm_of_another", 12345, -1)
+        else:
+            (tmp_path / "mpich_shm_of_another").unlink()
+        kept = {path.name for path in tmp_path.iterdir()} - set(names)
+        mapped = np.memmap(tmp_path / "mpich_shm_mapped", np.uint8, "r")
+        with open(tmp_path / "mpich_shm_open"):
+            finding = named(list(check_shared_folder(tmp_path)), "leftovers")
+            assert finding.status == "warning" and finding.what.startswith(
+                "8 files of yours that no process uses, 0 MiB"
+            )
+            assert finding.what.endswith("mpich_shm_5 and 2 more")
+            finding = named(list(check_shared_folder(tmp_path, clean=True)), "leftovers")
+            assert finding.status == "OK" and finding.what.startswith("removed 8 files of yours")
+            assert {path.name for path in tmp_path.iterdir()} == kept
+        finding = named(list(check_shared_folder(tmp_path, clean=True)), "leftovers")
+        assert finding.what.endswith(": mpich_shm_open") and mapped[0] == 0

@@ -114,7 +114,7 @@ class TestSickMachine:
     def test_crashed_jobs_left_files(self, found):
         finding = found.finding("leftovers")
         assert finding["status"] == "warning" and "2 files of yours that no process uses, 3 MiB" in finding["what"]
-        assert finding["remedy"] == "rm /dev/shm/mpich_shm_1_0 /dev/shm/sm_segment.h.0.1"
+        assert finding["remedy"] == "mpistrat doctor --clean removes them"
 
     def test_what_was_not_broken_is_well(self, found):
         assert found.names() <= documented("On a login node")

@@ -1,0 +1,121 @@
+"""Files in /dev/shm that MPI libraries keep while ranks live, and leave behind when ranks are killed or abort.
+
+Standard library only, and no other file of this package: processes that outlive the ranks run this one by its path. As a
+program, `leftovers.py PID` steps aside at once, waits in a session of its own for the end of process PID, a launcher, and
+then removes what its ranks left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import stat
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+__all__ = ["FOLDER", "PATTERNS", "mapped_by", "of_this_user", "remove_since", "remove_unused", "unused"]
+
+FOLDER = Path("/dev/shm")
+# What MPI libraries and NCCL call their files: MPICH, Open MPI 5 and 4, Intel MPI, MVAPICH, UCX, PSM, libfabric, Cray, NCCL.
+PATTERNS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "Intel_MPI_*", "shm-col-space-*", "cxshm*",
+            "ucx_shm_posix_*", "psm2_shm.*", "psm3_shm.*", "fi_shm_*", "cray-shared-mem-*", "nccl-*", "mpistrat*")  # fmt: skip
+YOUNG = 60.0  # seconds: a file that somebody made just now may not have been mapped yet
+_LOOKS = (0.2, 0.5, 1.0, 2.0, 5.0)  # seconds between looks after the end of a launcher, whose ranks may end later
+
+
+def of_this_user(folder: Path = FOLDER) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield this user's files that an MPI made. Not collective."""
+    for pattern in PATTERNS:
+        for path in sorted(folder.glob(pattern)):
+            with contextlib.suppress(OSError):
+                about = path.lstat()
+                if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():
+                    yield path, about
+
+
+def mapped_by(maps: Path, folder: Path = FOLDER) -> set[str]:
+    """Return the files of the folder that are in a process's `/proc/PID/maps`. Not collective."""
+    try:
+        lines = maps.read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    return {line[line.index(f"{folder}/") :] for line in lines if f" {folder}/" in line and "(deleted)" not in line}
+
+
+def unused(folder: Path = FOLDER, age: float = YOUNG) -> list[tuple[Path, int]]:
+    """Return this user's files that an MPI made and no living process has mapped or open, with their sizes. Not collective.
+
+    Args:
+        folder: where to look.
+        age: files that are younger, in seconds, are left out.
+    """
+    now = time.time()
+    old = [(path, about.st_size) for path, about in of_this_user(folder) if now - about.st_mtime > age]
+    used = _used(folder) if old else set()
+    return [(path, size) for path, size in old if str(path) not in used]
+
+
+def remove_unused(folder: Path = FOLDER, age: float = YOUNG) -> list[tuple[Path, int]]:
+    """Remove what `unused` finds, and return it. Not collective."""
+    return _remove(unused(folder, age))
+
+
+def remove_since(start: float, end: float, folder: Path = FOLDER) -> list[tuple[Path, int]]:
+    """Remove what ranks that have ended made between two times, and return it. Not collective.
+
+    A file goes when two looks, half a second apart, find no living process of this user that uses it: another job, which
+    began meanwhile, has mapped its files as soon as it has made them.
+
+    Args:
+        start, end: seconds since 1970.
+        folder: where to look.
+    """
+    within = {path for path, about in of_this_user(folder) if start <= about.st_mtime <= end}
+    if not within:
+        return []
+    first = {path for path, _ in unused(folder, 0.0)}
+    time.sleep(0.5)
+    return _remove((path, size) for path, size in unused(folder, 0.0) if path in first & within)
+
+
+def _remove(files: Iterable[tuple[Path, int]]) -> list[tuple[Path, int]]:
+    removed = []
+    for path, size in files:
+        with contextlib.suppress(OSError):
+            path.unlink()
+            removed.append((path, size))
+    return removed
+
+
+def _used(folder: Path) -> set[str]:
+    """The files of the folder that any process of this user has mapped, or open."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        found |= mapped_by(process / "maps", folder)
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(descriptor))
+    return found
+
+
+def _after(launcher: int) -> None:
+    """Wait for the end of a launcher, then remove what its ranks left; those that live a little longer, too."""
+    start = time.time() - 1.0  # files' times are those of the last tick
+    descriptor = os.pidfd_open(launcher)
+    if os.fork():
+        os._exit(0)  # who started this shall become the launcher, which must not find a child that it does not know
+    os.setsid()
+    select.select([descriptor], [], [])
+    end = time.time() + 1.0
+    for pause in _LOOKS:
+        time.sleep(pause)
+        remove_since(start, end)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError, AttributeError):  # no Linux, or an old one
+        _after(int(sys.argv[1]))
