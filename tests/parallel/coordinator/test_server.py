@@ -27,6 +27,9 @@ def step(gradient):
 
 def test_the_chief_sees_what_was_exchanged_and_whether_to_stop(mpi_run):
     program = """
+with strategy.scope(), strategy.extended.colocate_vars_with(v):
+    near = ms.Variable(np.arange(40.0), name="near")  # the partitioner would cut it
+assert near.server == v.server and near.numpy().sum() == 780
 c.schedule(step, (1.0,))
 c.join()
 stats = strategy.stats()
