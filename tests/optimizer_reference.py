@@ -46,12 +46,17 @@ def rmsprop(rho: float = 0.9, momentum: float = 0.0, epsilon: float = 1e-7, cent
     return rule
 
 
-def adam(beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7, weight_decay: float = 0.0) -> Rule:
+def adam(
+    beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7, weight_decay: float = 0.0, amsgrad: bool = False
+) -> Rule:
     def rule(w, g, s, t, lr):
         w = w - w * weight_decay * lr
         s["momentum"] = beta_1 * s.get("momentum", 0 * w) + (1 - beta_1) * g
         s["velocity"] = beta_2 * s.get("velocity", 0 * w) + (1 - beta_2) * g**2
         alpha = lr * math.sqrt(1 - beta_2**t) / (1 - beta_1**t)
+        if amsgrad:
+            s["velocity_hat"] = np.maximum(s.get("velocity_hat", 0 * w), s["velocity"])
+            return w - alpha * s["momentum"] / (np.sqrt(s["velocity_hat"]) + epsilon)
         return w - alpha * s["momentum"] / (np.sqrt(s["velocity"]) + epsilon)
 
     return rule
@@ -71,6 +76,12 @@ def cases() -> dict[str, tuple[Callable[[Any], Any], Rule, float]]:
             0.01,
         ),
         "adam": (lambda o: o.Adam(0.03, beta_1=0.8, beta_2=0.95), adam(0.8, 0.95), 0.03),
+        "amsgrad": (lambda o: o.Adam(0.03, amsgrad=True), adam(amsgrad=True), 0.03),
+        "adamw amsgrad": (
+            lambda o: o.AdamW(0.03, weight_decay=0.1, amsgrad=True),
+            adam(weight_decay=0.1, amsgrad=True),
+            0.03,
+        ),
         "adamw": (lambda o: o.AdamW(0.03, weight_decay=0.1), adam(weight_decay=0.1), 0.03),
     }
 
@@ -79,6 +90,72 @@ def clip(gradients: list[np.ndarray], limit: float) -> list[np.ndarray]:
     """Scale gradients down together so that their norm does not exceed a limit."""
     norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients))
     return [g * min(1.0, limit / norm) for g in gradients]
+
+
+def apply(
+    rule: Rule,
+    weights: list[np.ndarray],
+    gradients: Callable[[int], list[np.ndarray]],
+    calls: int,
+    rate: float,
+    *,
+    weight_decay: float = 0.0,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
+    use_ema: bool = False,
+    ema_momentum: float = 0.99,
+    ema_overwrite_frequency: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Do what Keras's base class does around a rule, on whole arrays; return weights and averages at the end.
+
+    Source: `apply` and `_backend_apply_gradients` of keras.optimizers.Optimizer, Keras 3.
+    """
+    weights, slots = [w.copy() for w in weights], [{} for _ in weights]
+    averages, sums = [0 * w for w in weights], [0 * w for w in weights]
+    several = gradient_accumulation_steps or 1
+    for call in range(calls):
+        iterations = call // several
+        sums = [s + g for s, g in zip(sums, gradients(call), strict=True)]
+        if (call + 1) % several == 0:
+            mean = [s / several for s in sums]
+            sums = [0 * s for s in sums]
+            if clipnorm is not None:
+                mean = [clip([g], clipnorm)[0] for g in mean]
+            elif global_clipnorm is not None:
+                mean = clip(mean, global_clipnorm)
+            elif clipvalue is not None:
+                mean = [np.clip(g, -clipvalue, clipvalue) for g in mean]
+            weights = [w - w * weight_decay * rate for w in weights]
+            weights = [rule(w, g, s, iterations + 1, rate) for w, g, s in zip(weights, mean, slots, strict=True)]
+        if use_ema:
+            momentum = ema_momentum if iterations else 0.0
+            averages = [momentum * a + (1 - momentum) * w for a, w in zip(averages, weights, strict=True)]
+            if ema_overwrite_frequency and (iterations + 1) % ema_overwrite_frequency == 0:
+                weights = [a.copy() for a in averages]
+    return weights, averages
+
+
+#: What may be said of any optimizer, and some of it together.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "weight_decay": {"weight_decay": 0.05},
+    "clipnorm": {"clipnorm": 5.0},
+    "clipvalue": {"clipvalue": 0.5},
+    "global_clipnorm": {"global_clipnorm": 100.0},
+    "ema": {"use_ema": True, "ema_momentum": 0.9},
+    "ema overwrite": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+    "accumulate": {"gradient_accumulation_steps": 3},
+    "accumulate, clip, decay, ema": {
+        "gradient_accumulation_steps": 2,
+        "clipnorm": 5.0,
+        "weight_decay": 0.05,
+        "use_ema": True,
+        "ema_momentum": 0.7,
+        "ema_overwrite_frequency": 3,
+    },
+    "accumulate, global clip": {"gradient_accumulation_steps": 2, "global_clipnorm": 50.0},
+}
 
 
 def run(

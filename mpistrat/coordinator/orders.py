@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Orders", "order_of"]
 
-_OWN = {*optimizers.OWN, "slot_names", "global_clipnorm", "name"}
+_OWN = {*optimizers.OWN, "slot_names", "name"}
 
 
 def order_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
@@ -53,7 +53,6 @@ def _optimizer(optimizer: Optimizer) -> tuple[Any, ...]:
     base = {
         "slot_names": optimizer.slot_names,
         "slot_start": optimizer.slot_start,
-        "global_clipnorm": optimizer.global_clipnorm,
         "name": optimizer.name,
     }
     return optimizer.ordinal, type(optimizer), optimizer.given_learning_rate, base, own, list(vars(optimizer))

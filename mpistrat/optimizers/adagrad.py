@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from .hyperparameters import Rate, Settings
 from .optimizer import Optimizer
-from .schedules import LearningRateSchedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Adagrad"]
 
@@ -18,10 +21,10 @@ class Adagrad(Optimizer):
     """a += g²; w -= rate * g / sqrt(a + epsilon).
 
     Args:
-        learning_rate: a number or a schedule.
+        learning_rate: a number, a schedule or a callable.
         initial_accumulator_value: of a; not negative.
         epsilon: keeps the divisor from zero.
-        global_clipnorm, name: see `Optimizer`.
+        settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
         ValueError: initial_accumulator_value is negative.
@@ -31,12 +34,10 @@ class Adagrad(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float | LearningRateSchedule = 0.001,
+        learning_rate: Rate = 0.001,
         initial_accumulator_value: float = 0.1,
         epsilon: float = 1e-7,
-        *,
-        global_clipnorm: float | None = None,
-        name: str = "adagrad",
+        **settings: Unpack[Settings],
     ) -> None:
         self.initial_accumulator_value = self._at_least_zero("initial_accumulator_value", initial_accumulator_value)
         self.epsilon = float(epsilon)
@@ -44,8 +45,7 @@ class Adagrad(Optimizer):
             learning_rate,
             slot_names=("accumulator",),
             slot_start=self.initial_accumulator_value,
-            global_clipnorm=global_clipnorm,
-            name=name,
+            **settings,
         )
 
     def update(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from .hyperparameters import Rate, Settings
 from .optimizer import Optimizer
-from .schedules import LearningRateSchedule
 
-__all__ = ["Adam", "adam_update"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Adam", "adam_slots", "adam_update"]
 
 
 @final
@@ -21,10 +24,11 @@ class Adam(Optimizer):
     At step t, counted from 1, alpha = rate * sqrt(1 - beta_2 ** t) / (1 - beta_1 ** t).
 
     Args:
-        learning_rate: a number or a schedule.
+        learning_rate: a number, a schedule or a callable.
         beta_1, beta_2: how much of m and of v is kept at each step; at least 0, less than 1.
         epsilon: keeps the divisor from zero.
-        global_clipnorm, name: see `Optimizer`.
+        amsgrad: divide by the root of the largest v so far.
+        settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
         ValueError: beta_1 or beta_2 is out of range.
@@ -34,18 +38,18 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float | LearningRateSchedule = 0.001,
+        learning_rate: Rate = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
-        *,
-        global_clipnorm: float | None = None,
-        name: str = "adam",
+        amsgrad: bool = False,
+        **settings: Unpack[Settings],
     ) -> None:
         self.beta_1 = self._fraction("beta_1", beta_1)
         self.beta_2 = self._fraction("beta_2", beta_2)
         self.epsilon = float(epsilon)
-        super().__init__(learning_rate, slot_names=("momentum", "velocity"), global_clipnorm=global_clipnorm, name=name)
+        self.amsgrad = bool(amsgrad)
+        super().__init__(learning_rate, slot_names=adam_slots(amsgrad), **settings)
 
     def update(
         self,
@@ -60,6 +64,11 @@ class Adam(Optimizer):
         adam_update(gradient, weights, slots, step, rate, scratch, self.beta_1, self.beta_2, self.epsilon)
 
 
+def adam_slots(amsgrad: bool) -> tuple[str, ...]:
+    """Return what Adam keeps for each weight. Not collective."""
+    return ("momentum", "velocity", "velocity_hat") if amsgrad else ("momentum", "velocity")
+
+
 def adam_update(
     gradient: Any,
     weights: Any,
@@ -71,7 +80,7 @@ def adam_update(
     beta_2: float,
     epsilon: float,
 ) -> None:
-    """Do Adam's update of a block in place, in twelve passes. Not collective.
+    """Do Adam's update of a block in place, in twelve passes, AMSGrad's in thirteen. Not collective.
 
     Args:
         gradient, weights, slots, step, rate, scratch: as for `Optimizer.update`.
@@ -86,6 +95,8 @@ def adam_update(
     np.subtract(gradient, velocity, out=gradient)
     np.multiply(gradient, 1 - beta_2, out=gradient)
     np.add(velocity, gradient, out=velocity)
+    if "velocity_hat" in slots:
+        velocity = np.maximum(slots["velocity_hat"], velocity, out=slots["velocity_hat"])
     np.sqrt(velocity, out=gradient)
     np.add(gradient, epsilon, out=gradient)
     np.multiply(momentum, alpha, out=work)

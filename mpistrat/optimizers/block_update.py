@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ..comm.dtypes import accumulation_dtype
+from .hyperparameters import AVERAGE
 
 if TYPE_CHECKING:
     from .optimizer import Optimizer
@@ -17,7 +18,7 @@ __all__ = ["BlockUpdate"]
 
 @final
 class BlockUpdate:
-    """Updates blocks of one dtype. 16-bit weights are widened, updated, and rounded once.
+    """Updates blocks of one dtype: decay, clipping by value, the rule, averages. 16-bit weights are widened, and rounded once.
 
     Args:
         optimizer: whose rule it is.
@@ -31,13 +32,21 @@ class BlockUpdate:
 
     def __init__(self, optimizer: Optimizer, dtype: np.dtype, scratch: Sequence[Any]) -> None:
         *self._scratch, self._wide, self.block = scratch
-        self._rule = optimizer.update
+        self._optimizer, self._rule = optimizer, optimizer.update
         self.narrow = accumulation_dtype(dtype) != dtype
         self._step, self._rate = 0, 0.0
+        self._limit: float | None = None
+        self._momentum: float | None = None  # of the averages, None where there are none
+        self._overwrites = False
 
     def begin(self, step: int, rate: float) -> None:
         """Set what is the same for all blocks of a step. Not collective."""
         self._step, self._rate = step, rate
+        optimizer = self._optimizer
+        self._limit = optimizer.clipvalue
+        self._momentum = None if not optimizer.use_ema else optimizer.ema_momentum if step > 1 else 0.0
+        often = optimizer.ema_overwrite_frequency
+        self._overwrites = often is not None and step % often == 0
 
     def update(
         self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Iterable[tuple[int, int, float]]
@@ -50,13 +59,38 @@ class BlockUpdate:
             slots: flat arrays like it.
             decays: which elements [low, high) of the block decay, and by what, times the rate.
         """
-        weights = target
-        if self.narrow:
-            weights = self._wide[: target.size]
-            weights[...] = target
+        weights = self._widened(target)
         for low, high, decay in decays:
             piece = weights[low:high]
             np.multiply(piece, 1 - decay * self._rate, out=piece)
+        if self._limit is not None:
+            np.clip(gradient, -self._limit, self._limit, out=gradient)
         self._rule(gradient, weights, slots, self._step, self._rate, self._scratch)
+        if self._momentum is not None:
+            self._average(weights, slots[AVERAGE], self._momentum)
         if self.narrow:
             target[...] = weights
+
+    def average(self, target: Any, slots: Mapping[str, Any]) -> None:
+        """Do for a block that is not updated in this step what belongs to the averages of its weights. Not collective."""
+        if self._momentum is not None:
+            weights = self._widened(target)
+            self._average(weights, slots[AVERAGE], self._momentum)
+            if self.narrow and self._overwrites:
+                target[...] = weights
+
+    def _widened(self, target: Any) -> Any:
+        if not self.narrow:
+            return target
+        weights = self._wide[: target.size]
+        weights[...] = target
+        return weights
+
+    def _average(self, weights: Any, average: Any, momentum: float) -> None:
+        """average = momentum * average + (1 - momentum) * weights; the weights become it where that is due."""
+        part = self._scratch[0][: weights.size]
+        np.multiply(weights, 1 - momentum, out=part)
+        np.multiply(average, momentum, out=average)
+        np.add(average, part, out=average)
+        if self._overwrites:
+            weights[...] = average

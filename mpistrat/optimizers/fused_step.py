@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from ..variables.memory import move_like
 from ..variables.values import checksum, quick_digest
 from .block_update import BlockUpdate
 from .gradients import Pairs, place_gradients
+from .hyperparameters import GRADIENT_SUM
 from .slots import SlotStore, owners
 from .step import Step
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FusedStep"]
 
+T = TypeVar("T")
 Consume = Callable[[int, int, Any], None]
 
 
@@ -91,29 +93,31 @@ class FusedStep(Step):
         Args:
             aggregate: whether gradients are summed over the replicas; else they are equal on all already.
         """
-        optimizer, group, ops = self._optimizer, self._group, self._ops
-        step, rate = optimizer.iterations + 1, optimizer.learning_rate
+        optimizer, group = self._optimizer, self._group
+        number, rate = optimizer.calls + 1, optimizer.learning_rate
         detail = self._detail if aggregate else self._detail + ", without aggregation"
-        words = f", step {step} at rate {rate!r}"
+        words = f", step {number} at rate {rate!r}"
         due = self._taken % group.environment.check_every == 0
         self._taken += 1
         if due and not aggregate:
             words += f", gradients #{self._checksum_of_gradients():08x}"
         with group.collective("apply_gradients", detail=detail).stamp(words) as call:
-            ops.call = call
+            self._ops.call = call
             if due and group.num_nodes > 1:
                 self._compare_nodes()
             for part in self._parts:
-                part.begin(step, rate)
-            if optimizer.global_clipnorm is None:
+                part.begin(optimizer.iterations + 1, rate, number)
+            clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
+            if not (clips or optimizer.check_numerics):
                 for part in self._parts:
-                    self._sum(part, aggregate, part.update)
+                    self._sum(part, aggregate, part.take)
             else:
+                with np.errstate(over="ignore"):  # of squares; sums are looked at below
+                    for part in self._parts:
+                        self._sum(part, aggregate, part.keep)
+                scales = self._scales(number)
                 for part in self._parts:
-                    self._sum(part, aggregate, part.keep)
-                scale = self._scale(optimizer.global_clipnorm)
-                for part in self._parts:
-                    part.update_kept(scale)
+                    part.take_kept(scales)
             group.node.barrier(call)
         for variable in self._constrained:
             variable.apply_constraint(compare=due)
@@ -155,14 +159,67 @@ class FusedStep(Step):
         else:
             part.take_local(consume)
 
-    def _scale(self, limit: float) -> float:
-        """Return by what all gradients are multiplied, the same bits on every rank; NaN if any is not finite."""
-        squares = np.array([part.square for part in self._parts])
-        table = self._group.all_gather_int(squares.view(np.int64).tolist()).view(np.float64)
-        total = sum(float(table[rank, index]) for index, part in enumerate(self._parts) for rank in owners(part.arena))
-        if not math.isfinite(total):
-            return math.nan
-        return limit * min(1 / math.sqrt(total), 1 / limit) if total else 1.0
+    def _scales(self, number: int) -> dict[str, float]:
+        """Return by what the gradients of each variable are multiplied, the same bits on every rank; NaN for what is not finite.
+
+        Raises:
+            FloatingPointError: on every rank, for what is not finite if the optimizer says so.
+        """
+        optimizer = self._optimizer
+        squares = np.array([square for part in self._parts for square in part.squares.values()])
+        table = self._group.all_gather_int(squares.view(np.int64).tolist()).view(np.float64).T
+        sums: dict[str, float] = {}
+        column = iter(table)
+        for part in self._parts:
+            ranks = owners(part.arena)
+            sums.update(
+                (name, sum(float(each[rank]) for rank in ranks))
+                for name, each in zip(part.squares, column, strict=False)
+            )
+        if optimizer.check_numerics and not all(map(math.isfinite, sums.values())):
+            self._refuse_numbers(number)
+        if optimizer.clipnorm is not None:
+            return {name: _scale(total, optimizer.clipnorm) for name, total in sums.items()}
+        limit = optimizer.global_clipnorm
+        scale = 1.0 if limit is None else _scale(sum(sums.values()), limit)
+        return dict.fromkeys(sums, scale)
+
+    def _refuse_numbers(self, number: int) -> None:
+        """Say on which ranks gradients are not finite, if any are: squares may be infinite where no gradient is. Collective.
+
+        Raises:
+            FloatingPointError: on every rank.
+        """
+        own = {
+            variable.name: _not_finite(*(variable.gradient(i).reshape(-1) for i in range(len(part.gradients.local))))
+            for part in self._parts
+            for variable in part.variables
+        }
+        summed = {name: count for part in self._parts for name, count in part.not_finite().items()}
+        told = [json.loads(text) for text in self._group.all_gather_text(json.dumps([own, summed]))]
+        for variable in self._variables:
+            counts = {rank: mine[variable.name] for rank, (mine, _) in enumerate(told) if mine.get(variable.name)}
+            ranks = [] if variable.arena is None else owners(variable.arena)
+            overflown = sum(told[rank][1].get(variable.name, 0) for rank in ranks)
+            if not counts and not overflown:
+                continue
+            got = by_rank({rank: f"{count} that are not" for rank, count in counts.items()})
+            got = got or f"{overflown} that are not in the sum over all replicas, of finite ones on each"
+            remedy = "Look at the loss and the learning rate; no variable was changed by this step"
+            expected, got = "finite numbers", f"{got}, of {variable.size}, in step {number}"
+            raise FloatingPointError(
+                explain("apply_gradients", variable.name, expected=expected, got=got, remedy=remedy)
+            )
+
+
+def _scale(total: float, limit: float) -> float:
+    if not math.isfinite(total):
+        return math.nan
+    return limit * min(1 / math.sqrt(total), 1 / limit) if total else 1.0
+
+
+def _not_finite(*arrays: Any) -> int:
+    return sum(int(array.size) - int(np.count_nonzero(np.isfinite(array))) for array in arrays)
 
 
 @final
@@ -170,13 +227,15 @@ class _Part:
     """One arena's part in a step."""
 
     def __init__(self, optimizer: Optimizer, arena: Arena, variables: Sequence[Variable], slots: SlotStore) -> None:
-        self.arena = arena
-        self.square = 0.0
+        self.arena, self.variables = arena, variables
+        self.squares: dict[str, float] = {}
         # Variables are padded with zeros, which every rule leaves as they are: what lies side by side is one range.
         unit = max(1, ALIGNMENT_BYTES // arena.dtype.itemsize)
         padded = {v.offset: min(-(-(v.offset + v.size) // unit) * unit, arena.size) for v in variables}
         self.ranges = merge(list(padded.items()))
         self._decays = _decays((v.offset, padded[v.offset], optimizer.decay_of(v)) for v in variables)
+        self._spans = sorted((v.offset, padded[v.offset], v.name) for v in variables)
+        self._optimizer, self._mean, self._each, self._apart = optimizer, 0, False, False
         self._slots = slots.of(arena)
         self._rule = BlockUpdate(optimizer, arena.dtype, self._slots.scratch)
 
@@ -191,36 +250,99 @@ class _Part:
             total = (total * 3 + quick_digest(self.arena.values[low:high])) & ((1 << 63) - 1)
         return total
 
-    def begin(self, step: int, rate: float) -> None:
-        """Set what is the same for all blocks of a step. Not collective."""
-        self.square = 0.0
+    def begin(self, step: int, rate: float, number: int) -> None:
+        """Set what is the same for all blocks of a step. Not collective.
+
+        Args:
+            step: the number of the update.
+            rate: its rate.
+            number: of the call, which where gradients are accumulated is not always an update.
+        """
+        optimizer = self._optimizer
+        several = optimizer.gradient_accumulation_steps
+        self._mean = several or 0  # of so many calls, 0 for no mean
+        self._updates = several is None or number % several == 0
+        self._each, self._apart = optimizer.clipnorm is not None, optimizer.check_numerics
+        self.squares = dict.fromkeys([name for _, _, name in self._spans] if self._each else [self._spans[0][2]], 0.0)
         self._rule.begin(step, rate)
 
-    def update(self, low: int, high: int, gradient: Any) -> None:
-        """Update elements [low, high) by their gradient, which is overwritten. Not collective."""
+    def take(self, low: int, high: int, gradient: Any) -> None:
+        """Take the sum of elements [low, high), which is overwritten: update, or add to what is accumulated. Not collective."""
+        if self._mean:
+            if not self._updates:
+                self._accumulate(low, high, gradient)
+                return
+            self._form_mean(low, high, gradient)
+        self._update(low, high, gradient)
+
+    def _update(self, low: int, high: int, gradient: Any) -> None:
         target = self.arena.values[low:high]
         slots, decays = self._slots.part(low, high), self._decays_of(low, high) if self._decays else ()
         self._rule.update(target, move_like(gradient, target), slots, decays)
+        if self._mean:
+            slots[GRADIENT_SUM][...] = 0
+        self._copy(low, high)
+
+    def _accumulate(self, low: int, high: int, gradient: Any) -> None:
+        slots = self._slots.part(low, high)
+        np.add(slots[GRADIENT_SUM], move_like(gradient, slots[GRADIENT_SUM]), out=slots[GRADIENT_SUM])
+        self._rule.average(self.arena.values[low:high], slots)
+        self._copy(low, high)
+
+    def _form_mean(self, low: int, high: int, gradient: Any) -> None:
+        np.add(gradient, move_like(self._slots.part(low, high)[GRADIENT_SUM], gradient), out=gradient)
+        np.divide(gradient, self._mean, out=gradient)
+
+    def _copy(self, low: int, high: int) -> None:
+        """Write what changed to the other local devices."""
+        target = self.arena.values[low:high]
         for copy in self.arena.copies[1:]:
             copy[low:high] = move_like(target, copy)
 
     def keep(self, low: int, high: int, gradient: Any) -> None:
-        """Put a sum aside, and add the squares of its elements up. Not collective.
+        """Put a sum, or the mean of several steps, aside, and add the squares of its elements up. Not collective.
 
-        It is kept in the owner's own gradient memory, which nobody else reads there.
+        It is kept in the owner's own gradient memory, which nobody else reads there, unless gradients are still looked at.
         """
+        if self._mean and self._updates:
+            self._form_mean(low, high, gradient)
         kept, base = self._store()
         kept[low - base : high - base] = move_like(gradient, kept)
-        self.square += float(gradient.dot(gradient))
+        if not self._each:
+            self.squares[self._spans[0][2]] += float(gradient.dot(gradient))
+            return
+        for begin, end, name in _inside(self._spans, low, high):
+            piece = gradient[begin:end]
+            self.squares[name] += float(piece.dot(piece))
 
-    def update_kept(self, scale: float) -> None:
-        """Update by what was kept, times `scale`. Not collective."""
+    def take_kept(self, scales: Mapping[str, float]) -> None:
+        """Take what was kept, as `take` does, times the scale of each variable where this is an update. Not collective."""
         kept, base = self._store()
         for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
             gradient = kept[low - base : high - base]
-            if scale != 1:
-                np.multiply(gradient, scale, out=gradient)
-            self.update(low, high, gradient)
+            if not self._updates:
+                self._accumulate(low, high, gradient)
+                continue
+            if not self._each:
+                self._multiply(gradient, scales[self._spans[0][2]])
+            else:
+                for begin, end, name in _inside(self._spans, low, high):
+                    self._multiply(gradient[begin:end], scales[name])
+            self._update(low, high, gradient)
+
+    def _multiply(self, gradient: Any, scale: float) -> None:
+        if scale != 1:
+            np.multiply(gradient, scale, out=gradient)
+
+    def not_finite(self) -> dict[str, int]:
+        """Return how many numbers of this rank's part of each variable's sum are not finite. Not collective."""
+        kept, base = self._store()
+        return {
+            v.name: _not_finite(
+                *(kept[low - base : high - base] for low, high in self.arena.owned([(v.offset, v.offset + v.size)]))
+            )
+            for v in self.variables
+        }
 
     def take_local(self, consume: Consume) -> None:
         """Hand out this rank's slice of the first local replica's gradients, as a reduction would. Not collective."""
@@ -231,18 +353,22 @@ class _Part:
 
     def _store(self) -> tuple[Any, int]:
         """Return where sums are kept, and which element of the arena comes first there."""
-        if not self._rule.narrow:
+        if not self._rule.narrow and not self._apart:
             return self.gradients.local[0], 0
         return self._slots.kept(), self._slots.low
 
     def _decays_of(self, low: int, high: int) -> Iterator[tuple[int, int, float]]:
-        """Yield what decays of the elements [low, high), counted from `low`."""
-        first = max(0, bisect_right(self._decays, (low, math.inf, 0.0)) - 1)
-        for begin, end, decay in self._decays[first:]:
-            if begin >= high:
-                break
-            if end > low:
-                yield max(begin - low, 0), min(int(end), high) - low, decay
+        return _inside(self._decays, low, high)
+
+
+def _inside(spans: Sequence[tuple[int, Any, T]], low: int, high: int) -> Iterator[tuple[int, int, T]]:
+    """Yield what of sorted spans lies in the elements [low, high), counted from `low`."""
+    first = max(0, bisect_right(spans, low, key=lambda span: span[0]) - 1)
+    for begin, end, what in spans[first:]:
+        if begin >= high:
+            break
+        if end > low:
+            yield max(begin - low, 0), min(int(end), high) - low, what
 
 
 def _shown(variable: Variable) -> str:

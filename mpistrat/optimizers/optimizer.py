@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import weakref
 import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -21,7 +20,7 @@ from ..variables.sharded_variable import ShardedVariable, each_variable
 from ..variables.values import checksum
 from .fused_step import FusedStep
 from .gradients import check_variables
-from .schedules import LearningRateSchedule
+from .hyperparameters import AVERAGE, GRADIENT_SUM, OWN, Hyperparameters, Rate
 from .slots import SlotStore
 from .step import Step
 
@@ -30,23 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OWN", "Optimizer", "find", "known", "register"]
 
-# What an optimizer keeps of its own steps, and neither describes nor shares with the same one on other ranks.
-OWN = frozenset(
-    [
-        *(
-            "_ordinal",
-            "_made_in",
-            "_number",
-            "_iterations",
-            "_counted_from",
-            "_slots",
-            "_steps",
-            "_variables",
-            "_strategy",
-        ),
-        *("_slot_start", "_rate", "_revision", "_private_words", "_slots_words"),
-    ]
-)
 _ordinals = itertools.count(step=ORDINAL_STEP)
 _known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
@@ -62,7 +44,7 @@ class _Pairs:
         self.pairs = pairs
 
 
-class Optimizer(ABC):
+class Optimizer(Hyperparameters):
     """Updates variables by their gradients. Subclass it to bring a rule of your own: `__init__` and `update`.
 
     An update works on flat blocks, element by element, so that it may be done on any part of any variable: each rank of a
@@ -73,45 +55,70 @@ class Optimizer(ABC):
     differ from rank to rank, say a counter, belongs under a name with two.
 
     Args:
-        learning_rate: a number, or a schedule that is asked once a step.
+        learning_rate: a number; a schedule, which is asked once a step; or a callable without an argument, as in Keras, or with
+            one, the number of steps before.
         slot_names: what is kept for each weight between steps, one number each.
         slot_start: their value before the first step.
-        global_clipnorm: if given, all gradients, summed over the replicas, are scaled down together so that their norm
-            does not exceed it. `v.grad` is overwritten then.
+        weight_decay: which part of each weight, times the rate, is taken off before each update.
+        clipnorm: each variable's gradient, summed over the replicas, is scaled down so that its norm does not exceed it.
+        clipvalue: each number of the sum is clipped to ± this.
+        global_clipnorm: all gradients, summed over the replicas, are scaled down together so that their norm does not exceed
+            it. `v.grad` is overwritten then, and under `clipnorm`. Only one of the three may be given.
+        use_ema: keep a moving average of each weight in the slot "average": ema_momentum · average + (1 - ema_momentum) · weight.
+        ema_momentum: from 0 to 1.
+        ema_overwrite_frequency: each so many steps the weights become their averages; None for never: call
+            `finalize_variable_values` at the end.
+        gradient_accumulation_steps: update the weights at each so many-th call only, by the mean of the gradients since the
+            last update; schedules count calls, `iterations` counts updates.
+        check_numerics: refuse a step whose summed gradients have a NaN or an infinity. It costs a pass over the gradients, and
+            memory for them, each rank a part.
         name: default the class's.
 
     Raises:
-        ValueError: global_clipnorm is not positive.
-        TypeError: learning_rate is no number and no schedule.
+        ValueError: a number out of range; two kinds of clipping.
+        TypeError: learning_rate is no number and cannot be called.
+
+    Source: keras.optimizers.Optimizer of Keras 3; `check_numerics` is an addition.
     """
 
     def __init__(
         self,
-        learning_rate: float | LearningRateSchedule,
+        learning_rate: Rate,
         *,
         slot_names: tuple[str, ...] = (),
         slot_start: float = 0.0,
+        weight_decay: float | None = None,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
         global_clipnorm: float | None = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+        check_numerics: bool = False,
         name: str | None = None,
     ) -> None:
-        if global_clipnorm is not None and not global_clipnorm > 0:
-            raise ValueError(explain(type(self).__name__, "global_clipnorm", expected="> 0", got=global_clipnorm))
+        self._take_settings(
+            weight_decay,
+            clipnorm,
+            clipvalue,
+            global_clipnorm,
+            use_ema,
+            ema_momentum,
+            ema_overwrite_frequency,
+            gradient_accumulation_steps,
+            check_numerics,
+        )
         self._count()
-        self._private_words = ""
-        self._slots_words = ""  # tells what `set_slots` was given
         self.name = name or type(self).__name__.lower()
-        self.slot_names = tuple(slot_names)
-        self.global_clipnorm = None if global_clipnorm is None else float(global_clipnorm)
-        self._iterations = 0
-        self._counted_from = 0  # steps are counted alike, but may be set otherwise on one rank
+        added = (AVERAGE,) * self.use_ema + (GRADIENT_SUM,) * bool(self.gradient_accumulation_steps)
+        self.slot_names = (*slot_names, *added)
         self._slot_start = float(slot_start)
         self._slots = SlotStore(self)
-        self._steps: dict[tuple[int, ...], Step] = {}
         self._variables: list[Variable] = []
         self._strategy: Any = None
-        self._revision = 0
         self._ordinal: int
-        self._rate: float | LearningRateSchedule
+        self._steps: dict[tuple[int, ...], Step] = {}
         self.learning_rate = learning_rate
 
     def _count(self) -> None:
@@ -132,11 +139,6 @@ class Optimizer(ABC):
         """Become a copy, which is an optimizer of its own and counted like any other. Not collective."""
         self.__dict__.update(state)
         self._count()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if not name.startswith("_") and "_steps" in self.__dict__:
-            self._describe_steps()
 
     # the rule
 
@@ -161,53 +163,7 @@ class Optimizer(ABC):
             scratch: two flat arrays of the same dtype, at least as large.
         """
 
-    def decay_of(self, variable: Variable) -> float:
-        """Return which part of a variable's weights, times the rate, is taken off before each update. Not collective."""
-        return 0.0
-
-    # hyperparameters
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next step. May be set to a number or a schedule, on every rank alike."""
-        return self.rate_at(self._iterations + 1)
-
-    @learning_rate.setter
-    def learning_rate(self, value: float | LearningRateSchedule) -> None:
-        if not isinstance(value, LearningRateSchedule):
-            if not isinstance(value, (int, float, np.number, np.ndarray)) or np.ndim(value):
-                got = f"{type(value).__name__} {value!r:.60}"
-                expected = "a number or a LearningRateSchedule"
-                raise TypeError(explain(type(self).__name__, "learning_rate", expected=expected, got=got))
-            value = float(value)
-        self._rate = value
-
-    @property
-    def given_learning_rate(self) -> float | LearningRateSchedule:
-        """What `learning_rate` was set to: a number, or the schedule."""
-        return self._rate
-
-    def rate_at(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 1. Not collective."""
-        return float(self._rate(step - 1)) if isinstance(self._rate, LearningRateSchedule) else self._rate
-
-    @property
-    def iterations(self) -> int:
-        """Number of steps that were taken. May be set, on every rank alike."""
-        return self._iterations
-
-    @iterations.setter
-    def iterations(self, value: int) -> None:
-        self._iterations = self._counted_from = int(value)
-
-    @property
-    def revision(self) -> int:
-        """A number that grows whenever an attribute is set, so that `describe` may give another text."""
-        return self._revision
-
-    def count_step(self) -> None:
-        """Count a step that was taken for this optimizer elsewhere. Not collective."""
-        self._iterations += 1
+    # who it is
 
     @property
     def ordinal(self) -> int:
@@ -234,23 +190,6 @@ class Optimizer(ABC):
         """The variables that were updated so far, in the order of their first update."""
         return tuple(self._variables)
 
-    def describe(self) -> str:
-        """Return the rule and its numbers in words, by which ranks are compared. Not collective."""
-        rate: Any = self._rate
-        if isinstance(rate, LearningRateSchedule) and not is_dataclass(rate):
-            rate = f"{type(rate).__name__}({_numbers(rate)})"
-        counted = f", counted from {self._counted_from}" if self._counted_from else ""
-        self._private_words = self._private_words or _private(self)
-        return f"{type(self).__name__}(learning_rate={rate}, {_numbers(self)}{self._private_words}{counted}{self._slots_words})"
-
-    def _describe_steps(self) -> None:
-        self._revision += 1
-        for step in self._steps.values():
-            step.describe()
-
-    def __repr__(self) -> str:
-        return self.describe()
-
     # the front door
 
     def apply_gradients(
@@ -258,6 +197,7 @@ class Optimizer(ABC):
         grads_and_vars: Iterable[tuple[Any, Variable | ShardedVariable]],
         *,
         experimental_aggregate_gradients: bool = True,
+        name: str | None = None,
     ) -> int:
         """Sum gradients over all replicas and update the variables, in one pass. Collective; in replica context.
 
@@ -269,9 +209,10 @@ class Optimizer(ABC):
             grads_and_vars: pairs; each gradient has its variable's shape, or is IndexedSlices, or None, on all replicas
                 of all ranks, where a variable shall stay as it is.
             experimental_aggregate_gradients: False if the gradients were summed already and are equal on all replicas.
+            name: accepted for TF's programs, without effect.
 
         Returns:
-            The number of steps taken so far.
+            `iterations`, the number of updates so far.
 
         Raises:
             ContextError: outside of `strategy.run`.
@@ -279,6 +220,7 @@ class Optimizer(ABC):
                 or one without gradients; local replicas that differ.
             TypeError: a pair without a variable; numbers that do not fit the variable's dtype.
             CollectiveMismatchError: on every rank, when they update other variables, or with other hyperparameters.
+            FloatingPointError: on every rank, with `check_numerics`, when a sum is not finite; no variable has changed then.
 
         Example:
             >>> optimizer.apply_gradients([(w.grad, w), (b.grad, b)])  # doctest: +SKIP
@@ -291,7 +233,7 @@ class Optimizer(ABC):
             raise ContextError(explain("apply_gradients", "", expected=expected, got=got, remedy=remedy))
         pairs = _Pairs(each_variable(grads_and_vars))
         replica.merge_call(self._apply, args=(pairs, bool(experimental_aggregate_gradients)))
-        return self._iterations
+        return self.iterations
 
     def _apply(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
         """Take a step with what the local replicas handed over. Collective; in cross-replica context."""
@@ -339,8 +281,24 @@ class Optimizer(ABC):
 
     @property
     def slot_start(self) -> float:
-        """The value of every slot before the first step."""
+        """The value of every slot of the rule before the first step."""
         return self._slot_start
+
+    def finalize_variable_values(self, var_list: Iterable[Variable | ShardedVariable]) -> None:
+        """Overwrite variables with the averages of their weights, at the end of training with `use_ema`. Collective.
+
+        Variables that were never updated stay as they are.
+
+        Raises:
+            ValueError: the optimizer keeps no averages.
+        """
+        if not self.use_ema:
+            expected, got = "an optimizer with use_ema=True", "one without"
+            raise ValueError(explain("Optimizer.finalize_variable_values", self.name, expected=expected, got=got))
+        for variable in var_list:
+            average = self.slots(variable).get(AVERAGE)
+            if average is not None:
+                variable.assign(average.astype(variable.dtype))
 
     def slots(self, variable: Variable | ShardedVariable) -> dict[str, np.ndarray]:
         """Return new arrays with a variable's slots, whole, on the host; {} if it was never updated. Collective.
@@ -382,7 +340,8 @@ class Optimizer(ABC):
     def get_state(self) -> dict[str, Any]:
         """Return {"iterations": int, "slots": {name of variable: {name of slot: array}}}. Collective.
 
-        What `set_state` gave for variables that were not updated since is in it.
+        Where gradients are accumulated, "iterations" counts the calls of `apply_gradients`. What `set_state` gave for variables
+        that were not updated since is in it.
         """
         return {"iterations": self._iterations, "slots": dict(self.each_slots())}
 
@@ -401,7 +360,7 @@ class Optimizer(ABC):
                 yield variable.name, self._slots.read(variable)
 
     def all_iterations(self) -> int:
-        """Return the number of steps that all ranks took, together where they step together. Collective."""
+        """Return the number of calls that all ranks made, together where they step together. Collective."""
         keeper = self._keeper()
         return self._iterations if keeper is None else keeper.iterations(self)
 
@@ -417,21 +376,10 @@ class Optimizer(ABC):
         Raises:
             ValueError: slots of another optimizer, or of variables of another shape.
         """
-        self.iterations = state["iterations"]
+        self._iterations = self._counted_from = int(state["iterations"])
+        self._describe_steps()
         self._slots.pending = {name: dict(values) for name, values in state["slots"].items()}
         self._slots.fill_pending(self._variables)
-
-    # checks of arguments
-
-    def _at_least_zero(self, argument: str, value: float) -> float:
-        if not value >= 0:
-            raise ValueError(explain(type(self).__name__, argument, expected="≥ 0", got=value))
-        return float(value)
-
-    def _fraction(self, argument: str, value: float) -> float:
-        if not 0 <= value < 1:
-            raise ValueError(explain(type(self).__name__, argument, expected="0 ≤ value < 1", got=value))
-        return float(value)
 
 
 def find(ordinal: int) -> Optimizer | None:
@@ -454,29 +402,3 @@ def register(optimizer: Optimizer, ordinal: int) -> None:
     """Give an optimizer the ordinal by which `find` finds it. Not collective."""
     optimizer._ordinal = ordinal
     _known[ordinal] = optimizer
-
-
-def _numbers(thing: object) -> str:
-    """The attributes of an object that are numbers or hold some, in words that mean the same on every rank."""
-    words = ((key, _word(value)) for key, value in getattr(thing, "__dict__", {}).items() if key[:1] != "_")
-    return ", ".join(f"{key}={word}" for key, word in words if word)
-
-
-def _private(optimizer: Optimizer) -> str:
-    """The same of what a rule keeps under names that begin with one underscore."""
-    own = vars(optimizer).items()
-    words = [(key, _word(value)) for key, value in own if key[:1] == "_" and "__" not in key and key not in OWN]
-    return "".join(f", {key}={word}" for key, word in words if word)
-
-
-def _word(value: object) -> str:
-    """A number, a text, or what holds some, in words; "" for all else."""
-    if isinstance(value, np.ndarray):
-        return f"array{value.shape}#{checksum(np.ascontiguousarray(value).reshape(-1)):08x}" * (value.dtype != object)
-    if isinstance(value, (list, tuple)):
-        words = [_word(item) for item in value]
-        return f"[{', '.join(words)}]" if all(words) else ""
-    if isinstance(value, dict):
-        words = [_word(item) for item in value.values()]
-        return f"{{{', '.join(f'{k!r}: {w}' for k, w in zip(value, words, strict=True))}}}" if all(words) else ""
-    return repr(value) if isinstance(value, (bool, int, float, complex, str, np.generic, type(None))) else ""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from .hyperparameters import Rate, Settings
 from .optimizer import Optimizer
-from .schedules import LearningRateSchedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["RMSProp"]
 
@@ -18,12 +21,12 @@ class RMSProp(Optimizer):
     """v = rho * v + (1 - rho) * g²; w -= rate * g / sqrt(v + epsilon).
 
     Args:
-        learning_rate: a number or a schedule.
+        learning_rate: a number, a schedule or a callable.
         rho: how much of v is kept at each step.
         momentum: if not 0, the step is m = momentum * m + rate * g / sqrt(v + epsilon).
         epsilon: keeps the divisor from zero.
         centered: divide by the root of the variance instead: v less the square of the gradient's own mean.
-        global_clipnorm, name: see `Optimizer`.
+        settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
         ValueError: momentum is negative.
@@ -34,14 +37,12 @@ class RMSProp(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float | LearningRateSchedule = 0.001,
+        learning_rate: Rate = 0.001,
         rho: float = 0.9,
         momentum: float = 0.0,
         epsilon: float = 1e-7,
         centered: bool = False,
-        *,
-        global_clipnorm: float | None = None,
-        name: str = "rmsprop",
+        **settings: Unpack[Settings],
     ) -> None:
         self.rho = float(rho)
         self.momentum = self._at_least_zero("momentum", momentum)
@@ -52,7 +53,7 @@ class RMSProp(Optimizer):
             slots.append("momentum")
         if self.centered:
             slots.append("average_gradient")
-        super().__init__(learning_rate, slot_names=tuple(slots), global_clipnorm=global_clipnorm, name=name)
+        super().__init__(learning_rate, slot_names=tuple(slots), **settings)
 
     def update(
         self,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from .hyperparameters import Rate, Settings
 from .optimizer import Optimizer
-from .schedules import LearningRateSchedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["SGD", "Momentum"]
 
@@ -18,10 +21,10 @@ class SGD(Optimizer):
     """w -= rate * g; with momentum m = momentum * m - rate * g and w += m; Nesterov: w += momentum * m - rate * g.
 
     Args:
-        learning_rate: a number or a schedule.
+        learning_rate: a number, a schedule or a callable.
         momentum: 0 ≤ momentum.
         nesterov: look ahead by one step.
-        global_clipnorm, name: see `Optimizer`.
+        settings: those that all have in common, by name; see `Optimizer`.
 
     Raises:
         ValueError: momentum is negative.
@@ -31,18 +34,14 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float | LearningRateSchedule = 0.01,
+        learning_rate: Rate = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
-        *,
-        global_clipnorm: float | None = None,
-        name: str = "sgd",
+        **settings: Unpack[Settings],
     ) -> None:
         self.momentum = self._at_least_zero("momentum", momentum)
         self.nesterov = bool(nesterov)
-        super().__init__(
-            learning_rate, slot_names=("momentum",) if momentum else (), global_clipnorm=global_clipnorm, name=name
-        )
+        super().__init__(learning_rate, slot_names=("momentum",) if momentum else (), **settings)
 
     def update(
         self,
@@ -71,20 +70,19 @@ class SGD(Optimizer):
 
 
 def Momentum(
-    learning_rate: float | LearningRateSchedule = 0.01,
+    learning_rate: Rate = 0.01,
     momentum: float = 0.9,
     nesterov: bool = False,
-    *,
-    global_clipnorm: float | None = None,
-    name: str = "momentum",
+    **settings: Unpack[Settings],
 ) -> SGD:
     """Return SGD with momentum, in Keras's form (TF: MomentumOptimizer). Not collective.
 
     Args:
-        learning_rate, momentum, nesterov, global_clipnorm, name: as for `SGD`.
+        learning_rate, momentum, nesterov, settings: as for `SGD`.
 
     Example:
         >>> Momentum(0.1).slot_names
         ('momentum',)
     """
-    return SGD(learning_rate, momentum, nesterov, global_clipnorm=global_clipnorm, name=name)
+    named: Settings = {"name": "momentum", **settings}
+    return SGD(learning_rate, momentum, nesterov, **named)

@@ -12,6 +12,7 @@ from ..comm.dtypes import accumulation_dtype
 from ..cross_device.cross_device_ops import BLOCK
 from ..errors import explain
 from ..variables.memory import move_like
+from .hyperparameters import AVERAGE, GRADIENT_SUM
 
 if TYPE_CHECKING:
     from ..variables.arena import Arena
@@ -46,7 +47,12 @@ class ArenaSlots:
         self._kept: Any = None
         with on_device_of(arena.values):
             self.scratch = [xp.empty(min(BLOCK, arena.size), dtype) for _ in range(4)]
-            self.arrays = {name: xp.full(size, start, dtype) if start else xp.zeros(size, dtype) for name in names}
+            self.arrays = {name: xp.zeros(size, dtype) for name in names}
+        for name, array in self.arrays.items():
+            if name == AVERAGE:
+                array[...] = arena.values[self.low : self.high]
+            elif start and name != GRADIENT_SUM:
+                array[...] = start
 
     def kept(self) -> Any:
         """Return a flat array of the slice, to keep sums in between two passes over it. Not collective."""

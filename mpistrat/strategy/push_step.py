@@ -38,6 +38,11 @@ class PushStep(Step):
         access: WorkerAccess,
         check_numerics: bool = False,
     ) -> None:
+        kept = [name for name in ("use_ema", "gradient_accumulation_steps") if getattr(optimizer, name)]
+        if kept:
+            remedy = "Under parameter servers leave it out; to accumulate, sum the gradients of several batches in the program"
+            expected, got = f"an optimizer without {kept[0]}", "one with it"
+            raise ValueError(explain("apply_gradients", optimizer.name, expected=expected, got=got, remedy=remedy))
         self.strategy, self._check_numerics = strategy, check_numerics
         self._optimizer, self._variables, self._access = optimizer, tuple(variables), access
         placement = variables[0].placement
@@ -69,11 +74,13 @@ class PushStep(Step):
         else:
             own = [[(g, v) for g, v in pairs if g is not None] for pairs in replicas]
             gradients = self._sum([[checked(pairs[i][0], v) for pairs in own] for i, (_, v) in enumerate(own[0])])
+        if self._check_numerics or self._optimizer.check_numerics:
+            for variable, gradient in zip(self._variables, gradients, strict=True):
+                self._check_finite(variable, gradient)
         if self._optimizer.global_clipnorm is not None:
             gradients = _clip(gradients, self._optimizer.global_clipnorm)
-        if self._check_numerics:
-            for variable, gradient in zip(self._variables, gradients, strict=True):
-                _check_finite(variable, gradient)
+        elif self._optimizer.clipnorm is not None:
+            gradients = [clipped for gradient in gradients for clipped in _clip([gradient], self._optimizer.clipnorm)]
         for variable, gradient, last in zip(self._variables, gradients, self._last, strict=True):
             self._push(variable, gradient, last)
         self._access.finish_step(self._key, self._others())
@@ -82,6 +89,17 @@ class PushStep(Step):
         """Sum each variable's gradients over the replicas in sync."""
         totals = self._ops.batch_reduce(ReduceOp.SUM, [(PerReplica(values), None) for values in gradients])
         return [total.values[0] if isinstance(total, DistributedValues) else total for total in totals]
+
+    def _check_finite(self, variable: ParameterServerVariable, gradient: Any) -> None:
+        array = to_host(gradient.values if isinstance(gradient, IndexedSlices) else gradient)
+        finite = np.isfinite(array)
+        if not finite.all():
+            count = int(finite.size - np.count_nonzero(finite))
+            got = f"{count} that are not, of {finite.size}, on rank {self.strategy.rank}, in step {self._optimizer.calls + 1}"
+            remedy = "Look at the loss and the learning rate; nothing of this step was pushed"
+            raise FloatingPointError(
+                explain("apply_gradients", variable.name, expected="finite numbers", got=got, remedy=remedy)
+            )
 
     def _push(self, variable: ParameterServerVariable, gradient: Any, last: bool) -> None:
         access, dtype = self._access, variable.dtype
@@ -102,17 +120,6 @@ class PushStep(Step):
             return set(range(self._access.num_servers)) - self._reached
         variables = self._optimizer.variables
         return () if len(variables) == len(self._variables) else {v.server for v in variables} - self._reached
-
-
-def _check_finite(variable: ParameterServerVariable, gradient: Any) -> None:
-    array = to_host(gradient.values if isinstance(gradient, IndexedSlices) else gradient)
-    finite = np.isfinite(array)
-    if not finite.all():
-        got = f"{int(finite.size - np.count_nonzero(finite))} that are not, of {finite.size}"
-        remedy = "Look at the loss and the learning rate; nothing of this step was pushed"
-        raise FloatingPointError(
-            explain("apply_gradients", variable.name, expected="finite numbers", got=got, remedy=remedy)
-        )
 
 
 def _each_row_once(gradient: IndexedSlices) -> IndexedSlices:

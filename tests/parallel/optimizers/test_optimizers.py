@@ -243,6 +243,77 @@ def test_constraints_of_all_ranks():
         assert np.array_equal(w.numpy(), np.clip(np.linspace(-1, 1, 1000), 0, 0.5))
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_what_all_rules_have_in_common_on_any_layout(shared, monkeypatch):
+    import mpistrat as ms
+
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", shared)
+    for name, said in reference.SETTINGS.items():
+        numerics = "ema" in name  # with and without
+        with ms.MultiWorkerMirroredStrategy(devices=DEVICES["two"]) as strategy:
+            optimizer, variables = make(strategy, lambda o: o.Adam(0.03, **said, check_numerics=numerics))  # noqa: B023
+            train(strategy, optimizer, variables, range(4))
+            weights, averages = reference.apply(reference.adam(), start_of(), gradients_of, 4, 0.03, **said)
+            for variable, expected, average in zip(variables, weights, averages, strict=True):
+                np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-11, atol=1e-13, err_msg=name)
+                if "use_ema" in said:
+                    np.testing.assert_allclose(optimizer.slots(variable)["average"], average, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.ranks(1, 2)
+def test_averages_and_accumulated_gradients_go_on_after_restore(mpi_tmp_path):
+    import mpistrat as ms
+
+    said = reference.SETTINGS["accumulate, clip, decay, ema"]
+    path = mpi_tmp_path / "run.h5"
+    for devices, calls in (("two", range(3)), ("one", range(3, 6))):  # in the middle of an update
+        with ms.MirroredStrategy(devices=DEVICES[devices]) as strategy:
+            optimizer, variables = make(strategy, lambda o: o.Adam(0.03, **said))
+            if calls.start:
+                strategy.restore(path)
+                assert (optimizer.iterations, optimizer.calls) == (1, 3)
+            train(strategy, optimizer, variables, calls)
+            strategy.save(path)
+            found = [v.numpy() for v in variables]
+    weights, _ = reference.apply(reference.adam(), start_of(), gradients_of, 6, 0.03, **said)
+    for value, expected in zip(found, weights, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_numbers_that_are_not_finite_are_refused_on_every_rank(shared, monkeypatch):
+    from mpi4py import MPI
+
+    import mpistrat as ms
+
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", shared)
+    last = MPI.COMM_WORLD.size - 1
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            variables = [ms.Variable(np.ones(size, np.float32), name=f"v{size}") for size in (70000, 300)]
+            optimizer = ms.optimizers.SGD(1.0, check_numerics=True)
+
+        def step(value):
+            for v in variables:
+                v.grad[...] = 0.0
+            variables[1].grad[7:9] = value
+            optimizer.apply_gradients([(v.grad, v) for v in variables])
+
+        strategy.run(step, args=(0.0,))
+        text = rf"v300: expected finite numbers, got rank {last}: 2 that are not, of 300, in step 2\. "
+        with pytest.raises(FloatingPointError, match=text):
+            strategy.run(step, args=(np.nan if strategy.rank == last else 0.0,))
+        if last:  # finite on each rank, but not the sum
+            with pytest.raises(FloatingPointError, match="2 that are not in the sum over all replicas"):
+                strategy.run(step, args=(3e38,))
+        assert optimizer.iterations == 1
+        assert all(set(v.numpy().tolist()) == {1.0} for v in variables)
+        strategy.run(step, args=(0.0,))
+        assert optimizer.iterations == 2
+
+
 # what ranks must agree on
 
 

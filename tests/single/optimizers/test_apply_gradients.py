@@ -215,7 +215,9 @@ def test_variables_without_gradients_are_refused():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(TypeError, match="learning_rate: expected a number or a LearningRateSchedule, got str"):
+    with pytest.raises(
+        TypeError, match="learning_rate: expected a number, a LearningRateSchedule or a callable, got str"
+    ):
         SGD("fast")
     with pytest.raises(ValueError, match="momentum: expected ≥ 0, got -1"):
         SGD(0.1, momentum=-1)

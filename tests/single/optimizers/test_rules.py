@@ -148,3 +148,128 @@ def test_a_rule_of_ones_own():
 def test_spellings():
     assert ms.optimizers.RMSprop is ms.optimizers.RMSProp
     assert ms.optimizers.Momentum(0.1).momentum == 0.9
+
+
+@pytest.mark.parametrize("settings", reference.SETTINGS)
+def test_what_all_rules_have_in_common_is_keras(settings):
+    said = reference.SETTINGS[settings]
+    shapes = [(70001,), (3, 5), ()]
+    gradients, start = gradients_of(shapes), start_of(shapes)
+    for make, rule, rate in [(ms.optimizers.Adam, reference.adam(), 0.03), (ms.optimizers.SGD, reference.sgd(), 0.1)]:
+        optimizer = make(rate, **said, check_numerics=make is ms.optimizers.SGD)
+        variables = [ms.Variable(value) for value in start]
+        several = said.get("gradient_accumulation_steps", 1)
+        for call in range(7):
+            taken = optimizer.apply_gradients(list(zip(gradients(call), variables, strict=True)), name="step")
+            assert taken == optimizer.iterations == (call + 1) // several
+        weights, averages = reference.apply(rule, start, gradients, 7, rate, **said)
+        for variable, expected, average in zip(variables, weights, averages, strict=True):
+            np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-12, atol=1e-14)
+            if "use_ema" in said:
+                np.testing.assert_allclose(optimizer.slots(variable)["average"], average, rtol=1e-12, atol=1e-14)
+        if "use_ema" in said:
+            optimizer.finalize_variable_values(variables)
+            np.testing.assert_allclose(variables[0].numpy(), averages[0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("rule", ["Adagrad", "Adam", "AdamW", "Momentum", "RMSprop", "SGD"])
+def test_every_rule_takes_what_all_have_in_common(rule):
+    make = getattr(ms.optimizers, rule)
+    for said in reference.SETTINGS.values():
+        optimizer = make(0.1, **said)
+        assert {name: getattr(optimizer, name) for name in said} == said
+    assert make().name == rule.lower()
+    assert make(name="mine").name == "mine"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'clipnrom'"):
+        make(clipnrom=1.0)
+
+
+def test_16_bit_weights_have_averages_in_float32():
+    w = ms.Variable(np.ones(70001), dtype="float16")
+    optimizer = ms.optimizers.SGD(2.0**-12, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)
+    for _ in range(2):
+        optimizer.apply_gradients([(np.ones(70001, np.float16), w)])
+    # each weight is rounded to half: 1 - 2^-12 lies between 1 and 1 - 2^-11, and goes to the even one, 1
+    assert set(w.numpy().tolist()) == {1.0}
+    average = optimizer.slots(w)["average"]
+    assert average.dtype == np.float32
+    assert set(average.tolist()) == {1 - 2.0**-12}  # of the weights before they were rounded
+
+
+def test_any_callable_is_a_learning_rate():
+    rates = iter([0.5, 0.25, 0.125])
+    w = ms.Variable(np.zeros(3))
+    optimizer = ms.optimizers.SGD(lambda: next(rates))
+    for _ in range(3):
+        optimizer.apply_gradients([(np.ones(3), w)])
+    assert w.numpy().tolist() == [-0.875] * 3
+    warm = ms.optimizers.SGD(lambda step: 0.1 * step)
+    assert [warm.rate_at(number) for number in (1, 3)] == [0.0, 0.2]  # steps before it: 0 and 2
+    assert ms.optimizers.SGD(lambda step=4: 0.1 * step).learning_rate == 0.4  # needs no argument
+    assert "0x" not in repr(warm)
+    text = repr(ms.optimizers.Adam(0.5, clipnorm=2.0))
+    assert text.startswith("Adam(learning_rate=0.5, ")
+    assert "clipnorm=2.0" in text
+    assert "use_ema" not in text
+
+
+def test_schedules_count_calls_where_gradients_are_accumulated():
+    """As in Keras, where `iterations` is divided by the number of calls and the schedule is asked with all of them."""
+    w = ms.Variable(np.zeros(3))
+    optimizer = ms.optimizers.SGD(lambda step: float(step), gradient_accumulation_steps=2)
+    for _ in range(4):
+        optimizer.apply_gradients([(np.ones(3), w)])
+    assert w.numpy().tolist() == [-(1.0 + 3.0)] * 3
+    assert (optimizer.iterations, optimizer.calls) == (2, 4)
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match=r"clipvalue: expected one of clipnorm, .*, got clipnorm and clipvalue"):
+        ms.optimizers.SGD(clipnorm=1.0, clipvalue=1.0)
+    with pytest.raises(
+        ValueError, match="gradient_accumulation_steps: expected None or an integer of at least 2, got 1"
+    ):
+        ms.optimizers.SGD(gradient_accumulation_steps=1)
+    with pytest.raises(ValueError, match="ema_momentum: expected from 0 to 1, got 2"):
+        ms.optimizers.SGD(ema_momentum=2)
+    with pytest.raises(ValueError, match="weight_decay: expected ≥ 0, got -1"):
+        ms.optimizers.RMSprop(weight_decay=-1)
+    optimizer = ms.optimizers.SGD()
+    with pytest.raises(ValueError, match=r"use_ema: expected the value that it was made with, got True"):
+        optimizer.use_ema = True
+    with pytest.raises(ValueError, match="an optimizer with use_ema=True, got one without"):
+        optimizer.finalize_variable_values([])
+
+
+# what is not finite
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("said", [{}, {"clipnorm": 1.0}, {"global_clipnorm": 1.0}, {"gradient_accumulation_steps": 2}])
+def test_a_step_with_numbers_that_are_not_finite_changes_nothing(wrong, said):
+    a, b = ms.Variable(np.ones(70001), name="fine"), ms.Variable(np.ones((2, 3)), name="spoiled")
+    optimizer = ms.optimizers.Adam(0.5, check_numerics=True, **said)
+    optimizer.apply_gradients([(np.ones(70001), a), (np.ones((2, 3)), b)])
+    before, state = [a.numpy(), b.numpy()], optimizer.get_state()
+    bad = np.ones((2, 3))
+    bad[1, 1:] = wrong
+    expected = (
+        r"spoiled\S*: expected finite numbers, got rank 0: 2 that are not, of 6, in step 2\. .*no variable was changed"
+    )
+    with pytest.raises(FloatingPointError, match=expected):
+        optimizer.apply_gradients([(np.ones(70001), a), (bad, b)])
+    for variable, value in zip((a, b), before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+    after = optimizer.get_state()
+    assert after["iterations"] == state["iterations"] == 1
+    for name, slots in state["slots"].items():
+        for slot, array in slots.items():
+            np.testing.assert_array_equal(after["slots"][name][slot], array)
+    optimizer.apply_gradients([(np.ones(70001), a), (np.ones((2, 3)), b)])  # it goes on
+    assert np.isfinite(b.numpy()).all()
+
+
+def test_large_gradients_whose_squares_are_infinite_are_fine():
+    w = ms.Variable(np.zeros(5, np.float32))
+    ms.optimizers.SGD(1.0, check_numerics=True).apply_gradients([(np.full(5, 1e30, np.float32), w)])
+    assert set(w.numpy().tolist()) == {-float(np.float32(1e30))}

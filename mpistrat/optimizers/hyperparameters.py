@@ -1,0 +1,301 @@
+"""The numbers of an optimizer: rate, count, the arguments that all have in common, and how ranks compare them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from abc import ABC
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+
+from ..errors import explain
+from ..variables.sharded_variable import each_variable
+from ..variables.values import checksum
+from .schedules import LearningRateSchedule
+
+if TYPE_CHECKING:
+    from ..variables.variable import Variable
+
+__all__ = ["AVERAGE", "GRADIENT_SUM", "OWN", "Hyperparameters", "Rate", "Settings", "SettingsButDecay"]
+
+AVERAGE, GRADIENT_SUM = (
+    "average",
+    "gradient_accumulator",
+)  # slots of use_ema and of gradient_accumulation_steps, as in Keras
+
+Rate = float | LearningRateSchedule | Callable[..., float]
+
+# What an optimizer keeps of its own steps, and neither describes nor shares with the same one on other ranks.
+OWN = frozenset(
+    [
+        *(
+            "_ordinal",
+            "_made_in",
+            "_number",
+            "_iterations",
+            "_counted_from",
+            "_slots",
+            "_steps",
+            "_variables",
+            "_strategy",
+        ),
+        *("_slot_start", "_rate", "_revision", "_private_words", "_slots_words"),
+    ]
+)
+
+
+class SettingsButDecay(TypedDict, total=False):
+    """The arguments that all optimizers have in common, but for `weight_decay`, which AdamW has a default of its own for."""
+
+    clipnorm: float | None
+    clipvalue: float | None
+    global_clipnorm: float | None
+    use_ema: bool
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
+    gradient_accumulation_steps: int | None
+    check_numerics: bool
+    name: str | None
+
+
+class Settings(SettingsButDecay, total=False):
+    """The arguments that all optimizers have in common; see `Optimizer`."""
+
+    weight_decay: float | None
+
+
+# With which values settings are left out of descriptions.
+_UNSAID: dict[str, tuple[object, ...]] = dict.fromkeys(Settings.__annotations__, (None, False)) | {
+    "ema_momentum": (0.99,)
+}
+_FIXED = ("use_ema", "gradient_accumulation_steps")  # they decide which slots there are
+
+
+class Hyperparameters(ABC):
+    """What `Optimizer` knows of its numbers. Setting a public attribute makes the ranks compare it at the next step."""
+
+    _steps: dict[tuple[int, ...], Any]
+
+    def _take_settings(
+        self,
+        weight_decay: float | None,
+        clipnorm: float | None,
+        clipvalue: float | None,
+        global_clipnorm: float | None,
+        use_ema: bool,
+        ema_momentum: float,
+        ema_overwrite_frequency: int | None,
+        gradient_accumulation_steps: int | None,
+        check_numerics: bool,
+    ) -> None:
+        clips = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
+        for name, limit in clips.items():
+            if limit is not None and not limit > 0:
+                raise ValueError(explain(type(self).__name__, name, expected="> 0", got=limit))
+            setattr(self, name, None if limit is None else float(limit))
+        given = [name for name, limit in clips.items() if limit is not None]
+        if len(given) > 1:
+            expected = "one of clipnorm, clipvalue and global_clipnorm"
+            raise ValueError(explain(type(self).__name__, given[1], expected=expected, got=" and ".join(given)))
+        self.clipnorm: float | None
+        self.clipvalue: float | None
+        self.global_clipnorm: float | None
+        self.weight_decay = None if weight_decay is None else self._at_least_zero("weight_decay", weight_decay)
+        self.use_ema = bool(use_ema)
+        if not 0 <= ema_momentum <= 1:
+            raise ValueError(explain(type(self).__name__, "ema_momentum", expected="from 0 to 1", got=ema_momentum))
+        self.ema_momentum = float(ema_momentum)
+        self.ema_overwrite_frequency = self._steps_or_none("ema_overwrite_frequency", ema_overwrite_frequency, 1)
+        self.gradient_accumulation_steps = self._steps_or_none(
+            "gradient_accumulation_steps", gradient_accumulation_steps, 2
+        )
+        self.check_numerics = bool(check_numerics)
+        self._excluded: set[Variable] = set()
+        self._excluded_names: list[re.Pattern[str]] = []
+        self._private_words = ""
+        self._slots_words = ""  # tells what `set_slots` was given
+        self._iterations = 0
+        self._counted_from = 0  # steps are counted alike, but may be set otherwise on one rank
+        self._revision = 0
+        self._rate: Rate
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = "_steps" in self.__dict__
+        if known and name in _FIXED and value != getattr(self, name, value):
+            remedy = "Make another optimizer"
+            expected, got = "the value that it was made with", repr(value)
+            raise ValueError(explain(type(self).__name__, name, expected=expected, got=got, remedy=remedy))
+        object.__setattr__(self, name, value)
+        if known and not name.startswith("_"):
+            self._describe_steps()
+
+    # rate and count
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step. May be set to a number, a schedule or a callable, on every rank alike."""
+        return self.rate_at(self._iterations + 1)
+
+    @learning_rate.setter
+    def learning_rate(self, value: Rate) -> None:
+        if not callable(value):
+            if not isinstance(value, (int, float, np.number, np.ndarray)) or np.ndim(value):
+                got = f"{type(value).__name__} {value!r:.60}"
+                expected = "a number, a LearningRateSchedule or a callable"
+                raise TypeError(explain(type(self).__name__, "learning_rate", expected=expected, got=got))
+            value = float(value)
+        elif not isinstance(value, LearningRateSchedule):
+            value = _Asked(value)
+        self._rate = value
+
+    @property
+    def given_learning_rate(self) -> Rate:
+        """What `learning_rate` was set to: a number, a schedule, or a callable."""
+        return self._rate.function if isinstance(self._rate, _Asked) else self._rate
+
+    def rate_at(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 1. Not collective."""
+        rate = self._rate
+        return float(rate(step - 1)) if callable(rate) else rate
+
+    @property
+    def iterations(self) -> int:
+        """Number of updates that were made. May be set, on every rank alike."""
+        return self._iterations // (self.gradient_accumulation_steps or 1)
+
+    @iterations.setter
+    def iterations(self, value: int) -> None:
+        self._iterations = self._counted_from = int(value) * (self.gradient_accumulation_steps or 1)
+
+    @property
+    def calls(self) -> int:
+        """How often `apply_gradients` was called: more than `iterations` where gradients are accumulated."""
+        return self._iterations
+
+    def count_step(self) -> None:
+        """Count a step that was taken for this optimizer elsewhere. Not collective."""
+        self._iterations += 1
+
+    # weight decay
+
+    def decay_of(self, variable: Variable) -> float:
+        """Return which part of a variable's weights, times the rate, is taken off before each update. Not collective."""
+        if variable in self._excluded or any(pattern.search(variable.name) for pattern in self._excluded_names):
+            return 0.0
+        return self.weight_decay or 0.0
+
+    def exclude_from_weight_decay(
+        self, var_list: Iterable[Variable] | None = None, var_names: Iterable[str] | None = None
+    ) -> None:
+        """Let variables keep their weights; every rank must say the same, before the first step. Not collective.
+
+        Args:
+            var_list: variables.
+            var_names: regular expressions, searched for in the names of variables.
+
+        Raises:
+            RuntimeError: after the first `apply_gradients`.
+        """
+        if self._steps:
+            expected, got = "a call before the first apply_gradients", "a later one"
+            function = f"{type(self).__name__}.exclude_from_weight_decay"
+            raise RuntimeError(explain(function, "", expected=expected, got=got))
+        self._excluded.update(v for _, v in each_variable((None, v) for v in var_list or ()))
+        self._excluded_names.extend(re.compile(name) for name in var_names or ())
+
+    # how ranks compare them
+
+    @property
+    def revision(self) -> int:
+        """A number that grows whenever an attribute is set, so that `describe` may give another text."""
+        return self._revision
+
+    def describe(self) -> str:
+        """Return the rule and its numbers in words, by which ranks are compared. Not collective."""
+        rate: Any = self._rate
+        if isinstance(rate, LearningRateSchedule) and not is_dataclass(rate):
+            rate = f"{type(rate).__name__}({_numbers(rate)})"
+        counted = f", counted from {self._counted_from}" if self._counted_from else ""
+        self._private_words = self._private_words or _private(self)
+        words = f"{_numbers(self)}{self._private_words}{counted}{self._slots_words}"
+        return f"{type(self).__name__}(learning_rate={rate}, {words})"
+
+    def _describe_steps(self) -> None:
+        self._revision += 1
+        for step in self._steps.values():
+            step.describe()
+
+    def __repr__(self) -> str:
+        return self.describe()
+
+    # checks of arguments
+
+    def _at_least_zero(self, argument: str, value: float) -> float:
+        if not value >= 0:
+            raise ValueError(explain(type(self).__name__, argument, expected="≥ 0", got=value))
+        return float(value)
+
+    def _fraction(self, argument: str, value: float) -> float:
+        if not 0 <= value < 1:
+            raise ValueError(explain(type(self).__name__, argument, expected="0 ≤ value < 1", got=value))
+        return float(value)
+
+    def _steps_or_none(self, argument: str, value: int | None, least: int) -> int | None:
+        if value is not None and (not isinstance(value, (int, np.integer)) or value < least):
+            expected = f"None or an integer of at least {least}"
+            raise ValueError(explain(type(self).__name__, argument, expected=expected, got=value))
+        return None if value is None else int(value)
+
+
+class _Asked:
+    """A callable as a schedule: asked without arguments, as Keras does, or with the step where it needs one argument."""
+
+    def __init__(self, function: Callable[..., float]) -> None:
+        self.function = function
+        try:
+            inspect.signature(function).bind()
+            self._with_step = False
+        except (TypeError, ValueError):
+            self._with_step = True
+
+    def __call__(self, step: int) -> float:
+        return self.function(step) if self._with_step else self.function()
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", type(self.function).__qualname__)
+
+
+def _numbers(thing: object) -> str:
+    """The attributes of an object that are numbers or hold some, in words that mean the same on every rank."""
+    own = getattr(thing, "__dict__", {}).items()
+    words = ((key, _word(value)) for key, value in own if key[:1] != "_" and not _unsaid(key, value))
+    return ", ".join(f"{key}={word}" for key, word in words if word)
+
+
+def _unsaid(key: str, value: object) -> bool:
+    return key in _UNSAID and any(value is default or value == default for default in _UNSAID[key])
+
+
+def _private(thing: Hyperparameters) -> str:
+    """The same of what a rule keeps under names that begin with one underscore."""
+    own = vars(thing).items()
+    words = [(key, _word(value)) for key, value in own if key[:1] == "_" and "__" not in key and key not in OWN]
+    return "".join(f", {key}={word}" for key, word in words if word)
+
+
+def _word(value: object) -> str:
+    """A number, a text, or what holds some, in words; "" for all else."""
+    if isinstance(value, np.ndarray):
+        return f"array{value.shape}#{checksum(np.ascontiguousarray(value).reshape(-1)):08x}" * (value.dtype != object)
+    if isinstance(value, (list, tuple)):
+        words = [_word(item) for item in value]
+        return f"[{', '.join(words)}]" if words and all(words) else ""
+    if isinstance(value, dict):
+        words = [_word(item) for item in value.values()]
+        return (
+            f"{{{', '.join(f'{k!r}: {w}' for k, w in zip(value, words, strict=True))}}}" if words and all(words) else ""
+        )
+    return repr(value) if isinstance(value, (bool, int, float, complex, str, np.generic, type(None))) else ""
