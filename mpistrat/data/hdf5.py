@@ -79,9 +79,10 @@ class HDF5Dataset(RowSource):
         fields: None for a dict of all datasets that have rows (`print` names what else there is); a list of names for a
             dict of these; a tuple of names for a tuple; a dict from new names to names in the file; one name for that
             array alone. A name is like "x" or "group/x".
-        verify: whether to compare every file's bytes with the digest in the manifest: True before HDF5 opens it, on every rank;
-            False never; "auto" where the set has at most 1 GiB (256 MiB without xxhash), once a job: in
-            `distribute_dataset` by the ranks of a node together, else as the first epoch begins.
+        verify: whether to compare the files' bytes with the digests in the manifest. True: all of them before HDF5 opens a file,
+            on every rank. False: none. "auto": the first and last 64 KiB of every file as it is opened, and all of a set of at
+            most 1 GiB (256 MiB without xxhash), once a job: in `distribute_dataset` by the ranks of a node together, else as
+            the first epoch begins.
         reader: how contiguous uncompressed data is read: "auto" or "mmap" through a memory map, "pread" by reads, for
             file systems where a file may be cut while it is read (under a map, that kills the process). What is stored
             otherwise is read in the same way under all of these. "h5py": everything through h5py.
@@ -132,6 +133,7 @@ class HDF5Dataset(RowSource):
         now = is_small(self._files) if verify == "auto" and on_error == "skip" else verify is True
         self._files = self._files.check(verify=now, on_error=on_error)
         self._to_verify = verify == "auto" and not now
+        self._ends = self._to_verify
         self._opened: _Opened | None = None
         self._lock = threading.Lock()
         self._counters = StageStats()
@@ -143,7 +145,7 @@ class HDF5Dataset(RowSource):
         with self._lock:
             if self._opened is None:
                 names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
-                opened = open_shards(self._files, names, driver=self._driver, on_error=self._on_error)
+                opened = open_shards(self._files, names, driver=self._driver, on_error=self._on_error, ends=self._ends)
                 self._opened = _Opened(opened, self._reader, self._driver)
                 self._counters.add(files=len(opened.shards), skipped=len(opened.skipped))
                 if self._structure is None:

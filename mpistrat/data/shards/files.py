@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
-from ...digests import algorithm_of, digest_of_file
+from ...digests import algorithm_of, digest_of_ends, digest_of_file
 from ...errors import ShardError, explain
 from .manifest import Field, Manifest, ShardEntry, read_manifest
 
-__all__ = ["FileSet", "PathLike", "manifest_path", "natural_key", "resolve"]
+__all__ = ["FileSet", "PathLike", "check_ends", "manifest_path", "natural_key", "resolve"]
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -102,6 +102,23 @@ def _verify(path: Path, entry: ShardEntry | None) -> None:
         raise ShardError(explain("HDF5Dataset", str(path), expected="a file that can be read", got=got)) from error
     if found != entry.digest:
         expected = f"digest {entry.digest} (manifest)"
+        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=found, remedy=_REMEDY))
+
+
+def check_ends(path: Path, entry: ShardEntry | None) -> None:
+    """Compare the digest of a file's ends with the manifest, where it has one that can be computed here. Not collective.
+
+    Raises:
+        ShardError: the file is another one, for instance one of the same set that has got its name.
+    """
+    if entry is None or not entry.ends:
+        return
+    try:
+        found = digest_of_ends(path, algorithm_of(entry.ends))
+    except (ValueError, ImportError):
+        return
+    if found != entry.ends:
+        expected = f"digest {entry.ends} of the first and last 64 KiB (manifest)"
         raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=found, remedy=_REMEDY))
 
 

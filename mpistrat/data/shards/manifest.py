@@ -43,12 +43,13 @@ class Field:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One file of the set."""
+    """One file of the set; `ends` is the digest of its first and last bytes, "" in a manifest that does not have it."""
 
     name: str
     rows: int
     bytes: int
     digest: str
+    ends: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,10 @@ def _parse(document: Any) -> Manifest:
         raise ValueError(f"format {document['format']!r}, version {document['version']!r}")
     fields = fields_from_json(document["fields"])
     shards = tuple(
-        ShardEntry(str(entry["name"]), int(entry["rows"]), int(entry["bytes"]), str(entry["digest"]))
+        ShardEntry(
+            *(str(entry["name"]), int(entry["rows"]), int(entry["bytes"])),
+            *(str(entry["digest"]), str(entry.get("ends", ""))),
+        )
         for entry in document["shards"]
     )
     for shard in shards:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...digests import digest_of_file
+from ...digests import digest_of_ends, digest_of_file
 from .columns import Columns, content_bytes, varies
 from .manifest import Field, ShardEntry
 from .storage_format import StorageFormat, row_bytes
@@ -115,7 +115,8 @@ class NewShard:
             self._rewrite()
         with self.path.open("rb") as written:
             os.fsync(written.fileno())
-        return ShardEntry(name, self.rows, self.path.stat().st_size, digest_of_file(self.path))
+        digests = digest_of_file(self.path), digest_of_ends(self.path)
+        return ShardEntry(name, self.rows, self.path.stat().st_size, *digests)
 
     def _rewrite(self) -> None:
         """Write the file again with contiguous datasets of as many rows as came."""

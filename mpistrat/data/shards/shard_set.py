@@ -12,7 +12,7 @@ from pathlib import Path
 from ... import log
 from ...errors import ShardError, explain
 from ..readers.open_files import ShardFile
-from .files import FileSet
+from .files import FileSet, check_ends
 from .manifest import Field, ShardEntry, fields_to_json
 from .shard import Shard
 
@@ -36,7 +36,9 @@ class ShardSet:
     skipped: tuple[tuple[Path, str], ...]
 
 
-def open_shards(files: FileSet, names: list[str] | None, *, driver: str | None, on_error: str) -> ShardSet:
+def open_shards(
+    files: FileSet, names: list[str] | None, *, driver: str | None, on_error: str, ends: bool = False
+) -> ShardSet:
     """Look into all files.
 
     Without a manifest, files are compared with what most of them hold. A file from which a virtual dataset of another
@@ -47,6 +49,7 @@ def open_shards(files: FileSet, names: list[str] | None, *, driver: str | None, 
         names: the datasets wanted; None for all.
         driver: h5py's driver; None for its default.
         on_error: "raise", or "skip" to leave bad files out.
+        ends: whether to compare the digests of the files' ends with the manifest.
 
     Raises:
         ShardError: naming the file that is bad.
@@ -73,10 +76,12 @@ def open_shards(files: FileSet, names: list[str] | None, *, driver: str | None, 
         fields, reference = files.fields, "the manifest"
     elif shards:
         fields, reference = _usual(shards)
-    good = []
+    good, entries = [], dict(zip(files.paths, files.entries, strict=True))
     for shard in shards:
         try:
             _compare(shard, fields, reference, check_extra=names is None)
+            if ends:
+                check_ends(shard.path, entries[shard.path])
             good.append(shard)
         except ShardError as error:
             _skip(shard.path, error, on_error, skipped)
