@@ -194,9 +194,9 @@ class HDF5Dataset(RowSource):
         return np.cumsum([0, *(shard.rows for shard in self._open().shards)])
 
     def bind(self, group: ProcessGroup) -> Dataset:
-        if self._to_verify:
-            verify_together(self._files, group)
-            self._to_verify = False
+        # Whatever this rank has looked at already, the others may not have.
+        verify_together(self._files if self._to_verify else None, group)
+        self._to_verify = False
         return super().bind(group)
 
     def check(self) -> None:

@@ -34,17 +34,18 @@ def verify_alone(files: FileSet) -> None:
         _verify(files, range(len(files.paths)))
 
 
-def verify_together(files: FileSet, group: ProcessGroup) -> None:
-    """Do so on every node, each rank some of the files. Collective.
+def verify_together(files: FileSet | None, group: ProcessGroup) -> None:
+    """Do so on every node, each rank some of the files; None where this rank need not. Collective.
 
     Raises:
         ShardError: on every rank, naming the file.
     """
     problem, topology = None, group.topology
     here = topology.ranks_of_node(topology.node_index)
-    small = is_small(files)
+    if files is not None and not is_small(files):
+        files = None
     try:
-        if small:
+        if files is not None:
             _verify(files, range(here.index(topology.rank), len(files.paths), len(here)))
     except ShardError as error:
         problem = error
@@ -55,7 +56,7 @@ def verify_together(files: FileSet, group: ProcessGroup) -> None:
     for rank, text in enumerate(told):
         if text:
             raise ShardError(f"rank {rank}: {text}")
-    if small:
+    if files is not None:
         with contextlib.suppress(OSError):
             _whole.update(map(ShardFile.of, files.paths))
 
