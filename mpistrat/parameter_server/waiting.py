@@ -21,6 +21,7 @@ _GROWTH = 1.125
 _CHECK = 0.05  # seconds between two looks after what may have gone wrong
 _QUIET = 5.0  # seconds without a push after which, and between which, workers are asked where they are
 _ANSWER = 1.5  # seconds that they have to answer
+_SILENCE = 10.0  # seconds without a push of which a server tells, once in a pass
 
 
 @final
@@ -124,7 +125,8 @@ class PassWait:
     """A server's wait for workers to leave a pass. Not collective.
 
     It may be long, for workers compute. But a worker that is in a collective of all ranks, which this one is to enter as well,
-    will not leave the pass: that is raised. Where nothing comes for `environment.warn_after`, who is waited for is logged.
+    will not leave the pass: that is raised. Where nothing comes for 10 s, or `environment.warn_after` if that is less, who is
+    waited for is logged, once.
 
     Args:
         group: all ranks.
@@ -146,7 +148,7 @@ class PassWait:
         """
         now, watch, warn_after = monotonic(), self._group.watch, self._group.environment.warn_after
         if pushed != self._pushed:
-            self._pushed, self._since, self._asked, self._warned = pushed, now, 0.0, False
+            self._pushed, self._since, self._asked = pushed, now, 0.0
         quiet = now - self._since
         if quiet < min(_QUIET, warn_after):
             return
@@ -164,7 +166,7 @@ class PassWait:
         for rank in places:
             if answers[rank].number > watch.number:
                 raise CollectiveMismatchError(f"{me}, and one of them waits for it:{lines(places)}\n{remedy}")
-        if quiet > warn_after and not self._warned and now - self._asked > _ANSWER:
+        if quiet > min(_SILENCE, warn_after) and not self._warned and now - self._asked > _ANSWER:
             self._warned = True
             unknown = dict.fromkeys(ranks, "does not answer")
             log.logger.warning("%s; none has sent anything for %g s:%s\n%s", me, quiet, lines(unknown | places), remedy)
