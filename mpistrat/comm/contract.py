@@ -21,11 +21,22 @@ if TYPE_CHECKING:
     from .node import Node
     from .watchdog import Watch
 
-__all__ = ["TEXT_BYTES", "Call", "Comparison", "by_rank", "describe", "fingerprint", "gather_text", "mismatch"]
+__all__ = [
+    "TEXT_BYTES",
+    "Call",
+    "Comparison",
+    "by_rank",
+    "describe",
+    "fingerprint",
+    "gather_text",
+    "mismatch",
+    "only_differences",
+]
 
 _MASK = (1 << 63) - 1
 _SERIES = 4096  # so many names are remembered
 TEXT_BYTES = 1000  # of a text are shown; the tag covers all of it
+_LONG = 100  # characters from which on only the differences of texts are shown
 _STAMP_BYTES = 100  # of them for what changes
 
 
@@ -215,7 +226,47 @@ def _first_difference(calls: list[list[str]]) -> CollectiveMismatchError:
 def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
     """Return the error that tells what each rank did, so many collectives ago. Not collective."""
     when = f" {ago} collective{'s' * (ago > 1)} ago" if ago else ""
-    return CollectiveMismatchError(f"the ranks entered different collectives{when}: {by_rank(texts)}")
+    return CollectiveMismatchError(f"the ranks entered different collectives{when}: {by_rank(only_differences(texts))}")
+
+
+def only_differences(texts: Mapping[int, str]) -> dict[int, str]:
+    """Return the texts without the parts, between commas, in which long ones are all alike. Not collective.
+
+    Example:
+        >>> numbers = ", ".join(f"number_{i}={i}" for i in range(9))
+        >>> only_differences({0: f"step(rate=1, {numbers})", 1: f"step(rate=1, {numbers}, limit=2)"})
+        {0: 'step(rate=1, …, number_8=8)', 1: 'step(rate=1, …, number_8=8, limit=2)'}
+    """
+    if max(map(len, texts.values())) < _LONG:
+        return dict(texts)
+    alike: dict[tuple[str, ...], dict[int, list[str]]] = {}  # by operation
+    for rank, text in texts.items():
+        alike.setdefault(tuple(text.split(" ", 2)[:2]), {})[rank] = text.split(", ")
+    return {rank: text for parts in alike.values() for rank, text in _cut_all(parts).items()}
+
+
+def _cut_all(parts: Mapping[int, list[str]]) -> dict[int, str]:
+    shortest = min(map(len, parts.values()))
+    first = next((i for i in range(shortest) if len({own[i] for own in parts.values()}) > 1), shortest)
+    last = next(
+        (i for i in range(shortest - first) if len({own[-1 - i] for own in parts.values()}) > 1), shortest - first
+    )
+    if len(set(map(len, parts.values()))) > 1 and last:
+        last -= 1  # a neighbour is shown where one text has more parts
+    return {rank: _cut(own, first, last, parts) for rank, own in parts.items()}
+
+
+def _cut(own: list[str], first: int, last: int, parts: Mapping[int, list[str]]) -> str:
+    """One text: its beginning, and of the parts from `first` to all but the `last` those that are not alike everywhere."""
+    shown = own[:1]
+    same_length = len(set(map(len, parts.values()))) == 1
+    for index, part in enumerate(own[1:], 1):
+        inside = first <= index < len(own) - last
+        if inside and not (same_length and len({other[index] for other in parts.values()}) == 1):
+            shown.append(part)
+        elif shown[-1] != "…":
+            shown.append("…")
+    return ", ".join(shown)
 
 
 def by_rank(texts: Mapping[int, str]) -> str:

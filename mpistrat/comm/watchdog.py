@@ -22,6 +22,7 @@ import numpy as np
 
 from .. import log
 from . import abort, obituary
+from .contract import only_differences
 
 if TYPE_CHECKING:
     from .contract import Call
@@ -290,7 +291,7 @@ class _Patrol:
         rank = (watch.rank + 1) % watch.size
         said = watch.answers.get(rank)
         if said is not None and said.number == number and said.tag != call.tag and watch.place is place:
-            texts = {watch.rank: watch.answer().text, rank: said.text}
+            texts = only_differences({watch.rank: watch.answer().text, rank: said.text})
             abort.end_job(f"CollectiveMismatchError: the ranks entered different collectives:{lines(texts)}")
         if now - self.asked_next > _NEIGHBOUR:
             self.asked_next = now

@@ -276,7 +276,9 @@ def _numbers(thing: object) -> str:
 
 
 def _unsaid(key: str, value: object) -> bool:
-    return key in _UNSAID and any(value is default or value == default for default in _UNSAID[key])
+    return key == "slot_names" or (
+        key in _UNSAID and any(value is default or value == default for default in _UNSAID[key])
+    )
 
 
 def _private(thing: Hyperparameters) -> str:
