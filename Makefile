@@ -45,8 +45,8 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 demo: $(ENV)/.demo-$(KEY)  ## train on the handwritten digits on 2 ranks; the curves are in demo_output/training.png
-	@[ -t 2 ] && show=bar || show=lines; set -x; \
-	  $(START_$(MPI)) $(ENV)/bin/python -m mpistrat.examples.digits --output $(OUTPUT) --progress $$show
+	@[ -t 2 ] && export COLUMNS=$$(tput cols) MPISTRAT_TERMINAL=stderr; set -x; \
+	  $(START_$(MPI)) $(ENV)/bin/python -m mpistrat.examples.digits --output $(OUTPUT)
 
 ENVS_test := $(foreach mpi,$(TEST_MPIS),$(ENV_$(mpi))/.test-$(KEY))
 PYTEST = $(ENV_$(firstword $(TEST_MPIS)))/bin/python -m pytest \

@@ -13,6 +13,7 @@
 | MPISTRAT_END_TIME | | when the job's time ends, in seconds since 1970, where the scheduler does not say |
 | MPISTRAT_STOP_BEFORE | | seconds before that at which `should_stop` says so; default 60, but at most a tenth of the time left |
 | MPISTRAT_LOG | warning | level of the package's log: debug, info, warning, error |
+| MPISTRAT_TERMINAL | | which of stdout and stderr, `stdout,stderr`, a launcher shows on a terminal; `mpistrat run` sets it |
 | MPISTRAT_TRACEBACK | short | full: when an exception ends the job, its traceback has the lines inside this package, too |
 """
 
@@ -68,6 +69,7 @@ class Environment:
     num_ps: int | None = None
     log: str = "warning"
     traceback: str = "short"
+    terminal: tuple[str, ...] = ()
     end_time: float | None = None
     stop_before: float | None = None
 
@@ -106,6 +108,7 @@ class Environment:
             strategy=strategy,
             num_ps=int(servers) if servers else None,
             log=level,
+            terminal=tuple(filter(None, env.get("MPISTRAT_TERMINAL", "").split(","))),
             traceback=_word(env, "MPISTRAT_TRACEBACK", "short", ("short", "full")),
             end_time=_number_or_none(env, "MPISTRAT_END_TIME"),
             stop_before=_number_or_none(env, "MPISTRAT_STOP_BEFORE"),

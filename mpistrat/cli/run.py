@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from ..cluster.cores import usable_cores
 from ..cluster.devices import count_gpus
-from ..cluster.launcher_variables import launched_size
+from ..cluster.launcher_variables import RANK_VARIABLES, launched_size
 from ..cluster.launchers import USER, choose_launcher, find_launchers, mismatch
 from ..cluster.mpi_library import MPILibrary, loaded_library
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
@@ -27,6 +27,7 @@ from ..comm import leftovers
 from ..data.shards.ranks import Ranks
 from ..errors import ClusterError, explain
 from ..options import STRATEGIES
+from . import rank_output
 from .command import DONE, PROBLEM, Command
 
 __all__ = ["COMMAND", "Start", "plan"]
@@ -55,7 +56,15 @@ class Start:
         return "\n".join([*(f"# {note}" for note in self.notes), " ".join([*settings, shlex.join(self.command)])])
 
 
-def plan(program: Sequence[str], ranks: int | None, strategy: str | None, servers: int | None) -> Start:
+def plan(
+    program: Sequence[str],
+    ranks: int | None,
+    strategy: str | None,
+    servers: int | None,
+    *,
+    tag: bool = False,
+    log_dir: str | None = None,
+) -> Start:
     """Return how to start a program. Not collective; starts no MPI.
 
     Args:
@@ -63,6 +72,8 @@ def plan(program: Sequence[str], ranks: int | None, strategy: str | None, server
         ranks: their number, servers included; None for the default.
         strategy: for MPISTRAT_STRATEGY.
         servers: for MPISTRAT_NUM_PS.
+        tag: each line that a rank prints begins with its number.
+        log_dir: folder for a file of each rank; without `tag` nothing else shows what they print.
 
     Raises:
         ClusterError: mpi4py finds no MPI, or no launcher here belongs to it.
@@ -86,6 +97,11 @@ def plan(program: Sequence[str], ranks: int | None, strategy: str | None, server
         start.environment["MPISTRAT_STRATEGY"] = strategy
     if servers is not None:
         start.environment["MPISTRAT_NUM_PS"] = str(servers)
+    if tag or log_dir is not None:
+        folder = "" if log_dir is None else os.path.abspath(log_dir)
+        wrapper = [sys.executable, "-S", "-I", rank_output.__file__, ",".join(RANK_VARIABLES.values())]
+        start.command += [*wrapper, "1" if tag else "0", folder]
+        start.environment.setdefault("PYTHONUNBUFFERED", os.environ.get("PYTHONUNBUFFERED") or "1")
     start.command += program
     return start
 
@@ -208,7 +224,8 @@ def _count(text: str) -> int:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--dry-run | --json] (PROGRAM | -m MODULE) [ARGUMENT …]"
+        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--tag] [--log-dir DIR] [--dry-run | --json] "
+        "(PROGRAM | -m MODULE) [ARGUMENT …]"
     )
     parser.add_argument(
         "-n", "--ranks", type=_count, metavar="N",
@@ -219,6 +236,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what ms.strategy_from_environment() makes: {', '.join(STRATEGIES)}",
     )  # fmt: skip
     parser.add_argument("--ps", type=_count, metavar="N", help="parameter servers among the ranks: the last ones")
+    parser.add_argument("--tag", action="store_true", help="each line begins with its rank, and no line is torn")
+    parser.add_argument("--log-dir", metavar="DIR", help="what rank N prints goes into DIR/rank-N.txt; with --tag, too")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its environment; start nothing")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument(
@@ -232,7 +251,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
-        start = plan(_program(args), args.ranks, args.strategy, args.ps)
+        start = plan(_program(args), args.ranks, args.strategy, args.ps, tag=args.tag, log_dir=args.log_dir)
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return PROBLEM
@@ -244,7 +263,24 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         return DONE
     for note in start.notes[1:]:
         print(f"mpistrat run: {note}", file=sys.stderr)
+    if args.log_dir is not None:
+        os.makedirs(args.log_dir, exist_ok=True)
+    start.environment |= _terminal(bar=not args.tag and args.log_dir is None)
     return _become(start)
+
+
+def _terminal(*, bar: bool) -> dict[str, str]:
+    """Return what tells ranks, whose output goes through pipes, of the terminal at the other end: its size, and that it is one.
+
+    Args:
+        bar: whether it takes what is drawn over, as bars are: not behind a tag.
+    """
+    streams = [name for name in ("stdout", "stderr") if getattr(sys, name).isatty()]
+    if not streams:
+        return {}
+    size = shutil.get_terminal_size()  # what COLUMNS and LINES say already comes first
+    told = {"MPISTRAT_TERMINAL": ",".join(streams)} if bar else {}
+    return {"COLUMNS": str(size.columns), "LINES": str(size.lines), **told}
 
 
 def _become(start: Start) -> NoReturn:
@@ -277,7 +313,7 @@ ranks, on all of the job's nodes.
 
 Each rank's BLAS has its share of the cores, by OMP_NUM_THREADS, unless you set that or a relative of it. What the MPI
 wants besides is added; --dry-run shows the whole command. --strategy and --ps reach the program as MPISTRAT_STRATEGY and
-MPISTRAT_NUM_PS, which ms.strategy_from_environment() reads.
+MPISTRAT_NUM_PS, which ms.strategy_from_environment() reads. The ranks learn the terminal's width (COLUMNS).
 
 What killed ranks leave in /dev/shm is removed after the end.
 
@@ -288,6 +324,7 @@ does the latter (MPICH) or the former (Open MPI).""",
         "mpistrat run -n 4 train.py --epochs 3",
         "mpistrat run -n 4 --ps 1 train.py",
         "mpistrat run -n 2 -m mpistrat.examples.digits --epochs 2",
+        "mpistrat run -n 4 --tag --log-dir logs train.py",
         "mpistrat run -n 4 --dry-run train.py",
     ),
     arguments=_arguments,

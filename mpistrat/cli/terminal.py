@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..terminal import progress_bar, reaches_terminal
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -86,7 +88,7 @@ class Meter:
         self._what, self._total, self._unit, self._silent = what, total, unit, silent
         self._done = 0
         self._shown = time.monotonic()
-        self._bar = _bar(unit) if sys.stderr.isatty() and not silent else None
+        self._bar = _bar(unit) if not silent and reaches_terminal("stderr") else None
         self._task = None if self._bar is None else self._bar.add_task(what, total=total)
 
     def advance(self, amount: int) -> None:
@@ -113,12 +115,10 @@ class Meter:
 
 
 def _bar(unit: str) -> Progress:
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
         MofNCompleteColumn,
-        Progress,
         ProgressColumn,
         TextColumn,
         TimeRemainingColumn,
@@ -128,8 +128,7 @@ def _bar(unit: str) -> Progress:
     count: list[ProgressColumn] = [MofNCompleteColumn(), TextColumn(unit)]
     if unit == "bytes":
         count = [DownloadColumn(), TransferSpeedColumn()]
-    columns = (TextColumn("{task.description}"), BarColumn(), *count, TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True))
+    return progress_bar(TextColumn("{task.description}"), BarColumn(), *count, TimeRemainingColumn())
 
 
 def names(text: str) -> list[str]:

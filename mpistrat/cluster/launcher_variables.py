@@ -11,7 +11,7 @@ from ..errors import ClusterError, explain
 from .mpi_library import imported_library
 from .pmi import srun_remedy
 
-__all__ = ["LoneRank", "check_size", "launched_rank", "launched_size", "launcher_remedy", "lone_rank"]
+__all__ = ["RANK_VARIABLES", "LoneRank", "check_size", "launched_rank", "launched_size", "launcher_remedy", "lone_rank"]
 
 # Variable -> launcher. Each is set for a task by what started it; an MPI's own launcher comes before srun.
 # SLURM_NTASKS is not among them: sbatch sets it for its script, which is one process and no task of srun.
@@ -25,7 +25,7 @@ _SIZE_VARIABLES = {
     "FLUX_JOB_SIZE": "flux run",
     _STEP: "srun",
 }
-_RANK_VARIABLES = {
+RANK_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
@@ -47,7 +47,7 @@ def launched_size() -> tuple[int, str] | None:
 def launched_rank() -> int | None:
     """Return which of its processes the launcher says that this is; None if none did, or it does not say. Not collective."""
     launched = launched_size()
-    text = os.environ.get(_RANK_VARIABLES[launched[1]], "") if launched is not None else ""
+    text = os.environ.get(RANK_VARIABLES[launched[1]], "") if launched is not None else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import mpistrat as ms
 
+from ..terminal import progress_bar, reaches_terminal
+
 __all__ = ["PARTS", "Clock", "Progress"]
 
 PARTS = ("input", "compute", "communication")
@@ -95,24 +97,22 @@ class Progress:
 
     def __init__(self, steps: int, style: str = "auto", done: int = 0) -> None:
         if style == "auto":
-            style = "bar" if sys.stderr.isatty() else "lines"
+            style = "bar" if reaches_terminal("stderr") else "lines"
         self._lines = style == "lines"
         self._bar = self._make_bar(steps, done) if style == "bar" else None
 
     def _make_bar(self, steps: int, done: int) -> Any:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
-        columns = ("epoch {task.fields[epoch]}", "loss {task.fields[loss]:.4f}", "{task.fields[rate]:,.0f} samples/s")
-        shown = [TextColumn(text) for text in (*columns, "{task.fields[shares]}")]
-        bar = Bar(
-            *shown[:1],
-            BarColumn(),
-            MofNCompleteColumn(),
-            *shown[1:],
+        what = "loss {task.fields[loss]:.4f}, {task.fields[rate]:,.0f} samples/s, {task.fields[shares]}"
+        bar = progress_bar(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.completed}/{task.total}"),
             TimeRemainingColumn(),
-            console=Console(stderr=True, force_terminal=True),
+            TextColumn(what, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),  # the rest of the line
+            expand=True,
         )
         bar.add_task("train", total=steps, completed=done, epoch=0, loss=float("nan"), rate=0.0, shares="")
         return bar

@@ -1,7 +1,13 @@
 """`mpistrat run` under each MPI: ranks that find each other, their environment, exit statuses, signals."""
 
+import fcntl
+import os
+import pty
+import re
 import signal
+import struct
 import subprocess
+import termios
 import time
 from pathlib import Path
 
@@ -102,3 +108,70 @@ def test_what_killed_ranks_leave_in_shared_memory_is_removed(start, tmp_path):
     while (left := [name for name in made if Path(name).exists()]) and time.monotonic() < until:
         time.sleep(0.1)
     assert left == []
+
+
+TALK = """
+import os, sys
+sys.stdout.reconfigure(write_through=True)
+rank = next(os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in os.environ)
+for number in range(300):
+    print("line", number, "of", rank, rank * 60)    # several writes a line
+print("long", rank * 9000)
+sys.stderr.write("no end of line")
+sys.stderr.flush()
+if sys.argv[1:]:
+    os._exit(5)  # Open MPI throws away what it has not printed yet when a rank fails
+"""
+
+
+def test_tagged_lines_are_whole_and_each_rank_has_a_file(start, tmp_path):
+    (tmp_path / "talk.py").write_text(TALK)
+    process = start("-n", "3", "--tag", "--log-dir", "logs/new", "talk.py")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    for rank in "012":
+        mine = [f"line {number} of {rank} {rank * 60}" for number in range(300)]
+        tagged = [line.removeprefix(f"[{rank}] ") for line in out.splitlines() if line.startswith(f"[{rank}] ")]
+        assert tagged[:300] == mine and "".join(tagged[300:]) == "long " + rank * 9000
+        assert f"[{rank}] no end of line\n" in err
+        written = (tmp_path / f"logs/new/rank-{rank}.txt").read_text()
+        assert written.replace("no end of line", "").splitlines() == [*mine, "long " + rank * 9000]
+    process = start("-n", "2", "--log-dir", "logs", "talk.py", "fail")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 5 and "line" not in out + err.replace("pipeline", ""), out + err
+    assert (tmp_path / "logs/rank-1.txt").read_text().startswith("line 0 of 1 1")
+
+
+@pytest.mark.parametrize(("columns", "words"), [(80, ()), (120, ()), (80, ("--tag",))])
+def test_a_bar_through_the_launcher(mpi, tmp_path, columns, words):
+    """Steps and the time left are on each line, which is as wide as the terminal; behind a tag nothing is drawn over."""
+    (tmp_path / "bar.py").write_text(
+        "import time\nfrom mpistrat.examples.progress import Progress\n"
+        "class Clock:\n  rate = lambda self: 1.5e6\n  shares = lambda self: 'where the time went, in many words ' * 5\n"
+        "with Progress(3, 'auto') as progress:\n"
+        "  for step in range(3): progress.step(1, 0.5, Clock()); time.sleep(0.15)\n"
+        "  progress.epoch(1, 0.5, 0.9, Clock())"
+    )
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    env = job_environment("none", tmp_path, {"COLUMNS": None, "LINES": None, "TERM": "xterm"})
+    command = [mpi.python, "-m", "mpistrat", "run", "-n", "1", *words, "bar.py"]
+    with subprocess.Popen(
+        command, env=env, cwd=tmp_path, stdout=follower, stderr=follower, stdin=subprocess.DEVNULL
+    ) as process:
+        os.close(follower)
+        said = b""
+        try:
+            while part := os.read(leader, 1 << 16):
+                said += part
+        except OSError:  # the other end is closed
+            pass
+    os.close(leader)
+    assert process.returncode == 0, said
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said.decode().replace("\x1b[2K", "\n"))
+    bars = [line for line in re.split(r"[\r\n]+", text) if "━" in line]
+    if words:
+        assert not bars and "[0] epoch 1: loss 0.5" in text
+        return
+    assert re.search(r"epoch 1 ━+ 3/3 0:00:00 loss 0\.5000, 1,500,000", bars[-1]), bars
+    assert max(map(len, bars)) == columns

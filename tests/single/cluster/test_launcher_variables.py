@@ -15,7 +15,7 @@ from mpistrat.errors import ClusterError
 def environment(monkeypatch):
     for name in [
         *launcher_variables._SIZE_VARIABLES,
-        *launcher_variables._RANK_VARIABLES.values(),
+        *launcher_variables.RANK_VARIABLES.values(),
         "SLURM_NTASKS",
         "SLURM_NPROCS",
     ]:
@@ -109,7 +109,7 @@ def test_which_process_this_is(environment, name):
     assert launched_rank() is None
     environment(**{name: "4"})
     assert launched_rank() is None
-    environment(**{launcher_variables._RANK_VARIABLES[name]: "3"})
+    environment(**{launcher_variables.RANK_VARIABLES[name]: "3"})
     assert launched_rank() == 3
 
 

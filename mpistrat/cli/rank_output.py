@@ -1,0 +1,90 @@
+"""Between a launcher and a rank's program: whole lines that begin with the rank, and a file for each rank.
+
+Run by its path, with the standard library only: `rank_output.py VARIABLES TAG FOLDER WORD …`. The program takes this
+process's place, so that signals and its status go past nobody. What it writes is read by a process beside it, which ends
+with the program's last word.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+_LONGEST = 4096 - 32  # bytes: so much goes into a launcher's pipe in one piece; longer lines are folded
+
+
+def main(variables: str, tag: str, folder: str, *words: str) -> None:
+    """Become a program, whose output is tagged, or goes into files.
+
+    Args:
+        variables: names of environment variables with the rank, the first that is set counts.
+        tag: "1" for tags.
+        folder: of the files, "" for none.
+        words: of the program.
+    """
+    rank = next((os.environ[name] for name in variables.split(",") if os.environ.get(name)), "0")
+    file = -1
+    if folder:
+        path = os.path.join(folder, f"rank-{rank}.txt")
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    if tag == "1":
+        _tagged(f"[{rank}] ".encode(), file)
+    else:
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+    os.execvp(words[0], words)
+
+
+def _tagged(tag: bytes, file: int) -> None:
+    """Send what this process writes through another one, which passes on whole lines."""
+    pipes = [os.pipe(), os.pipe()]
+    if os.fork():  # the program; its child steps aside at once, so that it has none that it does not know
+        os.wait()
+        for number, (_, write) in enumerate(pipes, 1):
+            os.dup2(write, number)
+        return
+    if os.fork():
+        os._exit(0)
+    os.setsid()  # what ends the program's group does not end this
+    for _, write in pipes:
+        os.close(write)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    _forward({pipes[0][0]: 1, pipes[1][0]: 2}, tag, file)
+    os._exit(0)
+
+
+def _forward(ways: dict[int, int], tag: bytes, file: int) -> None:
+    """Pass on what comes in at one end, line by line, until nobody writes any more."""
+    import select
+
+    texts = dict.fromkeys(ways, b"")
+    while ways:
+        for source in select.select(list(ways), [], [])[0]:
+            data = os.read(source, 1 << 16)
+            *lines, texts[source] = re.split(rb"(?<=\n)", texts[source] + data)
+            while len(texts[source]) > _LONGEST or (texts[source] and not data):
+                lines.append(texts[source][:_LONGEST])
+                texts[source] = texts[source][_LONGEST:]
+            for line in filter(None, lines):
+                _write(ways[source], tag, line)
+                if file >= 0:
+                    os.write(file, line)
+            if not data:
+                os.close(source)
+                os.close(ways.pop(source))
+
+
+def _write(target: int, tag: bytes, line: bytes) -> None:
+    line = line.rstrip(b"\n")
+    for at in range(0, max(len(line), 1), _LONGEST):
+        try:
+            os.write(target, tag + line[at : at + _LONGEST] + b"\n")
+        except OSError:  # nobody reads it any more; a file may still be wanted
+            return
+
+
+if __name__ == "__main__":
+    arguments: Sequence[str] = sys.argv[1:]
+    main(*arguments)

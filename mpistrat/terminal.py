@@ -1,0 +1,38 @@
+"""Whether what a process prints reaches a terminal, also through a launcher's pipes; and progress bars for both."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from .options import Environment
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+__all__ = ["progress_bar", "reaches_terminal"]
+
+
+def reaches_terminal(stream: str) -> bool:
+    """Return whether what is written to a stream reaches a terminal: it is one, or the launcher's is. Not collective.
+
+    Args:
+        stream: "stdout" or "stderr".
+    """
+    own = getattr(sys, stream)
+    if own is not None and not own.closed and own.isatty():
+        return True
+    return stream in Environment.read().terminal
+
+
+def progress_bar(*columns: ProgressColumn, expand: bool = False) -> Progress:
+    """Return a bar on stderr, for a terminal as wide as it says itself or COLUMNS says. Not collective.
+
+    Args:
+        columns: its parts.
+        expand: a part with a ratio takes the rest of the line.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(*columns, expand=expand, console=Console(stderr=True, force_terminal=True))
