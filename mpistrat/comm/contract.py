@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..errors import CollectiveMismatchError
+from ..errors import CollectiveMismatchError, ContextError, explain
 
 if TYPE_CHECKING:
+    from .draws import Draws
     from .node import Node
     from .watchdog import Watch
 
@@ -149,6 +150,8 @@ class Call:
             watch.refuse(self.text)
         if watch.size == 1:
             return self
+        if not watch.acting.acquire(False):
+            raise _crowded(self.text, watch)
         watch.number += 1
         self._outer = watch.place
         watch.place = (monotonic(), self, watch.number)
@@ -161,11 +164,15 @@ class Call:
                 self._node.barrier(self)
         except BaseException:
             watch.place = self._outer
+            watch.acting.release()
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._watch.place, self._outer = self._outer, None
+        watch = self._watch
+        if watch.size > 1:
+            watch.place, self._outer = self._outer, None
+            watch.acting.release()
 
 
 @final
@@ -175,9 +182,10 @@ class Comparison:
     Not every call is compared, but no difference is forgotten: what is compared is a number that depends on all calls so far.
     """
 
-    def __init__(self, comm: Any, every: int) -> None:
+    def __init__(self, comm: Any, every: int, draws: Draws) -> None:
         from mpi4py import MPI
 
+        self._draws = draws
         self._comm, self._min = comm, MPI.MIN
         self._pair, self._least = np.empty(2, np.int64), np.empty(2, np.int64)
         self._recent: deque[str] = deque(maxlen=every)
@@ -187,7 +195,7 @@ class Comparison:
 
     def due(self, call: Call) -> bool:
         """Note a call. Return whether to compare now: one `every` calls, and when a series changes. Not collective."""
-        self._rolling = (self._rolling * 0x100000001B3 + call.tag) & _MASK
+        self._rolling = (self._rolling * 0x100000001B3 + (call.tag ^ self._draws.mark)) & _MASK
         self._recent.append(call.text)
         self._since += 1
         changed = self._last.get(call.series) != call.kind
@@ -208,19 +216,20 @@ class Comparison:
         since, self._since = self._since, 0
         if self._least[0] == ~self._least[1]:
             return
-        mine = "\n".join(list(self._recent)[-since:])
+        mine = list(self._recent)[-since:]
         self._rolling = 0
         self._last.clear()
-        raise _first_difference([text.split("\n") for text in gather_text(self._comm, mine)])
+        calls = [text.split("\n") for text in gather_text(self._comm, "\n".join(mine))]
+        raise _first_difference(calls) or self._draws.differ(self._comm, range(self._comm.size), mine[-1])
 
 
-def _first_difference(calls: list[list[str]]) -> CollectiveMismatchError:
-    """Return the error about the first of some calls in which the ranks differ."""
+def _first_difference(calls: list[list[str]]) -> CollectiveMismatchError | None:
+    """Return the error about the first of some calls in which the ranks differ; None where they do not."""
     for back in range(max(map(len, calls)), 0, -1):
         texts = {rank: own[-back] if back <= len(own) else "nothing" for rank, own in enumerate(calls)}
         if len(set(texts.values())) > 1:
             return mismatch(texts, back - 1)
-    return mismatch(dict(enumerate(own[-1] for own in calls)))
+    return None
 
 
 def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
@@ -267,6 +276,24 @@ def _cut(own: list[str], first: int, last: int, parts: Mapping[int, list[str]]) 
         elif shown[-1] != "…":
             shown.append("…")
     return ", ".join(shown)
+
+
+def _crowded(text: str, watch: Watch) -> ContextError:
+    """The error of a thread that comes while another one is in a collective: ranks would sum what does not belong together."""
+    place = watch.place
+    inside = "another collective" if place is None else place[1].brief
+    expected = "one thread of a rank at a time in collectives"
+    remedy = "Make all collective calls in one thread, or under a lock, in the same order on every rank"
+    return ContextError(
+        explain(
+            text,
+            "",
+            expected=expected,
+            got=f"a second one while the first is in {inside}",
+            remedy=remedy,
+            rank=watch.rank,
+        )
+    )
 
 
 def by_rank(texts: Mapping[int, str]) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import CollectiveTimeoutError, PeerExitError
 from . import shared_memory
 from .contract import TEXT_BYTES, Call, mismatch
+from .draws import Draws
 from .shared_memory import SharedBlock
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Node:
     Attributes:
         rank, size: among these ranks; 0 and 1 where memory is private.
         ranks: their numbers in the whole group.
+        draws: what this rank has drawn from its datasets.
         shared: whether memory is shared with other ranks, if there are any.
     """
 
@@ -65,6 +67,7 @@ class Node:
         self._starts: list[int] = []
         self._places: list[tuple[int, SharedBlock, int]] = []
         self._sequence = 0
+        self.draws = Draws()
         self._laid: list[bytes | None] = [None, None]
         self._plain = Call("barrier of the node", watch.default_timeout, watch, self)
         self._window: Any = None
@@ -120,6 +123,7 @@ class Node:
         flags = self._flags
         if self._laid[half] is not call.payload:
             self._lay(half, call)
+        tag = flags[self._own + _TAG + half] = call.tag ^ self.draws.mark
         self._sync()
         flags[self._own] = sequence
         if self._by_flags:
@@ -133,15 +137,13 @@ class Node:
         else:
             self._comm.Barrier()
         self._sync()
-        tag = call.tag
         for i in self._other_tags[half]:
             if flags[i] != tag:
                 self._differ(half, call)
 
     def _lay(self, half: int, call: Call) -> None:
-        """Write tag and text of a call where the others compare them."""
+        """Write the text of a call where the others find it."""
         self._laid[half] = call.payload
-        self._flags[self._own + _TAG + half] = call.tag
         start = self.rank * _PAGE + _TEXT[half]
         self._bytes[start : start + len(call.payload)] = call.payload
 
@@ -211,6 +213,8 @@ class Node:
             length = int.from_bytes(self._bytes[start : start + 2], "little")
             texts[rank] = bytes(self._bytes[start + 2 : start + 2 + length]).decode(errors="replace")
             gave_up |= self._flags[index * _PAGE // 8 + _TAG + half] == _POISON
+        if not gave_up and len(set(texts.values())) == 1:
+            raise self.draws.differ(self._comm, self.ranks, call.text)
         error = mismatch(texts)
         if not gave_up:
             raise error

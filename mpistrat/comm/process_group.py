@@ -80,7 +80,7 @@ class ProcessGroup:
             self.num_nodes, self.slices, self.inter = topology.size, 1, self._comm
         self.slice_index = self.node.rank if self.node.rank < self.slices else None
         self.replicas_of_node = [topology.replicas_per_rank[rank] for rank in ranks]
-        self._comparison = Comparison(private, environment.check_every) if self.num_nodes > 1 else None
+        self._comparison = Comparison(private, environment.check_every, self.node.draws) if self.num_nodes > 1 else None
 
     @classmethod
     def create(cls, topology: Topology, environment: Environment | None = None) -> ProcessGroup:

@@ -76,6 +76,7 @@ class Watch:
         rank, size: in the group.
         place: (start, call, number) of the collective that this rank is in, or None.
         number: how many collectives this rank has entered.
+        acting: held by the thread that is in a collective.
         refusal: the error that the next collective raises, None while all is well.
         on_flags: whether this rank waits on flags in shared memory, where it can raise by itself.
         left: ranks of other nodes that left the program, and how many collectives they had entered.
@@ -88,6 +89,7 @@ class Watch:
         self.default_timeout, self.warn_after = default_timeout, warn_after
         self.place: tuple[float, Call, int] | None = None
         self.number = 0
+        self.acting = threading.RLock()
         self.refusal: Exception | None = None
         self.on_flags = False
         self.left: dict[int, int] = {}

@@ -69,6 +69,11 @@ class PositionReader:
         self._ended = False
 
     @property
+    def epoch(self) -> int:
+        """Which epoch it reads."""
+        return self._epoch
+
+    @property
     def position(self) -> int:
         """Which element is the next."""
         return self._next

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
@@ -15,11 +16,13 @@ from .. import errors
 from ..cluster.devices import parse
 from ..comm.contract import by_rank
 from ..comm.device_copy import DeviceCopy
+from ..comm.draws import Draws
 from ..comm.process_group import ProcessGroup
+from ..comm.watchdog import user_place
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions, InputReplicationMode
 from ..data.distribution.auto_shard import auto_shard, deal_out, serve_only
 from ..data.distribution.distributed_dataset import Divide, distribute
-from ..data.distribution.distributed_iterator import Passes
+from ..data.distribution.distributed_iterator import Drawn, Passes
 from ..data.distribution.from_function import FunctionSteps, call_dataset_fn
 from ..data.distribution.steps import NoSteps
 from ..data.distribution.workers import Workers
@@ -42,12 +45,14 @@ class Division:
         workers: who reads, and which of them this rank is.
         divide: returns the steps of a dataset.
         settings: of DistributedDataset.
+        draws: of the ranks that draw the same batches in the same order; None for a rank that steps alone.
         within: the workers that step together, where these are not all.
     """
 
     workers: Workers
     divide: Divide
     settings: Mapping[str, Any]
+    draws: Draws | None
     within: Workers | None = None
 
     @property
@@ -55,11 +60,15 @@ class Division:
         """Whether not all ranks step together."""
         return self.within is not None or self.divide is serve_only
 
+    def drawn(self) -> Drawn | None:
+        """Return who is told what is drawn from a new dataset. Not collective; all ranks do it alike."""
+        return None if self.draws is None else self.draws.dataset(user_place(threading.get_ident()))
+
     @classmethod
     def together(cls, group: ProcessGroup) -> Division:
         """Return the division of strategies whose ranks step together. Not collective."""
         workers = Workers(group.topology.replicas_per_rank, group.topology.rank)
-        return cls(workers, auto_shard, {"sum_over_ranks": _sum_over_ranks(group)})
+        return cls(workers, auto_shard, {"sum_over_ranks": _sum_over_ranks(group)}, _draws(group))
 
     @classmethod
     def alone(cls, workers: Workers, within: Workers, group: ProcessGroup, passes: Passes) -> Division:
@@ -73,19 +82,19 @@ class Division:
         """
         # How many batches a worker is dealt depends on the number of workers.
         settings = {"passes": passes, "sum_over_ranks": _sum_over_ranks(group), "same_length": False}
-        return cls(workers, functools.partial(deal_out, within=within), settings, within)
+        return cls(workers, functools.partial(deal_out, within=within), settings, _draws(group), within)
 
     @classmethod
     def serving(cls, workers: Workers, passes: Passes) -> Division:
         """Return the division of a rank that serves those who step alone. Not collective."""
-        return cls(workers, serve_only, {"passes": passes, "same_length": False})
+        return cls(workers, serve_only, {"passes": passes, "same_length": False}, None)
 
 
 def distribute_dataset(
     group: ProcessGroup, dataset: Dataset, options: InputOptions | None, division: Division
 ) -> DistributedDataset:
     """See `Strategy.distribute_dataset`. Collective."""
-    function = "distribute_dataset"
+    function, drawn = "distribute_dataset", division.drawn()
 
     def make(dataset: Dataset = dataset) -> DistributedDataset:
         settings = _checked(options, function)
@@ -93,7 +102,8 @@ def distribute_dataset(
             remedy = "PER_REPLICA is for distribute_datasets_from_function."
             got = settings.replication_mode
             raise ValueError(explain(function, "options", expected="PER_WORKER", got=got, remedy=remedy))
-        made = distribute(dataset, division.workers, division.divide, **_settings(group, settings, division))
+        told = _settings(group, settings, division, drawn)
+        made = distribute(dataset, division.workers, division.divide, **told)
         if division.separate and dataset.shares_memory:
             expected = "no shared cache: workers that step alone share none"
             remedy = "Use cache(), which every worker keeps for itself."
@@ -119,11 +129,12 @@ def distribute_datasets_from_function(
     division: Division,
 ) -> DistributedDataset:
     """See `Strategy.distribute_datasets_from_function`. Collective."""
-    function = "distribute_datasets_from_function"
+    function, drawn = "distribute_datasets_from_function", division.drawn()
 
     def make() -> tuple[FunctionSteps | None, dict[str, Any]]:
         settings = _checked(options, function)
-        mode, told = InputReplicationMode(settings.replication_mode), _settings(group, settings, division)
+        mode = InputReplicationMode(settings.replication_mode)
+        told = _settings(group, settings, division, drawn)
         if division.divide is serve_only:
             return None, told
         steps = call_dataset_fn(dataset_fn, division.workers, mode, division.within)
@@ -147,11 +158,12 @@ def _checked(options: Any, function: str) -> InputOptions:
     return options
 
 
-def _settings(group: ProcessGroup, options: InputOptions, division: Division) -> dict[str, Any]:
+def _settings(group: ProcessGroup, options: InputOptions, division: Division, drawn: Drawn | None) -> dict[str, Any]:
     devices = _devices(group.topology.devices) if options.fetch_to_device else None
     return {
         "devices": devices,
         "buffer_size": options.per_replica_buffer_size,
+        "drawn": drawn,
         **division.settings,
     }
 
@@ -160,6 +172,10 @@ def _devices(names: Sequence[str]) -> list[DeviceCopy | None]:
     """What copies to each local replica's device; None for a CPU."""
     kinds = [parse(name) for name in names]
     return [DeviceCopy(index) if kind == "gpu" else None for kind, index in kinds]
+
+
+def _draws(group: ProcessGroup) -> Draws | None:
+    return group.node.draws if group.topology.size > 1 else None
 
 
 def _sum_over_ranks(group: ProcessGroup) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:

@@ -113,6 +113,84 @@ def test_unknown_lengths_meet(strategy):
         assert lengths == [(int(step <= strategy.rank), strategy.size - step) for step in range(strategy.size)]
 
 
+def extra_next(data, iterator):
+    next(iterator)
+
+
+def another_epoch(data, iterator):
+    data.set_epoch(5)
+    return iter(data)
+
+
+def one_epoch_more(data, iterator):
+    return iter(data)
+
+
+def another_state(data, iterator):
+    iterator.restore({"epoch": 0, "next": 7})
+
+
+def peek(data, iterator):
+    assert iterator.peek() is not None
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("change", "there", "here"),
+    [
+        (extra_next, "none", "step 3 of epoch 0"),
+        (another_epoch, "step 2 of epoch 0", "step 0 of epoch 5"),
+        (one_epoch_more, "step 2 of epoch 0", "step 0 of epoch 1"),
+        (another_state, "step 2 of epoch 0", "step 7 of epoch 0"),
+        (peek, "", ""),
+    ],
+)
+def test_ranks_at_different_places_in_their_data_are_told(strategy, change, there, here):
+    """On the last rank something else is done before the third step: all ranks hear which batch each of them drew."""
+    from mpistrat.data import from_arrays
+    from mpistrat.errors import CollectiveMismatchError
+
+    last = strategy.size - 1
+    data = strategy.distribute_dataset(from_arrays(np.arange(40.0)).shuffle(seed=1).batch(4))
+    iterator = iter(data)
+    for _ in range(2):
+        strategy.reduce("SUM", next(iterator).sum())
+    if strategy.rank == last:
+        iterator = change(data, iterator) or iterator
+    if not there:
+        assert strategy.reduce("SUM", next(iterator).sum()) >= 0
+        return
+    told = rf"different places.*: (batch [34]).* rank.? 0.*: {there}.*; rank {last}: {here} of dataset 1 \(made at .*\.py:\d+\)"
+    with pytest.raises(CollectiveMismatchError, match=told):
+        strategy.reduce("SUM", next(iterator).sum())
+    assert strategy.reduce("SUM", 1.0) == strategy.size  # a program may go on from here
+
+
+@pytest.mark.ranks(2, 3)
+def test_datasets_and_iterators_in_another_order_are_told(strategy):
+    import threading
+
+    from mpistrat.data import from_arrays
+    from mpistrat.errors import CollectiveMismatchError
+
+    first, second = (strategy.distribute_dataset(from_arrays(np.arange(4.0)).batch(4)) for _ in range(2))
+    order = [first, second] if strategy.rank else [second, first]
+    with pytest.raises(
+        CollectiveMismatchError, match=r"batch 1 .*rank 0: step 0 of epoch 0 of dataset 2.*of dataset 1"
+    ):
+        strategy.reduce("SUM", next(iter(order[0])).sum())
+    first.set_epoch(3)
+    one, other = iter(first), iter(first)
+    batches = [next(one), next(other)] if strategy.rank else [next(other), next(one)]
+    with pytest.raises(CollectiveMismatchError, match=r"batch 1 .*rank 0: step 0 of epoch 4 of dataset 1.*of epoch 3 "):
+        strategy.reduce("SUM", batches[0].sum())
+    if strategy.rank == 0:  # what another thread draws is its own affair
+        thread = threading.Thread(target=lambda: list(first))
+        thread.start()
+        thread.join()
+    assert strategy.reduce("SUM", 1.0) == strategy.size
+
+
 @pytest.mark.ranks(2, 3)
 def test_ranks_with_different_datasets_are_told(strategy):
     from mpistrat.data import from_arrays

@@ -15,7 +15,7 @@ from ..spec import batch_spec
 from ..stats import InputStats, StageStats
 from .auto_shard import auto_shard
 from .device_prefetch import Device, DevicePrefetch, Loaded
-from .distributed_iterator import DistributedIterator, Passes, SumOverRanks, alone
+from .distributed_iterator import DistributedIterator, Drawn, Passes, SumOverRanks, alone
 from .steps import Steps
 from .workers import Workers
 
@@ -49,6 +49,7 @@ class DistributedDataset:
         sum_over_ranks: returns the elementwise sum of a small int64 array over all ranks; collective.
         passes: who is told when an epoch begins and ends to be read.
         same_length: whether an epoch has as many steps wherever the state of an iterator is restored.
+        drawn: called with the epoch and step of each batch that is handed out; None where the ranks need not draw alike.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class DistributedDataset:
         sum_over_ranks: SumOverRanks = alone,
         passes: Passes | None = None,
         same_length: bool = True,
+        drawn: Drawn | None = None,
     ) -> None:
-        self._steps, self._passes, self._same_length = steps, passes, same_length
+        self._steps, self._passes, self._same_length, self._drawn = steps, passes, same_length, drawn
         self._prefetch = DevicePrefetch(devices)
         depth = steps.prefetch_depth
         self._depth = depth if depth is not None else buffer_size + 1 if buffer_size else 0
@@ -122,7 +124,7 @@ class DistributedDataset:
         settings = self._epoch, self._depth, self._patience, self._same_length, steps
         reader = PositionReader(elements, self.cardinality(), *settings)
         self._epoch += 1
-        told = self._sum_over_ranks, self._stats, self.set_epoch, self._handed_out, self._passes
+        told = self._sum_over_ranks, self._stats, self.set_epoch, self._handed_out, self._passes, self._drawn
         return DistributedIterator(reader, steps, prefetch, *told)
 
     def __str__(self) -> str:

@@ -18,9 +18,11 @@ from .device_prefetch import DevicePrefetch, Loaded
 from .optional import Optional
 from .steps import Steps
 
-__all__ = ["DistributedIterator", "Passes", "SumOverRanks", "alone"]
+__all__ = ["DistributedIterator", "Drawn", "Passes", "SumOverRanks", "alone"]
 
 SumOverRanks = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+
+Drawn = Callable[[int, int], None]
 
 # A step that was looked at: its rows over all replicas, its element, and each local replica's arrays in it.
 _Ahead = tuple[Loaded, int, Any, list[list[Any]]]
@@ -62,6 +64,7 @@ class DistributedIterator(Iterator[Any]):
         set_epoch: Callable[[int], None],
         handed_out: HandedOut,
         passes: Passes | None = None,
+        drawn: Drawn | None = None,
     ) -> None:
         self._reader = reader
         self._steps = steps
@@ -69,7 +72,7 @@ class DistributedIterator(Iterator[Any]):
         self._sum_over_ranks = sum_over_ranks
         self._stats = stats
         self._set_epoch = set_epoch
-        self._handed_out = handed_out
+        self._handed_out, self._drawn = handed_out, drawn
         self._ahead: _Ahead | None = None
         self._answers: dict[int, tuple[int, int]] = {}  # by step: how many workers have rows, and rows in all
         self._ended = False
@@ -101,6 +104,8 @@ class DistributedIterator(Iterator[Any]):
         self._stats.bytes += loaded.nbytes
         self.global_batch_size = total
         self._handed_out.next(arrays, total)
+        if self._drawn is not None:
+            self._drawn(self._reader.epoch, self._reader.position - 1)
         self._last = self._time(started)
         return element
 

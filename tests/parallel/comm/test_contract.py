@@ -73,3 +73,38 @@ def test_how_long_a_rank_waits_is_its_own_affair(group):
     for turn in range(7):
         enter(group, "assign", "a", timeout=5.0 if group.topology.rank == 0 and turn % 2 else None)
     group.barrier("end")
+
+
+def test_draws_are_compared_with_the_collectives(group):
+    """Between nodes at the next comparison, with what differed first, however long ago."""
+    note = group.node.draws.dataset("train.py:7")
+    use(group, "a")
+    for step in range(3):
+        note(0, step)
+    use(group, "a")
+    for step in range(3, 8):
+        note(0, step + (step == 5 and group.topology.rank == 0))
+    with pytest.raises(
+        CollectiveMismatchError,
+        match=r"batch 6 .* rank 0: step 6 of epoch 0 of dataset 1 \(made at train\.py:7\); ranks? 1.*: step 5 of epoch 0 ",
+    ):
+        use(group, "a", "a", "a", "a", "a")
+    use(group, "b")
+
+
+def test_one_thread_at_a_time(make_group):
+    """A second thread that comes while the first is in a collective gets an error; afterwards it may act."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from mpistrat.errors import ContextError
+
+    group = make_group()
+    with ThreadPoolExecutor(1) as thread:
+        with (
+            group.collective("first", synchronize=False),
+            group.collective("nested", synchronize=False),
+            pytest.raises(ContextError, match=r"second: expected one thread .* while the first is in nested"),
+        ):
+            thread.submit(enter, group, "second", synchronize=False).result()
+        thread.submit(enter, group, "second").result()
+    enter(group, "third")

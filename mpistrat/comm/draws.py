@@ -1,0 +1,88 @@
+"""What every rank draws from its distributed datasets, in order: the ranks compare it with the collectives that follow."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from ..errors import CollectiveMismatchError
+from .contract import by_rank, gather_text
+
+__all__ = ["Draws"]
+
+_KEPT = 256  # draws that an error can tell of
+_MASK = (1 << 62) - 1
+
+# A step of an epoch of a dataset.
+_Draw = tuple[int, int, int]
+
+
+@final
+class Draws:
+    """The batches that one rank has drawn in the thread that made its strategy.
+
+    Other threads draw at their own pace; what they draw is not compared.
+
+    Attributes:
+        mark: a number that stands for all draws so far and their order.
+    """
+
+    def __init__(self) -> None:
+        self.mark = 0
+        self._thread = threading.get_ident()
+        self._count = 0
+        self._recent: deque[_Draw] = deque(maxlen=_KEPT)
+        self._places: list[str] = []
+
+    def dataset(self, place: str) -> Callable[[int, int], None]:
+        """Return what is to be called with the epoch and step of each batch of a new dataset. Not collective; all ranks do.
+
+        Args:
+            place: where the program made it.
+        """
+        self._places.append(place)
+        number = len(self._places)
+
+        def note(epoch: int, step: int) -> None:
+            if threading.get_ident() == self._thread:
+                draw = number, epoch, step
+                self.mark = hash((self.mark, draw)) & _MASK
+                self._count += 1
+                self._recent.append(draw)
+
+        return note
+
+    def differ(self, comm: Any, ranks: Sequence[int], call: str) -> CollectiveMismatchError:
+        """Return the error about the first draw that was not the same on every rank, and forget all. Collective over `comm`.
+
+        Args:
+            comm: who compares.
+            ranks: their numbers in the group.
+            call: the collective in which it was found.
+        """
+        first = self._count - len(self._recent)
+        told = [json.loads(text) for text in gather_text(comm, json.dumps([first, list(self._recent)]))]
+        self.mark = self._count = 0
+        self._recent.clear()
+        start, end = max(first for first, _ in told), max(first + len(draws) for first, draws in told)
+        number, drawn = end, [""] * len(told)
+        for at in range(start, end):
+            drawn = [self._words(draws[at - first : at - first + 1]) for first, draws in told]
+            number = at
+            if len(set(drawn)) > 1:
+                break
+        where = by_rank(dict(zip(ranks, drawn, strict=True)))
+        remedy = "Look for a next, an iter, a set_epoch or a restore that not all ranks make, or not in the same order"
+        return CollectiveMismatchError(
+            f"the ranks are at different places in their data: batch {number + 1} of the program was, on {where} (steps and "
+            f"epochs count from 0). {remedy}. Found at {call[:100]}"
+        )
+
+    def _words(self, draws: Sequence[_Draw]) -> str:
+        for number, epoch, step in draws:
+            place = self._places[number - 1] if number <= len(self._places) else "an unknown line"
+            return f"step {step} of epoch {epoch} of dataset {number} (made at {place})"
+        return "none"
