@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .types import IndexedSlices
 
-__all__ = ["flatten", "is_nested", "map_structure", "pack_like", "paths"]
+__all__ = ["flatten", "form", "is_nested", "map_structure", "pack_like", "paths"]
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -39,11 +40,16 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
     if isinstance(node, Mapping):
         try:
             return [(key, node[key]) for key in sorted(node)]
-        except TypeError:
-            return list(node.items())
+        except TypeError:  # keys that do not compare: 1 and "a"
+            return sorted(node.items(), key=lambda item: (type(item[0]).__name__, _key(item[0])))
     if _is_dataclass(node):
         return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
     return list(enumerate(node))
+
+
+def _key(key: Any) -> str:
+    """A key in words that are the same on every rank."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(key))
 
 
 def _rebuild(node: Any, keys: list[Any], children: list[Any]) -> Any:
@@ -80,6 +86,24 @@ def paths(structure: Any, prefix: str = "") -> list[str]:
     if not is_nested(structure):
         return [prefix]
     return [name for key, child in _children(structure) for name in paths(child, f"{prefix}[{key!r}]")]
+
+
+def form(structure: Any) -> str:
+    """Return what a structure is, but for its leaves: keys, lengths and types, the same on every rank. Not collective.
+
+    Example:
+        >>> form({"b": [1, 2], "a": 3})
+        "{'a': *, 'b': [*, *]}"
+    """
+    if not is_nested(structure):
+        return "*"
+    if isinstance(structure, Mapping) or _is_dataclass(structure):
+        text = ", ".join([f"{_key(key)}: {form(child)}" for key, child in _children(structure)])
+        return f"{{{text}}}" if isinstance(structure, Mapping) else f"{type(structure).__name__}({text})"
+    text = ", ".join([form(child) for child in structure])
+    if hasattr(structure, "_fields"):
+        return f"{type(structure).__name__}({text})"
+    return f"({text})" if isinstance(structure, tuple) else f"[{text}]"
 
 
 def pack_like(structure: Any, leaves: list[Any]) -> Any:

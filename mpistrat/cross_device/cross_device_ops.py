@@ -83,6 +83,7 @@ class CrossDeviceOps(ABC):
         per_replica_value: Any,
         destinations: Any = None,
         options: CommunicationOptions | None = None,
+        name: str = "",
     ) -> Any:
         """Return the sum or mean of a value over all replicas, a new array, equal on every rank. Collective.
 
@@ -97,6 +98,7 @@ class CrossDeviceOps(ABC):
                 the memory of this Variable's gradient, HierarchicalAllReduce sums in place, and the result is a
                 read-only view, valid until that gradient is written again.
             options: bytes_per_pack, timeout_seconds, implementation of this call.
+            name: what the value is, the same on every rank.
 
         Raises:
             CollectiveMismatchError: ranks passed different operations, shapes or dtypes.
@@ -113,14 +115,14 @@ class CrossDeviceOps(ABC):
             return per_replica_value
         values = reducible_values(per_replica_value, group, op, "reduce")
         if isinstance(values[0], IndexedSlices):
-            return self._reduce_slices(group, op, values, options)
+            return self._reduce_slices(group, op, values, options, name)
         arrays = local_arrays(values, "reduce")
         first = arrays[0]
         synchronize, how = ops.entry(arrays, destinations)
         arithmetic(op, first.dtype, 1)  # refuses what cannot be summed
         with group.collective(
             "reduce",
-            "",
+            name,
             first.dtype,
             first.shape,
             (op.value, type(ops).__name__, how),
@@ -135,6 +137,7 @@ class CrossDeviceOps(ABC):
         reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
+        name: str = "",
     ) -> list[Any]:
         """Return what `reduce` would give for each of several values, in fewer messages. Collective.
 
@@ -144,7 +147,7 @@ class CrossDeviceOps(ABC):
         Args:
             reduce_op: ReduceOp.SUM or ReduceOp.MEAN, or its name.
             value_destination_pairs: values as for `reduce`, each with its destinations.
-            options: see `reduce`.
+            options, name: see `reduce`.
 
         Raises:
             Exception: as `reduce`.
@@ -170,7 +173,7 @@ class CrossDeviceOps(ABC):
             dense.append((PerReplica(arrays), destination))
             forms.append((arrays[0].dtype, arrays[0].shape, ops.entry(arrays, destination)[1]))
         detail = (op.value, type(ops).__name__, options.bytes_per_pack, tuple(forms))
-        with group.collective("batch_reduce", detail=detail, timeout=options.timeout_seconds) as ops.call:
+        with group.collective("batch_reduce", name, detail=detail, timeout=options.timeout_seconds) as ops.call:
             done = iter(ops.batch_reduce_implementation(op, dense, options) if dense else ())
             for index, slices in enumerate(results):
                 if slices is None:
@@ -179,13 +182,14 @@ class CrossDeviceOps(ABC):
                     results[index] = reduce_slices(group, op, slices, "batch_reduce")
         return [place(result, pair[1]) for result, pair in zip(results, value_destination_pairs, strict=True)]
 
-    def broadcast(self, value: Any, destinations: Any = None, root: int = 0) -> Any:
+    def broadcast(self, value: Any, destinations: Any = None, root: int = 0, name: str = "") -> Any:
         """Return the value of one replica, a new array, equal on every rank. Collective.
 
         Args:
             value: as for `reduce`; every replica passes an array of the same shape and dtype.
             destinations: see `reduce`.
             root: global replica whose value it is.
+            name: see `reduce`.
 
         Raises:
             ValueError: there is no such replica.
@@ -197,7 +201,7 @@ class CrossDeviceOps(ABC):
             raise ValueError(explain("broadcast", "root", expected=f"a replica from 0 to {total - 1}", got=root))
         arrays = local_arrays(local_values(value, self.group, "broadcast"), "broadcast")
         first = arrays[0]
-        with self.group.collective("broadcast", "", first.dtype, first.shape, ("root", root)) as self.call:
+        with self.group.collective("broadcast", name, first.dtype, first.shape, ("root", root)) as self.call:
             result = self.broadcast_implementation(PerReplica(arrays), destinations, root)
         return place(result, destinations)
 
@@ -207,6 +211,7 @@ class CrossDeviceOps(ABC):
         destinations: Any = None,
         axis: int = 0,
         options: CommunicationOptions | None = None,
+        name: str = "",
     ) -> Any:
         """Return the replicas' arrays concatenated along an axis in replica order, equal on every rank. Collective.
 
@@ -214,7 +219,7 @@ class CrossDeviceOps(ABC):
             per_replica_value: as for `reduce`; lengths along `axis` may differ.
             destinations: see `reduce`.
             axis: 0 ≤ axis < number of dimensions.
-            options: see `reduce`.
+            options, name: see `reduce`.
 
         Raises:
             CollectiveMismatchError: number of dimensions, dtype or another dimension differ; on every rank, naming a
@@ -228,7 +233,7 @@ class CrossDeviceOps(ABC):
         if any(isinstance(value, IndexedSlices) for value in values):
             raise TypeError(explain("gather", "value", expected="arrays", got="IndexedSlices"))
         arrays = [as_array(value, "gather") for value in values]
-        with ops.group.collective("gather", detail=("axis", axis), timeout=options.timeout_seconds) as ops.call:
+        with ops.group.collective("gather", name, detail=("axis", axis), timeout=options.timeout_seconds) as ops.call:
             result = ops.gather_implementation(PerReplica(arrays), destinations, axis, options)
         return place(result, destinations)
 
@@ -338,10 +343,10 @@ class CrossDeviceOps(ABC):
         return others[kind]
 
     def _reduce_slices(
-        self, group: ProcessGroup, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+        self, group: ProcessGroup, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions, name: str
     ) -> IndexedSlices:
         slices = checked_slices(values, "reduce")
         arithmetic(op, slices[0].values.dtype, 1)
         detail = (op.value, form(slices[0]))
-        with group.collective("reduce", detail=detail, timeout=options.timeout_seconds):
+        with group.collective("reduce", name, detail=detail, timeout=options.timeout_seconds):
             return reduce_slices(group, op, slices, "reduce")

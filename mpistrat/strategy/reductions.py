@@ -36,10 +36,11 @@ def reduce_nest(
             return value
         if not nest.is_nested(value):
             return as_scalar(extended.cross_device_ops.reduce(op, value, None, extended.merged(options)))
-        return nest.pack_like(value, _reduce_all(extended, op, nest.flatten(value), options))
+        return nest.pack_like(value, _reduce_all(extended, op, nest.flatten(value), options, nest.form(value)))
     over = _sum_over if op is ReduceOp.SUM else _mean_over
     plans = [over(extended, leaf, axis) for leaf in nest.flatten(value)]
-    totals = _reduce_all(extended, ReduceOp.SUM, [pack for pack, _ in plans], options)
+    name = nest.form(value) if nest.is_nested(value) else ""
+    totals = _reduce_all(extended, ReduceOp.SUM, [pack for pack, _ in plans], options, name)
     leaves = [as_scalar(finish(total)) for (_, finish), total in zip(plans, totals, strict=True)]
     return nest.pack_like(value, leaves)
 
@@ -49,7 +50,7 @@ def gather_nest(extended: StrategyExtended, value: Any, axis: int, options: Comm
     if extended.is_default:
         return value
     ops, merged = extended.cross_device_ops, extended.merged(options)
-    return nest.map_structure(lambda leaf: ops.gather(leaf, None, axis, merged), value)
+    return _each(lambda leaf, name: ops.gather(leaf, None, axis, merged, name), value)
 
 
 def broadcast_nest(extended: StrategyExtended, value: Any, root: int) -> Any:
@@ -57,7 +58,16 @@ def broadcast_nest(extended: StrategyExtended, value: Any, root: int) -> Any:
     if extended.is_default:
         return value
     ops = extended.cross_device_ops
-    return nest.map_structure(lambda leaf: as_scalar(ops.broadcast(leaf, None, root)), value)
+    return _each(lambda leaf, name: as_scalar(ops.broadcast(leaf, None, root, name)), value)
+
+
+def _each(act: Callable[[Any, str], Any], value: Any) -> Any:
+    """The nest of what a collective makes of each leaf; its name is the leaf's place in the nest."""
+    if not nest.is_nested(value):
+        return act(value, "")
+    form = nest.form(value)
+    leaves = zip(nest.flatten(value), nest.paths(value), strict=True)
+    return nest.pack_like(value, [act(leaf, f"{path} of {form}") for leaf, path in leaves])
 
 
 def copies_of_variables(extended: StrategyExtended, value: Any) -> Any:
@@ -90,13 +100,14 @@ def as_scalar(value: Any) -> Any:
 
 
 def _reduce_all(
-    extended: StrategyExtended, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions | None
+    extended: StrategyExtended, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions | None, name: str
 ) -> list[Any]:
     """One collective for all leaves."""
     ops, merged = extended.cross_device_ops, extended.merged(options)
     if len(leaves) == 1:
-        return [as_scalar(ops.reduce(op, leaves[0], None, merged))]
-    return [as_scalar(total) for total in ops.batch_reduce(op, [(leaf, None) for leaf in leaves], merged)]
+        return [as_scalar(ops.reduce(op, leaves[0], None, merged, name))]
+    totals = ops.batch_reduce(op, [(leaf, None) for leaf in leaves], merged, name)
+    return [as_scalar(total) for total in totals]
 
 
 Finish = Callable[[Any], Any]

@@ -6,7 +6,7 @@ from strategy_stand import STRATEGIES, devices_of, layout_for, made
 
 import mpistrat as ms
 from mpistrat import VariableAggregation, VariableSynchronization
-from mpistrat.errors import ClosedError, ContextError, LayoutError
+from mpistrat.errors import ClosedError, CollectiveMismatchError, ContextError, LayoutError
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -239,6 +239,35 @@ def test_a_dataset_is_divided(strategy):
         seen += strategy.gather(ms.PerReplica(parts), axis=0).tolist()
     assert sizes == [4, 4, 2]
     assert seen == list(range(10))
+
+
+def test_nests_that_differ_are_told_by_their_keys(strategy):
+    if strategy.size == 1:
+        return
+    odd = strategy.rank == strategy.size - 1
+    n = strategy.num_replicas_in_sync
+
+    def named(*names):
+        return {name: per_replica(strategy, lambda r: np.ones(1)) for name in names}
+
+    def inside(values):
+        return strategy.run(lambda v: ms.get_replica_context().all_reduce("SUM", v), args=(values,))
+
+    calls = {
+        "reduce": lambda v: strategy.reduce("SUM", v, axis=None),
+        "reduce over an axis": lambda v: strategy.reduce("MEAN", v, axis=0),
+        "all_reduce": inside,
+        "gather": lambda v: strategy.gather(v, axis=0),
+    }
+    for call in calls.values():
+        for mine, other in [(("loss", "perplexity"), ("accuracy", "loss")), (("b",), ("a",)), (("a", "b"), ("a",))]:
+            told = rf"(?s)'{mine[-1]}'.*rank|rank.*'{mine[-1]}'"
+            with pytest.raises(CollectiveMismatchError, match=told):
+                call(named(*mine) if odd else named(*other))
+    total = strategy.reduce("SUM", named("b", "a") if odd else named("a", "b"), axis=None)
+    assert {name: float(value[0]) for name, value in total.items()} == {"a": n, "b": n}
+    with pytest.raises(CollectiveMismatchError, match=r"\[\*, \*\]"):
+        strategy.reduce("SUM", list(named("a", "b" if odd else "a").values()), axis=None)
 
 
 def test_a_step_knows_the_rows_of_the_batch_that_it_gets(strategy):

@@ -55,6 +55,18 @@ def test_mappings_flatten_by_key_and_keep_their_order() -> None:
     assert list(nest.map_structure(lambda v: v, {"b": 1, "a": 2})) == ["b", "a"]
 
 
+def test_the_form_is_keys_lengths_and_types() -> None:
+    found = nest.form({"b": [1, (2,)], "a": Pair({}, Point(1, 2))})
+    assert found == "{'a': Pair('left': {}, 'right': Point(*, *)), 'b': [*, (*)]}"
+    assert nest.form(3) == "*"
+
+
+def test_keys_that_do_not_compare_have_one_order_too() -> None:
+    one, other = {1: "x", "a": "y", None: "z"}, {None: "z", "a": "y", 1: "x"}
+    assert nest.flatten(one) == nest.flatten(other)
+    assert nest.form(one) == nest.form(other)
+
+
 def test_map_structure_names_the_place_of_a_difference() -> None:
     with pytest.raises(ValueError, match=r"at \['a'\]: expected list with \[0, 1\], got list with \[0\]"):
         nest.map_structure(lambda a, b: a, {"a": [1, 2]}, {"a": [1]})
