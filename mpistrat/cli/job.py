@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -117,7 +118,10 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         print(json.dumps(told, indent=1))
     elif job_id is not None:
         print(job_id)
-    elif not args.output:
+    elif args.output:
+        by = SCHEDULERS[site.scheduler].by.replace("FILE", shlex.quote(args.output))
+        print(f"wrote {args.output}; submit it with: {by}")
+    else:
         print(script, end="")
     return DONE
 

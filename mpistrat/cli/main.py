@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from .._version import __version__
 from ..cluster.launcher_variables import launched_rank, launched_size
@@ -23,6 +25,28 @@ from .terminal import read_or_not
 __all__ = ["main"]
 
 _STATUS = f"exit status: {STATUS}"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser, and those of its commands, that knows what a misspelt word may have meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an option that is none here, where its neighbours are known, and not in the parser of all commands."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest and self._subparsers is None:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2 and a message, which names the nearest legal word if one is near."""
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        option = re.search(r"unrecognized arguments: .*?(--?[\w-]+)", message)
+        near: list[str] = []
+        if choice:
+            near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), 1)
+        elif option:
+            near = difflib.get_close_matches(option[1], list(self._option_string_actions), 1)
+        super().error(f"{message}. Did you mean {near[0]}?" if near else message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +110,7 @@ def _run(parsed: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mpistrat", description=ROOT.summary + ".", epilog=_STATUS)
+    parser = Parser("mpistrat", description=ROOT.summary + ".", epilog=_STATUS)
     parser.add_argument("--version", action="version", version=f"mpistrat {__version__}")
     _add(parser, ROOT)
     return parser

@@ -119,7 +119,7 @@ def test_a_file_is_its_owner_s_alone(job, tmp_path):
     path = tmp_path / "a job.sh"
     path.write_text("before, and longer than what comes now" * 100)
     path.chmod(0o666)
-    assert job("-o", str(path), "a.py") == ""
+    assert job("-o", str(path), "a.py").startswith("wrote ")
     assert path.read_text() == job("a.py")
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert "No such file" in job("-o", str(tmp_path / "no" / "job.sh"), "a.py", status=1)
@@ -398,3 +398,28 @@ def test_without_jinja2_it_says_what_to_install(job, monkeypatch):
     sys.modules["mpistrat.batch_jobs.render"]._environment.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "pip install jinja2" in job("a.py", status=1)
+
+
+def test_it_says_what_it_wrote_and_how_to_submit_it(job, tmp_path):
+    path = tmp_path / "a job.sh"
+    assert job("-o", str(path), "a.py") == f"wrote {path}; submit it with: sbatch '{path}'\n"
+    assert job("--scheduler", "lsf", "-o", str(path), "a.py") == f"wrote {path}; submit it with: bsub < '{path}'\n"
+    assert "#BSUB" in path.read_text() and json.loads(job("--json", "-o", str(path), "a.py"))["path"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("rnu a.py", "run"), ("shards wrte", "write"), ("run --stratgy one_device a.py", "--strategy"),
+        ("job --nodez 2 a.py", "--nodes"),
+        ("run --strategy mirored a.py", "mirrored"), ("shards write --rows-per-shrad 1 a b", "--rows-per-shard"),
+        ("run --xyz a.py", None),
+    ],
+)  # fmt: skip
+def test_what_a_misspelt_word_may_have_meant(words, meant, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and (last.endswith(f"Did you mean {meant}?") if meant else "Did you mean" not in last), (
+        last
+    )
