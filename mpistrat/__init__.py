@@ -10,6 +10,7 @@ from typing import Any
 from . import cluster_resolver, context, coordinator, data, errors, nn, optimizers, partitioners, random
 from ._version import __version__
 from .cluster import ClusterSpec
+from .comm.abort import install_under_launcher as _install_under_launcher
 from .context import (
     get_replica_context,
     get_strategy,
@@ -118,6 +119,8 @@ __all__ = [
     "show_config",
 ]
 __all__ += ALIASES[""]
+
+_install_under_launcher()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "ClosedError",
     "ClusterError",
@@ -53,7 +55,15 @@ class CollectiveTimeoutError(MpistratError, TimeoutError):
 
 
 class PeerExitError(MpistratError, RuntimeError):
-    """A rank left the program while others were waiting for it in a collective."""
+    """A rank left the program while others were waiting for it in a collective.
+
+    Attributes:
+        status: what it called sys.exit with, and the job's exit status where nobody catches this; 0 where it did not.
+    """
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class SharedMemoryError(MpistratError, MemoryError):
@@ -86,3 +96,16 @@ def explain(
     if rank is not None:
         text = f"rank {rank}: {text}"
     return f"{text}. {remedy}" if remedy else text
+
+
+def by_rank(texts: Mapping[int, str]) -> str:
+    """Return each different text with the ranks it belongs to. Not collective.
+
+    Example:
+        >>> by_rank({0: "a", 1: "b", 2: "a"})
+        'ranks 0, 2: a; rank 1: b'
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(str(rank))
+    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {text}" for text, who in ranks.items())

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import ClusterError, LayoutError, explain
 from .launcher_variables import check_size
+from .start import import_mpi
 
 __all__ = ["check_comm", "running_mpi"]
 
@@ -18,7 +19,7 @@ def running_mpi(function: str) -> Any:
         ClusterError: mpi4py finds no MPI library.
     """
     try:
-        from mpi4py import MPI
+        MPI = import_mpi()
     except (ImportError, RuntimeError) as error:
         remedy = (
             "Load your site's MPI module, or add the folder of its libmpi to LD_LIBRARY_PATH, "

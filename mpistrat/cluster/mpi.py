@@ -13,6 +13,7 @@ from .cluster_resolver import ClusterResolver, task_url
 from .cluster_spec import ClusterSpec
 from .communicator import check_comm, running_mpi
 from .jobs import split_apps, split_counts, split_lists
+from .rendezvous import meet
 from .roles import validate
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class MPIClusterResolver(ClusterResolver):
     ) -> None:
         mpi = running_mpi("MPIClusterResolver")
         comm = check_comm(mpi, comm, "MPIClusterResolver")
+        meet(comm, "MPIClusterResolver")
         names, apps, digests = _exchange(mpi, comm, jobs)
         if len(set(digests)) > 1:
             other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])

@@ -12,6 +12,7 @@ from ..errors import DeviceError
 from .communicator import check_comm, running_mpi
 from .cores import usable_cores
 from .devices import check_devices, default_devices
+from .rendezvous import meet
 from .threads import count_node_cores
 
 if TYPE_CHECKING:
@@ -97,9 +98,12 @@ class Topology:
             LayoutError: `comm` is no intracommunicator, is null, or MPI is not running.
             ClusterError: MPI sees one rank, and the launcher started several.
             DeviceError: on every rank, if the devices of any rank are wrong.
+            CollectiveMismatchError: on every rank, if other ranks are here for another `function`.
+            CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
         """
         mpi = running_mpi(function)
         comm = check_comm(mpi, comm, function)
+        meet(comm, function)
         own = comm.Dup()
         # Errors shall reach Python as exceptions, whatever the handler of the user's communicator is.
         own.Set_errhandler(mpi.ERRORS_RETURN)

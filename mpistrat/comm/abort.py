@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -13,18 +14,32 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
+from ..cluster import start
+from ..cluster.launcher_variables import launched_rank, launched_size
 from ..options import Environment
 from . import obituary
 
-__all__ = ["end_job", "format_exception", "install", "is_user_code", "print_text"]
+__all__ = [
+    "end_job",
+    "exit_status",
+    "format_exception",
+    "install",
+    "install_under_launcher",
+    "is_user_code",
+    "print_text",
+]
 
 _FORWARDING = 0.2  # seconds that launchers get to pass on what was printed
 _ABORT_DELAY = 4  # seconds that a launcher gets to end the other ranks after one has exited
-_installed: Callable[..., Any] | None = None
+_RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process, so that its children do not take themselves for it
 ending = False  # this process is about to end the job, as opposed to leaving the program
 tell_others: Callable[[str], None] | None = None  # makes the other ranks print a text; the watchdog's
+
+_rank: tuple[int, int] | None = None  # this rank and the number of ranks, once a strategy has said so
+_process: int | None = None  # in which the hooks hold
+_exit_status: int | None = None  # what sys.exit was called with
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _EXAMPLES = _PACKAGE + "examples" + os.sep  # programs as a user would write them
@@ -40,18 +55,20 @@ def end_job(text: str, code: int = 1, reason: str = "") -> None:
         reason: printed by the other ranks that the watchdog can reach; default the whole text.
     """
     global ending
-    from mpi4py import MPI
-
     ending = True
     obituary.tell("told")
     print_text(text)
-    if MPI.Is_initialized() and not MPI.Is_finalized():
+    mpi = start.running()
+    if mpi is not None:
         if tell_others is not None:
             tell_others(reason or text)
         time.sleep(_FORWARDING)
         if _exit_ends_the_job():
             os._exit(code)
-        MPI.COMM_WORLD.Abort(code)
+        mpi.COMM_WORLD.Abort(code)
+    elif "mpi4py.MPI" not in sys.modules or not sys.modules["mpi4py.MPI"].Is_finalized():
+        time.sleep(_FORWARDING)
+        start.end_before_mpi(code)
 
 
 def print_text(text: str) -> None:
@@ -108,6 +125,11 @@ def _fold(error: traceback.TracebackException) -> bool:
     return True
 
 
+def exit_status() -> int:
+    """Return the status with which this process ends, as far as sys.exit has told; else 0. Not collective."""
+    return _exit_status or 0
+
+
 def _exit_ends_the_job() -> bool:
     """Tell whether the launcher is Open MPI 5's (PRRTE, also as prun): there a rank ends the job by exiting.
 
@@ -126,12 +148,24 @@ def _let_exits_win() -> None:
     mpirun behind. Before the wait is over, the launcher has ended this rank. This is Open MPI's own setting
     `opal_abort_delay`; MPI may have read it from the environment long ago, so it is written where MPI keeps it.
     """
-    from mpi4py import MPI
-
-    if _exit_ends_the_job():
+    mpi = start.running()
+    if mpi is not None and _exit_ends_the_job():
         with contextlib.suppress(OSError, ValueError):  # another MPI, or one that keeps it elsewhere
-            delay = ctypes.c_int.in_dll(ctypes.CDLL(MPI.__file__), "opal_abort_delay")
+            delay = ctypes.c_int.in_dll(ctypes.CDLL(mpi.__file__), "opal_abort_delay")
             delay.value = delay.value or _ABORT_DELAY
+
+
+def install_under_launcher() -> None:
+    """As `install`, if a launcher has started this process as one of several. Not collective; `import mpistrat` calls it.
+
+    Before MPI has begun the others may already be waiting for this rank in it.
+    """
+    launched = launched_size()
+    if launched is None or launched[0] == 1:
+        return
+    process = str(os.getpid())
+    if os.environ.setdefault(_RANK_PROCESS, process) == process:
+        _hook()
 
 
 def install(rank: int, size: int) -> None:
@@ -142,45 +176,121 @@ def install(rank: int, size: int) -> None:
     for KeyboardInterrupt). With one rank nothing is changed, nor in a process that this one forks, whose end is its
     parent's affair.
     """
-    global _installed
-    if size == 1 or _installed is not None:
+    global _rank
+    if size == 1:
         return
+    _rank = _rank or (rank, size)
     _let_exits_win()
-    _installed = sys.excepthook
-    before, threads_before = sys.excepthook, threading.excepthook
+    _hook()
+
+
+def _hook() -> None:
+    """Stand in for what prints exceptions and for sys.exit. Not collective; again where the program has taken our place."""
+    global _process
+    first, _process = _process is None, os.getpid()
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
+    if not isinstance(threading.excepthook, _ThreadHook):
+        threading.excepthook = _ThreadHook(threading.excepthook)
+    if first:
+        sys.exit = exit
+        atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_in_child)
+
+
+def exit(status: Any = None, /) -> NoReturn:
+    """Exit the interpreter by raising SystemExit(status), as sys.exit, and note the status. Not collective.
+
+    It stands for sys.exit, since nothing that runs at the end of a program is told. It can be pickled, as that can.
+    """
+    global _exit_status
+    _exit_status = status & 0xFF if isinstance(status, int) else int(status is not None)
+    raise SystemExit(status)
+
+
+def _at_exit() -> None:
+    """Others may wait in MPI's start for a rank that ends with an error before it starts MPI."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if exit_status() and os.getpid() == _process and not ending and (mpi is None or not mpi.Is_initialized()):
+        end_job(f"{_who()}: the job ends: it called sys.exit({exit_status()}) before MPI was started", exit_status())
+
+
+def _in_child() -> None:
+    """A forked child ends without MPI's end, which would be the parent's: mpi4py would call it as the last thing."""
     process = os.getpid()
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != process:
-            before(kind, error, trace)
-            return
-        if before is sys.__excepthook__:
-            text = format_exception(kind, error, trace)
-        else:
-            text = f"{kind.__name__}: {error}"
-            before(kind, error, trace)
-        end_job(
-            f"rank {rank} of {size}: the job ends on this exception\n{text}",
-            130 if kind is KeyboardInterrupt else 1,
-            "".join(traceback.format_exception_only(kind, error)),
-        )
+    def leave() -> None:
+        if os.getpid() == process:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            os._exit(exit_status())
 
-    def thread_hook(args: Any) -> None:
-        if os.getpid() != process:
-            threads_before(args)
+    global _exit_status
+    _exit_status = None
+    if start.running() is not None:
+        atexit.register(leave)
+
+
+def _who() -> str:
+    """Name this rank: as the strategy counts, else as MPI does, else as the launcher."""
+    rank, mpi = _rank, start.running()
+    if rank is None and mpi is not None:
+        rank = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
+    launched = launched_size()
+    if rank is None and launched is not None:
+        number = launched_rank()
+        return f"a rank of {launched[0]}" if number is None else f"rank {number} of {launched[0]}"
+    return "a rank" if rank is None else f"rank {rank[0]} of {rank[1]}"
+
+
+def _last_words(error: BaseException | None, kind: type[BaseException], trace: Any, plain: bool) -> str:
+    if plain:
+        return format_exception(kind, error, trace)
+    return f"{kind.__name__}: {error}"
+
+
+class _Hook:
+    """Stands for sys.excepthook, and calls what stood there before where that was the program's own."""
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before, self._busy = before, False
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _exit_status
+        if os.getpid() != _process:
+            _exit_status = 1
+            self._before(kind, error, trace)
+            return
+        if self._busy:  # a hook of the program that calls ours
+            sys.__excepthook__(kind, error, trace)
+            return
+        self._busy = True
+        plain = self._before is sys.__excepthook__
+        if not plain:
+            self._before(kind, error, trace)
+        text = _last_words(error, kind, trace, plain)
+        status = 130 if kind is KeyboardInterrupt else getattr(error, "status", 0) or 1
+        reason = "".join(traceback.format_exception_only(kind, error))
+        end_job(f"{_who()}: the job ends on this exception\n{text}", status, reason)
+
+
+class _ThreadHook:
+    """Stands for threading.excepthook."""
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before = before
+
+    def __call__(self, args: Any) -> None:
+        if os.getpid() != _process:
+            self._before(args)
             return
         if args.exc_type is SystemExit:  # as Python: it ends the thread only
             return
         name = args.thread.name if args.thread is not None else "a thread"
-        if threads_before is threading.__excepthook__:
-            text = format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-        else:
-            text = f"{args.exc_type.__name__}: {args.exc_value}"
-            threads_before(args)
-        end_job(
-            f"rank {rank} of {size}: the job ends on this exception in {name}\n{text}",
-            reason="".join(traceback.format_exception_only(args.exc_type, args.exc_value)),
-        )
-
-    sys.excepthook = hook
-    threading.excepthook = thread_hook
+        plain = self._before is threading.__excepthook__
+        if not plain:
+            self._before(args)
+        text = _last_words(args.exc_value, args.exc_type, args.exc_traceback, plain)
+        reason = "".join(traceback.format_exception_only(args.exc_type, args.exc_value))
+        end_job(f"{_who()}: the job ends on this exception in {name}\n{text}", reason=reason)

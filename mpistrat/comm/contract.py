@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..errors import CollectiveMismatchError, ContextError, explain
+from ..errors import CollectiveMismatchError, ContextError, by_rank, explain
 
 if TYPE_CHECKING:
     from .draws import Draws
@@ -29,6 +29,7 @@ __all__ = [
     "by_rank",
     "describe",
     "fingerprint",
+    "gather_bytes",
     "gather_text",
     "mismatch",
     "only_differences",
@@ -296,25 +297,17 @@ def _crowded(text: str, watch: Watch) -> ContextError:
     )
 
 
-def by_rank(texts: Mapping[int, str]) -> str:
-    """Return each different text with the ranks it belongs to. Not collective.
-
-    Example:
-        >>> by_rank({0: "a", 1: "b", 2: "a"})
-        'ranks 0, 2: a; rank 1: b'
-    """
-    ranks: dict[str, list[str]] = {}
-    for rank, text in texts.items():
-        ranks.setdefault(text, []).append(str(rank))
-    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {text}" for text, who in ranks.items())
-
-
 def gather_text(comm: Any, text: str) -> list[str]:
     """Return every rank's text, in order of rank. Collective over `comm`."""
-    data = np.frombuffer(text.encode(), np.uint8)
+    return [piece.decode(errors="replace") for piece in gather_bytes(comm, text.encode())]
+
+
+def gather_bytes(comm: Any, mine: bytes) -> list[bytes]:
+    """Return every rank's bytes, in order of rank. Collective over `comm`."""
+    data = np.frombuffer(mine, np.uint8)
     counts = np.empty(comm.size, np.int64)
     comm.Allgather(np.array([data.size], np.int64), counts)
     everything = np.empty(int(counts.sum()), np.uint8)
     ends = np.cumsum(counts)
     comm.Allgatherv(data, [everything, (counts, ends - counts)])
-    return [piece.tobytes().decode(errors="replace") for piece in np.split(everything, ends[:-1])]
+    return [piece.tobytes() for piece in np.split(everything, ends[:-1])]

@@ -20,6 +20,7 @@ from . import shared_memory
 from .contract import TEXT_BYTES, Call, mismatch
 from .draws import Draws
 from .shared_memory import SharedBlock
+from .watchdog import ALL
 
 if TYPE_CHECKING:
     from .watchdog import Watch
@@ -33,7 +34,8 @@ FLAG_RANKS = 16  # with more ranks MPI's own barrier is quicker than everybody l
 _PAGE = 4096
 _SEQUENCE, _TAG, _STATE, _WISH = 0, 1, 3, 4
 _TEXT = (64, 64 + TEXT_BYTES + 2)  # bytes; the texts that belong to the tags
-_HERE, _LEFT, _GAVE_UP = 0, 1, 2
+_HERE, _LEFT, _GAVE_UP = 0, 1, 2  # whether it is still there; beside _LEFT, times _STATES, its exit status
+_STATES = 4
 _POISON = -1  # the tag of a rank that gave up: nobody's call has it
 
 _SPINS, _YIELDS, _NAPS = 50, 1500, 500  # about 2 µs, 1 ms and 50 ms
@@ -176,17 +178,22 @@ class Node:
         """Raise if a rank that has not come never will."""
         flags = self._flags
         for i in self._missing(sequence):
-            state = flags[i + _STATE]
+            state, status = flags[i + _STATE] % _STATES, flags[i + _STATE] // _STATES
             if state == _HERE or flags[i] >= sequence:  # it may have come just before it left
                 continue
             rank = self.ranks[i * 8 // _PAGE]
             if state == _LEFT:
-                raise PeerExitError(f"rank {rank} left the program while rank {self._watch.rank} was in {call.text}")
+                raise self._peer_exit(rank, call, status)
             self._refuse_all(f"rank {rank} gave up waiting in an earlier collective")
             raise CollectiveTimeoutError(f"{call.text}: rank {rank} gave up waiting in an earlier collective")
         gone = self._watch.departed()
         if gone is not None:
-            raise PeerExitError(f"rank {gone} left the program while rank {self._watch.rank} was in {call.text}")
+            raise self._peer_exit(gone, call, self._watch.left[gone][1])
+
+    def _peer_exit(self, rank: int, call: Call, status: int) -> PeerExitError:
+        how = f" with status {status}" if status else ""
+        text = f"rank {rank} left the program{how} while rank {self._watch.rank} was in {call.text}"
+        return PeerExitError(text, status)
 
     def _give_up(self, sequence: int, call: Call) -> None:
         """Raise on a wait that took too long; ranks that come later find the poisoned tag and raise too."""
@@ -201,7 +208,7 @@ class Node:
         self._flags[self._own + _STATE] = _GAVE_UP
         self._sync()
         self._refuse_all(story)
-        raise CollectiveTimeoutError(story + self._watch.where(missing))
+        raise CollectiveTimeoutError(f"{story}; {ALL}:{self._watch.where(missing)}")
 
     def _refuse_all(self, story: str) -> None:
         self._watch.refusal = CollectiveTimeoutError(f"an earlier collective failed: {story}")
@@ -241,15 +248,19 @@ class Node:
         self._sync()
         return 0 < flags[own] <= sequence or any(0 < flags[i + _WISH] <= sequence for i in self._others)
 
-    def leave(self) -> None:
-        """Tell the others, at the end of the program, that this rank will not come again. Not collective."""
+    def leave(self, status: int = 0) -> None:
+        """Tell the others, at the end of the program, that this rank will not come again. Not collective.
+
+        Args:
+            status: with which it exits, as far as it knows.
+        """
         if self.shared and self._window is not None:
-            self._flags[self._own + _STATE] = _LEFT
+            self._flags[self._own + _STATE] = _LEFT + _STATES * status
             self._sync()
 
     def has_left(self, index: int) -> bool:
         """Return whether a rank of the node, by its rank there, has left the program. Not collective."""
-        return self._window is not None and self._flags[index * _PAGE // 8 + _STATE] == _LEFT
+        return self._window is not None and self._flags[index * _PAGE // 8 + _STATE] % _STATES == _LEFT
 
     # memory
 

@@ -16,7 +16,8 @@ import sys
 import time
 
 FIRST_RANK = 60.0  # seconds in which the first rank must come
-SETTLE = 0.1  # seconds in which ranks that are ended together end, where nobody knows how one ended
+ALL_ENDS = 2.0  # seconds in which the other ranks of the node end once one has: launchers end them
+TOGETHER = 0.15  # seconds between a death and a launcher's first signal to the others; its SIGKILL comes later
 LEAVING = 2.0  # seconds in which a launcher may kill the others, because one has ended in order but with an error
 ASKED = (
     signal.SIGTERM,
@@ -71,12 +72,23 @@ def obituary(rank: Rank, status: int | None, nodes: int, at: float) -> str:
     return f"mpistrat: {rank.who}, process {rank.pid}, {how}{more}\n"
 
 
+class Death:
+    """A rank's end without a word, and how it ended as far as anybody could see."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.at, self.status = rank, time.time(), status_of(rank.pid)
+        number = None if self.status is None else self.status & 0x7F
+        self.asked = number in ASKED
+        self.killed = number is None or number == signal.SIGKILL
+
+
 class Watch:
     """What is known of the ranks of this node."""
 
     def __init__(self) -> None:
         self.nodes, self.quiet, self.left = 1, False, time.monotonic() - LEAVING
-        self.doubtful: tuple[Rank, float] | None = None  # (rank, time) that died first, nobody knows how
+        self.deaths: list[Death] = []  # in their order
+        self.until = 0.0  # when it is said who died first, though not all have ended
 
     def hear(self, rank: Rank, words: str) -> None:
         kind, _, rest = words.partition(" ")
@@ -84,37 +96,44 @@ class Watch:
             rank.who = rest
         elif kind == "nodes":
             self.nodes = int(rest)
-        elif kind == "told":  # the ranks say themselves why the job ends
+        elif kind == "told" and not self.deaths:  # the ranks say themselves why the job ends; after a death it is why
             self.quiet = True
         elif kind == "bye":
             rank.ended, self.left = True, time.monotonic()
 
     def lose(self, rank: Rank) -> None:
-        """Judge a line that has closed."""
+        """Note a line that has closed."""
         if rank.ended or self.quiet:
             return
-        status = status_of(rank.pid)
-        killed = status is None or status & 0x7F == signal.SIGKILL
-        if (status is not None and status & 0x7F in ASKED) or (killed and time.monotonic() - self.left < LEAVING):
-            self.quiet = True
-        elif self.doubtful is None:
-            if status is None:
-                self.doubtful = rank, time.time()
-            else:
-                self.say(rank, status, time.time())
-        else:
-            self.settle()
+        death = Death(rank)
+        if not self.deaths:
+            if death.killed and time.monotonic() - self.left < LEAVING:
+                self.quiet = True
+                return
+            self.until = time.monotonic() + ALL_ENDS
+        self.deaths.append(death)
 
     def settle(self) -> None:
-        """Name the rank that died first, though nobody knows how: who is ended from outside is so together with others."""
-        doubtful, self.doubtful = self.doubtful, None
-        if doubtful is not None and not self.quiet:
-            self.say(doubtful[0], None, doubtful[1])
+        """Name the rank that died first, when all have ended or had the time to.
 
-    def say(self, rank: Rank, status: int | None, at: float) -> None:
+        Lines close in the order of deaths: the system closes what a process opened last before what it opened first, as the
+        connection that its launcher watches. But launchers ask before they kill: a rank that was asked to end is not the first
+        where another was killed, or crashed, at the same moment.
+        """
+        deaths, self.deaths = self.deaths, []
+        if self.quiet or not deaths:
+            return
+        first = deaths[0]
+        others = [other for other in deaths if not other.asked and other.at - first.at < TOGETHER]
         self.quiet = True
+        if not first.asked:
+            self.say(first)
+        elif others:
+            self.say(others[0])
+
+    def say(self, death: Death) -> None:
         with contextlib.suppress(OSError):
-            os.write(2, obituary(rank, status, self.nodes, at).encode(errors="replace"))
+            os.write(2, obituary(death.rank, death.status, self.nodes, death.at).encode(errors="replace"))
 
 
 class Desk:
@@ -130,9 +149,10 @@ class Desk:
     def serve(self) -> None:
         """Listen until the last rank has gone."""
         while self.ranks or time.monotonic() < self.until:
-            idle = -1.0 if self.ranks else max(self.until - time.monotonic(), 0.0)
-            ready = self.events.poll(SETTLE if self.watch.doubtful else idle)  # in the order in which it happened
-            if not ready:
+            until = self.watch.until if self.watch.deaths else self.until
+            idle = -1.0 if self.ranks and not self.watch.deaths else max(until - time.monotonic(), 0.0)
+            ready = self.events.poll(idle)  # in the order in which it happened
+            if self.watch.deaths and time.monotonic() >= self.watch.until:
                 self.watch.settle()
             for descriptor, _ in ready:
                 if descriptor == self.listener.fileno():

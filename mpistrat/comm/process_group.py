@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -14,12 +15,13 @@ import numpy as np
 
 from .. import log
 from ..cluster.topology import Topology
-from ..errors import ClosedError, CollectiveMismatchError
+from ..errors import ClosedError, CollectiveMismatchError, by_rank
 from ..options import Environment
 from . import abort, contract, obituary
 from .contract import Call, Comparison
 from .node import Node
 from .watchdog import Watch, Watchdog
+from .watched_comm import watched
 
 __all__ = ["Attachment", "ProcessGroup"]
 
@@ -106,7 +108,7 @@ class ProcessGroup:
             settings = contract.gather_text(private, repr(replace(environment, log="")))
             if len(set(settings)) > 1:
                 raise CollectiveMismatchError(
-                    f"the ranks have different settings: {contract.by_rank(dict(enumerate(settings)))}"
+                    f"the ranks have different settings: {by_rank(dict(enumerate(settings)))}"
                 )
             group = cls(topology, environment, private)
         except Exception:  # raised on every rank
@@ -173,6 +175,11 @@ class ProcessGroup:
         """Return a context in which the watchdog makes no MPI calls, for the time that NCCL is in flight. Not collective."""
         return Watchdog.instance.lock if Watchdog.instance is not None else contextlib.nullcontext()
 
+    @functools.cached_property
+    def comm(self) -> Any:
+        """The communicator as a program gets it: the topology's, whose blocking calls the watchdog sees."""
+        return self.topology.comm if self._private is None else watched(self.topology.comm, self.watch)
+
     # raw transfers, to be used inside collective()
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> None:
@@ -199,6 +206,10 @@ class ProcessGroup:
         """Return every rank's text, by rank. Collective; inside `collective()`."""
         return [text] if self._comm is None else contract.gather_text(self._comm, text)
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, by rank. Collective; inside `collective()`."""
+        return [data] if self._comm is None else contract.gather_bytes(self._comm, data)
+
     def agree(self, value: int, op: Literal["min", "max"] = "min") -> int:
         """Return the least or largest of every rank's number. Collective; inside `collective()`."""
         if self._comm is None:
@@ -209,9 +220,9 @@ class ProcessGroup:
         self._comm.Allreduce(np.array([value], np.int64), result, MPI.MIN if op == "min" else MPI.MAX)
         return int(result[0])
 
-    def barrier(self, name: str = "") -> None:
-        """Wait until every rank is here. Collective."""
-        with self.collective("barrier", name):
+    def barrier(self, name: str = "", timeout: float | None = None) -> None:
+        """Wait until every rank is here, at most `timeout` seconds. Collective."""
+        with self.collective("barrier", name, timeout=timeout):
             if self.num_nodes > 1:
                 self._comm.Barrier()
 
@@ -259,7 +270,7 @@ class ProcessGroup:
             return
         for attachment in reversed(self._attached):
             _note_leaving(attachment)
-        self.node.leave()
+        self.node.leave(abort.exit_status())
         domains: dict[int, list[int]] = {}
         shared = self.environment.shared_memory
         for rank, node in enumerate(self.topology.node_of):

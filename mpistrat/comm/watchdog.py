@@ -39,6 +39,8 @@ _ASK, _PLACE, _LEFT, _END, _STOP = 1, 2, 3, 4, 5
 _HEAD = struct.Struct("<qqd?")
 _LONGEST = 4096
 
+ALL = "all ranks must call it"
+
 
 def user_place(thread: int) -> str:
     """Return `file:line` of where the user's own code is in a thread. Not collective.
@@ -79,7 +81,8 @@ class Watch:
         acting: held by the thread that is in a collective.
         refusal: the error that the next collective raises, None while all is well.
         on_flags: whether this rank waits on flags in shared memory, where it can raise by itself.
-        left: ranks of other nodes that left the program, and how many collectives they had entered.
+        left: ranks of other nodes that left the program: how many collectives they had entered, and their exit status.
+        raw: (start, name) of the blocking call on the program's communicator that this rank is in, or None.
         stop: whether this rank, or another one, was told to stop; who sets it lets all others know.
         default_timeout, warn_after: seconds.
     """
@@ -92,7 +95,8 @@ class Watch:
         self.acting = threading.RLock()
         self.refusal: Exception | None = None
         self.on_flags = False
-        self.left: dict[int, int] = {}
+        self.left: dict[int, tuple[int, int]] = {}
+        self.raw: tuple[float, str] | None = None
         self.stop = False
         self.thread = threading.get_ident()
         self.answers: dict[int, Answer] = {}
@@ -106,7 +110,7 @@ class Watch:
 
     def departed(self) -> int | None:
         """Return a rank of another node that left before the collective this rank is in, or None. Not collective."""
-        return next((rank for rank, last in self.left.items() if self.number > last), None)
+        return next((rank for rank, (last, _) in self.left.items() if self.number > last), None)
 
     def where(self, ranks: Iterable[int]) -> str:
         """Return, as lines to append to an error, where some ranks and this one are. Not collective; takes a second."""
@@ -127,6 +131,9 @@ class Watch:
     def answer(self) -> Answer:
         """Return where this rank is. Not collective."""
         now, place, at = monotonic(), self.place, user_place(self.thread)
+        raw = self.raw
+        if place is None and raw is not None:
+            return Answer(now, -1, 0, now - raw[0], True, f"in comm.{raw[1]} for {now - raw[0]:.1f} s, at {at}")
         if place is None:
             return Answer(now, -1, 0, 0.0, False, f"not in a collective, after #{self.number}, at {at}")
         start, call, number = place
@@ -149,10 +156,11 @@ class _Patrol:
         self.sent, self.received = np.zeros(watch.size, np.int64), 0  # messages: to each rank, and from all
         self.told_end = False  # whether this rank knows, or has told, why the job ends
         self.told_stop = False
-        self.judged: tuple[float, Call, int] | None = None
+        self.told_raw: set[str] = set()
+        self.judged: tuple[Any, ...] | None = None
         self.start_place(None)
 
-    def start_place(self, place: tuple[float, Call, int] | None) -> None:
+    def start_place(self, place: tuple[Any, ...] | None) -> None:
         self.judged = place
         self.warned = False
         self.asked_all = 0.0
@@ -190,7 +198,7 @@ class _Patrol:
                 text = data[_HEAD.size :].decode(errors="replace")
                 watch.answers[source] = Answer(monotonic(), number, tag, seconds, in_mpi, text)
             elif kind == _LEFT:
-                watch.left[source] = _HEAD.unpack_from(data)[0]
+                watch.left[source] = _HEAD.unpack_from(data)[:2]
             elif kind == _STOP:
                 watch.stop = True
             elif kind == _END:
@@ -256,11 +264,15 @@ class _Patrol:
             self._tell_stop()
         wanted, watch.wanted = watch.wanted, ()
         self._ask(wanted)
-        place = watch.place
-        if place is None or place is not self.judged:
-            self.start_place(place)
+        place, raw = watch.place, watch.raw
         if place is not None:
+            if place is not self.judged:
+                self.start_place(place)
             self._judge(place, monotonic())
+        elif raw is not self.judged or raw is None:
+            self.start_place(raw)
+        else:
+            self._judge_raw(raw, monotonic())
 
     def _ask(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -273,19 +285,63 @@ class _Patrol:
         gone = watch.departed()
         if gone is not None and waited > _POLL and not watch.on_flags and watch.place is place:
             texts = {watch.rank: watch.answer().text, gone: "has left the program"}
-            abort.end_job(f"PeerExitError: {call.text} can never end:{lines(texts)}")
+            abort.end_job(f"PeerExitError: {call.text} can never end:{lines(texts)}", watch.left[gone][1] or 1)
         self._compare_next(place, now)
         late = waited > call.timeout + (_GRACE if watch.on_flags else 0)
         if not late and (self.warned or waited < watch.warn_after):
             return
+        fresh = self._ask_all(now)
+        if fresh is not None:
+            self._report(fresh, late, waited, call)
+
+    def _ask_all(self, now: float) -> dict[int, Answer] | None:
+        """Return what all ranks say that answer in time; None while they may."""
+        watch = self.watch
         if not self.asked_all:
             self.asked_all = now
             self._ask(range(watch.size))
-            return
+            return None
         fresh = {rank: said for rank, said in watch.answers.items() if said.time >= self.asked_all}
         if len(fresh) < watch.size - 1 and now - self.asked_all < _ANSWER:
+            return None
+        self.asked_all = 0.0
+        return fresh
+
+    def _judge_raw(self, raw: tuple[float, str], now: float) -> None:
+        """A call of MPI by the program itself may take as long as it likes, but not wait for a rank that has gone."""
+        watch, (start, name) = self.watch, raw
+        waited = now - start
+        late = waited > watch.default_timeout and now >= self.asked_next
+        if not late and (self.warned or waited < watch.warn_after):
             return
-        self._report(fresh, late, waited, call)
+        fresh = self._ask_all(now)
+        if fresh is None:
+            return
+        texts = self._texts(fresh)
+        silent = [rank for rank in range(watch.size) if rank != watch.rank and rank not in fresh]
+        if late and silent and watch.raw is raw:
+            who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+            abort.end_job(
+                f"PeerExitError: comm.{name} takes longer than {watch.default_timeout:g} s, and {who} can no longer take part:"
+                + lines(texts)
+            )
+        self.asked_next = now + _GRACE
+        if not self.warned:
+            self.warned = True
+            if name not in self.told_raw and watch.rank == min(
+                [watch.rank, *(rank for rank, said in fresh.items() if said.in_mpi)]
+            ):
+                self.told_raw.add(name)  # the next one may take as long, and was told of
+                log.logger.warning("comm.%s takes longer than %g s:%s", name, watch.warn_after, lines(texts))
+
+    def _texts(self, fresh: dict[int, Answer]) -> dict[int, str]:
+        """Where each rank is, in words."""
+        watch = self.watch
+        texts = {r: fresh[r].text if r in fresh else "does not answer" for r in range(watch.size)}
+        texts[watch.rank] = watch.answer().text
+        for rank in watch.left:
+            texts[rank] = "has left the program"
+        return texts
 
     def _compare_next(self, place: tuple[float, Call, int], now: float) -> None:
         """Ask the next rank now and then. If any two ranks differ, so do some neighbours in the ring."""
@@ -302,19 +358,18 @@ class _Patrol:
     def _report(self, fresh: dict[int, Answer], late: bool, waited: float, call: Call) -> None:
         """The lowest rank that waits tells the story; the others do if it does not."""
         watch = self.watch
-        own = watch.answer()
         waiting = [watch.rank, *(r for r, said in fresh.items() if said.number >= 0 and (said.in_mpi or not late))]
-        texts = {r: fresh[r].text if r in fresh else "does not answer" for r in range(watch.size)}
-        texts[watch.rank] = own.text
-        self.asked_all = 0.0
+        texts = self._texts(fresh)
         if not late:
             self.warned = True
-            missing = len(fresh) < watch.size - 1 or any(said.number != own.number for said in fresh.values())
+            missing = len(fresh) < watch.size - 1 or any(said.number != watch.number for said in fresh.values())
             if watch.rank == min(waiting):  # where all are in it, it has much to do
                 level = logging.WARNING if missing else logging.INFO
-                log.logger.log(level, "%s takes longer than %g s:%s", call.text, watch.warn_after, lines(texts))
+                text = f"{call.text} takes longer than {watch.warn_after:g} s; {ALL}"
+                log.logger.log(level, "%s:%s", text, lines(texts))
         elif watch.rank == min(waiting) or waited > call.timeout + _GRACE:
-            abort.end_job(f"CollectiveTimeoutError: {call.text} takes longer than {call.timeout:g} s:{lines(texts)}")
+            text = f"{call.text} takes longer than {call.timeout:g} s; {ALL}:{lines(texts)}"
+            abort.end_job(f"CollectiveTimeoutError: {text}")
 
 
 @final
@@ -380,7 +435,7 @@ class Watchdog:
         for patrol in cls.instance._patrols:
             if patrol.watch is watch:
                 for rank in ranks:
-                    patrol.send(_LEFT, _HEAD.pack(watch.number, 0, 0.0, False), rank)
+                    patrol.send(_LEFT, _HEAD.pack(watch.number, abort.exit_status(), 0.0, False), rank)
 
     @classmethod
     def tell_end(cls, reason: str) -> None:

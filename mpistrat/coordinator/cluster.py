@@ -124,8 +124,8 @@ class Cluster:
         """Have those that serve take part in what this rank is about to do with all ranks. Not collective.
 
         Args:
-            name: "variable", "save", "restore", "stats", "show_config", "optimizer" or "close"; or "step", of this rank alone,
-                for which those without a program must have its optimizers.
+            name: "variable", "optimizer", "close", or a method of the strategy that all ranks call; or "step", of this rank
+                alone, for which those without a program must have its optimizers.
             args, kwargs: of that.
 
         Raises:

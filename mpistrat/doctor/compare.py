@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..comm.contract import by_rank
+from ..errors import by_rank
 from .finding import Finding, ok, problem, warning
 
 __all__ = ["compare"]

@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 from ..cluster.topology import Topology
-from ..comm.contract import by_rank, gather_text
+from ..comm.contract import gather_text
+from ..errors import by_rank
 from .finding import Finding, ok, problem
 
 __all__ = ["check_temporary_folder"]

@@ -64,7 +64,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
     output = Path(options.output)
     if strategy.rank == 0:
         digits_data.write(output / "shards", options.dtype)
-    strategy.comm.Barrier()
+    strategy.barrier(name="the shards are written")
     fields = ("image", "label")
     batch = options.global_batch_size
     rows = ms.data.HDF5Dataset(str(output / "shards" / "train-*.h5"), fields=fields)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 import mpistrat as ms
 
@@ -22,15 +19,9 @@ def save(strategy: Any, path: Path, notes: dict[str, Any], taken: int) -> None:
         notes: what JSON can hold; the first reader's are written.
         taken: the batches that this rank has taken.
     """
-    everybody, readers = np.empty(strategy.size, np.int64), _readers(strategy)
-    strategy.comm.Allgather(np.array([taken], np.int64), everybody)
-    told = np.frombuffer(json.dumps(notes).encode(), np.uint8).copy()
-    size = np.array([told.size], np.int64)
-    strategy.comm.Bcast(size, root=readers[0])
-    if strategy.rank != readers[0]:
-        told = np.empty(size[0], np.uint8)
-    strategy.comm.Bcast(told, root=readers[0])
-    strategy.save(path, extra={"notes": json.loads(told.tobytes()), "taken": everybody[list(readers)].tolist()})
+    everybody, readers = strategy.all_gather_object(taken), _readers(strategy)
+    notes = strategy.broadcast_object(notes, root=readers[0])
+    strategy.save(path, extra={"notes": notes, "taken": [everybody[rank] for rank in readers]})
 
 
 def read(strategy: Any, path: Path) -> tuple[dict[str, Any], int]:
@@ -39,9 +30,7 @@ def read(strategy: Any, path: Path) -> tuple[dict[str, Any], int]:
     Without a file nothing is changed, and ({}, 0) returned. Where there are more or fewer readers than when it was written, which
     only parameter servers have, each has taken an equal share: what was read in this epoch may then be read again, or left out.
     """
-    there = np.array([path.exists()], np.int64)
-    strategy.comm.Bcast(there)  # rank 0 reads the file
-    if not there[0]:
+    if not strategy.broadcast_object(path.exists()):  # rank 0 reads the file
         return {}, 0
     extra = strategy.restore(path)
     taken, readers = extra["taken"], _readers(strategy)

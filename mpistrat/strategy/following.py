@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..cluster.rendezvous import meet
 from ..errors import ClusterError, explain
+from .layout import PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -86,6 +88,7 @@ def learn(comm: MPI.Intracomm) -> tuple[dict[str, Any], tuple[int, ...]]:
 
 
 def _agree(comm: MPI.Intracomm, follows: bool, settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
+    meet(comm, PARAMETER_SERVER.name)
     flags = np.empty(comm.size, np.int8)
     comm.Allgather(np.array([follows], np.int8), flags)
     followers = tuple(np.flatnonzero(flags).tolist())

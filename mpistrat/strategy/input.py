@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from .. import errors
 from ..cluster.devices import parse
-from ..comm.contract import by_rank
 from ..comm.device_copy import DeviceCopy
 from ..comm.draws import Draws
 from ..comm.process_group import ProcessGroup
@@ -26,7 +25,7 @@ from ..data.distribution.distributed_iterator import Drawn, Passes
 from ..data.distribution.from_function import FunctionSteps, call_dataset_fn
 from ..data.distribution.steps import NoSteps
 from ..data.distribution.workers import Workers
-from ..errors import CollectiveMismatchError, MpistratError, explain
+from ..errors import CollectiveMismatchError, MpistratError, by_rank, explain
 
 __all__ = ["Division", "distribute_dataset", "distribute_datasets_from_function"]
 

@@ -27,6 +27,7 @@ from .preemption import StopAgreement, StopRequest, StopTogether
 from .reductions import Axis, copies_of_variables, gather_nest, reduce_nest
 from .replica_context import ValueContext
 from .scope import Scope
+from .together import Together
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,7 +40,7 @@ _NO_KWARGS: dict[str, Any] = {}
 
 
 @with_aliases
-class Strategy:
+class Strategy(Together):
     """How one training step runs on many replicas (TF: tf.distribute.Strategy). Make one of its subclasses.
 
     Creating and closing a strategy is collective over its communicator. Used in a `with` statement it is closed at the
@@ -90,8 +91,9 @@ class Strategy:
 
     @property
     def comm(self) -> MPI.Intracomm | None:
-        """The strategy's communicator, a duplicate for its own use; None for the default strategy."""
-        return self._extended.topology.comm
+        """The strategy's communicator, a duplicate for the program's own use; None for the default strategy."""
+        extended = self._extended
+        return extended.topology.comm if extended.closed or extended.topology.closed else extended.process_group.comm
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
-from ...errors import ShardError, explain
+from ...errors import ShardError, by_rank, explain
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,8 +53,6 @@ class Ranks:
             raise
         failed = {rank: text for rank, text in enumerate(self.exchange("")) if text}
         if failed:
-            from ...comm.contract import by_rank
-
             raise ShardError(explain(self._function, "", expected="every rank to get here", got=by_rank(failed)))
 
     def agree(self, text: str) -> None:

@@ -1,0 +1,133 @@
+"""Where the ranks of a communicator meet before their first blocking call: bounded in time, and told apart by what they make.
+
+Nothing of ours watches over them yet, and a wait inside MPI cannot be left. So they meet in MPI's nonblocking collectives and
+look at them now and then.
+"""
+
+from __future__ import annotations
+
+import os
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+
+from .. import log
+from ..errors import CollectiveMismatchError, CollectiveTimeoutError, by_rank
+from ..options import Environment
+
+__all__ = ["meet"]
+
+_NAME_BYTES, _VERDICT_BYTES = 64, 1024
+_YIELDS, _NAP = 200, 5e-3  # looks at full speed; longest sleep, in seconds
+_GRACE = 5.0  # seconds after the time limit in which rank 0, who knows more, may tell first
+_abandoned: list[Any] = []  # requests that never ended, and what MPI may still write to
+
+
+def meet(comm: Any, function: str) -> None:
+    """Wait until all ranks are here, and check that they are here for the same. Collective over `comm`.
+
+    Args:
+        comm: of the ranks that meet.
+        function: what this rank makes; the same on all ranks.
+
+    Raises:
+        CollectiveMismatchError: on every rank, when they make different things.
+        CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
+    """
+    if comm.size == 1:
+        return
+    environment = Environment.read()
+    meeting = _Meeting(comm, function)
+    start = monotonic()
+    warned, looks, nap = False, 0, 5e-5
+    while not meeting.over():
+        looks += 1
+        if looks < _YIELDS:
+            os.sched_yield()
+            continue
+        sleep(nap)
+        nap = min(2 * nap, _NAP)
+        waited = monotonic() - start
+        if not warned and waited > environment.warn_after:
+            warned = True
+            if meeting.tells:
+                log.setup(environment.log)
+                log.logger.warning(
+                    "%s: rank %d waits for %s since %.0f s", function, comm.rank, meeting.missing(), waited
+                )
+        if waited > environment.abort_after + (0.0 if meeting.tells else _GRACE):
+            _abandoned.append(meeting)
+            raise CollectiveTimeoutError(
+                f"{function}: rank {comm.rank} of {comm.size} waited {environment.abort_after:g} s for {meeting.missing()}."
+                " All ranks of a communicator make the strategy: look on that rank for an exit, an `if` or long work"
+                " before it, for another comm=, or for a program that ended"
+            )
+    if meeting.verdict:
+        raise CollectiveMismatchError(meeting.verdict)
+
+
+class _Meeting:
+    """Rank 0 greets, all tell it what they make, and it answers when it has heard all.
+
+    The collectives are those that both MPIs carry out without ranks in between, so that rank 0 sees who has come, and the
+    others whether it has.
+    """
+
+    def __init__(self, comm: Any, function: str) -> None:
+        from mpi4py import MPI
+
+        self._comm, self.verdict = comm, ""
+        size, root = comm.size, comm.rank == 0
+        self._greeting, self._answer = np.zeros(1, np.uint8), np.zeros(_VERDICT_BYTES, np.uint8)
+        self._greetings = np.ones(size, np.uint8)
+        self._name = np.zeros(_NAME_BYTES, np.uint8)
+        name = function.encode()[:_NAME_BYTES]
+        self._name[: len(name)] = np.frombuffer(name, np.uint8)
+        self._names = np.zeros((size if root else 0, _NAME_BYTES), np.uint8)
+        places = np.arange(size)
+        ones, widths = np.ones(size, np.int64), np.full(size, _NAME_BYTES)
+        out = [self._greetings, (ones, places), MPI.BYTE] if root else None
+        names = [self._names, (widths, places * _NAME_BYTES), MPI.BYTE] if root else None
+        self._greeted = comm.Iscatterv(out, self._greeting, 0)
+        self._heard = comm.Igatherv(self._name, names, 0)
+        self._answered: Any = None if root else comm.Ibcast(self._answer, 0)
+
+    @property
+    def tells(self) -> bool:
+        """Whether this rank knows better than rank 0 does who is missing."""
+        return self._comm.rank == 0 or not self._greeting[0]
+
+    def over(self) -> bool:
+        """Return whether all ranks have come, as far as this one knows. Not collective."""
+        greeted, heard = self._greeted.Test(), self._heard.Test()
+        if self._answered is None and heard:
+            self._judge()
+        return bool(greeted and heard and self._answered is not None and self._finish())
+
+    def _finish(self) -> bool:
+        if not self._answered.Test():
+            return False
+        self.verdict = self._answer.tobytes().rstrip(b"\0").decode(errors="replace")
+        return True
+
+    def _judge(self) -> None:
+        """Tell all others, as rank 0, what is wrong."""
+        made = {rank: row.tobytes().rstrip(b"\0").decode(errors="replace") for rank, row in enumerate(self._names)}
+        if len(set(made.values())) > 1:
+            text = (
+                f"the ranks make different things: {by_rank(made)}. All ranks of a communicator make the same, in the same"
+                " order; ranks that shall do something else get a communicator of their own: comm="
+            ).encode()[:_VERDICT_BYTES]
+            self._answer[: len(text)] = np.frombuffer(text, np.uint8)
+        self._answered = self._comm.Ibcast(self._answer, 0)
+
+    def missing(self) -> str:
+        """Return who has not come, in words. Not collective.
+
+        Rank 0 looks at what MPI has written so far: a name is there when its rank has come.
+        """
+        if self._comm.rank:
+            return "ranks that rank 0 waits for" if self._greeting[0] else "rank 0"
+        absent = [str(rank) for rank, row in enumerate(self._names) if rank and not row[0]]
+        return f"rank{'s' * (len(absent) > 1)} {', '.join(absent[:20])}{', …' * (len(absent) > 20)}"

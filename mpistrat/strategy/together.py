@@ -1,0 +1,133 @@
+"""What all ranks do together beside steps, watched as every collective: barriers, and Python objects, which mpi4py pickles."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import context
+from ..comm.process_group import ProcessGroup
+from ..errors import explain
+
+if TYPE_CHECKING:
+    from .extended import StrategyExtended
+
+__all__ = ["Together"]
+
+
+class Together(ABC):
+    """The calls of a strategy that all its ranks make together, whatever they compute."""
+
+    _extended: StrategyExtended
+
+    def barrier(self, timeout: float | None = None, name: str | None = None) -> None:
+        """Wait until every rank is here. Collective over all ranks, servers too.
+
+        Unlike `comm.Barrier()` it names the ranks that do not come, and those that come to another collective.
+
+        Args:
+            timeout: seconds to wait; default MPISTRAT_ABORT_AFTER.
+            name: shown in errors; the same on every rank.
+
+        Raises:
+            CollectiveTimeoutError: a rank did not come in time.
+            CollectiveMismatchError: a rank came to something else.
+            PeerExitError: a rank left the program.
+            ValueError: a timeout that is not positive.
+
+        Example:
+            >>> ms.get_strategy().barrier(name="shards are written")
+        """
+        self._together("barrier", None, name or "")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(explain("Strategy.barrier", "timeout", expected="> 0 seconds", got=repr(timeout)))
+        self._extended.process_group.barrier(name or "", timeout)
+
+    def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
+        """Return the root's Python object on every rank. Collective over all ranks, servers too.
+
+        For small things; mpi4py pickles them. Arrays: `extended.broadcast_to`.
+
+        Args:
+            obj: the root's counts.
+            root: its rank.
+
+        Raises:
+            TypeError: on every rank, when it cannot be pickled.
+            ValueError: there is no such rank.
+        """
+        self._together("broadcast_object")
+        return _broadcast(self._extended.process_group, obj, root)
+
+    def all_gather_object(self, obj: Any = None) -> list[Any]:
+        """Return every rank's Python object, in order of rank. Collective over all ranks, servers too.
+
+        For small things; mpi4py pickles them. Arrays: `gather`.
+
+        Raises:
+            TypeError: on every rank, when one cannot be pickled.
+        """
+        self._together("all_gather_object")
+        return _all_gather(self._extended.process_group, obj)
+
+    def _together(self, name: str, *args: Any) -> None:
+        """Begin what all ranks do together, outside of steps; those without a program are told."""
+        self._extended.require_open(f"Strategy.{name}")
+        context.expect_cross(self, f"Strategy.{name}")
+        self._extended.announce(name, *args)
+
+
+def _broadcast(group: ProcessGroup, obj: Any, root: int) -> Any:
+    function, size = "Strategy.broadcast_object", group.topology.size
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
+        raise ValueError(explain(function, "root", expected=f"a rank, 0 ≤ root < {size}", got=repr(root)))
+    if size == 1:
+        return obj
+    here = group.topology.rank == root
+    data, problem = _pickled(obj) if here else (b"", None)
+    with group.collective("broadcast_object", detail=f"root {root}"):
+        texts = group.all_gather_text(problem or "")
+        _refuse(function, texts)
+        length = np.array([len(data)], np.int64)
+        group.broadcast(length, root)
+        buffer = np.frombuffer(data, np.uint8).copy() if here else np.empty(int(length[0]), np.uint8)
+        group.broadcast(buffer, root)
+    return obj if here else _loads(buffer)
+
+
+def _all_gather(group: ProcessGroup, obj: Any) -> list[Any]:
+    if group.topology.size == 1:
+        return [obj]
+    data, problem = _pickled(obj)
+    with group.collective("all_gather_object"):
+        texts = group.all_gather_text(problem or "")
+        _refuse("Strategy.all_gather_object", texts)
+        pieces = group.all_gather_bytes(data)
+    mine = group.topology.rank
+    return [obj if rank == mine else _loads(np.frombuffer(piece, np.uint8)) for rank, piece in enumerate(pieces)]
+
+
+def _pickled(obj: Any) -> tuple[bytes, str | None]:
+    """Return the object's bytes; none, and why, where it cannot be pickled: the other ranks wait to be told."""
+    from mpi4py import MPI
+
+    try:
+        return bytes(MPI.pickle.dumps(obj)), None
+    except Exception as error:
+        return b"", f"{type(error).__name__}: {error}"
+
+
+def _loads(buffer: np.ndarray) -> Any:
+    from mpi4py import MPI
+
+    return MPI.pickle.loads(buffer)
+
+
+def _refuse(function: str, problems: list[str]) -> None:
+    odd = next((rank for rank, text in enumerate(problems) if text), None)
+    if odd is not None:
+        raise TypeError(
+            explain(function, "obj", expected="an object that can be pickled", got=f"on rank {odd}: {problems[odd]}")
+        )

@@ -1,0 +1,66 @@
+"""Whom the process that speaks for the dead names, for every order in which a node's ranks may be seen to end."""
+
+from __future__ import annotations
+
+import signal
+import types
+
+import pytest
+
+from mpistrat.comm import obituary_process
+
+TERM, KILL, SEGV = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGSEGV)
+UNSEEN = None  # the launcher was quicker
+EXIT_3 = 3 << 8
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """named(ends): the rank that is named, after (rank, status, seconds) of deaths and (rank, words); None for nobody."""
+
+    def name(*events: tuple) -> int | None:
+        now, said = [1000.0], []
+        clock = types.SimpleNamespace(
+            time=lambda: now[0], monotonic=lambda: now[0], localtime=lambda at: (2026, 1, 1, 0, 0, 0, 0, 1, 0),
+            strftime=lambda form, when: "00:00:00",
+        )  # fmt: skip
+        monkeypatch.setattr(obituary_process, "time", clock)
+        monkeypatch.setattr(obituary_process.Watch, "say", lambda self, death: said.append(death.rank.number))
+        watch = obituary_process.Watch()
+        now[0] += 100
+        ranks = [types.SimpleNamespace(number=n, pid=n, ended=False, who=f"rank {n}") for n in range(4)]
+        for number, what, *later in events:
+            now[0] += later[0] if later else 0.001
+            if isinstance(what, str):
+                watch.hear(ranks[number], what)
+            else:
+                monkeypatch.setattr(obituary_process, "status_of", lambda pid, status=what: status)
+                watch.lose(ranks[number])
+        watch.settle()
+        watch.settle()
+        assert len(said) < 2
+        return said[0] if said else None
+
+    return name
+
+
+@pytest.mark.parametrize(
+    ("events", "victim"),
+    [
+        ([(2, KILL), (0, TERM), (1, TERM)], 2),
+        ([(2, UNSEEN), (0, UNSEEN), (1, UNSEEN)], 2),
+        ([(0, TERM), (2, KILL), (1, TERM)], 2),  # the launcher's signal to another rank is seen first
+        ([(0, TERM), (1, TERM), (2, UNSEEN, 0.05)], 2),
+        ([(1, TERM), (2, SEGV), (0, KILL)], 2),
+        ([(1, EXIT_3), (0, TERM)], 1),
+        ([(0, TERM), (1, TERM), (2, TERM)], None),  # somebody ended the job
+        ([(0, TERM), (1, TERM), (2, KILL, 0.3)], None),  # and the launcher had no patience with one of them
+        ([(0, "told"), (0, EXIT_3), (1, KILL)], None),  # the ranks say why themselves
+        ([(2, KILL), (0, "told"), (0, EXIT_3), (1, TERM)], 2),  # what they say is what the death did to them
+        ([(0, "bye"), (0, 0), (1, KILL)], None),  # one ended in order, and the launcher ends the others
+        ([(0, "bye"), (0, 0), (1, KILL, 10.0)], 1),
+        ([(0, "bye"), (1, "bye"), (0, 0), (1, 0)], None),
+    ],
+)
+def test_who_is_named(named, events, victim):
+    assert named(*events) == victim

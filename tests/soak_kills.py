@@ -1,0 +1,174 @@
+"""Start jobs and kill a rank of each at a random moment, under load: is the right one named, does anything hang or stay?
+
+    python tests/soak_kills.py --kills 60 --starts 20 --load 3
+
+Counts are printed as it goes; the exit status is 1 where anything was wrong. `--mpi` takes the Python of another MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher import ROOT, Job, MpiEnv, mpi_env
+
+if TYPE_CHECKING:
+    from integration.hosts import Hosts
+
+PROGRAM = """
+import os, sys, time
+import numpy as np
+import mpistrat as ms
+
+strategy = ms.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    variable = ms.Variable(np.zeros(1000), aggregation=ms.VariableAggregation.SUM)
+    optimizer = ms.optimizers.SGD(0.1)
+print(f"ready {os.getpid()}.", flush=True)
+
+
+def step():
+    optimizer.apply_gradients([(np.ones(1000), variable)])
+
+
+until = time.monotonic() + float(sys.argv[1])
+while strategy.reduce("SUM", float(time.monotonic() < until), axis=None):
+    strategy.run(step)
+strategy.close()
+"""
+LIFE = 60.0  # seconds that a job lasts that nobody ends; else it hangs
+NAMED = re.compile(r"mpistrat: rank (\d+) of \d+ .*was ended by|mpistrat: rank (\d+) of \d+ .*ended without a word")
+
+
+@dataclass
+class Tally:
+    """What happened so far."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def note(self, what: str, text: str = "") -> None:
+        self.counts[what] += 1
+        if text:
+            self.wrong.append(f"{what}\n{text}")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{number} {what}" for what, number in sorted(self.counts.items()))
+
+
+@contextlib.contextmanager
+def load(processes: int) -> Iterator[None]:
+    """Keep so many cores busy meanwhile."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def shared_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if path.stat().st_uid == os.getuid()}
+
+
+def one_job(mpi: MpiEnv, ranks: int, rng: random.Random, kill: bool, tally: Tally, hosts: Hosts | None = None) -> None:
+    """Start a job; kill a rank of it, or let it end; and judge how it went."""
+    with tempfile.TemporaryDirectory(prefix="mpistrat-soak-") as name:
+        folder = Path(name)
+        (folder / "program.py").write_text(PROGRAM)
+        life = str(LIFE if kill else 0.5)
+        job = Job([mpi.python, str(folder / "program.py"), life], ranks, mpi, folder, hosts=hosts)
+        victim = rng.randrange(ranks)
+        try:
+            if not job.wait_for(".", LIFE):
+                tally.note("not started", text_of(job))
+                return
+            if kill:
+                time.sleep(rng.uniform(0, 0.5))
+                end(int(job.read(f"{victim}.out").split()[1].rstrip(".")), victim, ranks, hosts)
+            status = job.wait(LIFE / 2)
+            left = job.leftover(5.0)
+            judge(job, status, left, victim if kill else None, tally, hosts is not None)
+        finally:
+            job.end()
+
+
+def end(pid: int, rank: int, ranks: int, hosts: Hosts | None) -> None:
+    """Kill a rank; on a host of its own it has a number of its own."""
+    if hosts is None:
+        os.kill(pid, signal.SIGKILL)
+    else:
+        hosts.inside(hosts.names[rank // (ranks // len(hosts))], "kill", "-9", str(pid))
+
+
+def judge(job: Job, status: int | None, left: list[str], victim: int | None, tally: Tally, hosts: bool) -> None:
+    """Count what a job did."""
+    text = text_of(job)
+    named = [int(a or b) for a, b in NAMED.findall(text)]
+    if status is None:
+        tally.note("hung", text)
+    if left:
+        tally.note("left processes", f"{left}\n{text}")
+    if victim is None:
+        tally.note(
+            "good end" if status == 0 and not text.strip() else "bad end of a good job", "" if status == 0 else text
+        )
+    elif status == 0:
+        tally.note("status 0 after a kill", text)
+    elif named == [victim] or (hosts and victim in named):
+        tally.note("named")
+    else:
+        tally.note("named nobody" if not named else "named another", f"victim {victim}, named {named}\n{text}")
+
+
+def text_of(job: Job) -> str:
+    _, err, launcher = job.outputs()
+    return "".join(err) + launcher
+
+
+def soak(mpi: MpiEnv, starts: int, kills: int, *, seed: int = 0, busy: int = 0, hosts: Hosts | None = None) -> Tally:
+    """Run so many jobs that end well, and so many of which a rank is killed, on 2 to 4 ranks."""
+    rng, tally = random.Random(seed), Tally()
+    todo = [False] * starts + [True] * kills
+    rng.shuffle(todo)
+    with load(busy):
+        for number, kill in enumerate(todo, 1):
+            one_job(mpi, 4 if hosts is not None else rng.randint(2, 4), rng, kill, tally, hosts)
+            if number % 10 == 0:
+                print(f"{mpi.name}: {tally}", flush=True)
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--starts", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--load", type=int, default=2, help="busy processes beside the jobs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mpi", default=sys.executable, help="a Python whose mpi4py has the MPI to test")
+    options = parser.parse_args()
+    before = shared_files()
+    tally = soak(mpi_env(options.mpi), options.starts, options.kills, seed=options.seed, busy=options.load)
+    print(*tally.wrong, sep="\n" + "-" * 80 + "\n")
+    left = sorted(shared_files() - before)
+    print(f"{tally}; files in /dev/shm that were not there before: {left}")
+    return 1 if tally.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "tests"))
+    sys.exit(main())
