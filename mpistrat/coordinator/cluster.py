@@ -144,6 +144,8 @@ class Cluster:
                 self.dispatcher.end(self._followers)
                 self.dispatcher.stop()
         elif self.dispatcher.listeners:
+            if name == "restore" and self._followers:  # which give optimizers their state as this rank does
+                self._announce_optimizers(optimizers.known())
             self.dispatcher.order(dumps(order_of(name, args, kwargs), self.home.reduce_order))
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:

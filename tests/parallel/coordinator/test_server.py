@@ -100,6 +100,31 @@ print(c.schedule(lambda: late[0]).get())
         assert [result.out[rank].strip() for rank in (1, 2, 3)] == ["joined"] * 3
 
 
+def test_optimizers_are_restored_where_nobody_has_used_them(mpi_run, tmp_path):
+    path = str(tmp_path / "file.h5")
+    before = f"""
+for _ in range(3):
+    c.schedule(step, (1.0,))
+c.join()
+strategy.save({path!r})
+strategy.close()
+"""
+    after = f"""
+strategy.restore({path!r})
+print(optimizer.iterations)
+strategy.save({path!r})  # all ranks know them
+c.schedule(step, (1.0,)).get()
+print(v.numpy().tolist())
+strategy.restore({path!r})
+print(optimizer.iterations, v.numpy().tolist())
+strategy.close()
+"""
+    for program, lines in ((before, []), (after, ["3", "[-2.0, -2.0, -2.0, -2.0]", "3 [-1.5, -1.5, -1.5, -1.5]"])):
+        result = mpi_run(CHIEF + program, 4, timeout=60)
+        assert result.returncode == 0, result.stderr
+        assert result.out[0].splitlines() == lines
+
+
 def test_a_function_may_not_do_what_all_ranks_do_together(mpi_run):
     program = """
 for wrong in (lambda: ms.Variable(1.0), lambda: strategy.save("nowhere.h5"), strategy.close):

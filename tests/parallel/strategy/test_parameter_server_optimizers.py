@@ -247,6 +247,8 @@ def test_each_optimizer_is_restored_with_its_own_numbers(mpi_tmp_path, late):
             strategy.run(lambda: first.apply_gradients([(np.ones(2), v)]))
         settle(strategy, v, w)
         strategy.restore(path)
+        assert [first.iterations, second.iterations] == [3, 1]  # at once, on workers and servers
+        np.testing.assert_allclose(first.slots(v)["momentum"], 1 - 0.9**3, rtol=1e-12)
         if strategy.worker_index == 0:
             strategy.run(lambda: second.apply_gradients([(np.full(2, 3.0), w)]))
             strategy.run(lambda: first.apply_gradients([(np.ones(2), v)]))
