@@ -32,10 +32,13 @@ __all__ = [
 ]
 
 _FORWARDING = 0.2  # seconds that launchers get to pass on what was printed
+_PRINTING = 3.0  # seconds that another rank gets to print this one's text, and to end the job
 _ABORT_DELAY = 4  # seconds that a launcher gets to end the other ranks after one has exited
 _RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process, so that its children do not take themselves for it
 ending = False  # this process is about to end the job, as opposed to leaving the program
-tell_others: Callable[[str], None] | None = None  # makes the other ranks print a text; the watchdog's
+# Given a text and its reason in short: makes the ranks that do not fail print the reason, and returns who fails alike, or None if
+# one of these prints the text. The watchdog's.
+agree_who_prints: Callable[[str, str], str | None] | None = None
 
 _rank: tuple[int, int] | None = None  # this rank and the number of ranks, once a strategy has said so
 _process: int | None = None  # in which the hooks hold
@@ -49,6 +52,8 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 def end_job(text: str, code: int = 1, reason: str = "") -> None:
     """Print a text on stderr and end every rank of the job. Not collective; does not return while MPI runs.
 
+    Of ranks that end the job with one text at the same moment the lowest prints it, with the numbers of the others.
+
     Args:
         text: printed by this rank.
         code: exit status of the job.
@@ -57,12 +62,12 @@ def end_job(text: str, code: int = 1, reason: str = "") -> None:
     global ending
     ending = True
     obituary.tell("told")
-    print_text(text)
     mpi = start.running()
+    alike = "" if mpi is None or agree_who_prints is None else agree_who_prints(text, reason or text)
+    if alike is not None:
+        print_text(text.rstrip("\n") + "\n" + alike)
     if mpi is not None:
-        if tell_others is not None:
-            tell_others(reason or text)
-        time.sleep(_FORWARDING)
+        time.sleep(_FORWARDING if alike is not None else _PRINTING)
         if _exit_ends_the_job():
             os._exit(code)
         mpi.COMM_WORLD.Abort(code)

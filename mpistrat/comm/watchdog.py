@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -23,6 +23,7 @@ import numpy as np
 from .. import log
 from . import abort, obituary
 from .contract import only_differences
+from .failures import KEY_BYTES, Failures, key
 
 if TYPE_CHECKING:
     from .contract import Call
@@ -33,9 +34,9 @@ _POLL = 0.1  # seconds between two looks
 _NEIGHBOUR = 2.0  # seconds of waiting after which, and between which, the next rank is compared
 _ANSWER = 1.0  # seconds that the others have to answer
 _GRACE = 5.0  # seconds after the timeout in which someone better placed may tell the story
-_RELAY = 0.5  # seconds that rank 0 has to pass on why the job ends
+_RELAY = 0.75  # seconds that rank 0 has to say who prints why the job ends, and to pass it on
 _SPREAD = 0.3  # seconds that the others have to print it
-_ASK, _PLACE, _LEFT, _END, _STOP = 1, 2, 3, 4, 5
+_ASK, _PLACE, _LEFT, _END, _STOP, _FAIL, _VERDICT = 1, 2, 3, 4, 5, 6, 7
 _HEAD = struct.Struct("<qqd?")
 _LONGEST = 4096
 
@@ -155,6 +156,8 @@ class _Patrol:
         self.sending: list[tuple[Any, bytes]] = []
         self.sent, self.received = np.zeros(watch.size, np.int64), 0  # messages: to each rank, and from all
         self.told_end = False  # whether this rank knows, or has told, why the job ends
+        self.failures = Failures(watch.size)  # of all ranks, if this is rank 0
+        self.verdict: tuple[str | None] | None = None  # on this rank's own failure: see `tell_end`
         self.told_stop = False
         self.told_raw: set[str] = set()
         self.judged: tuple[Any, ...] | None = None
@@ -203,6 +206,10 @@ class _Patrol:
                 watch.stop = True
             elif kind == _END:
                 self._hear_end(bytes(data))
+            elif kind == _FAIL:
+                self.failures.note(source, bytes(data[:KEY_BYTES]), bytes(data[KEY_BYTES:]), monotonic())
+            elif kind == _VERDICT:
+                self.verdict = (data[1:].decode() if data[:1] == b"p" else None,)
 
     def drain(self) -> None:
         """Receive what is still on its way, and forget it. Collective; nobody sends any more.
@@ -224,41 +231,58 @@ class _Patrol:
         for rank in range(1, self.watch.size) if self.watch.rank == 0 else (0,):
             self.send(_STOP, b"!", rank)
 
-    def tell_end(self, data: bytes) -> None:
-        """Tell all others why the job ends, through rank 0: ranks that all fail alike then send few messages."""
-        watch = self.watch
-        if watch.rank != 0:
-            self.send(_END, data, 0)
-            self._receive_for(_RELAY)
-        if watch.rank == 0 or not self.told_end:  # rank 0 cannot listen
-            self._spread_end(data)
-        self._receive_for(_SPREAD, until_told=False)
+    def tell_end(self, key: bytes, data: bytes) -> str | None:
+        """Tell all others why the job ends, through rank 0; return who fails alike, in words, or None if one of these prints it.
 
-    def _spread_end(self, data: bytes) -> None:
+        Ranks that all fail alike then send few messages, and print one text.
+        """
+        watch = self.watch
+        if watch.rank == 0:
+            self.failures.note(0, key, data, monotonic())
+        else:
+            self.send(_FAIL, key + data, 0)
+        self._receive_for(_RELAY, until=lambda: self.verdict is not None)
+        if self.verdict is None:  # rank 0 cannot listen
+            self._spread_end(data, range(watch.size))
+        self._receive_for(_SPREAD)
+        return "" if self.verdict is None else self.verdict[0]
+
+    def _judge_failures(self) -> None:
+        """On rank 0: tell the ranks that fail who of them prints, and the others why the job ends."""
+        verdicts = self.failures.verdicts(monotonic())
+        for rank, words in verdicts.items():
+            if rank == self.watch.rank:
+                self.verdict = (words,)
+            else:
+                self.send(_VERDICT, b"" if words is None else b"p" + words.encode(), rank)
+        if verdicts and not self.told_end:
+            self._hear_end(self.failures.reason, set(range(self.watch.size)) - set(verdicts))
+
+    def _spread_end(self, data: bytes, ranks: Iterable[int]) -> None:
         self.told_end = True
-        for rank in range(self.watch.size):
+        for rank in ranks:
             if rank != self.watch.rank:
                 self.send(_END, data, rank)
 
-    def _hear_end(self, data: bytes) -> None:
+    def _hear_end(self, data: bytes, others: Iterable[int] = ()) -> None:
         if self.told_end:
             return
-        self.told_end = True
-        if self.watch.rank == 0:
-            self._spread_end(data)
+        self._spread_end(data, others)
         obituary.tell("told")
         if not abort.ending:
             abort.print_text(f"rank {self.watch.rank} of {self.watch.size}: {data.decode(errors='replace')}")
 
-    def _receive_for(self, seconds: float, until_told: bool = True) -> None:
-        until = monotonic() + seconds
-        while monotonic() < until and not (until_told and self.told_end):
+    def _receive_for(self, seconds: float, until: Callable[[], bool] = bool) -> None:
+        end = monotonic() + seconds
+        while monotonic() < end and not until():
             self.receive()
+            self._judge_failures()
             sleep(_POLL / 10)
 
     def look(self) -> None:
         """One round: messages, questions of this rank's own thread, and a judgement on how long it has been waiting."""
         self.receive()
+        self._judge_failures()
         watch = self.watch
         if watch.stop and not self.told_stop:
             self._tell_stop()
@@ -404,7 +428,7 @@ class Watchdog:
             return
         if cls.instance is None:
             cls.instance = cls()
-            abort.tell_others = cls.tell_end
+            abort.agree_who_prints = cls.tell_end
         watch.watched = True
         with cls.instance.lock:
             cls.instance._patrols.append(_Patrol(watch, comm))
@@ -438,15 +462,19 @@ class Watchdog:
                     patrol.send(_LEFT, _HEAD.pack(watch.number, abort.exit_status(), 0.0, False), rank)
 
     @classmethod
-    def tell_end(cls, reason: str) -> None:
-        """Make the other ranks print why this one ends the job. Not collective; takes a second at most for each group."""
+    def tell_end(cls, text: str, reason: str) -> str | None:
+        """Make the other ranks print why this one ends the job. Not collective; takes a second at most.
+
+        Returns:
+            Who else prints this text, in words to print behind it; None if this rank shall not print it, for another one does.
+        """
         instance = cls.instance
-        if instance is None or not instance.lock.acquire(timeout=_POLL):
-            return
+        if instance is None or not instance._patrols or not instance.lock.acquire(timeout=_POLL):
+            return ""
         try:
-            for patrol in instance._patrols:
-                text = f"the job ends because of rank {patrol.watch.rank}: {reason}"
-                patrol.tell_end(text.encode()[:_LONGEST])
+            patrol = max(instance._patrols, key=lambda patrol: patrol.watch.size)
+            what = f"the job ends because of rank {patrol.watch.rank}: {reason}"
+            return patrol.tell_end(key(text), what.encode()[:_LONGEST])
         finally:
             instance.lock.release()
 

@@ -165,9 +165,20 @@ SAME = {
 }
 
 
+def told(texts: list[str]) -> list[str]:
+    """What each rank was told: what it printed itself, and what another one printed with its number."""
+    found = list(texts)
+    for text in texts:
+        for words in re.findall(r"\(the same on ranks? ([-\d, ]+)\)", text):
+            for low, _, high in (part.partition("-") for part in words.split(", ")):
+                for rank in range(int(low), int(high or low) + 1):
+                    found[rank] += text
+    return found
+
+
 def _check(result, wrong: Wrong) -> None:
     assert result.returncode != 0, str(result)
-    for rank, text in enumerate(result.err[:1] if wrong.leaves else result.err):
+    for rank, text in enumerate(told(result.err)[: 1 if wrong.leaves else None]):
         for words in wrong.says:
             assert re.search(words, text), f"rank {rank} does not say {words!r}\n{result}"
     assert not wrong.traceback or "Traceback" in result.stderr, str(result)
