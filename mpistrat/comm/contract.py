@@ -20,7 +20,7 @@ from ..errors import CollectiveMismatchError, ContextError, by_rank, explain
 if TYPE_CHECKING:
     from .draws import Draws
     from .node import Node
-    from .watchdog import Watch
+    from .watch import Watch
 
 __all__ = [
     "TEXT_BYTES",

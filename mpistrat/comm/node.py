@@ -20,10 +20,10 @@ from . import shared_memory
 from .contract import TEXT_BYTES, Call, mismatch
 from .draws import Draws
 from .shared_memory import SharedBlock
-from .watchdog import ALL
+from .watch import ALL
 
 if TYPE_CHECKING:
-    from .watchdog import Watch
+    from .watch import Watch
 
 __all__ = ["STAGING_BYTES", "Node"]
 

@@ -20,7 +20,8 @@ from ..options import Environment
 from . import abort, contract, obituary
 from .contract import Call, Comparison
 from .node import Node
-from .watchdog import Watch, Watchdog
+from .watch import Watch
+from .watchdog import Watchdog
 from .watched_comm import watched
 
 __all__ = ["Attachment", "ProcessGroup"]

@@ -1,4 +1,4 @@
-"""Who is where: each rank's place in the collectives, and the thread that watches over waits inside MPI.
+"""The watchdog: a thread that watches over waits inside MPI.
 
 A wait inside MPI cannot be left. So a thread of each process answers the other ranks' question where it is, and when a
 collective takes too long it prints every rank's place and ends the job. Whatever ends the job on one rank, it makes the
@@ -11,12 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import struct
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -24,13 +22,13 @@ from .. import log
 from . import abort, obituary
 from .contract import only_differences
 from .failures import KEY_BYTES, Failures, key
+from .watch import ALL, POLL, Answer, Watch, lines
 
 if TYPE_CHECKING:
     from .contract import Call
 
-__all__ = ["Watch", "Watchdog", "user_place"]
+__all__ = ["Watchdog"]
 
-_POLL = 0.1  # seconds between two looks
 _NEIGHBOUR = 2.0  # seconds of waiting after which, and between which, the next rank is compared
 _ANSWER = 1.0  # seconds that the others have to answer
 _GRACE = 5.0  # seconds after the timeout in which someone better placed may tell the story
@@ -39,112 +37,6 @@ _SPREAD = 0.3  # seconds that the others have to print it
 _ASK, _PLACE, _LEFT, _END, _STOP, _FAIL, _VERDICT = 1, 2, 3, 4, 5, 6, 7
 _HEAD = struct.Struct("<qqd?")
 _LONGEST = 4096
-
-ALL = "all ranks must call it"
-
-
-def user_place(thread: int) -> str:
-    """Return `file:line` of where the user's own code is in a thread. Not collective.
-
-    That is the innermost line outside this package, the standard library and installed packages.
-    """
-    frame = sys._current_frames().get(thread)
-    innermost = "an unknown line"
-    if frame is not None:
-        innermost = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if abort.is_user_code(name):
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return innermost
-
-
-class Answer(NamedTuple):
-    """What a rank said about itself. `number` is -1 outside collectives; `in_mpi` if it waits where it cannot raise."""
-
-    time: float
-    number: int
-    tag: int
-    seconds: float
-    in_mpi: bool
-    text: str
-
-
-@final
-class Watch:
-    """What this rank is doing in one group, and what is known of the others.
-
-    Attributes:
-        rank, size: in the group.
-        place: (start, call, number) of the collective that this rank is in, or None.
-        number: how many collectives this rank has entered.
-        acting: held by the thread that is in a collective.
-        refusal: the error that the next collective raises, None while all is well.
-        on_flags: whether this rank waits on flags in shared memory, where it can raise by itself.
-        left: ranks of other nodes that left the program: how many collectives they had entered, and their exit status.
-        raw: (start, name) of the blocking call on the program's communicator that this rank is in, or None.
-        stop: whether this rank, or another one, was told to stop; who sets it lets all others know.
-        default_timeout, warn_after: seconds.
-    """
-
-    def __init__(self, rank: int, size: int, default_timeout: float, warn_after: float) -> None:
-        self.rank, self.size = rank, size
-        self.default_timeout, self.warn_after = default_timeout, warn_after
-        self.place: tuple[float, Call, int] | None = None
-        self.number = 0
-        self.acting = threading.RLock()
-        self.refusal: Exception | None = None
-        self.on_flags = False
-        self.left: dict[int, tuple[int, int]] = {}
-        self.raw: tuple[float, str] | None = None
-        self.stop = False
-        self.thread = threading.get_ident()
-        self.answers: dict[int, Answer] = {}
-        self.wanted: tuple[int, ...] = ()
-        self.watched = False
-
-    def refuse(self, text: str) -> None:
-        """Raise the error that stands in the way of a collective. Not collective."""
-        if self.refusal is not None:
-            raise type(self.refusal)(f"{text}: {self.refusal}")
-
-    def departed(self) -> int | None:
-        """Return a rank of another node that left before the collective this rank is in, or None. Not collective."""
-        return next((rank for rank, (last, _) in self.left.items() if self.number > last), None)
-
-    def where(self, ranks: Iterable[int]) -> str:
-        """Return, as lines to append to an error, where some ranks and this one are. Not collective; takes a second."""
-        ranks = tuple(ranks)
-        start = monotonic()
-        if self.watched:
-            self.wanted = ranks
-            while monotonic() - start < _ANSWER + 2 * _POLL:
-                if all(rank in self.answers and self.answers[rank].time >= start for rank in ranks):
-                    break
-                sleep(_POLL / 5)
-        texts = {self.rank: self.answer().text}
-        for rank in ranks:
-            answer = self.answers.get(rank)
-            texts[rank] = answer.text if answer is not None and answer.time >= start else "does not answer"
-        return lines(texts)
-
-    def answer(self) -> Answer:
-        """Return where this rank is. Not collective."""
-        now, place, at = monotonic(), self.place, user_place(self.thread)
-        raw = self.raw
-        if place is None and raw is not None:
-            return Answer(now, -1, 0, now - raw[0], True, f"in comm.{raw[1]} for {now - raw[0]:.1f} s, at {at}")
-        if place is None:
-            return Answer(now, -1, 0, 0.0, False, f"not in a collective, after #{self.number}, at {at}")
-        start, call, number = place
-        text = f"in {call.brief} #{number} for {now - start:.1f} s, at {at}"
-        return Answer(now, number, call.tag, now - start, not self.on_flags, text)
-
-
-def lines(texts: dict[int, str]) -> str:
-    """Return one line for each rank, each after a line break. Not collective."""
-    return "".join(f"\n  rank {rank} {texts[rank]}" for rank in sorted(texts))
 
 
 @final
@@ -277,7 +169,7 @@ class _Patrol:
         while monotonic() < end and not until():
             self.receive()
             self._judge_failures()
-            sleep(_POLL / 10)
+            sleep(POLL / 10)
 
     def look(self) -> None:
         """One round: messages, questions of this rank's own thread, and a judgement on how long it has been waiting."""
@@ -307,7 +199,7 @@ class _Patrol:
         watch, (start, call, _) = self.watch, place
         waited = now - start
         gone = watch.departed()
-        if gone is not None and waited > _POLL and not watch.on_flags and watch.place is place:
+        if gone is not None and waited > POLL and not watch.on_flags and watch.place is place:
             texts = {watch.rank: watch.answer().text, gone: "has left the program"}
             abort.end_job(f"PeerExitError: {call.text} can never end:{lines(texts)}", watch.left[gone][1] or 1)
         self._compare_next(place, now)
@@ -469,7 +361,7 @@ class Watchdog:
             Who else prints this text, in words to print behind it; None if this rank shall not print it, for another one does.
         """
         instance = cls.instance
-        if instance is None or not instance._patrols or not instance.lock.acquire(timeout=_POLL):
+        if instance is None or not instance._patrols or not instance.lock.acquire(timeout=POLL):
             return ""
         try:
             patrol = max(instance._patrols, key=lambda patrol: patrol.watch.size)
@@ -488,10 +380,10 @@ class Watchdog:
     def _run(self) -> None:
         from mpi4py import MPI
 
-        while not self._stop.wait(_POLL):
+        while not self._stop.wait(POLL):
             if MPI.Is_finalized():
                 return
-            if self.lock.acquire(timeout=_POLL):
+            if self.lock.acquire(timeout=POLL):
                 try:
                     for patrol in self._patrols:
                         patrol.look()

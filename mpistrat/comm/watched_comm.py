@@ -11,7 +11,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from .watchdog import Watch
+from .watch import Watch
 
 __all__ = ["watched"]
 

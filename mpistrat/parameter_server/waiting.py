@@ -9,7 +9,7 @@ from typing import final
 
 from .. import log
 from ..comm.process_group import ProcessGroup
-from ..comm.watchdog import lines
+from ..comm.watch import lines
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, PeerExitError
 
 __all__ = ["CEILING", "Backoff", "PassWait", "Patience"]

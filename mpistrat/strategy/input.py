@@ -17,7 +17,7 @@ from ..cluster.devices import parse
 from ..comm.device_copy import DeviceCopy
 from ..comm.draws import Draws
 from ..comm.process_group import ProcessGroup
-from ..comm.watchdog import user_place
+from ..comm.watch import user_place
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions, InputReplicationMode
 from ..data.distribution.auto_shard import auto_shard, deal_out, serve_only
 from ..data.distribution.distributed_dataset import Divide, distribute

@@ -27,7 +27,7 @@ from ..comm.process_group import ProcessGroup
 from ..errors import explain
 
 if TYPE_CHECKING:
-    from ..comm.watchdog import Watch
+    from ..comm.watch import Watch
 
 __all__ = [
     "RESTART_EXIT_CODE",

@@ -261,7 +261,7 @@ def test_small_shared_memory(mpi: MpiEnv, mpi_run) -> None:
             job.end(stacks=job.poll() is None)
         out, err, launcher = job.outputs()
     assert code not in (None, 0), (out, err, launcher)
-    for text in err:
+    for text in told(err):
         assert re.search(r"SharedMemoryError", text), (err, launcher)
         assert re.search(r"shm-size", text), err
 
@@ -291,7 +291,7 @@ def test_mirrored_over_two_hosts(mpi_run, hosts) -> None:
     program = "import mpistrat as ms\nms.MirroredStrategy()"
     result = mpi_run(program, 4, timeout=60, hosts=hosts)
     assert result.returncode != 0
-    for text in result.err:
+    for text in told(result.err):
         assert re.search("LayoutError", text), str(result)
         assert re.search("MultiWorkerMirroredStrategy", text), str(result)
 

@@ -10,7 +10,7 @@ import pytest
 
 from mpistrat.comm import abort, contract
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.comm.watchdog import user_place
+from mpistrat.comm.watch import user_place
 from mpistrat.errors import ClosedError
 
 
