@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["HDF5Dataset"]
 
 _NAMED = 5  # things left out that are named
+_COMPARED = 64  # rows of a field that ranks compare
 
 Fields = str | Sequence[str] | Mapping[str, str] | None
 
@@ -49,17 +50,17 @@ class _Opened:
         self.row_shapes = {name: _fixed(field.shape) for name, field in opened.fields.items()}
         files = open_hdf5_files(driver)
         self._reader = reader
-        self._storages = {name: [shard.storages[name] for shard in opened.shards] for name in opened.fields}
-        self.readers = {name: choose_reader(storages, reader, files) for name, storages in self._storages.items()}
+        self.storages = {name: [shard.storages[name] for shard in opened.shards] for name in opened.fields}
+        self.readers = {name: choose_reader(storages, reader, files) for name, storages in self.storages.items()}
         self.buffers = RowBuffers()
 
     @functools.cached_property
     def piece_starts(self) -> NDArray[np.int64] | None:
         """Where the pieces begin of the field with the largest rows, among those in chunks if there are any."""
-        chunked = [name for name, storages in self._storages.items() if any(each.chunk_rows for each in storages)]
-        found = {name: piece_starts(self._storages[name], self._reader) for name in chunked or self._storages}
+        chunked = [name for name, storages in self.storages.items() if any(each.chunk_rows for each in storages)]
+        found = {name: piece_starts(self.storages[name], self._reader) for name in chunked or self.storages}
         costly = [name for name, starts in found.items() if starts is not None]
-        return found[max(costly, key=lambda name: self._storages[name][0].row_bytes)] if costly else None
+        return found[max(costly, key=lambda name: self.storages[name][0].row_bytes)] if costly else None
 
 
 class HDF5Dataset(RowSource):
@@ -160,13 +161,22 @@ class HDF5Dataset(RowSource):
     def fingerprint(self) -> int:
         """Return a number below 2**63 that is the same wherever the same rows are read. Not collective.
 
-        It is made of the files' names, their rows and fields, and the names of the files that were skipped.
+        It is made of the files' names, their rows and fields, their digests in the manifest, if there is one, and the names of
+        the files that were skipped; and, where a file has no digest, of about 64 rows at fixed places of what is contiguous.
         """
         opened = self._open()
         fields = sorted((name, str(field)) for name, field in opened.fields.items())
-        files = [(shard.path.name, shard.rows) for shard in opened.shards]
+        listed = dict(zip(self._files.paths, self._files.entries, strict=True))
+        digests = {path: entry.digest for path, entry in listed.items() if entry is not None}
+        files = [(shard.path.name, shard.rows, digests.get(shard.path)) for shard in opened.shards]
         text = repr((files, fields, [path.name for path, _ in opened.skipped]))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        hasher = hashlib.sha256(text.encode())
+        for storages in opened.storages.values():
+            for storage in storages:
+                if storage.file.path not in digests:
+                    for row in storage.some_rows(max(2, _COMPARED // len(storages))):
+                        hasher.update(row)
+        return int.from_bytes(hasher.digest()[:8], "big") >> 1
 
     @property
     def counters(self) -> StageStats:

@@ -192,6 +192,39 @@ def test_datasets_and_iterators_in_another_order_are_told(strategy):
 
 
 @pytest.mark.ranks(2, 3)
+def test_other_rows_under_one_name_are_told(strategy, mpi_tmp_path):
+    """Arrays of an unseeded generator, objects too, and another copy of the files on one rank; equal ones are fine."""
+    from mpistrat.data import HDF5Dataset, from_arrays, write_shards
+    from mpistrat.errors import CollectiveMismatchError
+
+    odd = strategy.rank == strategy.size - 1
+    numbers, words = np.arange(1000.0), np.array(["a", "b", None] * 5, object)
+    structured = np.zeros(3, np.dtype([("i", "i1"), ("x", "f8")], align=True))
+    for rows in (
+        numbers + odd,
+        np.where(np.arange(15) == 4, "c", words) if odd else words,
+        numbers.astype(complex) * (1 + odd),
+    ):
+        with pytest.raises(CollectiveMismatchError, match=r"(?s)different datasets.*fingerprint"):
+            strategy.distribute_dataset(from_arrays(rows).batch(4))
+    for rows in (
+        numbers,
+        words,
+        structured,
+        numbers[:0],
+        (numbers.reshape(10, 100)[:, ::2], numbers[:10].astype(">f4")),
+    ):
+        strategy.distribute_dataset(from_arrays(rows).batch(4))
+    if strategy.rank == 0:
+        for copy in range(2):
+            write_shards(mpi_tmp_path / f"{copy}", {"x": np.arange(8) + copy}, num_shards=2)
+    strategy.comm.Barrier()
+    with pytest.raises(CollectiveMismatchError, match=r"(?s)different datasets.*fingerprint"):
+        strategy.distribute_dataset(HDF5Dataset(mpi_tmp_path / f"{int(odd)}", "x").batch(4))
+    assert len(strategy.distribute_dataset(HDF5Dataset(mpi_tmp_path / "1", "x").batch(4))) == 2
+
+
+@pytest.mark.ranks(2, 3)
 def test_ranks_with_different_datasets_are_told(strategy):
     from mpistrat.data import from_arrays
     from mpistrat.errors import CollectiveMismatchError

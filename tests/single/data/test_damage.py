@@ -386,12 +386,13 @@ def test_one_file_at_least_must_be_good(tmp_path: Path) -> None:
 
 def test_the_fingerprint_tells_sets_apart(tmp_path: Path) -> None:
     write_shards(tmp_path / "one", {"x": np.arange(100)}, num_shards=4)
-    write_shards(tmp_path / "two", {"x": np.arange(100, 200)}, num_shards=4)
+    write_shards(tmp_path / "two", {"x": np.arange(100)}, num_shards=4)
+    write_shards(tmp_path / "other", {"x": np.arange(100, 200)}, num_shards=4)
     write_shards(tmp_path / "three", {"x": np.arange(99)}, num_shards=4)
     write_shards(tmp_path / "four", {"x": np.arange(100.0)}, num_shards=4)
     prints = [HDF5Dataset(tmp_path / name, on_error="skip").fingerprint() for name in ("one", "two", "three", "four")]
-    assert prints[0] == prints[1]  # the same names, rows and fields
-    assert len({*prints}) == 3
+    assert prints[0] == prints[1]  # the same names, rows, fields and digests
+    assert len({*prints, HDF5Dataset(tmp_path / "other").fingerprint()}) == 4
     assert all(0 <= number < 2**63 for number in prints)
     next((tmp_path / "two").glob("00001*.h5")).write_text("x")
     assert HDF5Dataset(tmp_path / "two", on_error="skip").fingerprint() != prints[0]
@@ -589,3 +590,18 @@ def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
     with open_files(3), pytest.raises(ShardError, match=r"of-00003\.h5.*ulimit -n") as caught:
         len(dataset)
     assert "damaged" not in str(caught.value)
+
+
+def test_files_without_digests_are_told_apart_by_some_rows(tmp_path: Path) -> None:
+    rows = np.arange(3000.0).reshape(1000, 3)
+    for name, changed in (("one", 0), ("two", 0), ("first", 1), ("last", -1)):
+        (tmp_path / name).mkdir()
+        plain(tmp_path / name / "a.h5", x=rows, s=np.zeros(1000, "i1,f8"))
+        other = rows + 1
+        other[: 999 if changed == -1 else 1] += changed != 0
+        plain(tmp_path / name / "b.h5", x=other if changed else rows + 1, s=np.zeros(1000, "i1,f8"))
+    dataset = HDF5Dataset(tmp_path / "one")
+    prints = [HDF5Dataset(tmp_path / name).fingerprint() for name in ("one", "two", "first", "last")]
+    assert prints[0] == prints[1] == dataset.fingerprint()
+    assert len({*prints}) == 3
+    assert dataset.counters.bytes_read == 0  # what is compared is no row of an epoch
