@@ -236,7 +236,10 @@ def _first_difference(calls: list[list[str]]) -> CollectiveMismatchError | None:
 def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
     """Return the error that tells what each rank did, so many collectives ago. Not collective."""
     when = f" {ago} collective{'s' * (ago > 1)} ago" if ago else ""
-    return CollectiveMismatchError(f"the ranks entered different collectives{when}: {by_rank(only_differences(texts))}")
+    remedy = ". All ranks must make the same calls in the same order: look for one that depends on the rank"
+    others = len({text.split(" ", 1)[0] for text in texts.values()}) > 1
+    what = by_rank(only_differences(texts))
+    return CollectiveMismatchError(f"the ranks entered different collectives{when}: {what}{remedy * others}")
 
 
 def only_differences(texts: Mapping[int, str]) -> dict[int, str]:
