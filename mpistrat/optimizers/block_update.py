@@ -35,6 +35,7 @@ class BlockUpdate:
         self._optimizer, self._rule = optimizer, optimizer.update
         self.narrow = accumulation_dtype(dtype) != dtype
         self._step, self._rate = 0, 0.0
+        self._revision = -1  # of the optimizer, when its limit was looked at
         self._limit: float | None = None
         self._momentum: float | None = None  # of the averages, None where there are none
         self._overwrites = False
@@ -43,10 +44,12 @@ class BlockUpdate:
         """Set what is the same for all blocks of a step. Not collective."""
         self._step, self._rate = step, rate
         optimizer = self._optimizer
-        self._limit = optimizer.clipvalue
-        self._momentum = None if not optimizer.use_ema else optimizer.ema_momentum if step > 1 else 0.0
-        often = optimizer.ema_overwrite_frequency
-        self._overwrites = often is not None and step % often == 0
+        if optimizer.revision != self._revision:
+            self._revision, self._limit = optimizer.revision, optimizer.clipvalue
+        if optimizer.use_ema:
+            self._momentum = optimizer.ema_momentum if step > 1 else 0.0
+            often = optimizer.ema_overwrite_frequency
+            self._overwrites = often is not None and step % often == 0
 
     def update(
         self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Iterable[tuple[int, int, float]]

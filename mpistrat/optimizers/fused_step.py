@@ -79,6 +79,10 @@ class FusedStep(Step):
         absent = f", not {', '.join(self._left_out)}" if self._left_out else ""
         decays = [self._optimizer.decay_of(variable) for variable in self._variables]
         decaying = f", decays {decays}" if any(decays) else ""
+        optimizer = self._optimizer
+        clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
+        self._two_passes = clips or optimizer.check_numerics
+        self._every, self._rate_words = self._group.environment.check_every, (0.0, "0.0")
         number = self._optimizer.number_in(self._variables[0].placement)
         which = "" if number is None else f", the scope's optimizer {number}"
         self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}{which}"
@@ -96,8 +100,10 @@ class FusedStep(Step):
         optimizer, group = self._optimizer, self._group
         number, rate = optimizer.calls + 1, optimizer.learning_rate
         detail = self._detail if aggregate else self._detail + ", without aggregation"
-        words = f", step {number} at rate {rate!r}"
-        due = self._taken % group.environment.check_every == 0
+        if self._rate_words[0] != rate:  # a number takes longer to write than to compare
+            self._rate_words = rate, repr(rate)
+        words = f", step {number} at rate {self._rate_words[1]}"
+        due = self._taken % self._every == 0
         self._taken += 1
         if due and not aggregate:
             words += f", gradients #{self._checksum_of_gradients():08x}"
@@ -106,9 +112,8 @@ class FusedStep(Step):
             if due and group.num_nodes > 1:
                 self._compare_nodes()
             for part in self._parts:
-                part.begin(optimizer.iterations + 1, rate, number)
-            clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
-            if not (clips or optimizer.check_numerics):
+                part.begin(optimizer.iterations + 1, rate, number, self._two_passes)
+            if not self._two_passes:
                 for part in self._parts:
                     self._sum(part, aggregate, part.take)
             else:
@@ -250,21 +255,24 @@ class _Part:
             total = (total * 3 + quick_digest(self.arena.values[low:high])) & ((1 << 63) - 1)
         return total
 
-    def begin(self, step: int, rate: float, number: int) -> None:
+    def begin(self, step: int, rate: float, number: int, two_passes: bool) -> None:
         """Set what is the same for all blocks of a step. Not collective.
 
         Args:
             step: the number of the update.
             rate: its rate.
             number: of the call, which where gradients are accumulated is not always an update.
+            two_passes: whether sums are kept before they are taken.
         """
         optimizer = self._optimizer
         several = optimizer.gradient_accumulation_steps
         self._mean = several or 0  # of so many calls, 0 for no mean
         self._updates = several is None or number % several == 0
-        self._each, self._apart = optimizer.clipnorm is not None, optimizer.check_numerics
-        self.squares = dict.fromkeys([name for _, _, name in self._spans] if self._each else [self._spans[0][2]], 0.0)
         self._rule.begin(step, rate)
+        if two_passes:
+            self._each, self._apart = optimizer.clipnorm is not None, optimizer.check_numerics
+            names = [name for _, _, name in self._spans]
+            self.squares = dict.fromkeys(names if self._each else names[:1], 0.0)
 
     def take(self, low: int, high: int, gradient: Any) -> None:
         """Take the sum of elements [low, high), which is overwritten: update, or add to what is accumulated. Not collective."""
@@ -281,7 +289,8 @@ class _Part:
         self._rule.update(target, move_like(gradient, target), slots, decays)
         if self._mean:
             slots[GRADIENT_SUM][...] = 0
-        self._copy(low, high)
+        if len(self.arena.copies) > 1:
+            self._copy(low, high)
 
     def _accumulate(self, low: int, high: int, gradient: Any) -> None:
         slots = self._slots.part(low, high)
