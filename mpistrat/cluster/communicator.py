@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ClusterError, LayoutError, explain
-from .launcher_variables import check_size
+from .launcher_variables import check_launcher, check_size
 from .start import import_mpi
 
 __all__ = ["check_comm", "running_mpi"]
@@ -16,8 +16,9 @@ def running_mpi(function: str) -> Any:
 
     Raises:
         LayoutError: MPI is not running and will not be started, or has ended.
-        ClusterError: mpi4py finds no MPI library.
+        ClusterError: mpi4py finds no MPI library, or another than the launcher's.
     """
+    check_launcher(function)
     try:
         MPI = import_mpi()
     except (ImportError, RuntimeError) as error:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ClusterError, explain
-from .mpi_library import imported_library
+from .mpi_library import family_to_load, imported_library
 from .pmi import srun_remedy
 
-__all__ = ["RANK_VARIABLES", "LoneRank", "check_size", "launched_rank", "launched_size", "launcher_remedy", "lone_rank"]
+__all__ = [
+    "RANK_VARIABLES",
+    "LoneRank",
+    "check_launcher",
+    "check_size",
+    "launched_rank",
+    "launched_size",
+    "launcher_remedy",
+    "lone_rank",
+]
 
 # Variable -> launcher. Each is set for a task by what started it; an MPI's own launcher comes before srun.
 # SLURM_NTASKS is not among them: sbatch sets it for its script, which is one process and no task of srun.
 # PMIx itself has no variable that tells a size.
+_OTHERS = 3.0  # seconds in which rank 0 tells why none of them can start
 _STEP = "SLURM_STEP_NUM_TASKS"
 _SIZE_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpiexec",
@@ -102,6 +113,38 @@ def check_size(comm_size: int) -> None:
     if lone is not None:
         text = explain("check_size", "COMM_WORLD", expected=lone.expected, got=lone.got, remedy=lone.remedy)
         raise ClusterError(text)
+
+
+def check_launcher(function: str) -> None:
+    """Check, before MPI starts, that the mpiexec around this process is that of the MPI that mpi4py will load.
+
+    Not collective. One process tells: the others wait for their end, which the launcher or they themselves make.
+
+    Args:
+        function: that needs MPI.
+
+    Raises:
+        ClusterError: on rank 0: each process would be alone as rank 0 of 1, or fail in MPI_Init.
+    """
+    sizes = _launched_sizes()
+    by_openmpi, by_hydra = "OMPI_COMM_WORLD_SIZE" in sizes, "PMI_SIZE" in sizes and "MPI_LOCALNRANKS" in os.environ
+    if by_openmpi == by_hydra or _STEP in sizes:  # none, or one within another
+        return
+    name, launcher = ("OMPI_COMM_WORLD_SIZE", "Open MPI") if by_openmpi else ("PMI_SIZE", "MPICH or a relative")
+    found = family_to_load() if sizes[name] > 1 else None
+    if found is None:
+        return
+    family, pmix = found
+    if (family == "openmpi") == by_openmpi or (by_openmpi and pmix):
+        return
+    if launched_rank():
+        time.sleep(_OTHERS)
+        sys.exit(1)
+    library = "Open MPI" if family == "openmpi" else "MPICH"
+    got = f"that of {launcher} ({name}={sizes[name]})"
+    remedy = f"Each process would be alone as rank 0 of 1, or fail in MPI_Init. {_remedy(name)}; mpistrat run chooses by itself"
+    expected = f"the mpiexec of {library}, the MPI that mpi4py loads"
+    raise ClusterError(explain(function, "launcher", expected=expected, got=got, remedy=remedy))
 
 
 def _launched_sizes() -> dict[str, int]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 from ..errors import ClusterError, explain
 
-__all__ = ["Family", "MPILibrary", "imported_library", "loaded_library"]
+__all__ = ["Family", "MPILibrary", "family_to_load", "imported_library", "loaded_library"]
 
 Family = Literal["mpich", "openmpi", "other"]
 
@@ -91,6 +93,25 @@ def imported_library() -> MPILibrary | None:
         return None
     name, version = module.get_vendor()
     return _library(name, version, module.Get_library_version())
+
+
+def family_to_load() -> tuple[Family, bool] | None:
+    """Return the family of the MPI library that mpi4py will load here, and whether it speaks PMIx. Not collective.
+
+    None where mpi4py was built for one library, and so does not ask, or has loaded it. MPI is not started.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        return None
+    try:
+        _mpiabi: Any = importlib.import_module(
+            "mpi4py._mpiabi"
+        )  # its own import asks it first: nothing is looked for twice
+        abi = _mpiabi._get_mpiabi()
+        family = next(family for family in ("mpich", "openmpi") if family == abi)
+        library = _mpiabi._dlopen_libmpi(_mpiabi.LIBMPI or os.environ.get("MPI4PY_LIBMPI"))
+        return cast(Family, family), hasattr(library, "PMIx_Init")
+    except Exception:  # not an interface that mpi4py promises
+        return None
 
 
 def loaded_library(python: str = sys.executable) -> MPILibrary:

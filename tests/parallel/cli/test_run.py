@@ -175,3 +175,18 @@ def test_a_bar_through_the_launcher(mpi, tmp_path, columns, words):
         return
     assert re.search(r"epoch 1 ━+ 3/3 0:00:00 loss 0\.5000, 1,500,000", bars[-1]), bars
     assert max(map(len, bars)) == columns
+
+
+def test_the_launcher_of_another_mpi_is_told_once(mpi, tmp_path, pytestconfig):
+    """Before MPI starts, which would leave each rank alone (Open MPI), or end without a word of ours (MPICH)."""
+    from launcher_plugin import ENVS
+
+    others = [env for env in pytestconfig.stash[ENVS].all.values() if env.vendor != mpi.vendor]
+    if not others or {mpi.vendor, others[0].vendor} != {"MPICH", "Open MPI"}:
+        pytest.skip("this run has one MPI: give another --mpi-env")
+    (tmp_path / "program.py").write_text("import mpistrat as ms; print(ms.MultiWorkerMirroredStrategy().size)")
+    command = [*others[0].command(3), mpi.python, str(tmp_path / "program.py")]
+    env = job_environment("none", tmp_path, None)
+    reply = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    said = f"expected the mpiexec of {mpi.vendor}, the MPI that mpi4py loads, got that of {others[0].vendor}"
+    assert reply.returncode != 0 and reply.stdout.strip() == "" and reply.stderr.count(said) == 1, reply

@@ -123,3 +123,41 @@ def test_a_lone_rank_in_parts(environment):
     lone = lone_rank(1)
     assert "SLURM_STEP_NUM_TASKS=4" in lone.expected and "rank 0 of 1" in lone.got and "--mpi=pm" in lone.remedy
     assert lone_rank(4) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "found", "rank", "ends"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"}, ("mpich", False), 0, ClusterError),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}, ("mpich", False), 1, SystemExit),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"},
+            ("mpich", True),
+            0,
+            None,
+        ),  # an MPICH that speaks PMIx
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"}, ("openmpi", True), 0, None),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}, ("openmpi", True), 0, ClusterError),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALNRANKS": "1"}, ("openmpi", True), 0, None),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}, ("mpich", False), 0, None),
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "0", "SLURM_STEP_NUM_TASKS": "2"},
+            ("openmpi", True),
+            0,
+            None,
+        ),  # srun --mpi=pmi2
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}, None, 0, None),  # mpi4py does not tell
+    ],
+)
+def test_the_launcher_of_another_mpi_is_found_before_mpi_starts(environment, monkeypatch, variables, found, rank, ends):
+    monkeypatch.delenv("MPI_LOCALNRANKS", raising=False)
+    environment(**variables)
+    monkeypatch.setattr(launcher_variables, "family_to_load", lambda: found)
+    monkeypatch.setattr(launcher_variables, "_OTHERS", 0.0)
+    if ends is None:
+        launcher_variables.check_launcher("f")
+        return
+    with pytest.raises(ends) as caught:
+        launcher_variables.check_launcher("f")
+    if ends is ClusterError:
+        assert "expected the mpiexec of" in str(caught.value) and "mpistrat run chooses by itself" in str(caught.value)
