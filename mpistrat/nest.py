@@ -97,6 +97,12 @@ def form(structure: Any) -> str:
     """
     if not is_nested(structure):
         return "*"
+    if (
+        type(structure) is dict
+        and not any(map(is_nested, structure.values()))
+        and all(type(k) is str for k in structure)
+    ):
+        return _form_of_names(tuple(structure))
     if isinstance(structure, Mapping) or _is_dataclass(structure):
         text = ", ".join([f"{_key(key)}: {form(child)}" for key, child in _children(structure)])
         return f"{{{text}}}" if isinstance(structure, Mapping) else f"{type(structure).__name__}({text})"
@@ -104,6 +110,12 @@ def form(structure: Any) -> str:
     if hasattr(structure, "_fields"):
         return f"{type(structure).__name__}({text})"
     return f"({text})" if isinstance(structure, tuple) else f"[{text}]"
+
+
+@functools.lru_cache(maxsize=256)
+def _form_of_names(names: tuple[str, ...]) -> str:
+    """The form of a dict of leaves: reductions of metrics ask for it at every step."""
+    return f"{{{', '.join([f'{name!r}: *' for name in sorted(names)])}}}"
 
 
 def pack_like(structure: Any, leaves: list[Any]) -> Any:

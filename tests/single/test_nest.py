@@ -58,6 +58,7 @@ def test_mappings_flatten_by_key_and_keep_their_order() -> None:
 def test_the_form_is_keys_lengths_and_types() -> None:
     found = nest.form({"b": [1, (2,)], "a": Pair({}, Point(1, 2))})
     assert found == "{'a': Pair('left': {}, 'right': Point(*, *)), 'b': [*, (*)]}"
+    assert nest.form({"b": 1, "a": None}) == "{'a': *, 'b': *}"
     assert nest.form(3) == "*"
 
 
