@@ -83,7 +83,8 @@ def _settings() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith("MPISTRAT_") and not name.startswith(("MPISTRAT_LOG", "MPISTRAT_TEST"))
+        if name.startswith("MPISTRAT_")
+        and not name.startswith(("MPISTRAT_LOG", "MPISTRAT_TEST", "MPISTRAT_RANK_PROCESS"))
     }
 
 
