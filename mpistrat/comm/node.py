@@ -77,6 +77,7 @@ class Node:
             self._open_control()
         elif world is not None and world.size > 1:  # other nodes share memory, and check theirs
             shared_memory.check_space(world, True, 0, "the ranks' flags")
+            shared_memory.check_windows(world, "", "the ranks' flags")
         self._halves = self._open_staging()
 
     def _open_control(self) -> None:
@@ -84,7 +85,8 @@ class Node:
 
         nbytes = self.size * _PAGE
         shared_memory.check_space(self._world, self.rank == 0, nbytes, "the ranks' flags")
-        self._window = MPI.Win.Allocate_shared(nbytes if self.rank == 0 else 0, 1, comm=self._comm)
+        nbytes_here = nbytes if self.rank == 0 else 0
+        self._window = shared_memory.open_window(self._comm, self._world, nbytes_here, "the ranks' flags")
         self._window.Lock_all(MPI.MODE_NOCHECK)  # kept open: Sync needs it
         self._sync = self._window.Sync
         self._bytes = memoryview(self._window.Shared_query(0)[0]).cast("B")[:nbytes]
@@ -299,6 +301,7 @@ class Node:
         else:
             if self._world is not None:  # other nodes share memory, and check theirs
                 shared_memory.check_space(self._world, True, 0, what)
+                shared_memory.check_windows(self._world, "", what)
             block = shared_memory.allocate_private(sizes[0], what)
         self._blocks.append(block)
         for index, segment in enumerate(block.segments):

@@ -20,6 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from ..errors import SharedMemoryError
+from .contract import gather_text
 
 __all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "free_space"]
 
@@ -104,17 +105,54 @@ def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> 
     Raises:
         SharedMemoryError: on every rank, where the memory of any node is too small.
     """
-    from mpi4py import MPI
-
     check_space(world, node.rank == 0, sum(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE + _MARGIN for n in nbytes), what)
-    info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
-    window = MPI.Win.Allocate_shared(nbytes[node.rank], 1, info=info, comm=node)
-    info.Free()
+    window = open_window(node, world, nbytes[node.rank], what)
     segments = []
     for rank, size in enumerate(nbytes):
         memory: Any = window.Shared_query(rank)[0]
         segments.append(np.frombuffer(memory, np.uint8, size) if size else np.empty(0, np.uint8))
     return SharedBlock(segments, what, window, node)
+
+
+def open_window(node: Any, world: Any, nbytes: int, what: str) -> Any:
+    """Return MPI's window of shared memory with a segment of `nbytes` bytes of this rank. Collective over `world`.
+
+    Raises:
+        SharedMemoryError: on every rank, where MPI refuses it on any.
+    """
+    from mpi4py import MPI
+
+    window, problem = None, ""
+    try:
+        window = _allocate(node, nbytes)
+    except MPI.Exception as error:
+        problem = f"{error}" or "an error without a text"
+    check_windows(world, problem, what)
+    return window
+
+
+def check_windows(world: Any, problem: str, what: str) -> None:
+    """Check that MPI made every node's window; `problem` is what it said here, "" where there was none. Collective over `world`.
+
+    Raises:
+        SharedMemoryError: on every rank, where it refused one.
+    """
+    for rank, text in enumerate(gather_text(world, problem)):
+        if text:
+            raise SharedMemoryError(
+                f"MPI cannot share memory for {what} on the node of rank {rank}: {' '.join(text.split())[:300]}. Look whether"
+                f" {SHARED_FOLDER} is full (df {SHARED_FOLDER}), or whether something removes files there. To enlarge it: {ENLARGE}"
+            )
+
+
+def _allocate(node: Any, nbytes: int) -> Any:
+    from mpi4py import MPI
+
+    info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
+    try:
+        return MPI.Win.Allocate_shared(nbytes, 1, info=info, comm=node)
+    finally:
+        info.Free()
 
 
 def check_space(world: Any, leader: bool, nbytes: int, what: str) -> None:

@@ -111,3 +111,21 @@ def test_a_rank_that_cannot_populate_is_an_error_on_every_rank(make_group):
     with pytest.raises(SharedMemoryError, match=r"node of rank 1 is too small for the variables.*--shm-size"):
         group.node.agree_populated(group.topology.rank != 1, "the variables")
     group.barrier()
+
+
+def test_a_window_that_mpi_refuses_is_an_error_on_every_rank(group, monkeypatch):
+    from mpi4py import MPI
+
+    def refuse(*args):
+        raise MPI.Exception(MPI.ERR_NO_MEM)
+
+    last = group.topology.size - 1
+    if group.topology.rank == last and group.node.shared:
+        monkeypatch.setattr("mpistrat.comm.shared_memory._allocate", refuse)
+    if not group.node.shared:
+        return
+    with pytest.raises(
+        SharedMemoryError, match=f"cannot share memory for the variables on the node of rank {last}: .*df /dev/shm"
+    ):
+        group.node.allocate([1000] * group.node.size, "the variables")
+    group.barrier()
