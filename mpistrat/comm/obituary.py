@@ -23,7 +23,7 @@ from .. import log
 if TYPE_CHECKING:
     from ..cluster.topology import Topology
 
-__all__ = ["begin", "end", "introduce", "tell"]  # of this process: the strategies of a rank share its line
+__all__ = ["begin", "end", "introduce", "start", "tell"]  # of this process: the strategies of a rank share its line
 
 _PROGRAM = Path(__file__).with_name("obituary_process.py")
 _NAME_BYTES = 32
@@ -33,21 +33,25 @@ _name = b""  # of the process's socket, once this rank has one
 _line: socket.socket | None = None
 
 
+def start(topology: Topology) -> None:
+    """Start the process, on the first rank of each node, where none runs. Not collective; nobody waits for it yet."""
+    if topology.local_rank == 0 and not _name:
+        listener = _listen()
+        if listener is not None:
+            _start(listener)
+
+
 def begin(topology: Topology) -> None:
-    """Have somebody speak for this rank when it cannot. Collective over the topology; nobody waits for the process to start.
+    """Have somebody speak for this rank when it cannot. Collective over the topology; after `start`, it waits for the process.
 
     Where there are no Unix sockets, or no interpreter to start, there is none.
     """
     global _name
-    first = topology.local_rank == 0
-    listener = _listen() if first and not _name else None
     name = np.zeros(_NAME_BYTES, np.uint8)
-    if first and _name:
+    if topology.local_rank == 0 and _name:
         name[:] = np.frombuffer(_name, np.uint8)
     if topology.intra is not None:
         topology.intra.Bcast(name)
-    if listener is not None:
-        _start(listener)
     if _line is None and name.any():
         _name = name.tobytes()
         _connect(
@@ -96,6 +100,7 @@ def _connect(who: str, nodes: int) -> None:
     try:
         line.settimeout(_CONNECT)
         line.connect(b"\0" + _name)
+        line.recv(1)  # it listens: of lines that close before, nobody sees in which order
     except OSError as error:
         log.logger.debug("a killed rank will not be named: %s", error)
         line.close()

@@ -170,6 +170,7 @@ class Desk:
                 return
             self.ranks[line.fileno()] = rank
             self.events.register(line.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+            line.send(b"!")
             self.until = 0.0
 
     def receive(self, descriptor: int) -> None:

@@ -104,6 +104,7 @@ class ProcessGroup:
             return cls(topology, environment)
         abort.install(topology.rank, topology.size)
         log.set_rank(topology.rank)
+        obituary.start(topology)
         private = topology.comm.Dup()
         try:
             settings = contract.gather_text(private, repr(replace(environment, log="")))

@@ -141,7 +141,7 @@ def check_windows(world: Any, problem: str, what: str) -> None:
         if text:
             raise SharedMemoryError(
                 f"MPI cannot share memory for {what} on the node of rank {rank}: {' '.join(text.split())[:300]}. Look whether"
-                f" {SHARED_FOLDER} is full (df {SHARED_FOLDER}), or whether something removes files there. To enlarge it: {ENLARGE}"
+                f" {SHARED_FOLDER} is full (df {SHARED_FOLDER}), or something removes files there. To enlarge it: {ENLARGE}"
             )
 
 
