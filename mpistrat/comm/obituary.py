@@ -82,7 +82,7 @@ def _start(listener: socket.socket) -> None:
     """Start the process in a session of its own, where what ends the ranks does not end it. It only keeps stderr."""
     try:
         subprocess.Popen(
-            [sys.executable, "-S", "-I", str(_PROGRAM), str(listener.fileno())],
+            [sys.executable, "-S", "-I", str(_PROGRAM), str(listener.fileno()), str(os.getpid())],
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """The process that prints which rank of its node was the first to die without a word: see `obituary.py`.
 
-It is started as a script, imports next to nothing, and ends with the last rank of the node. Its argument is the number of the
-socket on which it listens.
+It is started as a script, imports next to nothing, and ends with the last rank of the node. Its arguments are the number of
+the socket on which it listens, and the process of the first rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import struct
 import sys
 import time
 
-FIRST_RANK = 60.0  # seconds in which the first rank must come
+FIRST_RANK = 60.0  # seconds in which the first rank must come, if the one that started this lives so long
+PARENT = 0.2  # seconds between two looks whether it does
 ALL_ENDS = 2.0  # seconds in which the other ranks of the node end once one has: launchers end them
 TOGETHER = 0.15  # seconds between a death and a launcher's first signal to the others; its SIGKILL comes later
 LEAVING = 2.0  # seconds in which a launcher may kill the others, because one has ended in order but with an error
@@ -139,7 +140,8 @@ class Watch:
 class Desk:
     """Where the ranks' lines end."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, parent: int) -> None:
+        self.parent = parent
         self.listener, self.events, self.watch = listener, select.epoll(), Watch()
         self.ranks: dict[int, Rank] = {}
         listener.setblocking(False)
@@ -148,9 +150,10 @@ class Desk:
 
     def serve(self) -> None:
         """Listen until the last rank has gone."""
-        while self.ranks or time.monotonic() < self.until:
-            until = self.watch.until if self.watch.deaths else self.until
-            idle = -1.0 if self.ranks and not self.watch.deaths else max(until - time.monotonic(), 0.0)
+        while self.ranks or (time.monotonic() < self.until and os.getppid() == self.parent):
+            idle = -1.0 if self.ranks else PARENT
+            if self.watch.deaths:
+                idle = max(self.watch.until - time.monotonic(), 0.0)
             ready = self.events.poll(idle)  # in the order in which it happened
             if self.watch.deaths and time.monotonic() >= self.watch.until:
                 self.watch.settle()
@@ -190,4 +193,4 @@ class Desk:
 if __name__ == "__main__":
     for number in ASKED:
         signal.signal(number, signal.SIG_IGN)
-    Desk(socket.socket(fileno=int(sys.argv[1]))).serve()
+    Desk(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()
