@@ -1,1 +1,1 @@
-"""Moving bytes: process groups, node-shared memory, buffers, packing, and the checks that keep wrong use from hanging."""
+"""Communication: process groups, node-shared memory, buffers, packing, and the checks that turn misuse into errors."""

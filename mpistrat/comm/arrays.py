@@ -1,6 +1,6 @@
-"""What users pass as a value, made an array of NumPy or CuPy; and the few things that depend on which of the two it is.
+"""Array conversion: user values to NumPy or CuPy arrays, and the few operations that differ between the two.
 
-CuPy is imported only when an array on a GPU turns up. The GPU branches have not yet been run on a GPU.
+CuPy is imported only when an array is on a GPU. The GPU branches have not yet been run on a GPU.
 """
 
 from __future__ import annotations

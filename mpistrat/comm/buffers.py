@@ -1,4 +1,4 @@
-"""Arrays as MPI buffers: sums and copies over a communicator, in fixed chunks that every MPI can count."""
+"""MPI buffers of arrays: sums and copies over a communicator, in fixed chunks within MPI's 32-bit counts."""
 
 from __future__ import annotations
 

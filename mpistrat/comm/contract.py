@@ -1,7 +1,7 @@
-"""The collective contract: what every rank must say alike before data moves, and how differences are told.
+"""Fingerprints of collective calls: all ranks compare theirs before data moves, and mismatches become errors.
 
-A `Call` is the fingerprint of one kind of collective: operation, name, dtype, shape and further detail. On a node its tag
-travels with every barrier (see `node`); between nodes the ranks compare tags now and then (`compare`).
+A `Call` is the fingerprint of one kind of collective: operation, name, dtype, shape and further detail. On a node its tag is
+exchanged in every barrier (see `node`); between nodes the ranks compare tags at intervals (`compare`).
 """
 
 from __future__ import annotations

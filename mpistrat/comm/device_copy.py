@@ -1,4 +1,4 @@
-"""Host arrays copied to a GPU on a stream of its own, while the GPU computes. Not yet run on a GPU."""
+"""Asynchronous host-to-GPU copies on a separate CUDA stream, while the GPU computes. Not yet run on a GPU."""
 
 from __future__ import annotations
 

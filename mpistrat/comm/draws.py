@@ -1,4 +1,4 @@
-"""What every rank draws from its distributed datasets, in order: the ranks compare it with the collectives that follow."""
+"""Draw log: a hash of the batches that a rank has drawn from its datasets, compared by the following collectives."""
 
 from __future__ import annotations
 

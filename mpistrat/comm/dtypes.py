@@ -1,4 +1,4 @@
-"""Which NumPy dtypes can be moved and summed, in which dtype sums are formed, and the MPI datatype of each."""
+"""Dtypes: which NumPy dtypes can be sent and summed, the dtype of their sums, and the MPI datatype of each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which rank prints why the job ends: ranks that fail alike print it once, and name the others.
+"""Failure reports of several ranks: equal ones are printed once, with the numbers of the other ranks.
 
-Rank 0 of a group collects the failures of a moment, groups those of one text, and lets the lowest rank of each group print.
+Rank 0 of a group collects failures for a short time, groups them by text, and lets the lowest rank of each group print.
 """
 
 from __future__ import annotations

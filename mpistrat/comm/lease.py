@@ -1,4 +1,4 @@
-"""A right that at most one rank holds at a time, and that nobody can take into the grave."""
+"""Lease: a lock held by at most one rank, which expires, so that it is not lost with a dead owner."""
 
 from __future__ import annotations
 

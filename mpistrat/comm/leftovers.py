@@ -1,8 +1,8 @@
-"""Files in /dev/shm that MPI libraries keep while ranks live, and leave behind when ranks are killed or abort.
+"""Leftover files in /dev/shm: MPI libraries keep files there while ranks run, and leave them when ranks are killed or abort.
 
 Standard library only, and no other file of this package: processes that outlive the ranks run this one by its path. As a
-program, `leftovers.py PID` steps aside at once, waits in a session of its own for the end of process PID, a launcher, and
-then removes what its ranks left.
+program, `leftovers.py PID` detaches (in a new session), waits for the end of process PID, a launcher, and then removes the
+files of its ranks.
 """
 
 from __future__ import annotations

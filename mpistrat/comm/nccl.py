@@ -1,6 +1,6 @@
-"""NCCL communicators over all ranks and their GPUs, through cupy.cuda.nccl: how they come to be, sum, and go.
+"""NCCL communicators over all ranks and their GPUs, through cupy.cuda.nccl: creation, sums, destruction.
 
-NCCL and MPI are never in flight together, which may deadlock: every call here synchronises its streams before it returns,
+NCCL and MPI calls never overlap, because this may deadlock: every call here synchronises its streams before it returns,
 and every MPI call of this package blocks. Not yet run on a GPU.
 """
 

@@ -1,8 +1,8 @@
-"""The ranks of one node: their barrier, their shared memory, and staging room for small messages.
+"""Node group: barrier and shared memory of the ranks of one node, with staging buffers for small messages.
 
-The barrier is a row of flags in shared memory. Rank r counts the barriers it has reached in its own flag and waits until
-every other flag has come as far. Beside the flag lie two tag words, used in turn: a rank may be one barrier ahead of
-another, never two, so a tag stays until everybody has compared it.
+The barrier is an array of flags in shared memory. Rank r counts the barriers it has reached in its own flag and waits until
+every other flag has reached that count. Next to the flag are two tag words, used alternately: a rank may be one barrier ahead
+of another, never two, so a tag is not overwritten until every rank has compared it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Many arrays as few flat ones: which arrays share a pack, and how they get in and out."""
+"""Packing (fusion) of many arrays into few flat ones: the assignment of arrays to packs, and the copies in and out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of one strategy as those who act together: every collective of the package runs inside `collective()`."""
+"""Process group: the ranks of one strategy. Every collective of the package runs inside `collective()`."""
 
 from __future__ import annotations
 

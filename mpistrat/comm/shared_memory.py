@@ -1,7 +1,7 @@
-"""Memory that the ranks of a node share: one segment for each rank, in one MPI window.
+"""Node-shared memory: one segment for each rank, in one MPI window.
 
-What is promised is there: before a window is made the node's leader looks at the free space, and `populate` makes the
-system find the pages of a range, so that a full /dev/shm is an error here and not a SIGBUS later.
+Memory is reserved: before a window is created the node's leader checks the free space, and `populate` makes the system
+allocate the pages of a range, so that a full /dev/shm is an error here and not a SIGBUS later.
 """
 
 from __future__ import annotations

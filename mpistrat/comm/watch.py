@@ -1,4 +1,4 @@
-"""Where each rank is: what this one is doing in a group, and what is known of the others."""
+"""Position of each rank: the current call of this rank in a group, and what is known about the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The communicator that a program gets: MPI's own, whose blocking calls say that this rank is in them.
+"""Monitored communicator for user programs: mpi4py's, whose blocking calls are registered with the watchdog.
 
-The watchdog then tells what takes long, and ends the job where a rank that has left the program is waited for in vain.
+The watchdog then warns about long calls, and ends the job where a call waits for a rank that has left the program.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""RMA windows: memory of some ranks that other ranks read and write without their help.
+"""RMA windows: memory of some ranks that other ranks read and write without their participation (one-sided).
 
-A window is locked for all ranks, shared, from its creation to `close()`: no call takes a lock, so no rank that dies holds
-one. Each call is complete, at the target too, when it returns. A `SharedWindow` is reached by load and store, by the ranks
-of one node; a `RemoteWindow` by Get, Put and Accumulate, by all ranks of a communicator. A word is a signed 64-bit integer
+A window is locked for all ranks, shared, from its creation to `close()`: no call takes a lock, so no lock is lost with a
+dead rank. Each call is complete, at the target too, when it returns. A `SharedWindow` is accessed by load and store, by the
+ranks of one node; a `RemoteWindow` by Get, Put and Accumulate, by all ranks of a communicator. A word is a signed 64-bit integer
 at a byte offset divisible by 8.
 
-Who may write what: memory that a rank stores into without these calls (`own`, `words`) must have no other writer, and
-`fetch_and_add` never goes to such memory: a store beside an atomic operation loses updates. Two windows over the same
-memory do not know of each other's atomic operations: use one of them for these.
+Single writer: memory that a rank stores into without these calls (`own`, `words`) must have no other writer, and
+`fetch_and_add` must not be used on such memory: a store concurrent with an atomic operation loses updates. Atomic operations
+of two windows over the same memory are not atomic with each other: use one of them for these.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Parameter servers: ranks that hold variables, which others read and push updates to without waiting for each other."""
+"""Parameter servers: ranks that store variables, from which workers pull and to which they push asynchronously."""

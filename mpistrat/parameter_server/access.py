@@ -1,4 +1,4 @@
-"""How a rank gets at the variables: a worker by its connections with the servers, a server in its own memory."""
+"""Access to the variables: a worker through its connections to the servers, a server in its own memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who becomes worker and who server, as all ranks agree while the strategy is made."""
+"""Role assignment: workers and servers, agreed by all ranks when the strategy is created."""
 
 from __future__ import annotations
 

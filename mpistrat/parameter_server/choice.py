@@ -1,4 +1,4 @@
-"""Which transport a worker and a server use: by where they are, by what is known, by what a short probe finds, or by order."""
+"""Choice of the transport between a worker and a server: by location, MPI library, network probe, or setting."""
 
 from __future__ import annotations
 

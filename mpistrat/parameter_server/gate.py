@@ -1,10 +1,10 @@
-"""Whole reads of memory that a server writes: a sequence lock with a gate for readers.
+"""Seqlock with reader announcements: atomic reads of memory that a server writes.
 
-The version word of a variable is odd while the server writes; a reader copies, and copies again if the word was odd or has
-changed. Alone that starves readers of a busy server. So a reader announces itself in a gate, a word of its own, and the
+The version word of a variable is odd while the server writes; a reader copies, and retries if the word was odd or has
+changed. A plain seqlock starves readers of a busy server. So a reader announces itself in a separate word (its gate), and the
 server waits for it before its next write, a bounded time, once for each announcement: a reader that was stopped or died
-holds nobody up twice. Each attempt of a reader is a new announcement. The first is given up after a second at most, since all
-workers wait meanwhile; each further one of a reader that goes on, but slowly, gets twice the time, so that it comes to an end.
+delays the server only once. Each retry is a new announcement. The server waits a second at most for the first, since all
+workers wait meanwhile, and twice as long for each further one of a slow reader, so that its read eventually succeeds.
 """
 
 from __future__ import annotations

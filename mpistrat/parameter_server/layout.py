@@ -1,4 +1,4 @@
-"""Where things lie in a server's memory: the words and slots of its workers, and its variables. Pure arithmetic.
+"""Memory layout of a server: the words and slots of its workers, and its variables. Pure arithmetic.
 
 The mailbox of a server, in bytes:
 
@@ -9,8 +9,8 @@ The mailbox of a server, in bytes:
 | slots for each worker | that worker | header and payload of one part of a message |
 
 A line is 64 bytes, so that no two writers share a cache line. A slab holds variables: a line with the version word and those
-of `rooms.py`, then the bytes of the variable. A large one that workers of the same node may read where it lies has a
-word for each of them before that line, and behind more rooms like the first, and one for the gradient of each of them.
+of `rooms.py`, then the bytes of the variable. A large one that workers of the same node may read in place has a
+word for each of them before that line, and after it further buffers like the first, and one for the gradient of each of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The memory of the servers, a segment each, and the windows by which workers reach it."""
+"""Memory of the servers, one segment each, and the windows through which workers access it."""
 
 from __future__ import annotations
 

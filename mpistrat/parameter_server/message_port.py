@@ -1,4 +1,4 @@
-"""The server's end for workers that send messages."""
+"""Message port: the server's end of the connection to workers that send messages."""
 
 from __future__ import annotations
 

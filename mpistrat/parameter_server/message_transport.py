@@ -1,4 +1,4 @@
-"""The transport by messages to the server's loop: for networks where one-sided calls are only emulated."""
+"""Message transport to the server's loop: for networks where one-sided calls are only emulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a push does to a variable, and how a push says it in one integer."""
+"""Operations of a push on a variable, and their encoding in one integer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variable that lies on a parameter server."""
+"""Variable stored on a parameter server."""
 
 from __future__ import annotations
 

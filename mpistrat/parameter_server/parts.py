@@ -1,4 +1,4 @@
-"""Messages from a worker to a server, cut into parts that fit a slot and put together again.
+"""Message fragments (parts): messages from a worker to a server, split to fit a slot and reassembled.
 
 A part is a header of eight words and at most `chunk_bytes` of payload. Parts of a worker arrive in order and one message
 after the other, so the server needs no more memory for a worker than its largest message, and none for messages of one part.

@@ -1,4 +1,4 @@
-"""On which server a new variable lies: arithmetic that every rank does alike."""
+"""Assignment of new variables to servers: arithmetic that gives the same result on every rank."""
 
 from __future__ import annotations
 

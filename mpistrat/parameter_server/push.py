@@ -1,4 +1,4 @@
-"""A push as a server's handler gets it."""
+"""Push: the message that a server's handler receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers and servers exchanged, put together from all ranks, and shown as a table."""
+"""Statistics of all workers and servers, gathered from all ranks and printed as a table."""
 
 from __future__ import annotations
 

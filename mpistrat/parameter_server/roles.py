@@ -1,4 +1,4 @@
-"""Which ranks are workers and which are parameter servers."""
+"""Roles: which ranks are workers and which are parameter servers."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Whole reads without a copy: a server writes each new version where nobody reads.
+"""Versioned buffers (rooms) for atomic zero-copy reads: a server writes each new version into a buffer without readers.
 
-A large variable has several rooms, for workers that share memory with its server: one in which the newest version lies, one
-for each of these workers to hold, and one in which the next version is written. Words beside the version say which room is
-current, and whether rooms may be held; in a word of its own each worker says which one it holds.
+A large variable has several rooms, for workers that share memory with its server: one with the current version, one
+for each of these workers to hold, and one for the next version. Words next to the version give the current room, and whether
+rooms may be held; each worker has a word for the room that it holds (a hazard pointer).
 
-A worker that notes a room as its own, and finds afterwards that it is still current, holds it. The server takes a room that
-is neither current nor held; there always is one. So neither waits for the other, and a worker that stops or dies goes on
-holding what is its own share. What a worker holds stays as it is for as long as any array of its program refers to it.
+A worker that announces a room and finds afterwards that it is still current, holds it. The server uses a room that
+is neither current nor held; there always is one. So neither waits for the other, and a worker that stops or dies blocks
+only its own room. A room that a worker holds does not change as long as any array of its program refers to it.
 
-Rooms take memory only once a worker has asked to hold one and a gradient of the whole variable has come: writing a few rows
+Rooms are allocated only after a worker has requested one and a gradient of the whole variable has come: writing a few rows
 of a variable would cost a copy of all of it.
 """
 

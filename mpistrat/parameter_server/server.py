@@ -1,4 +1,4 @@
-"""A server: its variables, who may write them when, and how it applies what workers push."""
+"""Server: its variables, the lock for writing them, and the application of pushes."""
 
 from __future__ import annotations
 

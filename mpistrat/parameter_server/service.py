@@ -1,4 +1,4 @@
-"""The thread in which a server works, whatever its program does meanwhile."""
+"""Service thread: a server works in the background, independently of its program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program says of its parameter servers, once for all ranks."""
+"""Settings of the parameter servers, validated once for all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Room in which large pushes lie whole, so that the server applies them where they are."""
+"""Staging buffers for large pushes, which the server applies in place."""
 
 from __future__ import annotations
 

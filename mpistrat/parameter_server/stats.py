@@ -1,4 +1,4 @@
-"""Counts of what workers and servers exchange: plain numbers, which cost less than a microsecond a push."""
+"""Counters of traffic between workers and servers: plain numbers, less than a microsecond per push."""
 
 from __future__ import annotations
 

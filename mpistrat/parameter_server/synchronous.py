@@ -1,4 +1,4 @@
-"""What a server does with pushes when its workers train in step: it keeps a step's gradients until all have sent theirs."""
+"""Synchronous updates: a server collects the gradients of a step until all workers have sent theirs."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What a worker and a server say to each other, whatever carries it.
+"""Transport protocol between a worker and a server, independent of its implementation.
 
-- Pushes are numbered 1, 2, 3, … by each worker for each server. The server applies each once, in order; one that comes again is
-  ignored. It says which parts it has taken (their memory is free again) and which push is the last applied. A commit is a
-  push without a payload; it ends a step, and costs nothing where it goes with the last push of the step.
-- A worker posts at most `slots` parts that the server has not taken: that bounds the memory of pushes and holds a worker back
-  that is faster than the server.
-- Reads are whole: a variable, or the rows that are asked for, as it was between two writes of the server, with the number of
-  these writes, its version. Versions that a worker reads never go back.
-- A worker publishes a clock, the steps that it has finished, and signs off from each pass.
+- Pushes are numbered 1, 2, 3, … by each worker for each server. The server applies each exactly once, in order; a duplicate is
+  ignored. It publishes which parts it has taken (their memory is free again) and the last push applied. A commit is a
+  push without a payload; it ends a step, and costs nothing with the last push of the step.
+- Flow control: a worker posts at most `slots` parts that the server has not taken, which bounds the memory of pushes and
+  throttles a worker that is faster than the server.
+- Reads are atomic: a variable, or the requested rows, as it was between two writes of the server, with the number of
+  these writes, its version. Versions that a worker reads never decrease.
+- A worker publishes a clock, the number of its finished steps, and leaves each pass explicitly.
 """
 
 from __future__ import annotations

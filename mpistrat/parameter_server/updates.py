@@ -1,4 +1,4 @@
-"""What a server does with what workers push: writes at once, gradients by an optimizer."""
+"""Updates: a server applies pushes, writes at once and gradients through an optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for another rank: eagerly, then with longer and longer sleeps, and never for ever."""
+"""Back-off: waits for another rank by polling, then with increasing sleeps, up to a timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's end for workers that read and write its memory themselves, by whichever window."""
+"""Window port: the server's end of the connection to workers that access its memory through a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two transports by windows: load and store on a node, one-sided calls between nodes; one protocol over both."""
+"""Window transports: load and store on a node, one-sided calls between nodes; one protocol over both."""
 
 from __future__ import annotations
 
