@@ -13,8 +13,13 @@ author = copyright = "mpistrat developers"
 version = release = mpistrat.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions += ["sphinx_copybutton"]
 extensions += ["api", "collective", "long_names", "public_names", "repository_links"]  # docs/_ext
 exclude_patterns = ["_build"]
+
+# The button copies the commands of a console without their prompts and without what they print.
+copybutton_prompt_text = "$ "
+copybutton_copy_empty_lines = False
 
 # Markdown
 myst_heading_anchors = 4

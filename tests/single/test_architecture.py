@@ -33,7 +33,6 @@ ALLOWED = {
     "h5py": {"data", "strategy", "training", "bench", "doctor", "cli", "examples"},
     "cupy": {"cluster", "comm", "cross_device"},
     "jinja2": {"batch_jobs"},
-    "sklearn": {"examples"},
     "matplotlib": {"training", "bench", "cli", "examples"},
     "torch": {"adapters"}, "jax": {"adapters"}, "keras": {"adapters"}, "tensorflow": {"adapters"},
     "cloudpickle": {"coordinator"},  # only for functions that the chief of the same job sends, and their results
@@ -134,13 +133,13 @@ def python(program: str) -> str:
 
 
 def test_importing_the_package_starts_no_mpi_and_loads_no_large_library():
-    late = ["mpi4py.MPI", "h5py", "cupy", "cloudpickle", "sklearn", "matplotlib", "torch", "jax", "tensorflow"]
+    late = ["mpi4py.MPI", "h5py", "cupy", "cloudpickle", "matplotlib", "torch", "jax", "tensorflow"]
     found = python(f"import sys, mpistrat; print([name for name in {late} if name in sys.modules])")
     assert found.strip() == "[]"
 
 
 def test_the_package_imports_without_any_optional_library():
-    absent = ["cupy", "cloudpickle", "sklearn", "matplotlib", "ml_dtypes", "xxhash", "torch", "jax", "tensorflow"]
+    absent = ["cupy", "cloudpickle", "matplotlib", "ml_dtypes", "xxhash", "torch", "jax", "tensorflow"]
     python(
         f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
         "import mpistrat as ms\n"
