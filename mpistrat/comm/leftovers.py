@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["FOLDER", "PATTERNS", "mapped_by", "of_this_user", "remove_since", "remove_unused", "unused"]
+__all__ = ["FOLDER", "PATTERNS", "mapped_by", "of_this_user", "remove_since", "remove_these", "remove_unused", "unused"]
 
 FOLDER = Path("/dev/shm")
 # What MPI libraries and NCCL call their files: MPICH, Open MPI 5 and 4, Intel MPI, MVAPICH, UCX, PSM, libfabric, Cray, NCCL.
@@ -79,6 +79,16 @@ def remove_since(start: float, end: float, folder: Path = FOLDER) -> list[tuple[
     first = {path for path, _ in unused(folder, 0.0)}
     time.sleep(0.5)
     return _remove((path, size) for path, size in unused(folder, 0.0) if path in first & within)
+
+
+def remove_these(paths: Iterable[str], folder: Path = FOLDER) -> list[tuple[Path, int]]:
+    """Remove files that an MPI made and ranks had mapped, where no living process of this user uses them, and return them.
+
+    Not collective. Waits half a second for ranks that are still ending.
+    """
+    time.sleep(0.5)
+    wanted = set(paths)
+    return _remove((path, size) for path, size in unused(folder, 0.0) if str(path) in wanted)
 
 
 def _remove(files: Iterable[tuple[Path, int]]) -> list[tuple[Path, int]]:

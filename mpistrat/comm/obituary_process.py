@@ -83,6 +83,15 @@ class Death:
         self.killed = number is None or number == signal.SIGKILL
 
 
+def shared_memory_of(pid: int) -> set[str]:
+    """Return the files of /dev/shm that a process has mapped: those that its MPI made when it began."""
+    try:
+        with open(f"/proc/{pid}/maps", errors="replace") as maps:
+            return {line[line.index("/dev/shm/") :].rstrip("\n") for line in maps if " /dev/shm/" in line}
+    except OSError:
+        return set()
+
+
 class Watch:
     """What is known of the ranks of this node."""
 
@@ -144,6 +153,7 @@ class Desk:
         self.parent = parent
         self.listener, self.events, self.watch = listener, select.epoll(), Watch()
         self.ranks: dict[int, Rank] = {}
+        self.files: set[str] = set()
         listener.setblocking(False)
         self.events.register(listener.fileno(), select.EPOLLIN)
         self.until = time.monotonic() + FIRST_RANK
@@ -163,6 +173,14 @@ class Desk:
                 else:
                     self.receive(descriptor)
         self.watch.settle()
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove what ranks that were killed, or that ended the job, left in shared memory."""
+        if any(map(os.path.exists, self.files)):
+            import runpy  # here: seldom needed, and this process shall be there soon
+
+            runpy.run_path(os.path.join(os.path.dirname(__file__), "leftovers.py"))["remove_these"](self.files)
 
     def accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -172,6 +190,7 @@ class Desk:
                 line.close()
                 return
             self.ranks[line.fileno()] = rank
+            self.files |= shared_memory_of(rank.pid)
             self.events.register(line.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
             line.send(b"!")
             self.until = 0.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
 MIRRORED = """
@@ -51,6 +54,19 @@ def program(text: str, victim: int, end: str) -> str:
 def named(result) -> list[str]:
     """The lines that name somebody."""
     return [line for line in result.stderr.splitlines() if "mpistrat: rank" in line]
+
+
+@pytest.mark.parametrize("end", [KILL, "raise ValueError('mine')"], ids=["killed", "raised"])
+def test_nothing_is_left_in_shared_memory(mpi_run, end):
+    """What an MPI keeps in /dev/shm while ranks run is gone when they were killed, or ended the job."""
+    files = "print(*{line.split()[-1] for line in open('/proc/self/maps') if ' /dev/shm/' in line and 'deleted' not in line})"
+    result = mpi_run(program(MIRRORED, 1, end).replace("started =", f"{files}\nstarted ="), 2, timeout=100)
+    assert result.returncode not in (0, None), result
+    made = {Path(word) for word in result.stdout.split() if word.startswith("/dev/shm/")}
+    until = time.monotonic() + 4  # a test run itself removes what is older than 5 s
+    while any(path.exists() for path in made) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [path for path in made if path.exists()]
 
 
 @pytest.mark.parametrize(("victim", "role"), [(0, "worker 0"), (1, "worker 1"), (2, "ps 0")])
