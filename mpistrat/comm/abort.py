@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import io
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -104,7 +106,17 @@ def format_exception(kind: type[BaseException], error: BaseException | None, tra
         full = False
     folded = [] if full else [_fold(part) for part in _chain(whole)]
     note = "(lines inside mpistrat are left out: MPISTRAT_TRACEBACK=full shows them)\n" if any(folded) else ""
-    return "".join(whole.format()) + note
+    return "".join(whole.format()).rstrip("\n") + _suggestion(kind, error, trace) + "\n" + note
+
+
+def _suggestion(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:
+    """Return the "Did you mean" that an interpreter before 3.12 adds only where it prints an exception itself."""
+    if sys.version_info >= (3, 12) or not issubclass(kind, (AttributeError, NameError)) or error is None:
+        return ""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        sys.__excepthook__(kind, error, trace)
+    found = re.search(r"\. Did you mean: .*\?$", printed.getvalue().rstrip("\n"))
+    return found[0] if found else ""
 
 
 def _chain(error: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
