@@ -18,10 +18,17 @@ __all__ = [
 
 
 class ReduceOp(enum.Enum):
-    """How values of several replicas become one (TF: tf.distribute.ReduceOp)."""
+    """How values of several replicas become one (TF: tf.distribute.ReduceOp, which has SUM and MEAN only).
+
+    MIN, MAX and PROD take integers and real floating-point numbers. As in np.minimum and np.maximum, one NaN makes the
+    result NaN. PROD of integers wraps around as SUM does.
+    """
 
     SUM = "SUM"
     MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PROD = "PROD"
 
     @classmethod
     def parse(cls, value: ReduceOp | str, function: str = "reduce") -> ReduceOp:
@@ -38,7 +45,8 @@ class ReduceOp(enum.Enum):
             return value
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
-        raise ValueError(f"{function}: reduce_op: expected ReduceOp.SUM or ReduceOp.MEAN, got {value!r}")
+        names = ", ".join(cls.__members__)
+        raise ValueError(f"{function}: reduce_op: expected a ReduceOp or its name ({names}), got {value!r}")
 
 
 class VariableSynchronization(enum.Enum):

@@ -1,4 +1,4 @@
-"""MPI buffers of arrays: sums and copies over a communicator, in fixed chunks within MPI's 32-bit counts."""
+"""MPI buffers of arrays: reductions and copies over a communicator, in fixed chunks within MPI's 32-bit counts."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ CHUNK_ELEMENTS = 1 << 30
 NARROW_CHUNK_ELEMENTS = 1 << 20  # for float16 and bfloat16, each through 4 MiB of float32
 
 
-def all_reduce(comm: MPI.Intracomm, array: np.ndarray, source: np.ndarray | None = None) -> None:
-    """Sum an array over the ranks of a communicator. Collective over `comm`.
+def all_reduce(
+    comm: MPI.Intracomm, array: np.ndarray, source: np.ndarray | None = None, ufunc: np.ufunc = np.add
+) -> None:
+    """Sum an array, or combine it by another function, over the ranks of a communicator. Collective over `comm`.
 
-    float16 and bfloat16 are summed in float32 and rounded once.
+    float16 and bfloat16 are combined in float32 and rounded once. The result has the same bits on every rank.
 
     Args:
         comm: an intracommunicator.
-        array: C-contiguous host array; receives the sum, and holds this rank's part unless `source` does.
+        array: C-contiguous host array; receives the result, and holds this rank's part unless `source` does.
         source: C-contiguous array of the same dtype and size with this rank's part, left as it is.
+        ufunc: np.add, np.multiply, np.minimum or np.maximum; the latter two not for complex numbers.
 
     Raises:
         TypeError: bool, structured, or another dtype that MPI cannot sum.
@@ -43,15 +46,35 @@ def all_reduce(comm: MPI.Intracomm, array: np.ndarray, source: np.ndarray | None
     target = _flat(array, "array")
     part = target if source is None else _flat(source, "source")
     if accumulation_dtype(array.dtype) != array.dtype:
-        _all_reduce_narrow(comm, target, part)
+        _all_reduce_narrow(comm, target, part, ufunc)
         return
     from mpi4py import MPI
 
-    datatype = mpi_datatype(array.dtype)
+    datatype, op = mpi_datatype(array.dtype), _mpi_op(ufunc, array.dtype.kind)
     for low in range(0, target.size, CHUNK_ELEMENTS):
         chunk = slice(low, low + CHUNK_ELEMENTS)
         send: Any = MPI.IN_PLACE if part is target else [part[chunk], datatype]
-        comm.Allreduce(send, [target[chunk], datatype], op=MPI.SUM)
+        comm.Allreduce(send, [target[chunk], datatype], op=op)
+
+
+@functools.cache
+def _mpi_op(ufunc: np.ufunc, kind: str) -> MPI.Op:
+    """The MPI operation of a function for dtypes of a kind, kept as long as the program runs.
+
+    What MPI_MIN and MPI_MAX make of NaN and of 0.0 and -0.0 depends on the order of the operands, so floats need NumPy's.
+    Which zero NumPy takes depends on the order too: the operation is not commutative, and MPI keeps to the order of ranks.
+    """
+    from mpi4py import MPI
+
+    if ufunc in (np.minimum, np.maximum) and kind == "f":
+
+        def of_buffers(first: Any, second: Any, datatype: MPI.Datatype) -> None:
+            dtype = np.dtype(datatype.tocode())
+            target = np.frombuffer(second, dtype)
+            ufunc(np.frombuffer(first, dtype), target, out=target)
+
+        return MPI.Op.Create(of_buffers, commute=False)
+    return {np.add: MPI.SUM, np.multiply: MPI.PROD, np.minimum: MPI.MIN, np.maximum: MPI.MAX}[ufunc]
 
 
 def _flat(array: np.ndarray, argument: str) -> np.ndarray:
@@ -60,15 +83,16 @@ def _flat(array: np.ndarray, argument: str) -> np.ndarray:
     return array.reshape(-1)
 
 
-def _all_reduce_narrow(comm: MPI.Intracomm, target: np.ndarray, part: np.ndarray) -> None:
+def _all_reduce_narrow(comm: MPI.Intracomm, target: np.ndarray, part: np.ndarray, ufunc: np.ufunc) -> None:
     from mpi4py import MPI
 
+    op = _mpi_op(ufunc, "f")
     wide = np.empty(min(target.size, NARROW_CHUNK_ELEMENTS), np.float32)
     for low in range(0, target.size, NARROW_CHUNK_ELEMENTS):
         chunk = slice(low, min(low + NARROW_CHUNK_ELEMENTS, target.size))
         piece = wide[: chunk.stop - low]
         np.copyto(piece, part[chunk], casting="unsafe")
-        comm.Allreduce(MPI.IN_PLACE, piece, op=MPI.SUM)
+        comm.Allreduce(MPI.IN_PLACE, piece, op=op)
         np.copyto(target[chunk], piece, casting="unsafe")
 
 

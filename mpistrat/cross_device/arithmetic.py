@@ -1,4 +1,4 @@
-"""How a reduction is computed: in which dtype it is summed, by what it is divided, and to what it is rounded."""
+"""How a reduction is computed: by which function, in which dtype, by what it is divided, and to what it is rounded."""
 
 from __future__ import annotations
 
@@ -10,25 +10,36 @@ from typing import Any, final
 import numpy as np
 
 from ..comm.dtypes import accumulation_dtype, check_reducible, mean_dtype
+from ..errors import explain
 from ..types import ReduceOp
 
-__all__ = ["Arithmetic", "add_all", "arithmetic", "finish", "flatten_all"]
+__all__ = ["Arithmetic", "arithmetic", "combine", "finish", "flatten_all"]
+
+_UFUNCS = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PROD: np.multiply,
+}
 
 
 @final
 @dataclass(frozen=True)
 class Arithmetic:
-    """The dtypes and the divisor of one reduction.
+    """The function, the dtypes and the divisor of one reduction.
 
     Attributes:
-        accumulate: dtype in which everything is summed, between ranks too.
+        accumulate: dtype in which everything is combined, between ranks too.
         result: dtype to which the end is rounded, once.
-        divisor: 1 for a sum, the number of replicas for a mean.
+        divisor: the number of replicas for a mean, else 1.
+        ufunc: NumPy's function of two values that combines them: np.add for a sum or a mean.
     """
 
     accumulate: np.dtype
     result: np.dtype
     divisor: int
+    ufunc: np.ufunc
 
 
 @functools.lru_cache(maxsize=256)
@@ -36,17 +47,22 @@ def arithmetic(reduce_op: ReduceOp, dtype: np.dtype, num_replicas: int) -> Arith
     """Return how values of a dtype are reduced. Not collective.
 
     Raises:
-        TypeError: values of the dtype cannot be summed.
+        TypeError: values of the dtype cannot be reduced: bool and what is no number; complex ones by SUM and MEAN only.
 
     Example:
         >>> arithmetic(ReduceOp.MEAN, np.dtype(np.int8), 4).accumulate.name
         'float64'
     """
     check_reducible(dtype, "reduce")
-    if reduce_op is ReduceOp.SUM:
-        return Arithmetic(accumulation_dtype(dtype), dtype, 1)
-    mean = mean_dtype(dtype)
-    return Arithmetic(accumulation_dtype(mean), mean, num_replicas)
+    ufunc = _UFUNCS[reduce_op]
+    if reduce_op is ReduceOp.MEAN:
+        mean = mean_dtype(dtype)
+        return Arithmetic(accumulation_dtype(mean), mean, num_replicas, ufunc)
+    if dtype.kind == "c" and reduce_op is not ReduceOp.SUM:
+        remedy = "Complex numbers have SUM and MEAN only: reduce real and imaginary parts, or absolute values"
+        expected = f"real numbers for {reduce_op.value}"
+        raise TypeError(explain("reduce", "value", expected=expected, got=f"dtype {dtype}", remedy=remedy))
+    return Arithmetic(accumulation_dtype(dtype), dtype, 1, ufunc)
 
 
 def flatten_all(values: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -54,14 +70,14 @@ def flatten_all(values: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [v.reshape(-1) if v.flags.c_contiguous else np.ascontiguousarray(v).reshape(-1) for v in values]
 
 
-def add_all(parts: Sequence[Any], out: Any) -> None:
-    """Write the sum of the parts, from the first to the last, in the dtype of `out`. Not collective."""
+def combine(ufunc: np.ufunc, parts: Sequence[Any], out: Any) -> None:
+    """Write what the parts become, from the first to the last, in the dtype of `out`. Not collective."""
     if len(parts) == 1:
         np.copyto(out, parts[0], casting="unsafe")
         return
-    np.add(parts[0], parts[1], out=out, dtype=out.dtype)
+    ufunc(parts[0], parts[1], out=out, dtype=out.dtype)
     for part in parts[2:]:
-        np.add(out, part, out=out, dtype=out.dtype)
+        ufunc(out, part, out=out, dtype=out.dtype)
 
 
 def finish(total: Any, how: Arithmetic) -> Any:

@@ -39,6 +39,8 @@ class AutoAllReduce(CrossDeviceOps):
         all-reduce algorithms, ...
     """
 
+    reduce_ops = tuple(ReduceOp)
+
     def __init__(self, chooser: Chooser | None = None) -> None:
         self.chooser = chooser or Chooser()
         self._given = chooser is not None

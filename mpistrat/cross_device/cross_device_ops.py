@@ -35,10 +35,14 @@ class CrossDeviceOps(ABC):
 
     A strategy owns one and calls its public methods, which check the values, compare over all ranks what each is about
     to do, and then call the `…_implementation` methods. A subclass overrides those: `reduce_implementation` and
-    `batch_reduce_implementation` always, the other two where it knows a better way.
+    `batch_reduce_implementation` always, the other two where it knows a better way. It is asked for SUM and MEAN only,
+    unless it names more in `reduce_ops`.
 
     Sums have a fixed order: the same layout of ranks gives the same bits.
     """
+
+    #: The reductions that the algorithm knows; all others are refused on its behalf.
+    reduce_ops: tuple[ReduceOp, ...] = (ReduceOp.SUM, ReduceOp.MEAN)
 
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
@@ -85,13 +89,13 @@ class CrossDeviceOps(ABC):
         options: CommunicationOptions | None = None,
         name: str = "",
     ) -> Any:
-        """Return the sum or mean of a value over all replicas, a new array, equal on every rank. Collective.
+        """Return the sum, or another reduction, of a value over all replicas, a new array, equal on every rank. Collective.
 
-        MEAN divides by the number of replicas; integers then give float64. float16 and bfloat16 are summed in float32
-        and rounded once. IndexedSlices give IndexedSlices with the rows of all replicas.
+        MEAN divides by the number of replicas; integers then give float64. float16 and bfloat16 are combined in
+        float32 and rounded once. IndexedSlices give IndexedSlices with the rows of all replicas.
 
         Args:
-            reduce_op: ReduceOp.SUM or ReduceOp.MEAN, or its name.
+            reduce_op: a ReduceOp, or its name.
             per_replica_value: PerReplica with one array for each local replica, all of one shape and dtype; or a plain
                 value: the local replica's where the rank has one.
             destinations: a Variable, a device string, a value, or None: where the result shall be. Where every value is
@@ -103,13 +107,16 @@ class CrossDeviceOps(ABC):
         Raises:
             CollectiveMismatchError: ranks passed different operations, shapes or dtypes.
             CollectiveTimeoutError: a rank did not come.
-            ValueError: a plain value under SUM on a rank with several replicas; a list of destinations.
-            TypeError: values that cannot be summed: bool, structured, objects.
+            ValueError: a plain value under SUM or PROD on a rank with several replicas; a list of destinations; a
+                reduction that this object does not know.
+            TypeError: values that cannot be reduced: bool, structured, objects; by MIN, MAX and PROD complex numbers and
+                IndexedSlices.
         """
         op = ReduceOp.parse(reduce_op, "reduce")
         check_destinations(destinations, "reduce")
         options = options or _NO_OPTIONS
         ops = self._chosen(options)
+        ops._check_known(op, "reduce")
         group = ops.group
         if reduced_already(op, per_replica_value, group):
             return per_replica_value
@@ -145,7 +152,7 @@ class CrossDeviceOps(ABC):
         once before any moves.
 
         Args:
-            reduce_op: ReduceOp.SUM or ReduceOp.MEAN, or its name.
+            reduce_op: a ReduceOp, or its name.
             value_destination_pairs: values as for `reduce`, each with its destinations.
             options, name: see `reduce`.
 
@@ -155,6 +162,7 @@ class CrossDeviceOps(ABC):
         op = ReduceOp.parse(reduce_op, "batch_reduce")
         options = options or _NO_OPTIONS
         ops = self._chosen(options)
+        ops._check_known(op, "batch_reduce")
         group = ops.group
         dense: list[tuple[PerReplica, Any]] = []
         results: list[Any] = []
@@ -163,7 +171,7 @@ class CrossDeviceOps(ABC):
             check_destinations(destination, "batch_reduce")
             values = reducible_values(value, group, op, "batch_reduce")
             if isinstance(values[0], IndexedSlices):
-                slices = checked_slices(values, "batch_reduce")
+                slices = checked_slices(values, op, "batch_reduce")
                 results.append(slices)
                 forms.append(form(slices[0]))
                 continue
@@ -250,7 +258,7 @@ class CrossDeviceOps(ABC):
         """Return the reduced value, a new array. Collective; all ranks have arrived and agree.
 
         Args:
-            reduce_op: SUM or MEAN.
+            reduce_op: one of `reduce_ops`.
             per_replica_value: one array of NumPy or CuPy for each local replica, of one shape and dtype on every rank.
             destinations: as the caller gave it.
             options: of this call.
@@ -317,14 +325,21 @@ class CrossDeviceOps(ABC):
     # What algorithms use
 
     def arithmetic(self, reduce_op: ReduceOp, dtype: np.dtype) -> Arithmetic:
-        """Return in which dtype values are summed over these replicas, the divisor, and the result's dtype. Not collective.
+        """Return by which function and in which dtype values are combined, the divisor, and the result's dtype. Not collective.
 
         Raises:
-            TypeError: values of the dtype cannot be summed.
+            TypeError: values of the dtype cannot be reduced.
         """
         return arithmetic(reduce_op, dtype, self.group.topology.num_replicas)
 
     # Internals
+
+    def _check_known(self, op: ReduceOp, function: str) -> None:
+        if op not in self.reduce_ops:
+            name = type(self).__name__
+            expected = f"{', '.join(known.value for known in self.reduce_ops)}, the reductions of {name}"
+            remedy = f"Use another CrossDeviceOps, or name it in reduce_ops of {name} if it is an algorithm of your own"
+            raise ValueError(explain(function, "reduce_op", expected=expected, got=op.value, remedy=remedy))
 
     def _chosen(self, options: CommunicationOptions) -> CrossDeviceOps:
         """The object that carries out a call: this one, unless the options name another algorithm."""
@@ -345,7 +360,7 @@ class CrossDeviceOps(ABC):
     def _reduce_slices(
         self, group: ProcessGroup, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions, name: str
     ) -> IndexedSlices:
-        slices = checked_slices(values, "reduce")
+        slices = checked_slices(values, op, "reduce")
         arithmetic(op, slices[0].values.dtype, 1)
         detail = (op.value, form(slices[0]))
         with group.collective("reduce", name, detail=detail, timeout=options.timeout_seconds):

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..buffer_pool import BufferPool
 from ..comm.process_group import ProcessGroup
-from .arithmetic import Arithmetic, add_all, finish
+from .arithmetic import Arithmetic, combine, finish
 
 __all__ = ["SMALL_BYTES", "ExchangeSum"]
 
@@ -53,25 +53,25 @@ class ExchangeSum:
         step = self._chunk // how.accumulate.itemsize
         if size <= step:
             total = np.empty(size, how.accumulate)
-            self._sum_chunk(parts, total, call)
+            self._sum_chunk(parts, total, how.ufunc, call)
             return finish(total, how)
         out = self._results.empty(size, how.result)
         for low in range(0, size, step):
             chunk = out[low : low + step]
             total = chunk if how.accumulate == how.result else np.empty(chunk.size, how.accumulate)
-            self._sum_chunk([part[low : low + step] for part in parts], total, call)
+            self._sum_chunk([part[low : low + step] for part in parts], total, how.ufunc, call)
             if how.divisor != 1:
                 total /= how.divisor
             if total is not chunk:
                 np.copyto(chunk, total, casting="unsafe")
         return out
 
-    def _sum_chunk(self, parts: Sequence[np.ndarray], total: np.ndarray, call: Any) -> None:
+    def _sum_chunk(self, parts: Sequence[np.ndarray], total: np.ndarray, ufunc: np.ufunc, call: Any) -> None:
         views = self._staged(total.dtype, total.size)
         node = self._node
-        add_all(parts, views[node.rank])
+        combine(ufunc, parts, views[node.rank])
         node.barrier(call)
-        add_all(views, total)
+        combine(ufunc, views, total)
 
     def _staged(self, dtype: np.dtype, size: int) -> list[np.ndarray]:
         """Every rank's piece of the staging half that the next barrier publishes."""

@@ -62,7 +62,7 @@ def _reduce_pack(sum_flat: SumFlat, leaves: Sequence[Sequence[Any]], pack: Pack,
 
 
 def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:
-    """Return a new CuPy array, on the first value's GPU, with the sum of the local replicas. Not collective.
+    """Return a new CuPy array, on the first value's GPU, with what the local replicas' become. Not collective.
 
     Not yet run on a GPU.
     """
@@ -72,7 +72,7 @@ def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:
         total = xp.empty(values[0].shape, how.accumulate)
         total[...] = parts[0]
         for part in parts[1:]:
-            total += part.astype(total.dtype, copy=False)
+            how.ufunc(total, part.astype(total.dtype, copy=False), out=total)
         return total
 
 

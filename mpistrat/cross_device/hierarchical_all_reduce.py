@@ -46,6 +46,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
         ValueError: num_packs is negative.
     """
 
+    reduce_ops = tuple(ReduceOp)
+
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
             raise ValueError(explain("HierarchicalAllReduce", "num_packs", expected="≥ 0", got=num_packs))
@@ -117,7 +119,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
             super().reduce_arena(arena, ranges, consume)
             return
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
-        self._arena_sum().sum(domain_parts(arena), arena.owned(ranges), how.accumulate, consume)
+        self._arena_sum().sum(domain_parts(arena), arena.owned(ranges), how, consume)
 
     def _place(self, values: Sequence[Any], destinations: Any, reduce_op: ReduceOp) -> Place | None:
         """Where in a gradient arena the values lie that shall be reduced in place; None for all others."""

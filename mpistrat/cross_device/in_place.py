@@ -72,7 +72,7 @@ def reduce_in_place(
         group: the ranks; those of the node have arrived.
         arena_sum: does the sums.
         places: the same on every rank.
-        reduce_op: SUM or MEAN.
+        reduce_op: any.
         call: what the closing barrier carries and compares.
     """
     arenas = {id(place.arena): place.arena for place in places}
@@ -101,7 +101,7 @@ def _reduce_ranges(
         mine.append((low + begin, low + end))
 
     if how.divisor == 1 and how.accumulate == arena.dtype:
-        arena_sum.sum_in_place(parts, mine)
+        arena_sum.sum_in_place(parts, mine, how.ufunc)
         return
 
     def store(low: int, high: int, block: np.ndarray) -> None:
@@ -109,4 +109,4 @@ def _reduce_ranges(
             block /= how.divisor
         np.copyto(target[low:high], block, casting="unsafe")
 
-    arena_sum.sum(parts, mine, how.accumulate, store)
+    arena_sum.sum(parts, mine, how, store)

@@ -15,13 +15,18 @@ from .gather import gather
 __all__ = ["checked_slices", "form", "reduce_slices"]
 
 
-def checked_slices(values: Sequence[Any], function: str) -> list[IndexedSlices]:
+def checked_slices(values: Sequence[Any], reduce_op: ReduceOp, function: str) -> list[IndexedSlices]:
     """Return the local replicas' slices with arrays in them, checked, all of one form. Not collective.
 
     Raises:
         CollectiveMismatchError: a local replica's value is no IndexedSlices, or has another form than the first.
         ValueError: indices are not one integer for each row of the values.
+        TypeError: another reduction than SUM and MEAN, which rows side by side cannot stand for.
     """
+    if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        expected, got = f"dense arrays for {reduce_op.value}", "IndexedSlices"
+        remedy = "IndexedSlices have SUM and MEAN only: pass to_dense() of them"
+        raise TypeError(explain(function, "value", expected=expected, got=got, remedy=remedy))
     slices = []
     for index, value in enumerate(values):
         if not isinstance(value, IndexedSlices):

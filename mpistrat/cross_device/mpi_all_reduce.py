@@ -13,7 +13,7 @@ from ..comm.buffers import all_reduce, all_reduce_gpu, cuda_aware
 from ..distributed_values import PerReplica
 from ..options import CommunicationOptions
 from ..types import ReduceOp
-from .arithmetic import Arithmetic, add_all, finish
+from .arithmetic import Arithmetic, combine, finish
 from .cross_device_ops import CrossDeviceOps
 from .flat import device_sum, on_devices, reduce_one, reduce_packs
 
@@ -24,12 +24,15 @@ __all__ = ["MpiAllReduce", "mpi_sum"]
 class MpiAllReduce(CrossDeviceOps):
     """Sums over the local replicas, then over all ranks by one call of MPI_Allreduce.
 
-    Arrays on a GPU are passed to a CUDA-aware MPI as they are, else through pinned host memory (not yet run on a GPU).
+    Sums of arrays on a GPU are left to a CUDA-aware MPI; without one, and for MIN, MAX and PROD, the arrays go through
+    pinned host memory (not yet run on a GPU).
 
     Example:
         >>> import mpistrat as ms
         >>> strategy = ms.MirroredStrategy(cross_device_ops=MpiAllReduce())  # doctest: +SKIP
     """
+
+    reduce_ops = tuple(ReduceOp)
 
     def __init__(self) -> None:
         self.results = BufferPool()
@@ -43,7 +46,7 @@ class MpiAllReduce(CrossDeviceOps):
     ) -> Any:
         values = per_replica_value.values
         how = self.arithmetic(reduce_op, values[0].dtype)
-        if is_gpu(values[0]) and self.group.topology.size > 1 and cuda_aware():
+        if is_gpu(values[0]) and how.ufunc is np.add and self.group.topology.size > 1 and cuda_aware():
             total = device_sum(values, how)
             all_reduce_gpu(self.group.topology.comm, total)
             return on_devices(finish(total, how), values)
@@ -68,9 +71,9 @@ def mpi_sum(comm: Any, parts: Sequence[np.ndarray], how: Arithmetic, results: Bu
     """Return the reduction of flat arrays over a communicator, a new array. Collective over `comm` (None: no MPI)."""
     total = results.empty(parts[0].size, how.accumulate)
     if comm is not None and len(parts) == 1 and parts[0].dtype == how.accumulate:
-        all_reduce(comm, total, parts[0])
+        all_reduce(comm, total, parts[0], how.ufunc)
     else:
-        add_all(parts, total)
+        combine(how.ufunc, parts, total)
         if comm is not None:
-            all_reduce(comm, total)
+            all_reduce(comm, total, ufunc=how.ufunc)
     return finish(total, how)

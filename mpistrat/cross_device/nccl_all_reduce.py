@@ -27,8 +27,8 @@ __all__ = ["NcclAllReduce"]
 class NcclAllReduce(CrossDeviceOps):
     """Sums CuPy arrays over the GPUs of all ranks with NCCL; each replica needs a GPU of its own.
 
-    Arrays on the host, and dtypes that NCCL does not know, go the way of HierarchicalAllReduce or MpiAllReduce, and the
-    log says so once. Not yet run on a GPU.
+    Arrays on the host, dtypes that NCCL does not know, and MIN, MAX and PROD, of which NCCL does not promise what NaN
+    becomes, go the way of HierarchicalAllReduce or MpiAllReduce, and the log says so once. Not yet run on a GPU.
 
     Args:
         num_packs: into how many messages `batch_reduce` cuts the values of one dtype, the last taking the remainder; 0
@@ -38,6 +38,8 @@ class NcclAllReduce(CrossDeviceOps):
         MissingDependencyError: CuPy or NCCL is missing, with the remedy.
         ValueError: num_packs is negative.
     """
+
+    reduce_ops = tuple(ReduceOp)
 
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
@@ -69,7 +71,7 @@ class NcclAllReduce(CrossDeviceOps):
         options: CommunicationOptions | None = None,
     ) -> Any:
         values = per_replica_value.values
-        other = self._other(values)
+        other = self._other(values, reduce_op)
         if other is not None:
             return other.reduce_implementation(reduce_op, per_replica_value, destinations, options)
         how = self.arithmetic(reduce_op, values[0].dtype)
@@ -85,7 +87,7 @@ class NcclAllReduce(CrossDeviceOps):
         results: list[Any] = [None] * len(pairs)
         leaves = [value.values for value, _ in pairs]
         for index, (value, destination) in enumerate(pairs):
-            if self._other(leaves[index]) is not None:
+            if self._other(leaves[index], reduce_op) is not None:
                 results[index] = self.reduce_implementation(reduce_op, value, destination, options)
         mine = [index for index, result in enumerate(results) if result is None]
         limit = options.bytes_per_pack if options else None
@@ -101,15 +103,17 @@ class NcclAllReduce(CrossDeviceOps):
                 results[mine[position]] = _wrap(members, leaves[mine[position]])
         return results
 
-    def _other(self, values: Sequence[Any]) -> CrossDeviceOps | None:
+    def _other(self, values: Sequence[Any], reduce_op: ReduceOp) -> CrossDeviceOps | None:
         """Who takes values that NCCL cannot."""
         if not is_gpu(values[0]):
             once(logging.WARNING, "NcclAllReduce: arrays on the host are summed by HierarchicalAllReduce")
             self._on_host.call = self.call
             return self._on_host
         shared = len({value.device.id for value in values}) < len(values)
-        if shared or nccl_datatype_name(values[0].dtype) is None:
-            reason = "replicas share a GPU" if shared else f"NCCL does not sum {values[0].dtype}"
+        sums = reduce_op in (ReduceOp.SUM, ReduceOp.MEAN)
+        if shared or not sums or nccl_datatype_name(values[0].dtype) is None:
+            reason = f"NCCL does not sum {values[0].dtype}" if sums else f"{reduce_op.value} is not left to NCCL"
+            reason = "replicas share a GPU" if shared else reason
             once(logging.WARNING, f"NcclAllReduce: {reason}: MpiAllReduce takes over")
             return self._unknown
         return None

@@ -32,7 +32,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     Args:
         reduce_to_device: a device of rank 0, such as "cpu:0"; sums are formed on the host.
         accumulation_fn: takes the list of all replicas' flat arrays, in replica order, and returns their sum; default:
-            the left fold. It runs on rank 0 only.
+            the left fold. It runs on rank 0 only, and serves SUM and MEAN only.
 
     Raises:
         DeviceError: the device string is malformed.
@@ -45,6 +45,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> None:
         self.reduce_to_device = None if reduce_to_device is None else canonical(reduce_to_device)
         self.accumulation_fn = accumulation_fn
+        if accumulation_fn is None:  # which returns sums
+            self.reduce_ops = tuple(ReduceOp)
 
     def reduce_implementation(
         self,
@@ -91,11 +93,11 @@ class ReductionToOneDevice(CrossDeviceOps):
             chunk = total[low:high]
             np.copyto(chunk, parts[0][low:high], casting="unsafe")
             for part in parts[1:]:
-                np.add(chunk, part[low:high], out=chunk, dtype=chunk.dtype)
+                how.ufunc(chunk, part[low:high], out=chunk, dtype=chunk.dtype)
             for rank, replicas in enumerate(self.group.topology.replicas_per_rank[1:], 1):
                 for _ in range(replicas):
                     self._receive(scratch[: high - low], rank)
-                    np.add(chunk, scratch[: high - low], out=chunk, dtype=chunk.dtype)
+                    how.ufunc(chunk, scratch[: high - low], out=chunk, dtype=chunk.dtype)
         return finish(total, how) if self.group.topology.rank == 0 else np.empty(size, how.result)
 
     def _accumulate(

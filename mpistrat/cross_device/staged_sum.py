@@ -11,7 +11,7 @@ from ..buffer_pool import BufferPool
 from ..comm.buffers import all_reduce
 from ..comm.process_group import ProcessGroup
 from ..partition import aligned_bounds
-from .arithmetic import Arithmetic, add_all
+from .arithmetic import Arithmetic, combine
 
 __all__ = ["StagedSum"]
 
@@ -76,7 +76,7 @@ class StagedSum:
     def _copy_in(self, parts: Sequence[np.ndarray], chunk: tuple[int, int], how: Arithmetic, half: int) -> None:
         low, high = chunk
         mine = self._inputs[half][self._group.node.rank].view(how.accumulate)[: high - low]
-        add_all([part[low:high] for part in parts], mine)
+        combine(how.ufunc, [part[low:high] for part in parts], mine)
 
     def _sum_slice(self, chunk: tuple[int, int], how: Arithmetic, source: int, target: int) -> None:
         index = self._group.slice_index
@@ -88,9 +88,9 @@ class StagedSum:
         inputs = [memory.view(how.accumulate)[low:high] for memory in self._inputs[source]]
         total = self._sums[target][self._group.node.rank][: (high - low) * how.accumulate.itemsize]
         total = total.view(how.accumulate)
-        add_all(inputs, total)
+        combine(how.ufunc, inputs, total)
         if self._group.inter is not None:
-            all_reduce(self._group.inter, total)
+            all_reduce(self._group.inter, total, ufunc=how.ufunc)
         if how.divisor != 1:
             total /= how.divisor
 

@@ -23,6 +23,9 @@ __all__ = [
 ]
 
 
+_IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)  # what makes the value itself of equal values
+
+
 def check_destinations(destinations: Any, function: str) -> None:
     """Do nothing if destinations are legal: None, a device, a value or a Variable. Not collective.
 
@@ -43,7 +46,9 @@ def reduced_already(reduce_op: ReduceOp, value: Any, group: ProcessGroup) -> boo
         return False
     if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
         return False
-    return reduce_op is ReduceOp.MEAN or (not isinstance(value, Mirrored) and may_repeat(reduce_op, value))
+    return reduce_op is ReduceOp.MEAN or (
+        reduce_op is ReduceOp.SUM and not isinstance(value, Mirrored) and may_repeat(reduce_op, value)
+    )
 
 
 def local_values(value: Any, group: ProcessGroup, function: str, *, repeat: bool = True) -> Sequence[Any]:
@@ -74,18 +79,22 @@ def reducible_values(value: Any, group: ProcessGroup, reduce_op: ReduceOp, funct
     """Return the local replicas' values of a reduction. Not collective.
 
     Raises:
-        ValueError: a plain value, or a Mirrored one, whose SUM over several local replicas is ambiguous.
+        ValueError: a plain value, or a Mirrored one, whose SUM or PROD over several local replicas is ambiguous.
     """
-    if reduce_op is ReduceOp.SUM and isinstance(value, Mirrored):
-        remedy = "It is the same on every replica: use MEAN, or multiply it"
-        raise ValueError(explain(function, "value", expected="a PerReplica under SUM", got="a Mirrored", remedy=remedy))
+    if isinstance(value, Mirrored) and reduce_op not in _IDEMPOTENT:
+        instead = "multiply it" if reduce_op is ReduceOp.SUM else "raise it to a power"
+        remedy = f"It is the same on every replica: use MEAN, or {instead}"
+        expected = f"a PerReplica under {reduce_op.value}"
+        raise ValueError(explain(function, "value", expected=expected, got="a Mirrored", remedy=remedy))
     repeat = group.topology.num_local_replicas == 1 or isinstance(value, DistributedValues)
     return local_values(value, group, function, repeat=repeat or may_repeat(reduce_op, value))
 
 
 def may_repeat(reduce_op: ReduceOp, value: Any) -> bool:
-    """Return whether a plain value may stand for every local replica: under MEAN, or if it is zero. Not collective."""
-    return reduce_op is ReduceOp.MEAN or (not isinstance(value, IndexedSlices) and not as_array(value, "reduce").any())
+    """Return whether a plain value may stand for every local replica: not in a SUM or PROD, but zeros. Not collective."""
+    if reduce_op in _IDEMPOTENT:
+        return True
+    return not isinstance(value, IndexedSlices) and not as_array(value, "reduce").any()
 
 
 def local_arrays(values: Sequence[Any], function: str) -> list[Any]:

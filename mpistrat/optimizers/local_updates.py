@@ -14,7 +14,7 @@ import numpy as np
 from ..cluster.threads import available_cores
 from ..comm.arrays import as_array
 from ..comm.dtypes import accumulation_dtype
-from ..cross_device.arithmetic import add_all
+from ..cross_device.arithmetic import combine
 from ..cross_device.cross_device_ops import BLOCK
 from ..errors import explain
 from .block_update import BlockUpdate
@@ -261,7 +261,7 @@ class _Kept:
         """Update a block of weights and its slots by the sum of gradients. Not collective."""
         rule, size = room.rule, target.size
         block = rule.block[:size]
-        add_all(gradients, block)
+        combine(np.add, gradients, block)
         rule.update(target, block, slots, ((0, size, self._decay),) if self._decay else ())
 
     def update_range(self, room: _Room, target: np.ndarray, low: int, gradients: Sequence[np.ndarray]) -> None:

@@ -229,17 +229,17 @@ class StrategyExtended:
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
     ) -> Any:
-        """Return the sum or mean of a value over all replicas where destinations are. Collective.
+        """Return the sum, or another reduction, of a value over all replicas where destinations are. Collective.
 
         Args:
-            reduce_op: ReduceOp.SUM or MEAN, or its name.
+            reduce_op: ReduceOp.SUM, MEAN, MIN, MAX or PROD, or its name.
             value: PerReplica, Mirrored or plain value.
             destinations: a variable, a value or a device string; no list of them.
             options: bytes_per_pack, timeout_seconds, implementation of this call.
 
         Raises:
-            ValueError: another reduce_op; a list of destinations; a plain or Mirrored value under SUM on a rank with
-                several replicas.
+            ValueError: another reduce_op; a list of destinations; a plain or Mirrored value under SUM or PROD on a rank
+                with several replicas.
             CollectiveMismatchError: ranks pass different operations, shapes or dtypes.
         """
         self.require_open("reduce_to")

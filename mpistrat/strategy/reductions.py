@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from .. import nest
 from ..comm.arrays import array_module, as_array, on_device_of
 from ..comm.dtypes import accumulation_dtype, check_reducible, mean_dtype
+from ..cross_device.arithmetic import arithmetic
 from ..distributed_values import DistributedValues, Mirrored, PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
@@ -27,7 +29,7 @@ Axis = int | Sequence[int] | None
 def reduce_nest(
     extended: StrategyExtended, op: ReduceOp, value: Any, axis: Axis, options: CommunicationOptions | None
 ) -> Any:
-    """Return a nest with the sum or mean over all replicas, and over axes where they are named. Collective.
+    """Return a nest with a reduction over all replicas, and over axes where they are named. Collective.
 
     Arguments and errors: see `Strategy.reduce`.
     """
@@ -37,10 +39,11 @@ def reduce_nest(
         if not nest.is_nested(value):
             return as_scalar(extended.cross_device_ops.reduce(op, value, None, extended.merged(options)))
         return nest.pack_like(value, _reduce_all(extended, op, nest.flatten(value), options, nest.form(value)))
-    over = _sum_over if op is ReduceOp.SUM else _mean_over
+    over = _OVER[op]
     plans = [over(extended, leaf, axis) for leaf in nest.flatten(value)]
     name = nest.form(value) if nest.is_nested(value) else ""
-    totals = _reduce_all(extended, ReduceOp.SUM, [pack for pack, _ in plans], options, name)
+    between = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    totals = _reduce_all(extended, between, [pack for pack, _ in plans], options, name)
     leaves = [as_scalar(finish(total)) for (_, finish), total in zip(plans, totals, strict=True)]
     return nest.pack_like(value, leaves)
 
@@ -141,13 +144,69 @@ def _mean_over(extended: StrategyExtended, leaf: Any, axis: Axis) -> tuple[Any, 
     def finish(total: Any) -> Any:
         count = int(total[-1].real)
         if count == 0:
-            remedy = "Not one replica has an element to take the mean of"
-            raise ValueError(
-                explain("reduce", "value", expected="an element on some replica", got="none", remedy=remedy)
-            )
+            raise _no_element("mean")
         return (total[:-1] / count).reshape(numerator.shape).astype(result)
 
     return wrap(packs), finish
+
+
+def _product_over(extended: StrategyExtended, leaf: Any, axis: Axis) -> tuple[Any, Finish]:
+    """As `_sum_over` for a product, which is 1 for a replica without elements."""
+    parts, wrap = _parts(extended, leaf, repeat=False)
+    work = arithmetic(ReduceOp.PROD, parts[0].dtype, 1)
+    products = []
+    for part in parts:
+        with on_device_of(part):
+            product = part.prod(axis=_axes(part, axis), dtype=work.accumulate)
+            products.append(array_module(part).asarray(product))
+    return wrap(products), lambda total: total.astype(work.result, copy=False)
+
+
+def _extreme_over(op: ReduceOp, extended: StrategyExtended, leaf: Any, axis: Axis) -> tuple[Any, Finish]:
+    """As `_sum_over` for MIN or MAX: beside the extremes travels whether a replica has elements at all."""
+    parts, wrap = _parts(extended, leaf, repeat=True)
+    work = arithmetic(op, parts[0].dtype, 1)
+    bounds = np.iinfo(work.accumulate) if work.accumulate.kind in "iu" else None
+    smallest = op is ReduceOp.MIN
+    if bounds is None:
+        identity: Any = np.inf if smallest else -np.inf
+    else:
+        identity = bounds.max if smallest else bounds.min
+    packs = []
+    for part in parts:
+        axes = _axes(part, axis)
+        shape = tuple(length for a, length in enumerate(part.shape) if a not in axes)
+        empty = any(part.shape[a] == 0 for a in axes)
+        module = array_module(part)
+        with on_device_of(part):
+            if empty:
+                extreme = module.full(shape, identity, work.accumulate)
+            else:
+                wide = part.astype(work.accumulate, copy=False)
+                extreme = module.asarray(wide.min(axis=axes) if smallest else wide.max(axis=axes))
+            none = module.full(1, empty if smallest else not empty, work.accumulate)  # equal where all are empty
+            packs.append(module.concatenate([extreme.reshape(-1), none]))
+
+    def finish(total: Any) -> Any:
+        if bool(total[-1]) is smallest:
+            raise _no_element("minimum" if smallest else "maximum")
+        return total[:-1].reshape(shape).astype(work.result, copy=False)
+
+    return wrap(packs), finish
+
+
+_OVER: dict[ReduceOp, Callable[[StrategyExtended, Any, Axis], tuple[Any, Finish]]] = {
+    ReduceOp.SUM: _sum_over,
+    ReduceOp.MEAN: _mean_over,
+    ReduceOp.MIN: functools.partial(_extreme_over, ReduceOp.MIN),
+    ReduceOp.MAX: functools.partial(_extreme_over, ReduceOp.MAX),
+    ReduceOp.PROD: _product_over,
+}
+
+
+def _no_element(what: str) -> ValueError:
+    remedy = f"Not one replica has an element to take the {what} of"
+    return ValueError(explain("reduce", "value", expected="an element on some replica", got="none", remedy=remedy))
 
 
 def _parts(extended: StrategyExtended, leaf: Any, *, repeat: bool) -> tuple[list[Any], Callable[[list[Any]], Any]]:

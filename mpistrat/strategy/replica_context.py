@@ -122,12 +122,12 @@ class ReplicaContext:
             context.pop(token)
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
-        """Return the sum or mean of a value over all replicas, in one go for a nest. Collective.
+        """Return the sum, or another reduction, of a value over all replicas, in one go for a nest. Collective.
 
         MEAN divides by the number of replicas. The result is equal on every replica.
 
         Args:
-            reduce_op: ReduceOp.SUM or MEAN, or its name.
+            reduce_op: ReduceOp.SUM, MEAN, MIN, MAX or PROD, or its name.
             value: array, number, IndexedSlices or a nest of them; of the same shapes and dtypes on every replica.
             options: bytes_per_pack, timeout_seconds, implementation of this call.
 

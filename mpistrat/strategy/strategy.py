@@ -220,14 +220,15 @@ class Strategy(Together):
         axis: Axis = None,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Return the sum or mean of a value over all replicas, equal on every rank. Collective.
+        """Return the sum, or another reduction, of a value over all replicas, equal on every rank. Collective.
 
         Without an axis the replicas' arrays, which have one shape, are combined element by element; MEAN divides by the
         number of replicas. With an axis, elements along it are combined too: MEAN is the sum of all elements divided by
         their number, whatever each replica has of them, and a replica may have none. Integers give a float64 MEAN.
+        MIN, MAX and PROD (TF has none of them) keep the dtype; of no element at all PROD is 1, as SUM is 0.
 
         Args:
-            reduce_op: ReduceOp.SUM or MEAN, or its name.
+            reduce_op: ReduceOp.SUM, MEAN, MIN, MAX or PROD, or its name.
             value: what `run` returned: PerReplica or plain arrays or numbers, or a nest of them. Of an ON_READ variable
                 the replicas' copies are combined.
             axis: None, an axis, or several; negative ones count from the end.
@@ -237,8 +238,9 @@ class Strategy(Together):
             A new array, a NumPy scalar for no dimensions, or the nest of them. One collective for all.
 
         Raises:
-            ValueError: another reduce_op; an axis out of range; a MEAN of no element at all; a plain value under SUM on
-                a rank with several replicas; a Mirrored or an ON_WRITE variable under SUM.
+            ValueError: another reduce_op; an axis out of range; a MEAN, MIN or MAX of no element at all; a plain value
+                under SUM or PROD on a rank with several replicas; a Mirrored or an ON_WRITE variable under SUM or PROD.
+            TypeError: bool; complex numbers or IndexedSlices under MIN, MAX or PROD.
             CollectiveMismatchError: on every rank, when they pass different operations, shapes or dtypes.
             ContextError: in a step: use `get_replica_context().all_reduce`.
 

@@ -130,6 +130,117 @@ def test_mean_of_small_integers_does_not_wrap(ops, group):
     assert ops.reduce(ReduceOp.MEAN, local(group, lambda replica: np.int8([120]))).tolist() == [120.0]
 
 
+EXTREMES = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PROD: np.multiply}
+
+
+@pytest.fixture
+def extremes(make, ops):
+    if not set(EXTREMES) <= set(ops.reduce_ops):
+        pytest.skip("sums and means only")
+    return ops
+
+
+def test_minimum_maximum_and_product(extremes, group, replicas):
+    """Two replicas: of [-2, 3, 4, 0] and [2, 0, 4, 1]; small, in several chunks, and packed together."""
+    names = [name for name in DTYPES if np.dtype(name).kind != "c"]
+    if importlib.util.find_spec("ml_dtypes"):
+        importlib.import_module("ml_dtypes")
+        names.append("bfloat16")
+
+    def value(replica, dtype):
+        signed = [2 - 4 * (replica == 0), 3 - 3 * (replica == 1), 4, replica]
+        return np.array(np.abs(signed) if dtype.kind == "u" else signed).astype(dtype)
+
+    every = {dtype: [value(replica, dtype) for replica in range(replicas)] for dtype in map(np.dtype, names)}
+    for op, combine in EXTREMES.items():
+        columns = [local(group, lambda replica, d=dtype: every[d][replica]) for dtype in every]
+        together = extremes.batch_reduce(op, [(column, None) for column in columns])
+        for (dtype, values), column, packed in zip(every.items(), columns, together, strict=True):
+            expected = values[0]
+            for other in values[1:]:
+                expected = combine(expected, other)
+            found = extremes.reduce(op.value.lower(), column)
+            assert found.dtype == packed.dtype == dtype
+            assert found.astype(float).tolist() == packed.astype(float).tolist() == expected.astype(float).tolist()
+    base = np.arange(700_007, dtype=np.float32) % 1000 - 500
+    for op, best in ((ReduceOp.MIN, 0), (ReduceOp.MAX, replicas - 1)):
+        assert np.array_equal(extremes.reduce(op, local(group, lambda replica: base + replica)), base + best)
+
+
+def test_nan_wins_and_all_ranks_have_the_same_bits(extremes, group, replicas):
+    special = [np.nan, -np.nan, -0.0, 0.0, np.inf, -np.inf, 1.0, -1.0]
+    for dtype in ("float16", "float32", "float64", "longdouble"):
+        for size in (64, 300_000):
+            every = [
+                np.random.default_rng(replica).choice(np.array(special, dtype), size).astype(dtype)
+                for replica in range(replicas)
+            ]
+            for op, of in ((ReduceOp.MIN, np.min), (ReduceOp.MAX, np.max)):
+                found = extremes.reduce(op, local(group, lambda replica: every[replica]))  # noqa: B023
+                assert np.array_equal(found, of(every, axis=0), equal_nan=True), (dtype, op)
+                zeros = np.all(np.array(every) == 0, axis=0)
+                same = zeros & np.all(np.signbit(every) == np.signbit(every[0]), axis=0)
+                assert np.array_equal(np.signbit(found)[same], np.signbit(every[0])[same])
+                bits = found.tobytes() if dtype != "longdouble" else np.signbit(found).tobytes()  # it has padding
+                with group.collective("compare"):
+                    checksums = group.all_gather_int([zlib.crc32(bits)])
+                assert len(set(checksums[:, 0].tolist())) == 1, (dtype, op)
+
+
+def test_narrow_products_are_rounded_once(extremes, group, replicas):
+    # 300 * 300 is infinite in float16; a third replica makes it finite again.
+    values = local(group, lambda replica: np.float16({0: 300, 1: 300, 2: 1 / 256}.get(replica, 1)))
+    expected = {1: 300, 2: np.inf}.get(replicas, 300 * 300 / 256)
+    assert extremes.reduce(ReduceOp.PROD, values) == np.float16(expected)
+
+
+def test_values_without_a_minimum(extremes, group):
+    rows = IndexedSlices(np.ones((1, 2)), np.zeros(1, int), (3, 2))
+    for op in EXTREMES:
+        for wrong, text in (
+            (np.ones(2, complex), f"real numbers for {op.value}"),
+            (np.ones(2, bool), "an array of numbers"),
+            (rows, f"dense arrays for {op.value}"),
+        ):
+            for act in (
+                lambda v, op=op: extremes.reduce(op, v),
+                lambda v, op=op: extremes.batch_reduce(op, [(v, None)]),
+            ):
+                with pytest.raises(TypeError, match=text):
+                    act(local(group, lambda replica: wrong))  # noqa: B023
+
+
+def test_what_an_algorithm_does_not_know_is_refused(ops, group, replicas):
+    values = local(group, lambda replica: np.ones(2))
+    for op in EXTREMES:
+        if op in ops.reduce_ops:
+            assert ops.reduce(op, values).tolist() == [1.0, 1.0]
+            continue
+        for act in (lambda op=op: ops.reduce(op, values), lambda op=op: ops.batch_reduce(op, [(values, None)])):
+            with pytest.raises(ValueError, match=f"reduce_op: expected SUM, MEAN, the reductions of .* got {op.value}"):
+                act()
+    assert ops.reduce(ReduceOp.SUM, values)[0] == replicas
+
+
+def test_ranks_that_disagree_on_the_reduction(extremes, group):
+    values = local(group, lambda replica: np.ones(2))
+    if group.topology.size > 1:
+        with pytest.raises(CollectiveMismatchError, match="MIN.*MAX|MAX.*MIN"):
+            extremes.reduce("MIN" if group.topology.rank == 0 else "MAX", values)
+    assert extremes.reduce("MIN", values).tolist() == [1.0, 1.0]  # nothing is broken
+
+
+def test_plain_values_of_minimum_and_product(extremes, group, replicas):
+    counts = group.topology.replicas_per_rank
+    assert extremes.reduce(ReduceOp.MAX, float(group.topology.rank)) == len(counts) - 1
+    assert extremes.reduce(ReduceOp.MIN, 2.0) == 2.0
+    if max(counts) == 1:
+        assert extremes.reduce(ReduceOp.PROD, 2.0) == 2.0**replicas
+    elif min(counts) > 1:
+        with pytest.raises(ValueError, match="plain float"):
+            extremes.reduce(ReduceOp.PROD, 2.0)
+
+
 def test_shapes(ops, group, replicas):
     for shape in [(), (0,), (3, 0, 2), (1,), (5, 7), (9000,), (300, 1001)]:
         base = np.arange(np.prod(shape, dtype=int), dtype=np.float64).reshape(shape)

@@ -58,7 +58,8 @@ def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
 
 def test_reduce_op_parses_names_and_refuses_an_aggregation() -> None:
     assert ReduceOp.parse("mean") is ReduceOp.MEAN
-    with pytest.raises(ValueError, match="expected ReduceOp"):
+    assert ReduceOp.parse("Max") is ReduceOp.MAX
+    with pytest.raises(ValueError, match="expected a ReduceOp"):
         ReduceOp.parse(VariableAggregation.SUM)
 
 

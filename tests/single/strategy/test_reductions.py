@@ -140,10 +140,88 @@ class TestReduce:
             with pytest.raises(ValueError, match="Mirrored"):
                 two.reduce("SUM", value, axis=axis)
 
-    @pytest.mark.parametrize("op", ["MAX", ms.VariableAggregation.SUM, None, 1])
-    def test_only_sum_and_mean(self, two, op):
-        with pytest.raises(ValueError, match=r"ReduceOp.SUM or ReduceOp.MEAN"):
+    @pytest.mark.parametrize("op", ["MEDIAN", ms.VariableAggregation.SUM, None, 1])
+    def test_no_other_reduction(self, two, op):
+        with pytest.raises(ValueError, match=r"a ReduceOp or its name \(SUM, MEAN, MIN, MAX, PROD\)"):
             two.reduce(op, FOUR, axis=None)
+
+    @pytest.mark.parametrize(
+        ("op", "axis", "expected"),
+        [
+            ("MIN", None, [0, 1, 2, 3]),
+            ("MAX", None, [4, 5, 6, 7]),
+            ("PROD", None, [0, 5, 12, 21]),
+            ("MIN", 0, 0),
+            (ReduceOp.MAX, -1, 7),
+            ("prod", 0, 0),
+        ],
+    )
+    def test_minimum_maximum_and_product(self, two, op, axis, expected):
+        found = two.reduce(op, FOUR, axis=axis)
+        assert found.tolist() == expected
+        assert found.dtype == np.int64
+        assert two.reduce(op, {"x": FOUR, "y": [FOUR]}, axis=axis)["y"][0].tolist() == expected
+
+    @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64", "float16", "float32", "float64", "longdouble"])
+    def test_extremes_over_axes(self, two, dtype):
+        a = (np.arange(1, 25).reshape(2, 3, 4) % 7 + 1).astype(dtype)
+        b = np.full((1, 3, 4), 2, dtype)
+        both = np.concatenate([a, b])
+        for op, of in (("MIN", np.min), ("MAX", np.max)):
+            for empty in (a[:0], b):
+                every = np.concatenate([a, empty])
+                found = two.reduce(op, PerReplica([empty, a]), axis=(0, -1))
+                assert found.tolist() == of(every, axis=(0, 2)).tolist()
+                assert found.dtype == dtype
+        found = two.reduce("PROD", PerReplica([a, b]), axis=0)
+        assert found.tolist() == np.prod(both, axis=0, dtype=np.int64).tolist()  # at most 7 * 7 * 2
+        assert found.dtype == dtype
+        assert two.reduce("PROD", PerReplica([a[:0], b]), axis=0).tolist() == b[0].tolist()
+
+    @pytest.mark.parametrize(("op", "dtype"), [("MIN", "int8"), ("MAX", "int8"), ("MIN", "f4"), ("MAX", "f4")])
+    def test_the_identity_as_a_value(self, two, op, dtype):
+        """The largest number is a minimum like any other, and not taken for nothing."""
+        if dtype == "int8":
+            value = 127 if op == "MIN" else -128
+        else:
+            value = np.inf if op == "MIN" else -np.inf
+        assert two.reduce(op, PerReplica([np.full(2, value, dtype), np.zeros(0, dtype)]), axis=0) == value
+
+    def test_extremes_of_no_element(self, two):
+        empty = PerReplica([np.zeros((0, 2), np.float32)] * 2)
+        for op, what in (("MIN", "minimum"), ("MAX", "maximum")):
+            with pytest.raises(ValueError, match=f"an element on some replica, got none.*{what}"):
+                two.reduce(op, empty, axis=0)
+            assert two.reduce(op, empty, axis=1).shape == (0,)
+        assert two.reduce("PROD", empty, axis=0).tolist() == [1.0, 1.0]
+
+    @pytest.mark.parametrize("axis", [None, 0])
+    def test_nan_is_minimum_and_maximum(self, two, axis):
+        value = PerReplica([np.array([np.nan, 1.0]), np.array([-np.inf, 2.0])])
+        for op in ("MIN", "MAX"):
+            assert np.isnan(np.ravel(two.reduce(op, value, axis=axis))[0])
+
+    @pytest.mark.parametrize("axis", [None, 0])
+    def test_values_without_a_minimum(self, two, axis):
+        for op in ("MIN", "MAX", "PROD"):
+            for dtype, text in ((complex, f"real numbers for {op}"), (bool, "an array of numbers")):
+                with pytest.raises(TypeError, match=text):
+                    two.reduce(op, PerReplica([np.ones(2, dtype)] * 2), axis=axis)
+
+    @pytest.mark.parametrize("axis", [None, 0])
+    def test_extremes_of_equal_values(self, two, axis):
+        for value in (np.array([1.0, 3.0]), ms.Mirrored([np.array([1.0, 3.0])] * 2)):
+            assert np.max(two.reduce("MAX", value, axis=axis)) == 3.0
+            with pytest.raises(ValueError, match="a PerReplica"):
+                two.reduce("PROD", value, axis=axis)
+
+    def test_minimum_in_a_step_and_where_destinations_are(self, two):
+        found = two.run(
+            lambda: ms.get_replica_context().all_reduce("MAX", ms.get_replica_context().replica_id_in_sync_group)
+        )
+        assert [int(value) for value in two.experimental_local_results(found)] == [1, 1]
+        assert two.extended.reduce_to("MIN", FOUR, "cpu:0").tolist() == [0, 1, 2, 3]
+        assert two.extended.batch_reduce_to("PROD", [(FOUR, None)])[0].tolist() == [0, 5, 12, 21]
 
     def test_replicas_of_different_shapes(self, two):
         with pytest.raises(CollectiveMismatchError, match="shape"):
