@@ -74,7 +74,8 @@ def _mpi_op(ufunc: np.ufunc, kind: str) -> MPI.Op:
             ufunc(np.frombuffer(first, dtype), target, out=target)
 
         return MPI.Op.Create(of_buffers, commute=False)
-    return {np.add: MPI.SUM, np.multiply: MPI.PROD, np.minimum: MPI.MIN, np.maximum: MPI.MAX}[ufunc]
+    ops: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.multiply: MPI.PROD, np.minimum: MPI.MIN, np.maximum: MPI.MAX}
+    return ops[ufunc]
 
 
 def _flat(array: np.ndarray, argument: str) -> np.ndarray:

@@ -224,7 +224,7 @@ def test_what_an_algorithm_does_not_know_is_refused(ops, group, replicas):
 
 def test_ranks_that_disagree_on_the_reduction(extremes, group):
     values = local(group, lambda replica: np.ones(2))
-    if group.topology.size > 1:
+    if group.topology.size > 1 and group.num_nodes == 1:
         with pytest.raises(CollectiveMismatchError, match="MIN.*MAX|MAX.*MIN"):
             extremes.reduce("MIN" if group.topology.rank == 0 else "MAX", values)
     assert extremes.reduce("MIN", values).tolist() == [1.0, 1.0]  # nothing is broken

@@ -32,7 +32,7 @@ def _fill(group, variable, scale=1):
         variable.grad(index)[...] = (np.arange(variable.size) % 50 + group.topology.replica_offset + index) * scale
 
 
-@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_gradients_are_reduced_where_they_lie(group, ops, op, dtype):
     replicas = group.topology.num_replicas
@@ -41,10 +41,15 @@ def test_gradients_are_reduced_where_they_lie(group, ops, op, dtype):
     for variable in (first, second):
         _fill(group, variable)
     group.barrier()
-    divisor = replicas if op == "MEAN" else 1
+    times, offset = {
+        "SUM": (replicas, replicas * (replicas - 1) / 2),
+        "MEAN": (1, (replicas - 1) / 2),
+        "MIN": (1, 0),
+        "MAX": (1, replicas - 1),
+    }[op]
 
     def expected(variable):
-        return ((np.arange(variable.size) % 50 * replicas + replicas * (replicas - 1) / 2) / divisor).astype(dtype)
+        return (np.arange(variable.size) % 50 * times + offset).astype(dtype)
 
     def value(variable):
         return local(group, lambda replica: variable.grad(replica - group.topology.replica_offset))
