@@ -170,7 +170,7 @@ def test_minimum_maximum_and_product(extremes, group, replicas):
 def test_nan_wins_and_all_ranks_have_the_same_bits(extremes, group, replicas):
     special = [np.nan, -np.nan, -0.0, 0.0, np.inf, -np.inf, 1.0, -1.0]
     for dtype in ("float16", "float32", "float64", "longdouble"):
-        for size in (64, 300_000):
+        for size in (64, 300_000) if dtype == "float32" else (64,):
             every = [
                 np.random.default_rng(replica).choice(np.array(special, dtype), size).astype(dtype)
                 for replica in range(replicas)
