@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 PAGES = HERE.parents[1] / "docs"
 TENSORFLOW = (HERE / "tf_distribute.txt").read_text().split()
 CODE = re.compile(r"`([^`]+)`")
-BESIDE = "Names beside tf.distribute"
+BESIDE = "Names outside tf.distribute"
 
 
 def look_up(name):
