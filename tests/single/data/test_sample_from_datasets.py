@@ -132,6 +132,13 @@ def test_wrong_datasets() -> None:
     with pytest.raises(TypeError, match="Datasets"):
         sample_from_datasets([np.arange(3)], seed=1)  # type: ignore[list-item]
     with pytest.raises(TypeError, match="seed: expected an integer"):
-        sample_from_datasets(sources([1]), seed=None)  # type: ignore[arg-type]
+        sample_from_datasets(sources([1]), seed="1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="in dataset 1"):
         list(sample_from_datasets([Dataset.range(3), Dataset.range(3).map(float)], seed=1))
+
+
+def test_without_a_seed_it_is_0() -> None:
+    found = [
+        list(sample_from_datasets([Dataset.range(20), Dataset.range(100, 120)], seed=seed)) for seed in (None, 0, 1)
+    ]
+    assert found[0] == found[1] != found[2]
