@@ -7,6 +7,7 @@ exchanged in every barrier (see `node`); between nodes the ranks compare tags at
 from __future__ import annotations
 
 import hashlib
+import re
 from binascii import crc32
 from collections import deque
 from collections.abc import Hashable, Mapping
@@ -38,6 +39,7 @@ __all__ = [
 _MASK = (1 << 63) - 1
 _SERIES = 4096  # so many names are remembered
 TEXT_BYTES = 1000  # of a text are shown; the tag covers all of it
+_PARTS = re.compile(r'(?:"[^"]*"|[^,]|,(?! ))+')  # what stands between commas, the form of a nest in one
 _LONG = 100  # characters from which on only the differences of texts are shown
 _STAMP_BYTES = 100  # of them for what changes
 
@@ -254,7 +256,7 @@ def only_differences(texts: Mapping[int, str]) -> dict[int, str]:
         return dict(texts)
     alike: dict[tuple[str, ...], dict[int, list[str]]] = {}  # by operation
     for rank, text in texts.items():
-        alike.setdefault(tuple(text.split(" ", 2)[:2]), {})[rank] = text.split(", ")
+        alike.setdefault(tuple(text.split(" ", 2)[:2]), {})[rank] = [part.lstrip() for part in _PARTS.findall(text)]
     return {rank: text for parts in alike.values() for rank, text in _cut_all(parts).items()}
 
 
