@@ -39,7 +39,9 @@ __all__ = [
 _MASK = (1 << 63) - 1
 _SERIES = 4096  # so many names are remembered
 TEXT_BYTES = 1000  # of a text are shown; the tag covers all of it
-_PARTS = re.compile(r'(?:"[^"]*"|[^,]|,(?! ))+')  # what stands between commas, the form of a nest in one
+_PARTS = re.compile(
+    r"""(?:(?<= )'[^']*'|"[^"]*"|[^,]|,(?! ))+"""
+)  # what stands between commas, the form of a nest in one
 _LONG = 100  # characters from which on only the differences of texts are shown
 _STAMP_BYTES = 100  # of them for what changes
 
