@@ -156,6 +156,11 @@ class Job:
         """All living processes of this job, on every host of this machine."""
         return with_variable(f"{MARK}={self.mark}")
 
+    def living(self, program: str) -> int:
+        """How many Python processes of this job that run a program live."""
+        words = [command_line(pid).split(" ") for pid in self.processes()]
+        return sum("python" in first.rpartition("/")[2] and program in " ".join(rest) for first, *rest in words)
+
     def leftover(self, patience: float = 2.0) -> list[str]:
         """The command lines of what still lives `patience` seconds after the end."""
         until = time.monotonic() + patience

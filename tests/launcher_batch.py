@@ -22,6 +22,7 @@ from launcher import ROOT, Job, MpiEnv, texts
 
 STARTUP = 120.0  # seconds until the first test starts: interpreters, imports, MPI_Init, collection
 AFTER_FAILURE = 5.0  # seconds the other ranks get to finish a test that failed on one
+LOOK = 2.0  # seconds between two counts of the ranks that live
 ENDING = 30.0  # seconds from the last test to the end of the ranks
 RESTARTS = 8
 
@@ -120,6 +121,7 @@ class Batch:
         assert self._job is not None
         limit, running, pause = self._limits[nodeid], False, 0.005
         deadline, why = time.monotonic() + STARTUP, f"no test started within {STARTUP:.0f} s"
+        look, lost = time.monotonic() + LOOK, False
         while True:
             ended = self._job.poll() is not None  # asked before reading, so that nothing written later is missed
             self._read()
@@ -129,6 +131,13 @@ class Batch:
                 return None
             if ended:
                 return f"a rank died: mpiexec ended with status {self._job.poll()}; {self._places(nodeid)}"
+            if time.monotonic() > look:  # MPICH's mpiexec misses a rank's end now and then
+                before, lost = lost, self._job.living("launcher_rank.py") < self.layout.ranks
+                if running and before and lost:
+                    places = self._places(nodeid)
+                    self._job.end()
+                    return f"a rank died: mpiexec has not noticed; {places}"
+                look = time.monotonic() + LOOK
             if not running and any(nodeid in rank.started for rank in self._ranks):
                 running, deadline, why = True, time.monotonic() + limit, f"a hang: not finished after {limit:g} s"
             if running and time.monotonic() + AFTER_FAILURE < deadline and self._failed(nodeid):

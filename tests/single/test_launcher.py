@@ -120,7 +120,10 @@ def test_next():
     assert "in second_place" in text
 
 
-@pytest.mark.parametrize("death", ["os._exit(3)", "os.kill(os.getpid(), 11)"])
+UNNOTICED = "os.kill(os.getppid(), 19); os._exit(3)"  # its launcher is stopped: MPICH's misses an end now and then
+
+
+@pytest.mark.parametrize("death", ["os._exit(3)", "os.kill(os.getpid(), 11)", UNNOTICED])
 def test_a_death_is_a_failure_and_spares_the_next_test(run_file, death):
     text = run_file(
         f"""
@@ -142,7 +145,7 @@ def test_next():
 """
     )
     assert "1 failed, 2 passed" in text
-    assert "a rank died: mpiexec ended with status" in text
+    assert "a rank died: mpiexec " in text
     assert "last words" in text
 
 
