@@ -57,7 +57,7 @@ check: lint $(ENV)/.test-$(KEY)  ## lint, types and the tests without ranks: a m
 	  $(ENV)/bin/python -m pytest -q --tier check $(PYTEST_ARGS) tests/single; tests=$$?; \
 	  wait $$types; types=$$?; cat .mypy_cache.txt; rm .mypy_cache.txt; exit $$((tests | types))
 
-test: $(ENVS_test)  ## the tests in some eight minutes: those on ranks by a pairwise cover of all combinations
+test: $(ENVS_test)  ## the tests in a quarter of an hour at most: those on ranks by a pairwise cover of all combinations
 	$(PYTEST) --tier test $(PYTEST_ARGS)
 
 test-change: $(ENVS_test)  ## beyond make test, BUDGET=20 minutes of what a change since SINCE=main can break
