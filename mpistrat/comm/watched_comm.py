@@ -16,35 +16,12 @@ from .watch import Watch
 __all__ = ["watched"]
 
 _BLOCKING = [
-    *(
-        "Barrier",
-        "Bcast",
-        "Gather",
-        "Gatherv",
-        "Scatter",
-        "Scatterv",
-        "Allgather",
-        "Allgatherv",
-        "Alltoall",
-        "Alltoallv",
-    ),
-    *("Alltoallw", "Reduce", "Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan", "Send", "Ssend"),
-    *("Recv", "Sendrecv", "Sendrecv_replace", "Probe", "Mprobe"),
-    *(
-        "barrier",
-        "bcast",
-        "gather",
-        "scatter",
-        "allgather",
-        "alltoall",
-        "reduce",
-        "allreduce",
-        "scan",
-        "exscan",
-        "send",
-    ),
-    *("ssend", "recv", "sendrecv", "probe", "mprobe"),
-]
+    "Barrier", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv", "Allgather", "Allgatherv", "Alltoall",
+    "Alltoallv", "Alltoallw", "Reduce", "Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan",
+    "Send", "Ssend", "Recv", "Sendrecv", "Sendrecv_replace", "Probe", "Mprobe", "barrier", "bcast", "gather",
+    "scatter", "allgather", "alltoall", "reduce", "allreduce", "scan", "exscan", "send", "ssend", "recv",
+    "sendrecv", "probe", "mprobe",
+]  # fmt: skip
 
 
 def watched(comm: Any, watch: Watch) -> Any:
