@@ -28,7 +28,7 @@ def machine(comm: Any) -> dict[str, Any]:
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table under a title. Not collective."""
+    """Return a Markdown table under a title."""
     lines = [f"### {title}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
@@ -70,7 +70,7 @@ def comm_nodes(comm: Any) -> int:
 
 
 def arguments(description: str | None, **defaults: Any) -> argparse.Namespace:
-    """Return the parsed command line: `--output` and one option for each default. Not collective."""
+    """Return the parsed command line: `--output` and one option for each default."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--output", type=Path, help="folder for the JSON file; nothing is written without it")
     for name, value in defaults.items():
@@ -83,7 +83,7 @@ def arguments(description: str | None, **defaults: Any) -> argparse.Namespace:
 
 
 def save(folder: Path | None, name: str, result: dict[str, Any]) -> None:
-    """Write a result as `NAME-<MPI>-<nodes>x<ranks per node>.json`, when a folder is given. Not collective."""
+    """Write a result as `NAME-<MPI>-<nodes>x<ranks per node>.json`, when a folder is given."""
     if folder is None:
         return
     ran = result["machine"]

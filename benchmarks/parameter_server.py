@@ -116,7 +116,7 @@ class Cluster:
         self.leader = self._processes[-1] if leads else None
 
     def wait(self) -> None:
-        """Wait until they are ready. Not collective.
+        """Wait until they are ready.
 
         Raises:
             PeerError: one has failed.
@@ -125,17 +125,17 @@ class Cluster:
             process.reply("start", START)
 
     def pause(self) -> None:
-        """Let nobody notice them. Not collective."""
+        """Let nobody notice them."""
         for process in self._processes if self._stops else ():
             process.pause()
 
     def resume(self) -> None:
-        """Let them go on. Not collective."""
+        """Let them go on."""
         for process in self._processes if self._stops else ():
             process.resume()
 
     def close(self) -> None:
-        """End them. Not collective."""
+        """End them."""
         for process in self._processes:
             process.close()
 

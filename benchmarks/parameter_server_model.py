@@ -138,12 +138,12 @@ class Model:
         return step, push
 
     def pull(self) -> None:
-        """Read all variables. Not collective."""
+        """Read all variables."""
         for v in self.variables:
             v.array  # noqa: B018
 
     def flush(self) -> None:
-        """Wait until all that this worker pushed is applied. Not collective."""
+        """Wait until all that this worker pushed is applied."""
         for v in self.variables:
             v.sparse_read([0])  # a read is behind all pushes of its worker
 

@@ -77,7 +77,7 @@ class PeerError(Exception):
 
 
 class Process:
-    """A peer's process. Not collective."""
+    """A peer's process."""
 
     def __init__(self, peer: str, role: str, index: int, cluster: Mapping[str, list[str]]) -> None:
         spec = {"peer": peer, "role": role, "index": index, "cluster": cluster}

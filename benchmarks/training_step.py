@@ -71,7 +71,7 @@ def tensorflow_step(workers: Any, count: int) -> harness.Operation:
 
 
 def communication(times: dict[str, float]) -> dict[str, float]:
-    """Return the times of whole steps, those of DDP less its forward and backward pass. Not collective."""
+    """Return the times of whole steps, those of DDP less its forward and backward pass."""
     alone = ", compute alone"
     return {name: t - times.get(name + alone, 0.0) for name, t in times.items() if not name.endswith(alone)}
 

@@ -139,7 +139,7 @@ def increments(total: int, workers: int) -> Callable[[Transport], Figures]:
 
 
 def style(value: float) -> str:
-    """Return the format of a figure. Not collective."""
+    """Return the format of a figure."""
     return ",.0f" if value >= 100 or value == int(value) else ".3g"
 
 

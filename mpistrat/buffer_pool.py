@@ -40,7 +40,7 @@ class BufferPool:
         self._buffers: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> np.ndarray:
-        """Return an uninitialised flat array. Not collective.
+        """Return an uninitialised flat array.
 
         Example:
             >>> BufferPool().empty(3, np.dtype(np.float32)).shape

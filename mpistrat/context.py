@@ -69,7 +69,7 @@ _default_frame: Frame | None = None
 
 
 def set_default(factory: Callable[[], Frame]) -> None:
-    """Register how the frame of the default strategy is made, once and on first use. Not collective."""
+    """Register how the frame of the default strategy is made, once and on first use."""
     global _default_factory
     _default_factory = factory
 
@@ -84,7 +84,7 @@ def _default() -> Frame:
 
 
 def current() -> Frame:
-    """Return the innermost frame; outside every scope, the one of the default strategy. Not collective."""
+    """Return the innermost frame; outside every scope, the one of the default strategy."""
     stack = _stack.get()
     if stack:
         return stack[-1]
@@ -92,7 +92,7 @@ def current() -> Frame:
 
 
 def set_global(frame: Frame | None) -> None:
-    """Make a frame the one that holds outside every scope; None resets. Not collective.
+    """Make a frame the one that holds outside every scope; None resets.
 
     Raises:
         ContextError: inside a scope.
@@ -104,17 +104,17 @@ def set_global(frame: Frame | None) -> None:
 
 
 def push(frame: Frame) -> Token[Stack]:
-    """Enter a frame; give the token to `pop`. Not collective."""
+    """Enter a frame; give the token to `pop`."""
     return _stack.set((*_stack.get(), frame))
 
 
 def pop(token: Token[Stack]) -> None:
-    """Leave the frame that `push` entered. Not collective."""
+    """Leave the frame that `push` entered."""
     _stack.reset(token)
 
 
 def leave(token: Token[Stack], frame: Frame) -> None:
-    """Leave a frame that must be the innermost one. Not collective.
+    """Leave a frame that must be the innermost one.
 
     Raises:
         ContextError: it is not; then nothing changes.
@@ -135,7 +135,7 @@ def _own_frame() -> Frame | None:
 
 
 def expect_cross(strategy: Any, function: str) -> None:
-    """Do nothing where a strategy may act for all its replicas: outside scopes, or in its own scope. Not collective.
+    """Do nothing where a strategy may act for all its replicas: outside scopes, or in its own scope.
 
     Raises:
         ContextError: in another strategy's scope, and in replica or update context.
@@ -157,7 +157,7 @@ def expect_cross(strategy: Any, function: str) -> None:
 
 
 def expect_outside_steps(function: str) -> None:
-    """Do nothing outside the functions that a strategy's `run` calls. Not collective.
+    """Do nothing outside the functions that a strategy's `run` calls.
 
     Raises:
         ContextError: inside one.
@@ -170,44 +170,44 @@ def expect_outside_steps(function: str) -> None:
 
 
 def get_strategy() -> Any:
-    """Return the current strategy; outside every scope the default strategy. Not collective."""
+    """Return the current strategy; outside every scope the default strategy."""
     return current().strategy
 
 
 def default_strategy() -> Any:
-    """Return the strategy that holds outside every scope, None where the program never met it. Not collective."""
+    """Return the strategy that holds outside every scope, None where the program never met it."""
     return None if _default_frame is None else _default_frame.strategy
 
 
 def has_strategy() -> bool:
-    """Return whether the current strategy is another one than the default. Not collective."""
+    """Return whether the current strategy is another one than the default."""
     return current().strategy is not _default().strategy
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether this is a cross-replica context: in a scope, outside `run` and `update`. Not collective."""
+    """Return whether this is a cross-replica context: in a scope, outside `run` and `update`."""
     frame = current()
     return frame.replica is None and frame.update_replica_id is None
 
 
 def get_replica_context() -> Any:
-    """Return the ReplicaContext inside `run`, the default one outside every scope, else None. Not collective."""
+    """Return the ReplicaContext inside `run`, the default one outside every scope, else None."""
     return current().replica
 
 
 def in_update_context() -> bool:
-    """Return whether this call is made by the function of `extended.update`. Not collective."""
+    """Return whether this call is made by the function of `extended.update`."""
     return current().update_replica_id is not None
 
 
 def get_update_replica_id() -> int | None:
-    """Return which local copy `extended.update` is updating, None outside it. Not collective."""
+    """Return which local copy `extended.update` is updating, None outside it."""
     return current().update_replica_id
 
 
 @contextlib.contextmanager
 def variable_sync_on_read_context() -> Iterator[None]:
-    """Inside, an ON_READ variable read in replica context gives the aggregate. Re-entrant. Not collective by itself."""
+    """Inside, an ON_READ variable read in replica context gives the aggregate. Re-entrant."""
     token = _sync_on_read.set(True)
     try:
         yield
@@ -216,5 +216,5 @@ def variable_sync_on_read_context() -> Iterator[None]:
 
 
 def in_sync_on_read_context() -> bool:
-    """Return whether the call is inside `variable_sync_on_read_context`. Not collective."""
+    """Return whether the call is inside `variable_sync_on_read_context`."""
     return _sync_on_read.get()

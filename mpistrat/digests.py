@@ -24,7 +24,7 @@ _END = 1 << 16
 
 
 def default_algorithm() -> str:
-    """Return xxh3_128 where xxhash is installed, else sha256. Not collective."""
+    """Return xxh3_128 where xxhash is installed, else sha256."""
     try:
         import xxhash  # noqa: F401
     except ImportError:
@@ -33,19 +33,19 @@ def default_algorithm() -> str:
 
 
 def algorithm_of(digest: str) -> str:
-    """Return the algorithm of a digest "algorithm:hex". Not collective."""
+    """Return the algorithm of a digest "algorithm:hex"."""
     return digest.partition(":")[0]
 
 
 def digest_of_bytes(data: bytes, algorithm: str | None = None) -> str:
-    """Return "algorithm:hex" of bytes. Not collective. Raises as `digest_of_file`."""
+    """Return "algorithm:hex" of bytes. Raises as `digest_of_file`."""
     name, hasher = _hasher(algorithm)
     hasher.update(data)
     return f"{name}:{hasher.hexdigest()}"
 
 
 def digest_of_file(path: Path, algorithm: str | None = None) -> str:
-    """Return "algorithm:hex" of a file's bytes. Not collective.
+    """Return "algorithm:hex" of a file's bytes.
 
     Raises:
         ImportError: the algorithm needs a library that is not installed.
@@ -59,7 +59,7 @@ def digest_of_file(path: Path, algorithm: str | None = None) -> str:
 
 
 def digest_of_ends(path: Path, algorithm: str | None = None) -> str:
-    """Return "algorithm:hex" of a file's first and last 64 KiB and of its length. Not collective. Raises as `digest_of_file`.
+    """Return "algorithm:hex" of a file's first and last 64 KiB and of its length. Raises as `digest_of_file`.
 
     It takes two small reads, and tells files of one size apart.
     """
@@ -74,7 +74,7 @@ def digest_of_ends(path: Path, algorithm: str | None = None) -> str:
 
 
 def digest_of_array(array: np.ndarray, about: str = "", algorithm: str | None = None) -> str:
-    """Return "algorithm:hex" of an array's dtype, shape and values, and of what else is said about it. Not collective.
+    """Return "algorithm:hex" of an array's dtype, shape and values, and of what else is said about it.
 
     It is the same on machines of either byte order. Raises as `digest_of_file`.
 

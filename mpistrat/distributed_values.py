@@ -63,7 +63,7 @@ class Mirrored(DistributedValues):
 
 
 def regroup(values: Sequence[Any], wrap: type[DistributedValues] = PerReplica, *, keep_numbers: bool = False) -> Any:
-    """Return one structure whose leaves hold what the local replicas returned. Not collective.
+    """Return one structure whose leaves hold what the local replicas returned.
 
     A leaf that is the same object on every replica is not wrapped; with one local replica nothing is.
 
@@ -91,7 +91,7 @@ def regroup(values: Sequence[Any], wrap: type[DistributedValues] = PerReplica, *
 
 
 def select_replica(local_replica: int, structure: Any) -> Any:
-    """Return the structure as one local replica sees it: the inverse of `regroup`. Not collective.
+    """Return the structure as one local replica sees it: the inverse of `regroup`.
 
     Example:
         >>> select_replica(1, {"loss": PerReplica([1, 2]), "step": 7})

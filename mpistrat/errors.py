@@ -85,7 +85,7 @@ class MissingDependencyError(MpistratError, ImportError):
 def explain(
     function: str, argument: str, *, expected: str, got: object, remedy: str = "", rank: int | None = None
 ) -> str:
-    """Return the text of an error about an argument, in this package's one form. Not collective.
+    """Return the text of an error about an argument, in this package's one form.
 
     Example:
         >>> explain("Strategy.gather", "axis", expected="0 <= axis < 2", got=5)
@@ -99,7 +99,7 @@ def explain(
 
 
 def by_rank(texts: Mapping[int, str]) -> str:
-    """Return each different text with the ranks it belongs to. Not collective.
+    """Return each different text with the ranks it belongs to.
 
     Example:
         >>> by_rank({0: "a", 1: "b", 2: "a"})

@@ -51,7 +51,7 @@ class HandedOut:
         self.time = 0
 
     def next(self, parts: Sequence[Sequence[Any]], total: int) -> None:
-        """Note a batch: each local replica's arrays, and the rows of all replicas together. Not collective."""
+        """Note a batch: each local replica's arrays, and the rows of all replicas together."""
         global _forget_at
         with _lock:
             for arrays in parts:
@@ -72,11 +72,11 @@ class HandedOut:
         self._is_last(rows, total)
 
     def say(self, total: int) -> None:
-        """Note a batch of which nothing but the size is known. Not collective."""
+        """Note a batch of which nothing but the size is known."""
         self._is_last(None, total)
 
     def end(self) -> None:
-        """Note that the epoch is over. Not collective."""
+        """Note that the epoch is over."""
         self.rows = self.total = None
 
     def _is_last(self, rows: tuple[int, ...] | None, total: int) -> None:
@@ -91,22 +91,22 @@ class HandedOut:
             datasets[self._number] = weakref.ref(self)
 
     def has_other(self, rows: int, total: int) -> bool:
-        """Return whether a replica had so many rows of a batch of another size. Not collective."""
+        """Return whether a replica had so many rows of a batch of another size."""
         return bool(self._totals.get(rows, {total}) - {total})
 
 
 def begin_step(args: Sequence[Any], kwargs: Any) -> Token[Any]:
-    """Say what a step is called with; give the token to `end_step`. Not collective; strategies do."""
+    """Say what a step is called with; give the token to `end_step`. Strategies do."""
     return _arguments.set((*args, kwargs) if kwargs else args)
 
 
 def end_step(token: Token[Any]) -> None:
-    """Say that the step is over. Not collective."""
+    """Say that the step is over."""
     _arguments.reset(token)
 
 
 def set_global_batch_size(examples: int | None) -> None:
-    """Say how many examples the next steps have over all replicas, where no distributed dataset does. Not collective."""
+    """Say how many examples the next steps have over all replicas, where no distributed dataset does."""
     said = _said.get()
     if said is None:
         said = HandedOut()
@@ -118,7 +118,7 @@ def set_global_batch_size(examples: int | None) -> None:
 
 
 def global_batch_size(element: Any = None) -> int | None:
-    """Return how many rows a global batch has over all replicas, whatever part of it is here. Not collective.
+    """Return how many rows a global batch has over all replicas, whatever part of it is here.
 
     In a step it is that of the batch in the step's arguments. Arrays made of a batch count as the batch that was
     handed out last and has as many rows here. Outside of steps it is that of the batch that was handed out last; None
@@ -160,7 +160,7 @@ def global_batch_size(element: Any = None) -> int | None:
 
 
 def size_of_losses(count: int, replicas: int) -> int:
-    """Return of how many rows over all replicas so many losses of one replica are a part. Not collective.
+    """Return of how many rows over all replicas so many losses of one replica are a part.
 
     Raises:
         ContextError: it cannot be told.

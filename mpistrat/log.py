@@ -26,13 +26,13 @@ logger.addFilter(_filter)
 
 
 def set_rank(rank: int) -> None:
-    """Say which rank this process is; later lines carry it. Not collective."""
+    """Say which rank this process is; later lines carry it."""
     _filter.rank = rank
 
 
 @functools.lru_cache(maxsize=1)
 def setup(level: str = "warning") -> None:
-    """Give the logger a handler on stderr unless the program configured one. Not collective."""
+    """Give the logger a handler on stderr unless the program configured one."""
     logger.setLevel(level.upper())
     if not logging.getLogger().handlers and not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -42,7 +42,7 @@ def setup(level: str = "warning") -> None:
 
 @functools.cache
 def once(level: int, message: str) -> None:
-    """Log a message the first time it is given, never again; at most INFO on ranks other than 0. Not collective.
+    """Log a message the first time it is given, never again; at most INFO on ranks other than 0.
 
     What all ranks would say of themselves is said by one.
     """

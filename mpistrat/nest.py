@@ -26,7 +26,7 @@ def _makes_nodes(kind: type) -> bool:
 
 
 def is_nested(value: Any) -> bool:
-    """Return whether a value is a node of a structure rather than a leaf. Not collective.
+    """Return whether a value is a node of a structure rather than a leaf.
 
     Example:
         >>> is_nested([1]), is_nested(1)
@@ -65,7 +65,7 @@ def _rebuild(node: Any, keys: list[Any], children: list[Any]) -> Any:
 
 
 def flatten(structure: Any) -> list[Any]:
-    """Return the leaves of a structure, depth first. Not collective.
+    """Return the leaves of a structure, depth first.
 
     Example:
         >>> flatten({"b": [1, 2], "a": 3})
@@ -77,7 +77,7 @@ def flatten(structure: Any) -> list[Any]:
 
 
 def paths(structure: Any, prefix: str = "") -> list[str]:
-    """Return a name for every leaf, in the order of `flatten`. Not collective.
+    """Return a name for every leaf, in the order of `flatten`.
 
     Example:
         >>> paths({"a": 3, "b": [1, 2]})
@@ -89,7 +89,7 @@ def paths(structure: Any, prefix: str = "") -> list[str]:
 
 
 def form(structure: Any) -> str:
-    """Return what a structure is, but for its leaves: keys, lengths and types, the same on every rank. Not collective.
+    """Return what a structure is, but for its leaves: keys, lengths and types, the same on every rank.
 
     Example:
         >>> form({"b": [1, 2], "a": 3})
@@ -119,7 +119,7 @@ def _form_of_names(names: tuple[str, ...]) -> str:
 
 
 def pack_like(structure: Any, leaves: list[Any]) -> Any:
-    """Return a structure of the same form with other leaves, given in the order of `flatten`. Not collective.
+    """Return a structure of the same form with other leaves, given in the order of `flatten`.
 
     Raises:
         ValueError: when the number of leaves differs.
@@ -149,7 +149,7 @@ def _pack(structure: Any, leaves: Iterator[Any]) -> Any:
 
 
 def map_structure(function: Callable[..., Any], *structures: Any) -> Any:
-    """Return the structure of `function` applied to the leaves at each place. Not collective.
+    """Return the structure of `function` applied to the leaves at each place.
 
     Raises:
         ValueError: when the structures differ, naming the place.

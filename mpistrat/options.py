@@ -75,7 +75,7 @@ class Environment:
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> Environment:
-        """Return the settings that environment variables give. Not collective.
+        """Return the settings that environment variables give.
 
         Raises:
             ValueError: naming the variable, when a value is not legal.
@@ -159,7 +159,7 @@ class CommunicationOptions:
         return f"CommunicationOptions({', '.join(words)})"
 
     def merge(self, override: CommunicationOptions | None) -> CommunicationOptions:
-        """Return these options with every field that the other one sets. Not collective.
+        """Return these options with every field that the other one sets.
 
         Example:
             >>> CommunicationOptions(bytes_per_pack=8).merge(CommunicationOptions(bytes_per_pack=0)).bytes_per_pack

@@ -22,7 +22,7 @@ _TRIES = 16
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a new empty file beside `path` to write; behind the `with` block it has that name. Not collective.
+    """Give a new empty file beside `path` to write; behind the `with` block it has that name.
 
     An error in the block leaves `path` as it was. The file's name cannot be guessed, so that nobody in a folder that others
     write to lays a link there, and two jobs that write one path do not share it. Its writer holds a lock of the system's on
@@ -44,7 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def flush_folder(folder: Path) -> None:
-    """Have the disk keep the names in a folder: so renames survive a crash. Not collective."""
+    """Have the disk keep the names in a folder: so renames survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(descriptor)

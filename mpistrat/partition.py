@@ -10,7 +10,7 @@ ALIGNMENT = 16  # elements, of the borders between what two ranks write: no cach
 
 
 def block(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the half-open range that owner `index` of `parts` gets of `length` things. Not collective.
+    """Return the half-open range that owner `index` of `parts` gets of `length` things.
 
     The first `length % parts` owners get one more.
 
@@ -24,7 +24,7 @@ def block(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def bounds(length: int, parts: int) -> list[tuple[int, int]]:
-    """Return the ranges of all owners, in order. Not collective.
+    """Return the ranges of all owners, in order.
 
     Example:
         >>> bounds(4, 3)
@@ -34,7 +34,7 @@ def bounds(length: int, parts: int) -> list[tuple[int, int]]:
 
 
 def aligned_bounds(length: int, parts: int, alignment: int = ALIGNMENT) -> list[tuple[int, int]]:
-    """Return ranges of all owners whose inner borders are multiples of `alignment`. Not collective.
+    """Return ranges of all owners whose inner borders are multiples of `alignment`.
 
     Example:
         >>> aligned_bounds(100, 3, 16)
@@ -45,7 +45,7 @@ def aligned_bounds(length: int, parts: int, alignment: int = ALIGNMENT) -> list[
 
 
 def blocks(ranges: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """Return the ranges cut into blocks of at most `size`. Not collective.
+    """Return the ranges cut into blocks of at most `size`.
 
     Example:
         >>> blocks([(0, 5), (8, 9)], 3)
@@ -55,7 +55,7 @@ def blocks(ranges: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]
 
 
 def merge(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges in order, those that touch made one. Not collective.
+    """Return ranges in order, those that touch made one.
 
     Example:
         >>> merge([(8, 9), (0, 3), (3, 5)])

@@ -14,7 +14,7 @@ _WORD = 1 << 64
 
 
 def rng(*, seed: int, step: int = 0, sample: int | None = None, replica: int | None = None) -> np.random.Generator:
-    """Return the random generator that belongs to a seed, a step and a sample (or a replica). Not collective.
+    """Return the random generator that belongs to a seed, a step and a sample (or a replica).
 
     Two calls with equal arguments give the same numbers on every rank; any difference gives an independent stream.
     Keyed by `sample` (the example's index in the dataset) the numbers are the same for any number of ranks; keyed by

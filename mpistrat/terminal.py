@@ -14,7 +14,7 @@ __all__ = ["progress_bar", "reaches_terminal"]
 
 
 def reaches_terminal(stream: str) -> bool:
-    """Return whether what is written to a stream reaches a terminal: it is one, or the launcher's is. Not collective.
+    """Return whether what is written to a stream reaches a terminal: it is one, or the launcher's is.
 
     Args:
         stream: "stdout" or "stderr".
@@ -26,7 +26,7 @@ def reaches_terminal(stream: str) -> bool:
 
 
 def progress_bar(*columns: ProgressColumn, expand: bool = False) -> Progress:
-    """Return a bar on stderr, for a terminal as wide as it says itself or COLUMNS says. Not collective.
+    """Return a bar on stderr, for a terminal as wide as it says itself or COLUMNS says.
 
     Args:
         columns: its parts.

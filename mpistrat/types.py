@@ -32,7 +32,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def parse(cls, value: ReduceOp | str, function: str = "reduce") -> ReduceOp:
-        """Return the ReduceOp that a member or its name (in any case) stands for. Not collective.
+        """Return the ReduceOp that a member or its name (in any case) stands for.
 
         Raises:
             ValueError: for anything else, a VariableAggregation included.
@@ -92,7 +92,7 @@ class IndexedSlices:
     dense_shape: tuple[int, ...] | None = None
 
     def to_dense(self) -> np.ndarray:
-        """Return the dense array; rows of equal index are summed. Not collective.
+        """Return the dense array; rows of equal index are summed.
 
         Raises:
             ValueError: when dense_shape is unknown.

@@ -20,7 +20,7 @@ def run(output: Path, *words: str) -> dict[str, Any]:
 
 
 def run_alone(output: Path, *words: str) -> Any:
-    """Train on this rank alone, whatever the others do. Not collective."""
+    """Train on this rank alone, whatever the others do."""
     from mpi4py import MPI
 
     from mpistrat.examples import digits

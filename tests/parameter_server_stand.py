@@ -22,7 +22,7 @@ def made(**settings: Any) -> Iterator[Any]:
 
 
 def serve_on_rank_0(monkeypatch: Any) -> None:
-    """Let TF_CONFIG say that rank 0 is a server, rank 1 the chief and the others workers. Not collective."""
+    """Let TF_CONFIG say that rank 0 is a server, rank 1 the chief and the others workers."""
     from mpi4py import MPI
 
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -42,7 +42,7 @@ def settle(strategy: Any, *variables: Any) -> None:
 
 
 def alone(program: Callable[[Any], Any], devices: int = 1) -> Any:
-    """What the program of one worker gives without servers, on this rank alone. Not collective."""
+    """What the program of one worker gives without servers, on this rank alone."""
     from mpi4py import MPI
 
     with ms.MirroredStrategy([f"cpu:{i}" for i in range(devices)], comm=MPI.COMM_SELF) as strategy, strategy.scope():

@@ -14,7 +14,7 @@ from public_names import public_objects
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-SENTENCE = re.compile(r"(?<![\w`])(Not collective|Collective)((?:`[^`]*`|[^.`])*)\.(?=\s|$)")
+SENTENCE = re.compile(r"(?<![\w`])Collective((?:`[^`]*`|[^.`])*)\.(?=\s|$)")
 
 
 def first_paragraph(lines: list[str]) -> tuple[str, int]:
@@ -24,9 +24,8 @@ def first_paragraph(lines: list[str]) -> tuple[str, int]:
 
 
 def badge(match: re.Match[str]) -> str:
-    role = "local" if match[1].startswith("Not") else "collective"
-    text = re.sub(r"[`\\]", "", match[1] + match[2])
-    return f":{role}:`{text}`"
+    text = re.sub(r"[`\\]", "", "Collective" + match[1])
+    return f":collective:`{text}`"
 
 
 def add_badge(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
@@ -53,10 +52,10 @@ class CollectiveCalls(SphinxDirective):
                 continue
             match = SENTENCE.search(first_paragraph((inspect.getdoc(thing) or "").splitlines())[0])
             home = getattr(thing, "__qualname__", name)
-            if match is None or match[1].startswith("Not") or (home, thing) in seen:
+            if match is None or (home, thing) in seen:
                 continue
             seen.add((home, thing))
-            words = match[2].strip(" ,;") or "yes"
+            words = match[1].strip(" ,;") or "yes"
             rows += [f"   * - :py:obj:`{name.removeprefix('mpistrat.')} <{name}>`", f"     - {words}"]
         table = nodes.Element()
         self.state.nested_parse(StringList(rows, self.get_source_info()[0]), self.content_offset, table)
@@ -76,8 +75,8 @@ def calls() -> list[tuple[str, Any]]:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    for name in ("collective", "local"):
-        roles.register_local_role(name, roles.CustomRole(name, roles.generic_custom_role, {"class": ["badge", name]}))
+    look = {"class": ["badge", "collective"]}
+    roles.register_local_role("collective", roles.CustomRole("collective", roles.generic_custom_role, look))
     app.add_directive("collective-calls", CollectiveCalls)
     app.connect("autodoc-process-docstring", add_badge)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -17,25 +17,25 @@ def _wrong(owner: str, name: str, expected: str, value: object, remedy: str = ""
 
 
 def whole(owner: str, name: str, value: object, low: int, high: int) -> None:
-    """Raise unless the value is an integer from `low` to `high`. Not collective."""
+    """Raise unless the value is an integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _wrong(owner, name, f"a whole number from {low} to {high}", value)
 
 
 def chosen(owner: str, name: str, value: object, legal: tuple[str, ...]) -> None:
-    """Raise unless the value is one of some words. Not collective."""
+    """Raise unless the value is one of some words."""
     if value not in legal:
         raise _wrong(owner, name, f"one of {', '.join(word or repr(word) for word in legal)}", value)
 
 
 def matching(owner: str, name: str, value: object, pattern: str, expected: str) -> None:
-    """Raise unless the whole value, of ASCII characters, matches. Not collective."""
+    """Raise unless the whole value, of ASCII characters, matches."""
     if not isinstance(value, str) or not re.fullmatch(pattern, value, re.ASCII):
         raise _wrong(owner, name, expected, value)
 
 
 def text(owner: str, name: str, value: object, *, dash: bool = False, path: bool = False) -> None:
-    """Raise unless the value is one line of text, to be quoted wherever it is written. Not collective.
+    """Raise unless the value is one line of text, to be quoted wherever it is written.
 
     Args:
         dash: it may be empty and may begin with a dash, as the argument of a program may.

@@ -48,7 +48,7 @@ EXAMPLES: dict[str, tuple[Job, SiteProfile]] = {
 
 
 def main(folder: str) -> None:
-    """Write every script into a folder. Not collective."""
+    """Write every script into a folder."""
     for name, (job, site) in EXAMPLES.items():
         path = Path(folder) / name
         path.write_text(render(job, site))

@@ -9,7 +9,7 @@ __all__ = ["check_fit"]
 
 
 def check_fit(strategy: str, nodes: int, ranks_per_node: int, num_ps: int, ps_nodes: int) -> None:
-    """Raise unless the strategy fits. Not collective.
+    """Raise unless the strategy fits.
 
     Raises:
         LayoutError: naming the strategies that do.

@@ -11,17 +11,17 @@ __all__ = ["check", "gpus_per_rank", "launcher_of"]
 
 
 def launcher_of(site: SiteProfile) -> str:
-    """Return what starts the ranks. Not collective."""
+    """Return what starts the ranks."""
     return SCHEDULERS[site.scheduler].launchers[0] if site.launcher == "auto" else site.launcher
 
 
 def gpus_per_rank(job: Job) -> int:
-    """Return how many GPUs of its node each rank has. Not collective."""
+    """Return how many GPUs of its node each rank has."""
     return job.gpus_per_node // job.ranks_per_node
 
 
 def check(job: Job, site: SiteProfile) -> None:
-    """Raise unless the site's batch system can do what the job asks for. Not collective.
+    """Raise unless the site's batch system can do what the job asks for.
 
     Raises:
         ValueError: naming what it cannot do.

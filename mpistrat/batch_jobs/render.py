@@ -28,7 +28,7 @@ class _Shell(str):
 
 
 def render(job: Job, site: SiteProfile, for_pmi2: Mapping[str, str] = FOR_PMI2) -> str:
-    """Return the batch script of a job at a site. Not collective.
+    """Return the batch script of a job at a site.
 
     Args:
         job: what runs.

@@ -131,7 +131,7 @@ def _wrong(name: str, expected: str, got: object) -> ValueError:
 
 
 def site_names() -> list[str]:
-    """Return the names of the profiles that ship with the package. Not collective.
+    """Return the names of the profiles that ship with the package.
 
     Example:
         >>> "generic" in site_names()
@@ -141,7 +141,7 @@ def site_names() -> list[str]:
 
 
 def read_site(name: str) -> SiteProfile:
-    """Return a profile that ships with the package, by name, or one of your own, by path. Not collective.
+    """Return a profile that ships with the package, by name, or one of your own, by path.
 
     Args:
         name: of a profile, or a path, which has a slash or ends in .json.

@@ -12,7 +12,7 @@ __all__ = ["submit"]
 
 
 def submit(script: str, scheduler: str) -> str:
-    """Give a script to the batch system and return the job's id. Not collective.
+    """Give a script to the batch system and return the job's id.
 
     Args:
         script: the text of the script.

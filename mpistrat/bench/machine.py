@@ -44,7 +44,7 @@ def machine(comm: Any, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Return the installed version of a package, None where it is not installed. Not collective."""
+    """Return the installed version of a package, None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -52,7 +52,7 @@ def version(package: str) -> str | None:
 
 
 def layout(about: Mapping[str, Any]) -> str:
-    """Return MPI, ranks and nodes of what `machine` returned, in a few words. Not collective.
+    """Return MPI, ranks and nodes of what `machine` returned, in a few words.
 
     Example:
         >>> layout({"mpi": "MPICH Version:      5.0.2", "ranks": 4, "nodes": 2})
@@ -65,7 +65,7 @@ def layout(about: Mapping[str, Any]) -> str:
 
 
 def caption(machines: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line that says on what machine, with which versions and when. Not collective."""
+    """Return a line that says on what machine, with which versions and when."""
     about = machines[0]
     versions = {name: number for each in machines for name, number in each["versions"].items() if number}
     named = ", ".join(f"{name} {number}" for name, number in versions.items())

@@ -75,7 +75,7 @@ def _meet(comm: Any) -> None:
 
 
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each figure over several runs. Not collective.
+    """Return the median of each figure over several runs.
 
     Example:
         >>> medians([{"a": 1.0}, {"a": 9.0}, {"a": 2.0}])
@@ -101,7 +101,7 @@ def total(comm: Any, value: float) -> float:
 
 
 def describe(seconds: float) -> str:
-    """Return a time with a fitting unit. Not collective.
+    """Return a time with a fitting unit.
 
     Example:
         >>> describe(0.0123), describe(0.0000123), describe(12.3)

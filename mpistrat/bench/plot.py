@@ -34,12 +34,12 @@ COLOURS = {
 
 
 def colour(name: str) -> str:
-    """Return a contender's colour, the same in every plot. Not collective."""
+    """Return a contender's colour, the same in every plot."""
     return COLOURS.get(name, "#2ca02c")
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure, of no window system. Not collective.
+    """Return an empty figure, of no window system.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -53,7 +53,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def finish(figure: Any, heading: str, footnote: str, path: Path, top: float = 1.0) -> None:
-    """Give a figure its heading and footnote, and write it. Not collective."""
+    """Give a figure its heading and footnote, and write it."""
     figure.suptitle(heading)
     figure.text(0.5, 0.005, footnote, ha="center", fontsize=7, color="#555555")
     figure.tight_layout(rect=(0, 0.03, 1, top))
@@ -61,7 +61,7 @@ def finish(figure: Any, heading: str, footnote: str, path: Path, top: float = 1.
 
 
 def draw(path: Path, results: Mapping[str, Result], about: Mapping[str, Any]) -> None:
-    """Draw a panel for each result, two in a row. Not collective.
+    """Draw a panel for each result, two in a row.
 
     Args:
         results: by name of the benchmark.

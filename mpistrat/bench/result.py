@@ -45,7 +45,7 @@ class Setting:
     memory: float
 
     def budget(self, seconds: float) -> float:
-        """Return the seconds for a measurement. Not collective."""
+        """Return the seconds for a measurement."""
         return seconds / 8 if self.quick else seconds
 
     def by_size(
@@ -100,11 +100,11 @@ class Result:
         object.__setattr__(self, "columns", list(names))
 
     def header(self) -> list[str]:
-        """Return the heads of the columns of `rows`. Not collective."""
+        """Return the heads of the columns of `rows`."""
         return [self.first_column, *self.columns, *(["speed-up"] if self.against else [])]
 
     def rows(self) -> list[list[str]]:
-        """Return the lines of a table, as text. Not collective."""
+        """Return the lines of a table, as text."""
         text = _TEXTS[self.unit]
         lines = []
         for case, values in self.values.items():
@@ -116,5 +116,5 @@ class Result:
         return lines
 
     def document(self) -> dict[str, Any]:
-        """Return it for JSON. Not collective."""
+        """Return it for JSON."""
         return {"title": self.title, "unit": self.unit, "values": {case: dict(v) for case, v in self.values.items()}}

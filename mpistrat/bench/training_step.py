@@ -36,7 +36,7 @@ def ours(strategy: Any, count: int) -> Operation:
 
 
 def raw(comm: Any, count: int) -> Operation:
-    """Return a step by hand: the whole gradient through MPI, then Adam in blocks on every rank. Not collective."""
+    """Return a step by hand: the whole gradient through MPI, then Adam in blocks on every rank."""
     gradient, weights = np.full(count, 1e-3, np.float32), np.zeros(count, np.float32)
     first, second = np.zeros_like(weights), np.zeros_like(weights)
     total = np.empty_like(gradient)

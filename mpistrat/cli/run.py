@@ -65,7 +65,7 @@ def plan(
     tag: bool = False,
     log_dir: str | None = None,
 ) -> Start:
-    """Return how to start a program. Not collective; starts no MPI.
+    """Return how to start a program. Starts no MPI.
 
     Args:
         program: its words, that of the interpreter included.

@@ -22,7 +22,7 @@ _LINE_EVERY = 10  # seconds
 
 
 def console(*, plain: bool) -> Console:
-    """Return the console of stdout; not confined to 80 columns where that is no terminal. Not collective.
+    """Return the console of stdout; not confined to 80 columns where that is no terminal.
 
     Args:
         plain: take stdout for no terminal. Open MPI shows its ranks one, whatever becomes of what they print.
@@ -92,7 +92,7 @@ class Meter:
         self._task = None if self._bar is None else self._bar.add_task(what, total=total)
 
     def advance(self, amount: int) -> None:
-        """Count what was done. Not collective."""
+        """Count what was done."""
         self._done += amount
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task, amount)
@@ -132,12 +132,12 @@ def _bar(unit: str) -> Progress:
 
 
 def names(text: str) -> list[str]:
-    """Return the names of an argument "x,y". Not collective."""
+    """Return the names of an argument "x,y"."""
     return [name.strip() for name in text.split(",")]
 
 
 def size_text(size: float) -> str:
-    """Return bytes in words. Not collective.
+    """Return bytes in words.
 
     Example:
         >>> size_text(999), size_text(123456), size_text(5e9)

@@ -28,14 +28,14 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks of the cluster. Not collective."""
+        """Return the tasks of the cluster."""
 
     @abstractmethod
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, by default of this process; "" with nobody to connect to. Not collective."""
+        """Return the address of a task, by default of this process; "" with nobody to connect to."""
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return the number of accelerators of this process by type, {} without any. Not collective.
+        """Return the number of accelerators of this process by type, {} without any.
 
         Both arguments are TensorFlow's; a rank sees its own devices only, so they change nothing.
         """
@@ -44,12 +44,12 @@ class ClusterResolver(ABC):
 
 
 def master_url(address: str, rpc_layer: str) -> str:
-    """Return an address with the protocol before it, if both are there. Not collective."""
+    """Return an address with the protocol before it, if both are there."""
     return f"{rpc_layer}://{address}" if rpc_layer and address else address
 
 
 def task_url(resolver: ClusterResolver, task_type: str | None, task_id: int | None, rpc_layer: str | None) -> str:
-    """Return the address of a task, by default of the resolver's own task; "" if it has none. Not collective."""
+    """Return the address of a task, by default of the resolver's own task; "" if it has none."""
     task_type = resolver.task_type if task_type is None else task_type
     task_id = resolver.task_id if task_id is None else task_id
     if task_type is None or task_id is None:
@@ -59,7 +59,7 @@ def task_url(resolver: ClusterResolver, task_type: str | None, task_id: int | No
 
 
 def check_task(function: str, task_type: object, task_id: object) -> None:
-    """Check the types of a task's role and index, either of which may be None. Not collective.
+    """Check the types of a task's role and index, either of which may be None.
 
     Raises:
         ClusterError: naming the argument.

@@ -15,7 +15,7 @@ _MAX_INDEX = 1 << 20
 
 @final
 class ClusterSpec:
-    """The tasks of a cluster, by job: a list of addresses, or a sparse dict from task index to address. Not collective.
+    """The tasks of a cluster, by job: a list of addresses, or a sparse dict from task index to address.
 
     Equal to another ClusterSpec of the same tasks; true if it has a job. As `tf.train.ClusterSpec`, except that every
     error is a ClusterError (a ValueError), and that nothing here is a protocol buffer.
@@ -68,14 +68,14 @@ class ClusterSpec:
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return job → list of addresses, or → dict where the task indices are not 0, 1, 2, …; {} for no task. Not collective."""
+        """Return job → list of addresses, or → dict where the task indices are not 0, 1, 2, …; {} for no task."""
         return {
             job: self.job_tasks(job) if tasks and max(tasks) + 1 == len(tasks) else dict(sorted(tasks.items()))
             for job, tasks in self._jobs.items()
         }
 
     def as_cluster_def(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the fields of TensorFlow's ClusterDef as plain dicts and lists, jobs sorted by name. Not collective.
+        """Return the fields of TensorFlow's ClusterDef as plain dicts and lists, jobs sorted by name.
 
         Example:
             >>> ClusterSpec({"ps": ["a:1"]}).as_cluster_def()
@@ -84,22 +84,22 @@ class ClusterSpec:
         return {"job": [{"name": job, "tasks": dict(sorted(self._jobs[job].items()))} for job in sorted(self._jobs)]}
 
     def num_tasks(self, job_name: str) -> int:
-        """Return the number of tasks of a job. Not collective. Raises ClusterError if there is no such job."""
+        """Return the number of tasks of a job. Raises ClusterError if there is no such job."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Return the sorted task indices of a job. Not collective. Raises ClusterError if there is no such job."""
+        """Return the sorted task indices of a job. Raises ClusterError if there is no such job."""
         return sorted(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Return the address of a task. Not collective. Raises ClusterError if there is no such job or task."""
+        """Return the address of a task. Raises ClusterError if there is no such job or task."""
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ClusterError(f"No task with index {task_index!r:.80} in job {job_name!r}")
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of a job by task index, None where a sparse job has no task. Not collective.
+        """Return the addresses of a job by task index, None where a sparse job has no task.
 
         Raises:
             ClusterError: there is no such job.

@@ -37,7 +37,7 @@ def running_mpi(function: str) -> Any:
 
 
 def check_comm(mpi: Any, comm: Any, function: str) -> Any:
-    """Return the communicator to work on, COMM_WORLD for None. Not collective.
+    """Return the communicator to work on, COMM_WORLD for None.
 
     Raises:
         LayoutError: `comm` is no intracommunicator, or is null.

@@ -28,25 +28,25 @@ class Quota:
 
 
 def available_cores() -> list[int]:
-    """Return the numbers of the CPUs (hardware threads) that this process may run on. Not collective."""
+    """Return the numbers of the CPUs (hardware threads) that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def count_cores(cpus: Iterable[int]) -> int:
-    """Return how many cores these CPUs are: the hardware threads of one core count once. Not collective."""
+    """Return how many cores these CPUs are: the hardware threads of one core count once."""
     return len({_siblings(cpu) for cpu in cpus})
 
 
 def threads_per_core() -> int:
-    """Return how many hardware threads a core of this machine has. Not collective."""
+    """Return how many hardware threads a core of this machine has."""
     first, _, last = _siblings(available_cores()[0]).replace(",", "-").partition("-")
     return 2 if last and last != first else 1
 
 
 def cpu_quota() -> Quota | None:
-    """Return the tightest quota of this process's control groups, None where there is none. Not collective."""
+    """Return the tightest quota of this process's control groups, None where there is none."""
     quotas = [quota for folder in _control_groups() if (quota := _read_quota(folder)) is not None]
     return min(quotas, key=lambda quota: quota.cores, default=None)
 
@@ -54,7 +54,7 @@ def cpu_quota() -> Quota | None:
 def allotted(name: str) -> int | None:
     """Return a number of CPUs that SLURM tells in a variable; None where it binds processes to them itself.
 
-    Not collective. Where the mask leaves CPUs of the machine out, it says more than the variable, which an mpiexec hands
+    Where the mask leaves CPUs of the machine out, it says more than the variable, which an mpiexec hands
     from the first node to all others.
     """
     text = os.environ.get(name, "")
@@ -64,7 +64,7 @@ def allotted(name: str) -> int | None:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process can keep busy, at least 1. Not collective.
+    """Return how many cores this process can keep busy, at least 1.
 
     The cores of its mask, if not fewer are its control group's quota or SLURM_CPUS_PER_TASK.
     """

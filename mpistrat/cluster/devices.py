@@ -23,7 +23,7 @@ _FORMS = "a device such as 'cpu:0', 'gpu:1' or '/device:GPU:1'"
 
 
 def parse(device: str) -> tuple[str, int]:
-    """Return the type ("cpu" or "gpu") and the index on this rank that a device string names. Not collective.
+    """Return the type ("cpu" or "gpu") and the index on this rank that a device string names.
 
     TensorFlow's spellings are understood; job, replica and task are dropped, since a rank names its own devices only.
 
@@ -41,7 +41,7 @@ def parse(device: str) -> tuple[str, int]:
 
 
 def canonical(device: str) -> str:
-    """Return the one spelling of a device that this package uses. Not collective.
+    """Return the one spelling of a device that this package uses.
 
     Raises:
         DeviceError: the string is malformed.
@@ -55,7 +55,7 @@ def canonical(device: str) -> str:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that this process can use through CuPy; 0 without CuPy. Not collective."""
+    """Return the number of GPUs that this process can use through CuPy; 0 without CuPy."""
     return _find_gpus()[0]
 
 
@@ -78,7 +78,7 @@ def _find_gpus() -> tuple[int, str]:
 def gpu_identities() -> tuple[list[tuple[str, str]], str]:
     """Return UUID and model of each GPU that this process can use; and, where there is none, the reason and the remedy.
 
-    Not collective. A GPU of which CuPy tells no UUID is named by its place on the bus.
+    A GPU of which CuPy tells no UUID is named by its place on the bus.
     """
     count, reason = _find_gpus()
     found = []
@@ -93,7 +93,7 @@ def gpu_identities() -> tuple[list[tuple[str, str]], str]:
 
 
 def default_devices(local_rank: int, local_size: int) -> tuple[str, ...]:
-    """Return the devices that a rank takes when the user names none. Not collective.
+    """Return the devices that a rank takes when the user names none.
 
     A rank alone on its node takes every GPU; otherwise each takes the GPU of its rank on the node, and ranks share GPUs
     where there are fewer GPUs than ranks. Without a GPU that CuPy can use: the CPU.
@@ -115,7 +115,7 @@ def default_devices(local_rank: int, local_size: int) -> tuple[str, ...]:
 
 
 def check_devices(devices: Sequence[str] | str, function: str = "check_devices") -> tuple[str, ...]:
-    """Return the devices in their canonical spelling after checking that this rank has them. Not collective.
+    """Return the devices in their canonical spelling after checking that this rank has them.
 
     CPU devices are logical: "cpu:0", "cpu:1", … may be named freely and each makes a replica.
 

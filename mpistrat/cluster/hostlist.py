@@ -20,7 +20,7 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Return the host names of SLURM's host list, in its order. Not collective.
+    """Return the host names of SLURM's host list, in its order.
 
     Raises:
         ClusterError: the text is malformed, or names more than 65,536 hosts.
@@ -87,7 +87,7 @@ def _alternatives(piece: re.Match[str]) -> list[str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks on each node from SLURM's short form. Not collective.
+    """Return the number of tasks on each node from SLURM's short form.
 
     Raises:
         ClusterError: the text is malformed, or speaks of more than 65,536 nodes.

@@ -10,7 +10,7 @@ __all__ = ["split_apps", "split_counts", "split_lists"]
 
 
 def split_counts(function: str, jobs: Mapping[str, int], size: int) -> dict[str, list[int]]:
-    """Return the ranks of each job when jobs take successive ranks. Not collective.
+    """Return the ranks of each job when jobs take successive ranks.
 
     Raises:
         ClusterError: the counts are not counts, or do not add up to `size`.
@@ -34,7 +34,7 @@ def split_counts(function: str, jobs: Mapping[str, int], size: int) -> dict[str,
 
 
 def split_lists(function: str, jobs: Mapping[str, Sequence[int]], size: int) -> dict[str, list[int]]:
-    """Return the ranks of each job after checking that each of `size` ranks is in one job once. Not collective.
+    """Return the ranks of each job after checking that each of `size` ranks is in one job once.
 
     Raises:
         ClusterError: a rank is missing, named twice or out of range.
@@ -47,7 +47,7 @@ def split_lists(function: str, jobs: Mapping[str, Sequence[int]], size: int) -> 
 
 
 def split_apps(function: str, jobs: Sequence[str], apps: Sequence[int]) -> dict[str, list[int]]:
-    """Return the ranks of each job when job k is the k-th program of the launch. Not collective.
+    """Return the ranks of each job when job k is the k-th program of the launch.
 
     Args:
         function: the caller to name in errors.

@@ -47,7 +47,7 @@ RANK_VARIABLES = {
 
 
 def launched_size() -> tuple[int, str] | None:
-    """Return how many processes the launcher says it started, and the variable that says so. Not collective.
+    """Return how many processes the launcher says it started, and the variable that says so.
 
     None if no launcher did, for instance in a batch script outside `srun`.
     """
@@ -56,7 +56,7 @@ def launched_size() -> tuple[int, str] | None:
 
 
 def launched_rank() -> int | None:
-    """Return which of its processes the launcher says that this is; None if none did, or it does not say. Not collective."""
+    """Return which of its processes the launcher says that this is; None if none did, or it does not say."""
     launched = launched_size()
     text = os.environ.get(RANK_VARIABLES[launched[1]], "") if launched is not None else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
@@ -78,7 +78,7 @@ class LoneRank:
 
 
 def lone_rank(comm_size: int) -> LoneRank | None:
-    """Return what is wrong with an MPI world of one rank; None if the launcher meant it. Not collective.
+    """Return what is wrong with an MPI world of one rank; None if the launcher meant it.
 
     Args:
         comm_size: size of MPI's COMM_WORLD.
@@ -101,7 +101,7 @@ def lone_rank(comm_size: int) -> LoneRank | None:
 
 
 def check_size(comm_size: int) -> None:
-    """Check that an MPI world of one rank is what the launcher meant. Not collective.
+    """Check that an MPI world of one rank is what the launcher meant.
 
     Args:
         comm_size: size of MPI's COMM_WORLD.
@@ -118,7 +118,7 @@ def check_size(comm_size: int) -> None:
 def check_launcher(function: str) -> None:
     """Check, before MPI starts, that the mpiexec around this process is that of the MPI that mpi4py will load.
 
-    Not collective. One process tells: the others wait for their end, which the launcher or they themselves make.
+    One process tells: the others wait for their end, which the launcher or they themselves make.
 
     Args:
         function: that needs MPI.
@@ -164,7 +164,7 @@ def _library() -> str:
 
 
 def launcher_remedy() -> str:
-    """Return what to do where the launcher and MPI do not find each other; "" if no launcher started this. Not collective."""
+    """Return what to do where the launcher and MPI do not find each other; "" if no launcher started this."""
     launched = launched_size()
     return "" if launched is None else _remedy(launched[1])
 

@@ -59,7 +59,7 @@ class Launcher:
 
 
 def find_launchers(library: MPILibrary | None = None) -> list[Launcher]:
-    """Return the mpiexecs at hand, one of each MPI in a folder, the nearest first. Not collective.
+    """Return the mpiexecs at hand, one of each MPI in a folder, the nearest first.
 
     The user's word ($MPIEXEC) comes first, then what was installed with the MPI library, with Python, and on PATH. Each is
     run with `--version`.
@@ -77,7 +77,7 @@ def find_launchers(library: MPILibrary | None = None) -> list[Launcher]:
 
 
 def mismatch(library: MPILibrary, launcher: Launcher) -> str:
-    """Return why a launcher cannot start a library's ranks, "" if it can. Not collective.
+    """Return why a launcher cannot start a library's ranks, "" if it can.
 
     Ranks whose launcher belongs to another MPI are each alone, as rank 0 of 1, or fail at the start.
 
@@ -98,7 +98,7 @@ def mismatch(library: MPILibrary, launcher: Launcher) -> str:
 
 
 def choose_launcher(library: MPILibrary, launchers: Sequence[Launcher]) -> Launcher | None:
-    """Return the first launcher that starts a library's ranks, None if there is none. Not collective."""
+    """Return the first launcher that starts a library's ranks, None if there is none."""
     return next((launcher for launcher in launchers if not mismatch(library, launcher)), None)
 
 

@@ -58,15 +58,15 @@ class MPIClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer or ""
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the jobs, with the processor name of each task for address. Not collective."""
+        """Return the jobs, with the processor name of each task for address."""
         return self._cluster_spec
 
     def ranks(self, job_name: str) -> tuple[int, ...]:
-        """Return the ranks of a job in the order of its tasks, () for a job that is not there. Not collective."""
+        """Return the ranks of a job in the order of its tasks, () for a job that is not there."""
         return tuple(self._ranks.get(job_name, ()))
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, by default of this one. Not collective."""
+        """Return the address of a task, by default of this one."""
         return task_url(self, task_type, task_id, rpc_layer)
 
 

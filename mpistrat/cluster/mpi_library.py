@@ -87,7 +87,7 @@ class MPILibrary:
 
 
 def imported_library() -> MPILibrary | None:
-    """Return the MPI library that mpi4py has loaded in this process, None if it has not yet. Not collective; loads none."""
+    """Return the MPI library that mpi4py has loaded in this process, None if it has not yet. Loads none."""
     module = sys.modules.get("mpi4py.MPI")
     if module is None:
         return None
@@ -96,7 +96,7 @@ def imported_library() -> MPILibrary | None:
 
 
 def family_to_load() -> tuple[Family, bool] | None:
-    """Return the family of the MPI library that mpi4py will load here, and whether it speaks PMIx. Not collective.
+    """Return the family of the MPI library that mpi4py will load here, and whether it speaks PMIx.
 
     None where mpi4py was built for one library, and so does not ask, or has loaded it. MPI is not started.
     """
@@ -115,7 +115,7 @@ def family_to_load() -> tuple[Family, bool] | None:
 
 
 def loaded_library(python: str = sys.executable) -> MPILibrary:
-    """Return the MPI library that a Python's mpi4py loads. Not collective; starts MPI nowhere.
+    """Return the MPI library that a Python's mpi4py loads. Starts MPI nowhere.
 
     Args:
         python: the interpreter to ask.

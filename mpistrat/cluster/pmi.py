@@ -24,7 +24,7 @@ _NETMOD = "MPIR_CVAR_CH4_NETMOD"  # the network layer that MPICH uses, of those 
 
 
 def wanted_pmis(library: MPILibrary) -> tuple[str, ...]:
-    """Return the protocols that a library speaks, the best first; () for a library that is not known here. Not collective.
+    """Return the protocols that a library speaks, the best first; () for a library that is not known here.
 
     Some MPICHs are built with PMIx, those of the wheels are not, and the library does not tell.
 
@@ -40,7 +40,7 @@ def wanted_pmis(library: MPILibrary) -> tuple[str, ...]:
 
 
 def fitting_pmi(library: MPILibrary, offered: Sequence[str]) -> str | None:
-    """Return the value of `srun --mpi=` with which a library's ranks find each other, None if none is offered. Not collective.
+    """Return the value of `srun --mpi=` with which a library's ranks find each other, None if none is offered.
 
     Example:
         >>> fitting_pmi(MPILibrary("Open MPI", "5.0.11", ""), ["none", "pmi2", "pmix_v4"])
@@ -54,7 +54,7 @@ def fitting_pmi(library: MPILibrary, offered: Sequence[str]) -> str | None:
 
 
 def offered_pmis(srun: str = "srun") -> list[str]:
-    """Return what `srun --mpi=list` offers, [] where there is no srun or it fails. Not collective.
+    """Return what `srun --mpi=list` offers, [] where there is no srun or it fails.
 
     The words differ between versions of SLURM: "pmi2", "pmix", "pmix_v4", "cray_shasta", "none".
     """
@@ -67,7 +67,7 @@ def offered_pmis(srun: str = "srun") -> list[str]:
 
 
 def srun_environment(library: MPILibrary | None, pmi: str) -> dict[str, str]:
-    """Return the variables without which a library's ranks do not start under `srun --mpi=`. Not collective.
+    """Return the variables without which a library's ranks do not start under `srun --mpi=`.
 
     SLURM's PMI2 reads lines of 1 KB. MPICH over UCX writes longer ones, with which MPI_Init fails, or hangs now and then;
     over libfabric they are short. An MPICH that was built with UCX alone has no such choice: only its own mpiexec starts it.
@@ -86,7 +86,7 @@ def srun_environment(library: MPILibrary | None, pmi: str) -> dict[str, str]:
 
 
 def pmi2_remedy(library: MPILibrary) -> str:
-    """Return what to do before a library's ranks can start under `srun --mpi=pmi2`; "" where all is well. Not collective.
+    """Return what to do before a library's ranks can start under `srun --mpi=pmi2`; "" where all is well.
 
     Example:
         >>> pmi2_remedy(MPILibrary("MPICH", "5.0.2", "", device="ch4:ucx"))
@@ -100,7 +100,7 @@ def pmi2_remedy(library: MPILibrary) -> str:
 
 
 def unset_variable(library: MPILibrary) -> str:
-    """Return the setting that a library wants under srun besides and this process lacks; "" if none. Not collective."""
+    """Return the setting that a library wants under srun besides and this process lacks; "" if none."""
     netmod = srun_environment(library, "pmi2").get(_NETMOD)
     if netmod and not os.environ.get(_NETMOD):
         return f"{_NETMOD}={netmod}"
@@ -111,7 +111,7 @@ def unset_variable(library: MPILibrary) -> str:
 
 
 def srun_remedy(library: MPILibrary | None) -> str:
-    """Return what to do where srun was not told the protocol of a library; None for one that nobody knows. Not collective.
+    """Return what to do where srun was not told the protocol of a library; None for one that nobody knows.
 
     SLURM is not asked what it offers: thousands of ranks may want to know at once.
 

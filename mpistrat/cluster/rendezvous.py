@@ -99,7 +99,7 @@ class _Meeting:
         return self._comm.rank == 0 or not self._greeting[0]
 
     def over(self) -> bool:
-        """Return whether all ranks have come, as far as this one knows. Not collective."""
+        """Return whether all ranks have come, as far as this one knows."""
         greeted, heard = self._greeted.Test(), self._heard.Test()
         if self._answered is None and heard:
             self._judge()
@@ -123,7 +123,7 @@ class _Meeting:
         self._answered = self._comm.Ibcast(self._answer, 0)
 
     def missing(self) -> str:
-        """Return who has not come, in words. Not collective.
+        """Return who has not come, in words.
 
         Rank 0 looks at what MPI has written so far: a name is there when its rank has come.
         """

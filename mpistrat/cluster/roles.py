@@ -17,7 +17,7 @@ Cluster = ClusterSpec | Mapping[str, Any]
 
 
 def validate(cluster_spec: Cluster, task_type: str | None = None, task_id: int | None = None) -> ClusterSpec:
-    """Check the roles of a cluster, and one task of it; return the spec. Not collective.
+    """Check the roles of a cluster, and one task of it; return the spec.
 
     The roles are chief, worker, ps and evaluator, with at most one chief and one evaluator. A chief may be called master,
     as in TensorFlow 1. An evaluator may be absent from the spec: it is a cluster of its own.
@@ -61,7 +61,7 @@ def _span(indices: list[int]) -> str:
 
 
 def is_chief(cluster_spec: Cluster, task_type: str, task_id: int) -> bool:
-    """Return whether a task leads: the chief, worker 0 where there is no chief, and an evaluator. Not collective.
+    """Return whether a task leads: the chief, worker 0 where there is no chief, and an evaluator.
 
     Raises:
         ClusterError: as `validate`.
@@ -71,7 +71,7 @@ def is_chief(cluster_spec: Cluster, task_type: str, task_id: int) -> bool:
 
 
 def collective_leader(cluster_spec: Cluster, task_type: str, task_id: int) -> str:
-    """Return the name of the task that leads collectives; "" for an evaluator or an empty cluster. Not collective.
+    """Return the name of the task that leads collectives; "" for an evaluator or an empty cluster.
 
     Example:
         >>> collective_leader({"worker": ["a:1", "b:1"]}, "worker", 1)
@@ -87,7 +87,7 @@ def collective_leader(cluster_spec: Cluster, task_type: str, task_id: int) -> st
 
 
 def worker_count(cluster_spec: Cluster, task_type: str) -> int:
-    """Return how many tasks train with a task: chief and workers, or the evaluators. Not collective.
+    """Return how many tasks train with a task: chief and workers, or the evaluators.
 
     Raises:
         ClusterError: as `validate`, and for a parameter server.
@@ -101,7 +101,7 @@ def worker_count(cluster_spec: Cluster, task_type: str) -> int:
 
 
 def id_in_cluster(cluster_spec: Cluster, task_type: str, task_id: int) -> int:
-    """Return a task's number among those that train with it: the chief is 0, the workers follow. Not collective.
+    """Return a task's number among those that train with it: the chief is 0, the workers follow.
 
     Raises:
         ClusterError: as `validate`, and for a parameter server.

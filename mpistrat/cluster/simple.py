@@ -13,7 +13,7 @@ __all__ = ["SimpleClusterResolver"]
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """A cluster that the program gives. Not collective.
+    """A cluster that the program gives.
 
     Args:
         cluster_spec: the ClusterSpec.
@@ -55,17 +55,17 @@ class SimpleClusterResolver(ClusterResolver):
         self.environment, self.rpc_layer = environment, rpc_layer or ""
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the ClusterSpec that was given. Not collective."""
+        """Return the ClusterSpec that was given."""
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of the task if both type and index are given, else the master given. Not collective."""
+        """Return the address of the task if both type and index are given, else the master given."""
         if task_type is not None and task_id is not None:
             return task_url(self, task_type, task_id, rpc_layer)
         return master_url(self._master, self.rpc_layer if rpc_layer is None else rpc_layer)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return the accelerators that were given, else those that this process sees. Not collective."""
+        """Return the accelerators that were given, else those that this process sees."""
         if self._num_accelerators is not None:
             return dict(self._num_accelerators)
         return super().num_accelerators(task_type, task_id)

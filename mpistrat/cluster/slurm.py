@@ -25,7 +25,7 @@ _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 @final
 class SlurmClusterResolver(ClusterResolver):
-    """The tasks of a SLURM job step, in the order of SLURM_PROCID. Not collective; for processes that `srun` started.
+    """The tasks of a SLURM job step, in the order of SLURM_PROCID. For processes that `srun` started.
 
     Hosts come in the order of SLURM's list and tasks by the step's distribution (block, cyclic or plane), so that task
     k is the process with SLURM_PROCID k, and under MPI rank k. The step of a heterogeneous job has one component's
@@ -70,11 +70,11 @@ class SlurmClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer or ""
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks of the step. Not collective."""
+        """Return the tasks of the step."""
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, by default of this one. Not collective."""
+        """Return the address of a task, by default of this one."""
         return task_url(self, task_type, task_id, rpc_layer)
 
 

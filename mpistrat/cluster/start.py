@@ -26,7 +26,7 @@ _PMI = "PMI_FD"
 
 
 def running() -> Any:
-    """Return the module mpi4py.MPI where MPI runs, None where it has not begun or has ended. Not collective; starts nothing."""
+    """Return the module mpi4py.MPI where MPI runs, None where it has not begun or has ended. Starts nothing."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     active = hasattr(mpi, "Is_finalized") and mpi.Is_initialized() and not mpi.Is_finalized()
     return mpi if active else None
@@ -107,7 +107,7 @@ class _Limit:
 
 
 def end_before_mpi(status: int) -> None:
-    """Have the launcher end the job, by a process that has not started MPI; the caller then exits. Not collective.
+    """Have the launcher end the job, by a process that has not started MPI; the caller then exits.
 
     Most launchers do so when a process exits with an error. MPICH's lets the others wait in MPI_Init for ever. It is told
     over the connection on which MPI_Init would talk to it (PMI 1). A child of the rank has no such connection, and ends nothing.

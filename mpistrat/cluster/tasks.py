@@ -16,7 +16,7 @@ Task = tuple[str, int]
 
 
 def own_task(resolver: ClusterResolver | None) -> str:
-    """Return what this rank tells the others of its task and its cluster; "" where it knows neither. Not collective.
+    """Return what this rank tells the others of its task and its cluster; "" where it knows neither.
 
     Raises:
         ClusterError: the cluster or the task breaks a rule of `roles`, or the task is half given.
@@ -38,7 +38,7 @@ def ranks_by_task(
 ) -> Mapping[Task, int]:
     """Return the rank of each task, the chief first, then by role and number; {} where no rank knows its task.
 
-    Not collective, but the same on every rank, errors included.
+    The same on every rank, errors included.
 
     Args:
         function: the caller to name in errors.

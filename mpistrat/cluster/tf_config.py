@@ -16,7 +16,7 @@ __all__ = ["TFConfigClusterResolver"]
 
 @final
 class TFConfigClusterResolver(ClusterResolver):
-    """The cluster that TF_CONFIG describes, read and checked once, here. Not collective.
+    """The cluster that TF_CONFIG describes, read and checked once, here.
 
     TF_CONFIG is JSON: `{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0},
     "rpc_layer": "grpc", "environment": "cloud"}`; each part may be missing. Unset or empty, the spec is empty and
@@ -47,11 +47,11 @@ class TFConfigClusterResolver(ClusterResolver):
         self._cluster_spec = _spec(_part(config, "cluster", dict, {}), self.task_type, self.task_id)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster of TF_CONFIG, empty if it has none. Not collective."""
+        """Return the cluster of TF_CONFIG, empty if it has none."""
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, by default of this one; "" if the cluster has at most one. Not collective."""
+        """Return the address of a task, by default of this one; "" if the cluster has at most one."""
         if sum(self._cluster_spec.num_tasks(job) for job in self._cluster_spec.jobs) <= 1:
             return ""
         return task_url(self, task_type, task_id, rpc_layer)

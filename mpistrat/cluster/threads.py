@@ -56,7 +56,7 @@ def count_node_cores(intra: MPI.Intracomm) -> int:
 
 
 def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: int | None = None) -> int | None:
-    """Give BLAS each replica's share of the node's cores; warn of more threads than cores. Not collective.
+    """Give BLAS each replica's share of the node's cores; warn of more threads than cores.
 
     Where the user set OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, BLIS_NUM_THREADS or VECLIB_MAXIMUM_THREADS,
     that is what this rank has: its replicas share it, and for a single one nothing is changed. Libraries that are imported
@@ -95,7 +95,7 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
 
 
 def limit_new_libraries() -> None:
-    """Let libraries obey that were imported since `set_blas_threads`. Not collective; cheap where there are none."""
+    """Let libraries obey that were imported since `set_blas_threads`. Cheap where there are none."""
     if _limit is not None and len(sys.modules) != _modules:
         _apply()
 

@@ -62,7 +62,7 @@ class Topology:
         thread_level: int = 0,
         node_cores: int = 1,
     ) -> None:
-        """Derive the whole layout from what each rank told the others. Not collective; `create` calls it."""
+        """Derive the whole layout from what each rank told the others. `create` calls it."""
         self.comm, self.intra = comm, intra
         self.inter: MPI.Intracomm | None = inter
         self.hostname, self.thread_level, self.node_cores = hostname, thread_level, node_cores
@@ -143,7 +143,7 @@ class Topology:
 
     @classmethod
     def single(cls, devices: Sequence[str] | str = ("cpu:0",), function: str = "Topology.single") -> Topology:
-        """Return the topology of this process alone, without MPI: `comm`, `intra` and `inter` are None. Not collective.
+        """Return the topology of this process alone, without MPI: `comm`, `intra` and `inter` are None.
 
         Raises:
             DeviceError: a device is malformed or not there.
@@ -156,7 +156,7 @@ class Topology:
         return cls(0, [0], [len(names)], names, hostname=socket.gethostname(), node_cores=usable_cores())
 
     def ranks_of_node(self, node: int) -> tuple[int, ...]:
-        """Return the ranks of a node in ascending order. Not collective."""
+        """Return the ranks of a node in ascending order."""
         return tuple(rank for rank, where in enumerate(self.node_of) if where == node)
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class Topology:
 
     @property
     def closed(self) -> bool:
-        """Whether the communicators were freed; never true after `single`. Not collective."""
+        """Whether the communicators were freed; never true after `single`."""
         return self.comm is not None and not self.comm
 
     def __enter__(self) -> Topology:

@@ -13,7 +13,7 @@ __all__ = ["UnionClusterResolver", "UnionResolver"]
 
 @final
 class UnionResolver(ClusterResolver):
-    """The tasks of several resolvers together. Not collective.
+    """The tasks of several resolvers together.
 
     A job that several resolvers list is the first one's tasks followed by the next one's. Where one of them gives a
     sparse job, tasks keep their indices, and no later resolver may overwrite a task. Everything else (task, master,
@@ -58,7 +58,7 @@ class UnionResolver(ClusterResolver):
         self.environment = first.environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks of all resolvers. Not collective.
+        """Return the tasks of all resolvers.
 
         Raises:
             ClusterError: two resolvers give the same task of a sparse job.
@@ -68,13 +68,13 @@ class UnionResolver(ClusterResolver):
         return ClusterSpec({job: _merge(job, [spec[job] for spec in specs if job in spec]) for job in names})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return a task's address if its type and index are given, else the first resolver's master. Not collective."""
+        """Return a task's address if its type and index are given, else the first resolver's master."""
         if task_type is not None and task_id is not None:
             return task_url(self, task_type, task_id, rpc_layer)
         return self._resolvers[0].master(rpc_layer=self.rpc_layer if rpc_layer is None else rpc_layer)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return the first resolver's accelerators. Not collective."""
+        """Return the first resolver's accelerators."""
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
 

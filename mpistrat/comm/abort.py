@@ -52,7 +52,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 
 
 def end_job(text: str, code: int = 1, reason: str = "") -> None:
-    """Print a text on stderr and end every rank of the job. Not collective; does not return while MPI runs.
+    """Print a text on stderr and end every rank of the job. Does not return while MPI runs.
 
     Of ranks that end the job with one text at the same moment the lowest prints it, with the numbers of the others.
 
@@ -79,7 +79,7 @@ def end_job(text: str, code: int = 1, reason: str = "") -> None:
 
 
 def print_text(text: str) -> None:
-    """Print a text on stderr at once. Not collective."""
+    """Print a text on stderr at once."""
     try:
         sys.stderr.write(text if text.endswith("\n") else text + "\n")
         for stream in (sys.stdout, sys.stderr):
@@ -143,7 +143,7 @@ def _fold(error: traceback.TracebackException) -> bool:
 
 
 def exit_status() -> int:
-    """Return the status with which this process ends, as far as sys.exit has told; else 0. Not collective."""
+    """Return the status with which this process ends, as far as sys.exit has told; else 0."""
     return _exit_status or 0
 
 
@@ -173,7 +173,7 @@ def _let_exits_win() -> None:
 
 
 def install_under_launcher() -> None:
-    """As `install`, if a launcher has started this process as one of several. Not collective; `import mpistrat` calls it.
+    """As `install`, if a launcher has started this process as one of several. `import mpistrat` calls it.
 
     Before MPI has begun the others may already be waiting for this rank in it.
     """
@@ -186,7 +186,7 @@ def install_under_launcher() -> None:
 
 
 def install(rank: int, size: int) -> None:
-    """From now on an exception that nobody catches ends the job. Not collective; later calls do nothing.
+    """From now on an exception that nobody catches ends the job. Later calls do nothing.
 
     The main thread's and other threads' exceptions are printed as Python or an earlier hook prints them, under a line
     that tells the rank; the other ranks print the exception without its traceback; then the job ends with status 1 (130
@@ -202,7 +202,7 @@ def install(rank: int, size: int) -> None:
 
 
 def _hook() -> None:
-    """Stand in for what prints exceptions and for sys.exit. Not collective; again where the program has taken our place."""
+    """Stand in for what prints exceptions and for sys.exit. Again where the program has taken our place."""
     global _process
     first, _process = _process is None, os.getpid()
     if not isinstance(sys.excepthook, _Hook):
@@ -216,7 +216,7 @@ def _hook() -> None:
 
 
 def exit(status: Any = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status), as sys.exit, and note the status. Not collective.
+    """Exit the interpreter by raising SystemExit(status), as sys.exit, and note the status.
 
     It stands for sys.exit, since nothing that runs at the end of a program is told. It can be pickled, as that can.
     """

@@ -30,7 +30,7 @@ _CUDA_MANAGED = 13
 
 
 def import_cupy(function: str) -> ModuleType:
-    """Return CuPy. Not collective.
+    """Return CuPy.
 
     Raises:
         MissingDependencyError: with the command that installs it.
@@ -45,7 +45,7 @@ def import_cupy(function: str) -> ModuleType:
 
 
 def is_gpu(value: Any) -> bool:
-    """Return whether an array's memory lies on a GPU. Not collective.
+    """Return whether an array's memory lies on a GPU.
 
     Example:
         >>> is_gpu(np.zeros(3))
@@ -61,14 +61,14 @@ def is_gpu(value: Any) -> bool:
 
 
 def array_module(value: Any) -> ModuleType:
-    """Return the module that computes with a value: numpy, or cupy for what lies on a GPU. Not collective."""
+    """Return the module that computes with a value: numpy, or cupy for what lies on a GPU."""
     return import_cupy("array_module") if is_gpu(value) else np
 
 
 def as_array(value: Any, function: str = "as_array", argument: str = "value") -> Any:
     """Return a value as an array of NumPy, or of CuPy where its memory is on a GPU; without a copy where possible.
 
-    Not collective. Understands NumPy, CuPy, DLPack, the two array interfaces, `__array__` (Variables have it), Python
+    Understands NumPy, CuPy, DLPack, the two array interfaces, `__array__` (Variables have it), Python
     numbers and sequences of them. The result is in this machine's byte order.
 
     Raises:
@@ -100,7 +100,7 @@ def _no_array(value: Any, function: str, argument: str) -> str:
 
 
 def synchronize(value: Any) -> None:
-    """Wait until the GPU has written an array, which MPI does not do; nothing for NumPy. Not collective."""
+    """Wait until the GPU has written an array, which MPI does not do; nothing for NumPy."""
     if is_gpu(value):
         cupy = import_cupy("synchronize")
         with cupy.cuda.Device(value.device.id):
@@ -109,7 +109,7 @@ def synchronize(value: Any) -> None:
 
 @contextlib.contextmanager
 def on_device_of(value: Any) -> Iterator[None]:
-    """Make an array's GPU the current one for a `with` block; nothing for NumPy. Not collective."""
+    """Make an array's GPU the current one for a `with` block; nothing for NumPy."""
     if is_gpu(value):
         with import_cupy("on_device_of").cuda.Device(value.device.id):
             yield
@@ -120,7 +120,7 @@ def on_device_of(value: Any) -> Iterator[None]:
 def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
     """Return an uninitialised flat host array in pinned memory, which a GPU copies to and from at full speed.
 
-    Not collective. Not yet run on a GPU.
+    Not yet run on a GPU.
     """
     cupy = import_cupy("pinned_empty")
     memory = cupy.cuda.alloc_pinned_memory(max(1, size * dtype.itemsize))
@@ -128,7 +128,7 @@ def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
 
 
 def to_host(value: Any) -> np.ndarray:
-    """Return a value as a NumPy array; what lies on a GPU is copied through pinned memory. Not collective.
+    """Return a value as a NumPy array; what lies on a GPU is copied through pinned memory.
 
     Example:
         >>> to_host(3.5)

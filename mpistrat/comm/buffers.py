@@ -116,7 +116,7 @@ def all_reduce_gpu(comm: MPI.Intracomm, array: Any) -> None:
 
 @functools.lru_cache(maxsize=1)
 def cuda_aware() -> bool:
-    """Return whether the MPI library says that it takes GPU memory. Not collective.
+    """Return whether the MPI library says that it takes GPU memory.
 
     Asks `MPIX_Query_cuda_support`, which Open MPI and some MPICH builds have; a library that does not say is taken to
     have no support.

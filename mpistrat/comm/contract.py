@@ -47,7 +47,7 @@ _STAMP_BYTES = 100  # of them for what changes
 
 
 def describe(op: str, name: str = "", dtype: Any = None, shape: Any = None, detail: Hashable = ()) -> str:
-    """Return a collective in words, the same on every rank that means the same. Not collective.
+    """Return a collective in words, the same on every rank that means the same.
 
     Example:
         >>> describe("all_reduce", "w", np.float32, (4, 3))
@@ -66,7 +66,7 @@ def describe(op: str, name: str = "", dtype: Any = None, shape: Any = None, deta
 
 
 def fingerprint(text: str) -> int:
-    """Return 63 bits that stand for a text, the same in every process, never 0. Not collective."""
+    """Return 63 bits that stand for a text, the same in every process, never 0."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 or 1
 
 
@@ -134,7 +134,7 @@ class Call:
         return self._text[:600] + self._stamp
 
     def stamp(self, words: str) -> Call:
-        """Say what else the ranks must do alike this time, and return the call. Not collective; before it is entered.
+        """Say what else the ranks must do alike this time, and return the call. Before it is entered.
 
         For what changes from one call to the next: on a node it is compared each time, between nodes it makes no difference
         at once, but is found by the next comparison. At most 100 characters of ASCII.
@@ -199,7 +199,7 @@ class Comparison:
         self._since = 0
 
     def due(self, call: Call) -> bool:
-        """Note a call. Return whether to compare now: one `every` calls, and when a series changes. Not collective."""
+        """Note a call. Return whether to compare now: one `every` calls, and when a series changes."""
         self._rolling = (self._rolling * 0x100000001B3 + (call.tag ^ self._draws.mark)) & _MASK
         self._recent.append(call.text)
         self._since += 1
@@ -238,7 +238,7 @@ def _first_difference(calls: list[list[str]]) -> CollectiveMismatchError | None:
 
 
 def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
-    """Return the error that tells what each rank did, so many collectives ago. Not collective."""
+    """Return the error that tells what each rank did, so many collectives ago."""
     when = f" {ago} collective{'s' * (ago > 1)} ago" if ago else ""
     remedy = ". All ranks must make the same calls in the same order: look for one that depends on the rank"
     others = len({text.split(" ", 1)[0] for text in texts.values()}) > 1
@@ -247,7 +247,7 @@ def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
 
 
 def only_differences(texts: Mapping[int, str]) -> dict[int, str]:
-    """Return the texts without the parts, between commas, in which long ones are all alike. Not collective.
+    """Return the texts without the parts, between commas, in which long ones are all alike.
 
     Example:
         >>> numbers = ", ".join(f"number_{i}={i}" for i in range(9))

@@ -67,7 +67,7 @@ class DeviceCopy:
         self._lent: list[_Piece] = []
 
     def start(self, array: NDArray[Any]) -> Started:
-        """Begin to copy an array; it may be changed once this returns. Not collective.
+        """Begin to copy an array; it may be changed once this returns.
 
         What NumPy holds as objects (strings, rows of varying shape) stays where it is.
         """
@@ -115,7 +115,7 @@ class DeviceCopy:
         return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def finish(self, started: Started) -> Any:
-        """Make the current stream wait for a copy, and return the array on the GPU. Not collective."""
+        """Make the current stream wait for a copy, and return the array on the GPU."""
         if started.arrived is not None:
             cupy = import_cupy("DeviceCopy")
             with cupy.cuda.Device(self._index):
@@ -123,10 +123,7 @@ class DeviceCopy:
         return started.array
 
     def reclaim(self) -> None:
-        """Take back the memory of arrays that are gone; call it where the work that used them was begun.
-
-        Not collective.
-        """
+        """Take back the memory of arrays that are gone; call it where the work that used them was begun."""
         with self._lock:
             gone = [piece for piece in self._lent if piece.loan is None or piece.loan() is None]
             if not gone:

@@ -38,7 +38,7 @@ class Draws:
         self._places: list[str] = []
 
     def dataset(self, place: str) -> Callable[[int, int], None]:
-        """Return what is to be called with the epoch and step of each batch of a new dataset. Not collective; all ranks do.
+        """Return what is to be called with the epoch and step of each batch of a new dataset. All ranks do.
 
         Args:
             place: where the program made it.

@@ -26,13 +26,13 @@ _REDUCIBLE_KINDS = "iufc"
 
 
 def is_bfloat16(dtype: np.dtype) -> bool:
-    """Return whether a dtype is bfloat16, which NumPy knows only through ml_dtypes. Not collective."""
+    """Return whether a dtype is bfloat16, which NumPy knows only through ml_dtypes."""
     return dtype.kind == "V" and dtype.name == "bfloat16"
 
 
 @functools.cache
 def accumulation_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which values are summed: float32 for float16 and bfloat16, else the same. Not collective.
+    """Return the dtype in which values are summed: float32 for float16 and bfloat16, else the same.
 
     Example:
         >>> accumulation_dtype(np.dtype(np.float16)).name, accumulation_dtype(np.dtype(np.int8)).name
@@ -45,7 +45,7 @@ def accumulation_dtype(dtype: np.dtype) -> np.dtype:
 
 @functools.cache
 def mean_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of a mean: float64 for integers, else the same. Not collective.
+    """Return the dtype of a mean: float64 for integers, else the same.
 
     Example:
         >>> mean_dtype(np.dtype(np.uint8)).name
@@ -60,7 +60,7 @@ def _reducible(dtype: np.dtype) -> bool:
 
 
 def check_reducible(dtype: np.dtype, function: str, argument: str = "value") -> None:
-    """Do nothing if values of a dtype can be summed over ranks. Not collective.
+    """Do nothing if values of a dtype can be summed over ranks.
 
     Raises:
         TypeError: for bool, structured and every other dtype that is no number, with the remedy.
@@ -78,7 +78,7 @@ def check_reducible(dtype: np.dtype, function: str, argument: str = "value") -> 
 
 
 def check_movable(dtype: np.dtype, function: str, argument: str = "value") -> None:
-    """Do nothing if values of a dtype can be sent as bytes. Not collective.
+    """Do nothing if values of a dtype can be sent as bytes.
 
     Raises:
         TypeError: for structured dtypes and Python objects.
@@ -92,7 +92,7 @@ def check_movable(dtype: np.dtype, function: str, argument: str = "value") -> No
 
 @functools.cache
 def mpi_datatype(dtype: np.dtype) -> MPI.Datatype:
-    """Return the MPI datatype of a NumPy dtype; float16 and bfloat16 move as 16-bit integers. Not collective.
+    """Return the MPI datatype of a NumPy dtype; float16 and bfloat16 move as 16-bit integers.
 
     Sums of those two are formed in `accumulation_dtype`, never in this type.
 

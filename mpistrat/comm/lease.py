@@ -17,7 +17,7 @@ _NAP = (5e-5, 2e-3)  # seconds between two looks at the word, at first and at mo
 
 @final
 class Lease:
-    """A lease in one word of a window: taken, renewed and given back by compare-and-swap. Not collective.
+    """A lease in one word of a window: taken, renewed and given back by compare-and-swap.
 
     The word holds its owner and a number that grows with every change of the word. Who wants a lease that another rank
     holds watches the word: unchanged for `term` seconds, by the watcher's own clock, the lease has expired, and is taken
@@ -48,7 +48,7 @@ class Lease:
         self._seen, self._since = -1, 0.0  # the word as it was last, and since when it has been that
 
     def acquire(self, timeout: float = 0.0) -> bool:
-        """Take the lease if it is free or expires; wait `timeout` seconds for that. Not collective.
+        """Take the lease if it is free or expires; wait `timeout` seconds for that.
 
         What was seen counts in later calls, too: one that is called again and again notices an expiry, however short its
         `timeout` is.
@@ -67,11 +67,11 @@ class Lease:
             nap = min(2 * nap, _NAP[1])
 
     def renew(self) -> bool:
-        """Begin a new term; False if another rank has taken the lease, or this one never had it. Not collective."""
+        """Begin a new term; False if another rank has taken the lease, or this one never had it."""
         return self.token > 0 and self._swap(self.token * _OWNERS + self._tag, self._tag)
 
     def release(self) -> bool:
-        """Give the lease back; False if this rank did not hold it any more. Not collective."""
+        """Give the lease back; False if this rank did not hold it any more."""
         held = self.token > 0 and self._swap(self.token * _OWNERS + self._tag, 0)
         self.token = 0
         return held

@@ -27,7 +27,7 @@ _LOOKS = (0.2, 0.5, 1.0, 2.0, 5.0)  # seconds between looks after the end of a l
 
 
 def of_this_user(folder: Path = FOLDER) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield this user's files that an MPI made. Not collective."""
+    """Yield this user's files that an MPI made."""
     for pattern in PATTERNS:
         for path in sorted(folder.glob(pattern)):
             with contextlib.suppress(OSError):
@@ -37,7 +37,7 @@ def of_this_user(folder: Path = FOLDER) -> Iterator[tuple[Path, os.stat_result]]
 
 
 def mapped_by(maps: Path, folder: Path = FOLDER) -> set[str]:
-    """Return the files of the folder that are in a process's `/proc/PID/maps`. Not collective."""
+    """Return the files of the folder that are in a process's `/proc/PID/maps`."""
     try:
         lines = maps.read_text(errors="replace").splitlines()
     except OSError:
@@ -46,7 +46,7 @@ def mapped_by(maps: Path, folder: Path = FOLDER) -> set[str]:
 
 
 def unused(folder: Path = FOLDER, age: float = YOUNG) -> list[tuple[Path, int]]:
-    """Return this user's files that an MPI made and no living process has mapped or open, with their sizes. Not collective.
+    """Return this user's files that an MPI made and no living process has mapped or open, with their sizes.
 
     Args:
         folder: where to look.
@@ -59,12 +59,12 @@ def unused(folder: Path = FOLDER, age: float = YOUNG) -> list[tuple[Path, int]]:
 
 
 def remove_unused(folder: Path = FOLDER, age: float = YOUNG) -> list[tuple[Path, int]]:
-    """Remove what `unused` finds, and return it. Not collective."""
+    """Remove what `unused` finds, and return it."""
     return _remove(unused(folder, age))
 
 
 def remove_since(start: float, end: float, folder: Path = FOLDER) -> list[tuple[Path, int]]:
-    """Remove what ranks that have ended made between two times, and return it. Not collective.
+    """Remove what ranks that have ended made between two times, and return it.
 
     A file goes when two looks, half a second apart, find no living process of this user that uses it: another job, which
     began meanwhile, has mapped its files as soon as it has made them.
@@ -84,7 +84,7 @@ def remove_since(start: float, end: float, folder: Path = FOLDER) -> list[tuple[
 def remove_these(paths: Iterable[str], folder: Path = FOLDER) -> list[tuple[Path, int]]:
     """Remove files that an MPI made and ranks had mapped, where no living process of this user uses them, and return them.
 
-    Not collective. Waits half a second for ranks that are still ending.
+    Waits half a second for ranks that are still ending.
     """
     time.sleep(0.5)
     wanted = set(paths)

@@ -38,7 +38,7 @@ _DATATYPES = {
 
 
 def nccl_datatype_name(dtype: np.dtype) -> str | None:
-    """Return the name of NCCL's constant for a dtype; None where NCCL has none. Not collective.
+    """Return the name of NCCL's constant for a dtype; None where NCCL has none.
 
     Complex numbers travel as pairs of floats, which a sum allows.
 
@@ -55,7 +55,7 @@ def nccl_datatype_name(dtype: np.dtype) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def nccl_available() -> str:
-    """Return why NCCL cannot be used, or "" if it can. Not collective."""
+    """Return why NCCL cannot be used, or "" if it can."""
     try:
         import cupy
     except ImportError:
@@ -73,7 +73,7 @@ def nccl_available() -> str:
 
 
 def require_nccl(function: str) -> ModuleType:
-    """Return cupy.cuda.nccl. Not collective.
+    """Return cupy.cuda.nccl.
 
     Raises:
         MissingDependencyError: with what is missing and the remedy.

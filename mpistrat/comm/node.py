@@ -251,7 +251,7 @@ class Node:
         return 0 < flags[own] <= sequence or any(0 < flags[i + _WISH] <= sequence for i in self._others)
 
     def leave(self, status: int = 0) -> None:
-        """Tell the others, at the end of the program, that this rank will not come again. Not collective.
+        """Tell the others, at the end of the program, that this rank will not come again.
 
         Args:
             status: with which it exits, as far as it knows.
@@ -261,13 +261,13 @@ class Node:
             self._sync()
 
     def has_left(self, index: int) -> bool:
-        """Return whether a rank of the node, by its rank there, has left the program. Not collective."""
+        """Return whether a rank of the node, by its rank there, has left the program."""
         return self._window is not None and self._flags[index * _PAGE // 8 + _STATE] % _STATES == _LEFT
 
     # memory
 
     def sync(self) -> None:
-        """Keep this rank's loads and stores of shared memory before and after it apart. Not collective; any thread.
+        """Keep this rank's loads and stores of shared memory before and after it apart. Any thread.
 
         Who fills memory calls it before it stores the flag that says so; who has seen the flag, before it reads.
         """
@@ -275,7 +275,7 @@ class Node:
             self._sync()
 
     def staging(self) -> list[np.ndarray]:
-        """Return the staging room of every rank of the node that belongs to the next barrier. Not collective.
+        """Return the staging room of every rank of the node that belongs to the next barrier.
 
         Write `staging()[node.rank]` before `barrier()`, read the others after it, in the same list. The next barrier has
         other room, so one barrier is enough; two barriers later this room is used again.
@@ -328,7 +328,7 @@ class Node:
                 raise shared_memory.out_of_memory(what, rank, f"{shared_memory.mebibytes(left)} are free")
 
     def locate(self, array: np.ndarray) -> tuple[SharedBlock, int, int] | None:
-        """Return (block, rank of the node, byte offset) of an array that lies in a segment, else None. Not collective."""
+        """Return (block, rank of the node, byte offset) of an array that lies in a segment, else None."""
         address = array.__array_interface__["data"][0]
         at = bisect_right(self._starts, address) - 1
         if at < 0:

@@ -34,7 +34,7 @@ _line: socket.socket | None = None
 
 
 def start(topology: Topology) -> None:
-    """Start the process, on the first rank of each node, where none runs. Not collective; nobody waits for it yet."""
+    """Start the process, on the first rank of each node, where none runs. Nobody waits for it yet."""
     if topology.local_rank == 0 and not _name:
         listener = _listen()
         if listener is not None:
@@ -120,18 +120,18 @@ def _forget() -> None:
 
 
 def tell(words: str) -> None:
-    """Tell the process something. Not collective."""
+    """Tell the process something."""
     if _line is not None:
         with contextlib.suppress(OSError):
             _line.sendall(words.encode() + b"\n")
 
 
 def introduce(who: str) -> None:
-    """Say who this rank is, as the line about its death shall. Not collective."""
+    """Say who this rank is, as the line about its death shall."""
     tell(f"who {who}")
 
 
 def end() -> None:
-    """Say that this rank ends in order. Not collective."""
+    """Say that this rank ends in order."""
     tell("bye")
     _forget()

@@ -30,7 +30,7 @@ class Pack:
     dtype: np.dtype
 
     def pack(self, arrays: Sequence[Any]) -> Any:
-        """Return the flat array of this pack's members; one contiguous member alone is not copied. Not collective.
+        """Return the flat array of this pack's members; one contiguous member alone is not copied.
 
         Args:
             arrays: all planned arrays.
@@ -40,7 +40,7 @@ class Pack:
         return parts[0] if len(parts) == 1 else xp.concatenate(parts)
 
     def unpack(self, flat: Any) -> list[Any]:
-        """Return views of a flat array in the members' shapes. Not collective.
+        """Return views of a flat array in the members' shapes.
 
         Args:
             flat: as `pack` makes it, of any dtype.
@@ -54,7 +54,7 @@ class Pack:
 
 
 def plan_packs(arrays: Sequence[Any], bytes_per_pack: int | None = 0) -> list[Pack]:
-    """Return packs of arrays of equal dtype, in order, each of at most so many bytes. Not collective.
+    """Return packs of arrays of equal dtype, in order, each of at most so many bytes.
 
     Dtypes are in the order of their first array. An array larger than a pack is one by itself.
 
@@ -89,7 +89,7 @@ def _cut(members: list[int], sizes: list[int], limit: int) -> list[list[int]]:
 
 
 def pack_sizes(total: int, num_packs: int) -> list[int]:
-    """Return the lengths of the pieces that a flat array is cut into; the last takes the remainder. Not collective.
+    """Return the lengths of the pieces that a flat array is cut into; the last takes the remainder.
 
     Example:
         >>> pack_sizes(10, 3)

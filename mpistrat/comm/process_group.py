@@ -37,7 +37,7 @@ class Attachment(Protocol):
         """Free what it has. Collective over the group; `ProcessGroup.close` calls it first."""
 
     def leave(self) -> Callable[[], None] | None:
-        """Let go of the others, at the end of the program or where they cannot be reached. Not collective.
+        """Let go of the others, at the end of the program or where they cannot be reached.
 
         What it returns is called as the last thing before MPI ends: it may wait until all others have left, too.
         """
@@ -123,7 +123,7 @@ class ProcessGroup:
 
     @classmethod
     def single(cls) -> ProcessGroup:
-        """Return the group of this process alone, without MPI: its collectives do nothing. Not collective."""
+        """Return the group of this process alone, without MPI: its collectives do nothing."""
         return cls(Topology.single(), Environment())
 
     def collective(
@@ -174,7 +174,7 @@ class ProcessGroup:
         return call
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """Return a context in which the watchdog makes no MPI calls, for the time that NCCL is in flight. Not collective."""
+        """Return a context in which the watchdog makes no MPI calls, for the time that NCCL is in flight."""
         return Watchdog.instance.lock if Watchdog.instance is not None else contextlib.nullcontext()
 
     @functools.cached_property
@@ -229,7 +229,7 @@ class ProcessGroup:
                 self._comm.Barrier()
 
     def attach(self, attachment: Attachment) -> None:
-        """Have something closed before the group is, the last one first. Not collective; do it on every rank alike."""
+        """Have something closed before the group is, the last one first. Do it on every rank alike."""
         self._attached.append(attachment)
 
     def close(self) -> None:
@@ -261,13 +261,13 @@ class ProcessGroup:
             self._private.Free()
 
     def has_left(self, rank: int) -> bool:
-        """Return whether a rank has left the program, as far as this one has heard. Not collective."""
+        """Return whether a rank has left the program, as far as this one has heard."""
         if rank in self.node.ranks:
             return self.node.has_left(self.node.ranks.index(rank))
         return rank in self.watch.left
 
     def leave(self) -> None:
-        """Tell the others, at the end of the program, that this rank takes part in nothing any more. Not collective."""
+        """Tell the others, at the end of the program, that this rank takes part in nothing any more."""
         if self.closed or self._private is None:
             return
         for attachment in reversed(self._attached):

@@ -53,11 +53,11 @@ class SharedBlock:
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` was called. Not collective."""
+        """Whether `close()` was called."""
         return not self.segments
 
     def populate(self, index: int, low: int, high: int) -> bool:
-        """Make the system find memory for bytes [low, high) of a segment. Not collective.
+        """Make the system find memory for bytes [low, high) of a segment.
 
         Returns False where there is none left; bytes that are there keep their value. Where the system cannot say
         (Linux before 5.14), the answer is whether the free space would do.
@@ -89,7 +89,7 @@ class SharedBlock:
 
 
 def allocate_private(nbytes: int, what: str) -> SharedBlock:
-    """Return plain zeroed memory in the form of a block of one segment. Not collective."""
+    """Return plain zeroed memory in the form of a block of one segment."""
     return SharedBlock([np.zeros(nbytes, np.uint8)], what)
 
 
@@ -171,7 +171,7 @@ def check_space(world: Any, leader: bool, nbytes: int, what: str) -> None:
 
 
 def out_of_memory(what: str, rank: int, numbers: str) -> SharedMemoryError:
-    """Return the error about a node whose shared memory is too small. Not collective."""
+    """Return the error about a node whose shared memory is too small."""
     return SharedMemoryError(
         f"the shared memory of the node of rank {rank} is too small for {what}: {numbers} in {SHARED_FOLDER}. Enlarge it: "
         f"{ENLARGE}"
@@ -179,12 +179,12 @@ def out_of_memory(what: str, rank: int, numbers: str) -> SharedMemoryError:
 
 
 def mebibytes(nbytes: int) -> str:
-    """Return a size in words. Not collective."""
+    """Return a size in words."""
     return f"{nbytes / 2**20:.1f} MiB"
 
 
 def free_space() -> int | None:
-    """Return the bytes that shared memory has left on this node, None where nobody can tell. Not collective."""
+    """Return the bytes that shared memory has left on this node, None where nobody can tell."""
     try:
         found = os.statvfs(SHARED_FOLDER)
     except OSError:

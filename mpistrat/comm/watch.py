@@ -23,7 +23,7 @@ ALL = "all ranks must call it"
 
 
 def user_place(thread: int) -> str:
-    """Return `file:line` of where the user's own code is in a thread. Not collective.
+    """Return `file:line` of where the user's own code is in a thread.
 
     That is the innermost line outside this package, the standard library and installed packages.
     """
@@ -84,16 +84,16 @@ class Watch:
         self.watched = False
 
     def refuse(self, text: str) -> None:
-        """Raise the error that stands in the way of a collective. Not collective."""
+        """Raise the error that stands in the way of a collective."""
         if self.refusal is not None:
             raise type(self.refusal)(f"{text}: {self.refusal}")
 
     def departed(self) -> int | None:
-        """Return a rank of another node that left before the collective this rank is in, or None. Not collective."""
+        """Return a rank of another node that left before the collective this rank is in, or None."""
         return next((rank for rank, (last, _) in self.left.items() if self.number > last), None)
 
     def where(self, ranks: Iterable[int]) -> str:
-        """Return, as lines to append to an error, where some ranks and this one are. Not collective; takes a second."""
+        """Return, as lines to append to an error, where some ranks and this one are. Takes a second."""
         ranks = tuple(ranks)
         start = monotonic()
         if self.watched:
@@ -109,7 +109,7 @@ class Watch:
         return lines(texts)
 
     def answer(self) -> Answer:
-        """Return where this rank is. Not collective."""
+        """Return where this rank is."""
         now, place, at = monotonic(), self.place, user_place(self.thread)
         raw = self.raw
         if place is None and raw is not None:
@@ -122,5 +122,5 @@ class Watch:
 
 
 def lines(texts: dict[int, str]) -> str:
-    """Return one line for each rank, each after a line break. Not collective."""
+    """Return one line for each rank, each after a line break."""
     return "".join(f"\n  rank {rank} {texts[rank]}" for rank in sorted(texts))

@@ -303,7 +303,7 @@ class Watchdog:
 
     @classmethod
     def add(cls, watch: Watch, comm: Any) -> None:
-        """Watch over a group. Not collective.
+        """Watch over a group.
 
         Args:
             watch: what this rank is doing in it.
@@ -345,7 +345,7 @@ class Watchdog:
 
     @classmethod
     def tell_left(cls, watch: Watch, ranks: Iterable[int]) -> None:
-        """Tell ranks of other nodes that this one leaves the program. Not collective; call it after `stop`."""
+        """Tell ranks of other nodes that this one leaves the program. Call it after `stop`."""
         if cls.instance is None:
             return
         for patrol in cls.instance._patrols:
@@ -355,7 +355,7 @@ class Watchdog:
 
     @classmethod
     def tell_end(cls, text: str, reason: str) -> str | None:
-        """Make the other ranks print why this one ends the job. Not collective; takes a second at most.
+        """Make the other ranks print why this one ends the job. Takes a second at most.
 
         Returns:
             Who else prints this text, in words to print behind it; None if this rank shall not print it, for another one does.
@@ -372,7 +372,7 @@ class Watchdog:
 
     @classmethod
     def stop(cls) -> None:
-        """End the thread, before MPI ends. Not collective."""
+        """End the thread, before MPI ends."""
         if cls.instance is not None:
             cls.instance._stop.set()
             cls.instance._thread.join(5)

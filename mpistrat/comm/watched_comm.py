@@ -25,7 +25,7 @@ _BLOCKING = [
 
 
 def watched(comm: Any, watch: Watch) -> Any:
-    """Return the same communicator, as an Intracomm whose blocking calls are noted in `watch`. Not collective."""
+    """Return the same communicator, as an Intracomm whose blocking calls are noted in `watch`."""
     own = _watched_class()(comm)
     own.watch = watch
     return own

@@ -57,11 +57,11 @@ class Window(ABC):
 
     @abstractmethod
     def get(self, rank: int, offset: int, out: np.ndarray) -> None:
-        """Copy bytes of a rank's segment into `out`, flat and contiguous bytes. Not collective."""
+        """Copy bytes of a rank's segment into `out`, flat and contiguous bytes."""
 
     @abstractmethod
     def get_rows(self, rank: int, offset: int, rows: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows of a table in a rank's segment into `out`. Not collective.
+        """Copy rows of a table in a rank's segment into `out`.
 
         Args:
             rank: whose segment.
@@ -72,32 +72,32 @@ class Window(ABC):
 
     @abstractmethod
     def put(self, rank: int, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
-        """Copy flat, contiguous bytes to offsets of a rank's segment. Not collective."""
+        """Copy flat, contiguous bytes to offsets of a rank's segment."""
 
     @abstractmethod
     def get_word(self, rank: int, offset: int) -> int:
-        """Return a word of a rank's segment. Not collective."""
+        """Return a word of a rank's segment."""
 
     @abstractmethod
     def put_word(self, rank: int, offset: int, value: int) -> None:
-        """Write a word of a rank's segment, whole. Not collective."""
+        """Write a word of a rank's segment, whole."""
 
     def fetch_and_add(self, rank: int, offset: int, value: int) -> int:
-        """Add to a word of a rank's segment, atomically, and return what it was. Not collective."""
+        """Add to a word of a rank's segment, atomically, and return what it was."""
         self._operand[0] = value
         self._window.Fetch_and_op(self._operand, self._result, rank, offset, self._sum)
         self._window.Flush(rank)
         return int(self._result[0])
 
     def compare_and_swap(self, rank: int, offset: int, expected: int, value: int) -> int:
-        """Write a word of a rank's segment if it is `expected`, atomically; return what it was. Not collective."""
+        """Write a word of a rank's segment if it is `expected`, atomically; return what it was."""
         self._operand[0], self._compare[0] = value, expected
         self._window.Compare_and_swap(self._operand, self._compare, self._result, rank, offset)
         self._window.Flush(rank)
         return int(self._result[0])
 
     def populate(self, low: int, high: int, index: int | None = None) -> bool:
-        """Make the system find memory for bytes [low, high) of a segment; False where it cannot. Not collective.
+        """Make the system find memory for bytes [low, high) of a segment; False where it cannot.
 
         Args:
             low, high: the range.
@@ -123,7 +123,7 @@ class Window(ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` was called. Not collective."""
+        """Whether `close()` was called."""
         return self._block.closed
 
     @abstractmethod
@@ -260,7 +260,7 @@ class RemoteWindow(Window):
 
 
 def words_of(segment: np.ndarray) -> memoryview:
-    """Return bytes as words, those left over at the end not counted. Not collective."""
+    """Return bytes as words, those left over at the end not counted."""
     memory: Any = segment[: segment.nbytes // WORD * WORD] if segment.nbytes else b""
     return memoryview(memory).cast("q")
 

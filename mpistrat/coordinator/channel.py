@@ -62,7 +62,7 @@ class _Incoming:
 
 @final
 class Channel:
-    """Sends and receives messages. Not collective; from one thread at a time.
+    """Sends and receives messages. From one thread at a time.
 
     Args:
         comm: a communicator on which nothing else is sent.
@@ -77,7 +77,7 @@ class Channel:
         self._given_up: list[tuple[int, Any, Any]] = []
 
     def send(self, rank: int, kind: int, number: int = 0, extra: int = 0, payload: bytes = b"") -> None:
-        """Begin to send a message; `poll` goes on with it. Not collective."""
+        """Begin to send a message; `poll` goes on with it."""
         self._post(rank, _HEAD.pack(kind, number, extra, len(payload)) + payload[:FIRST])
         view = memoryview(payload)
         for low in range(FIRST, len(payload), CHUNK):
@@ -89,7 +89,7 @@ class Channel:
             self._sending.append((rank, request, piece))
 
     def poll(self) -> list[Message]:
-        """Return the messages that have arrived, those of each rank in order. Not collective."""
+        """Return the messages that have arrived, those of each rank in order."""
         if self._sending:
             self._sending = [one for one in self._sending if not one[1].Test()]
         self._comm.Iprobe(self._any, _TAG)  # what this call takes from the network the next one finds
@@ -106,11 +106,11 @@ class Channel:
         return messages
 
     def sending(self) -> bool:
-        """Return whether anything is not sent yet. Not collective."""
+        """Return whether anything is not sent yet."""
         return bool(self._sending)
 
     def give_up(self, rank: int) -> None:
-        """Wait no more for what is being sent to a rank that left. Not collective."""
+        """Wait no more for what is being sent to a rank that left."""
         self._given_up += [one for one in self._sending if one[0] == rank]
         self._sending = [one for one in self._sending if one[0] != rank]
         self._incoming.pop(rank, None)

@@ -38,7 +38,7 @@ class RemoteValue:
         self._callbacks: list[Callable[[RemoteValue], None]] = []
 
     def get(self, timeout: float | None = None) -> Any:
-        """Return the value, after waiting for it. Not collective; on the chief.
+        """Return the value, after waiting for it. For the chief.
 
         Args:
             timeout: seconds to wait at most; default without limit.
@@ -51,7 +51,7 @@ class RemoteValue:
         return self._coordinator.wait_for(self, timeout)
 
     def fetch(self) -> Any:
-        """Return the value, after waiting for it. Not collective; on the chief. The same as `get()`."""
+        """Return the value, after waiting for it. For the chief. The same as `get()`."""
         return self.get()
 
     def __repr__(self) -> str:

@@ -87,13 +87,13 @@ class Cluster:
 
     @property
     def closed(self) -> bool:
-        """Whether its communicator was freed. Not collective."""
+        """Whether its communicator was freed."""
         return self._comm is None
 
     # on the chief
 
     def open(self, coordinator: Any, queue_size: int) -> None:
-        """Let a coordinator use the cluster. Not collective; on every rank that makes one."""
+        """Let a coordinator use the cluster. On every rank that makes one."""
         self.home.coordinator = coordinator
         if self.dispatcher is not None:
             self.dispatcher.queue_size = queue_size
@@ -113,7 +113,7 @@ class Cluster:
             self.free()
 
     def end_coordinator(self) -> None:
-        """Let those go on that have programs of their own. Not collective; on the chief."""
+        """Let those go on that have programs of their own. For the chief."""
         if self.dispatcher is not None:
             self.dispatcher.cancel("the coordinator was closed")
             self.dispatcher.end(rank for rank in self._others if rank not in self._followers)
@@ -121,7 +121,7 @@ class Cluster:
                 self.dispatcher.stop()
 
     def announce(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Have those that serve take part in what this rank is about to do with all ranks. Not collective.
+        """Have those that serve take part in what this rank is about to do with all ranks.
 
         Args:
             name: "variable", "optimizer", "close", or a method of the strategy that all ranks call; or "step", of this rank
@@ -149,12 +149,12 @@ class Cluster:
             self.dispatcher.order(dumps(order_of(name, args, kwargs), self.home.reduce_order))
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make a function find what the chief wrote before, and the optimizers that it uses. Not collective."""
+        """Make a function find what the chief wrote before, and the optimizers that it uses."""
         self._flush()
         self._announce_optimizers(optimizers)
 
     def _announce_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have those that serve make the optimizers that a function uses, with the numbers of now. Not collective."""
+        """Have those that serve make the optimizers that a function uses, with the numbers of now."""
         for optimizer in optimizers:
             if self.home.note_optimizer(optimizer):
                 self.announce("optimizer", optimizer)
@@ -188,7 +188,7 @@ class Cluster:
         self.free()
 
     def leave(self) -> Callable[[], None] | None:
-        """Let the others go, at the end of the program. Not collective; the group calls it."""
+        """Let the others go, at the end of the program. The group calls it."""
         if self.dispatcher is not None and self._comm is not None:
             self.dispatcher.leave()
         return None
@@ -222,7 +222,7 @@ def _roles(strategy: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def check_workers(strategy: Strategy) -> None:
-    """Do nothing if functions can be scheduled with a strategy. Not collective.
+    """Do nothing if functions can be scheduled with a strategy.
 
     Raises:
         LayoutError: there is no worker beside the chief.

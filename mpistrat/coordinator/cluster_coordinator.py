@@ -99,7 +99,7 @@ class ClusterCoordinator:
         worker: int | None = None,
         priority: float = 0,
     ) -> RemoteValue:
-        """Have a worker call a function, and return at once, or when the queue has room. Not collective; on the chief.
+        """Have a worker call a function, and return at once, or when the queue has room. For the chief.
 
         Args:
             fn: the function. A function of the main program travels by value, one of a module by its name.
@@ -125,7 +125,7 @@ class ClusterCoordinator:
         return self._submit(dispatcher, "schedule", fn, args, kwargs, worker=worker, priority=priority)
 
     def join(self) -> None:
-        """Wait until all scheduled functions have run. Not collective; on the chief.
+        """Wait until all scheduled functions have run. For the chief.
 
         Raises:
             Exception: what the first function that failed raised, once, after those that run at the moment have ended. Those
@@ -134,11 +134,11 @@ class ClusterCoordinator:
         self._dispatcher("join").join()
 
     def done(self) -> bool:
-        """Return whether all scheduled functions have run. Not collective; on the chief."""
+        """Return whether all scheduled functions have run. For the chief."""
         return self._dispatcher("done").done()
 
     def fetch(self, values: Any) -> Any:
-        """Return a structure with the values of the RemoteValues in it. Not collective; on the chief.
+        """Return a structure with the values of the RemoteValues in it. For the chief.
 
         A PerWorkerValues becomes a tuple of the values of the workers that have not left; everything else is returned as it is.
 
@@ -150,7 +150,7 @@ class ClusterCoordinator:
         return nest.map_structure(_answered, asked)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
-        """Return a dataset of its own on each worker. Not collective; on the chief.
+        """Return a dataset of its own on each worker. For the chief.
 
         Args:
             dataset_fn: makes the dataset, or anything that can be iterated over, on each worker; there
@@ -169,11 +169,11 @@ class ClusterCoordinator:
         return self._make_on_workers(_same, (dataset_fn,), "create_per_worker_dataset")
 
     def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
-        """Return what a function makes on each worker, and which stays there. Not collective; on the chief."""
+        """Return what a function makes on each worker, and which stays there. For the chief."""
         return self._make_on_workers(fn, (), "create_per_worker_resource")
 
     def executor(self) -> CoordinatorExecutor:
-        """Return a concurrent.futures.Executor that runs functions on the workers. Not collective; on the chief.
+        """Return a concurrent.futures.Executor that runs functions on the workers. For the chief.
 
         Raises:
             ContextError: MPI was started without THREAD_MULTIPLE.
@@ -193,7 +193,7 @@ class ClusterCoordinator:
     # what the others do, and the end
 
     def serve(self) -> None:
-        """Run what the chief schedules, until it closes the coordinator. Not collective by itself; not on the chief.
+        """Run what the chief schedules, until it closes the coordinator. Not for the chief.
 
         A function that raises does not end it: the chief gets the exception. On a server it only waits.
 
@@ -310,7 +310,7 @@ class ClusterCoordinator:
         )
 
     def wait_for(self, value: RemoteValue, timeout: float | None) -> Any:
-        """Return a value: `RemoteValue.get` ends here. Not collective."""
+        """Return a value: `RemoteValue.get` ends here."""
         dispatcher = self._cluster.dispatcher
         if dispatcher is None:
             raise ContextError(explain("RemoteValue.get", "", expected="a call on the chief", got="one elsewhere"))

@@ -55,7 +55,7 @@ class _Worker:
 
 @final
 class Dispatcher:
-    """Carries closures to workers and values back. Not collective; on the chief.
+    """Carries closures to workers and values back. For the chief.
 
     Any thread may drive it: those that wait for something do, and where MPI allows it a thread of its own does while
     the program computes.
@@ -115,7 +115,7 @@ class Dispatcher:
         start: Callable[[], bool] | None = None,
         callback: Callable[[RemoteValue], None] | None = None,
     ) -> RemoteValue:
-        """Put a function into the queue and return its value; wait while the queue is full. Not collective.
+        """Put a function into the queue and return its value; wait while the queue is full.
 
         Args: see `Closure`; the value belongs to `coordinator`, and `callback` gets it once it is there, or aborted.
 
@@ -143,11 +143,11 @@ class Dispatcher:
         return value
 
     def alive(self) -> list[int]:
-        """Return the indices of the workers that have not left. Not collective."""
+        """Return the indices of the workers that have not left."""
         return [worker.index for worker in self._alive.values()]
 
     def join(self) -> None:
-        """Wait until every closure has run. Not collective.
+        """Wait until every closure has run.
 
         Raises:
             What the first closure that failed raised, once.
@@ -156,12 +156,12 @@ class Dispatcher:
         self.raise_error()
 
     def done(self) -> bool:
-        """Return whether every closure has run. Not collective."""
+        """Return whether every closure has run."""
         self.progress()
         return not self._pending
 
     def raise_error(self) -> None:
-        """Raise what a closure raised, once, after those that run have ended. Not collective."""
+        """Raise what a closure raised, once, after those that run have ended."""
         if self._error is None:
             return
         self.drive(lambda: not self._running())
@@ -171,7 +171,7 @@ class Dispatcher:
             raise error
 
     def wait_for(self, value: RemoteValue, timeout: float | None = None) -> Any:
-        """Return a value: `RemoteValue.get`. Not collective."""
+        """Return a value: `RemoteValue.get`."""
         if not self.drive(lambda: value.status is not RemoteValueStatus.NOT_READY, timeout):
             raise TimeoutError(f"RemoteValue.get: not ready after {timeout:g} s")
         if value._error is not None:
@@ -181,7 +181,7 @@ class Dispatcher:
         return value._value
 
     def order(self, data: bytes) -> None:
-        """Have those that serve do something that is collective, which the chief then does. Not collective.
+        """Have those that serve do something that is collective, which the chief then does.
 
         Closures that run are waited for; those in the queue come after it.
         """
@@ -189,13 +189,13 @@ class Dispatcher:
             self._tell(self.listeners, Kind.ORDER, 0, data)
 
     def cancel(self, why: str) -> None:
-        """Cancel what waits. Not collective."""
+        """Cancel what waits."""
         with self.lock:
             self._cancel(ClosureCancelledError(why), everything=True)
             self._error = None
 
     def end(self, ranks: Iterable[int]) -> None:
-        """Let ranks that serve go on, once nothing runs any more. Not collective.
+        """Let ranks that serve go on, once nothing runs any more.
 
         Each says goodbye: then nothing of it is on its way, and the communicator may be freed.
 
@@ -214,12 +214,12 @@ class Dispatcher:
                 )
 
     def leave(self) -> None:
-        """Let the others go, at the end of the program. Not collective; waits for nobody."""
+        """Let the others go, at the end of the program. Waits for nobody."""
         self.stop()
         self._tell(self.listeners, Kind.END, 1)
 
     def stop(self) -> None:
-        """End the thread. Not collective."""
+        """End the thread."""
         self._stopping = True
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -246,7 +246,7 @@ class Dispatcher:
     # driving
 
     def drive(self, until: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Carry on until something holds; return whether it does. Not collective."""
+        """Carry on until something holds; return whether it does."""
         deadline = None if timeout is None else monotonic() + timeout
         backoff = Backoff()
         while not until():
@@ -259,7 +259,7 @@ class Dispatcher:
         return True
 
     def progress(self) -> bool:
-        """Take what has come and send what can be sent; return whether anything happened. Not collective."""
+        """Take what has come and send what can be sent; return whether anything happened."""
         with self.lock:
             moved = self._receive()
             now = monotonic()

@@ -36,7 +36,7 @@ class CoordinatorExecutor(Executor):
         self._futures: set[Future[Any]] = set()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Return the future of a function that a worker calls. Not collective; waits while the queue is full.
+        """Return the future of a function that a worker calls. Waits while the queue is full.
 
         Raises:
             RuntimeError: after `shutdown`.
@@ -68,7 +68,7 @@ class CoordinatorExecutor(Executor):
     def map(
         self, fn: Callable[..., T], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
     ) -> Iterator[T]:
-        """Return an iterator over a function's results, in the order of its arguments. Not collective.
+        """Return an iterator over a function's results, in the order of its arguments.
 
         Args:
             fn: called with one element of each iterable.
@@ -89,7 +89,7 @@ class CoordinatorExecutor(Executor):
         return itertools.chain.from_iterable(super().map(partial(_call_all, fn), chunks, timeout=timeout))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more functions. Not collective. The coordinator goes on.
+        """Take no more functions. The coordinator goes on.
 
         Args:
             wait: whether to wait for those that were submitted.

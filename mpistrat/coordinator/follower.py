@@ -26,7 +26,7 @@ _running: Follower | None = None
 
 
 def get_current_worker_index() -> int:
-    """Return the index of the worker that runs this scheduled function. Not collective.
+    """Return the index of the worker that runs this scheduled function.
 
     Raises:
         ContextError: outside a scheduled function.
@@ -39,7 +39,7 @@ def get_current_worker_index() -> int:
 
 @final
 class Follower:
-    """A worker or a server that serves the chief. Not collective.
+    """A worker or a server that serves the chief.
 
     While a function runs long, a thread gives the calls that came behind it back to the chief, which may have another
     worker run them. Whoever takes a call out of the inbox, under the lock, has it: it is run or given back, never both.
@@ -77,7 +77,7 @@ class Follower:
         self._busy = False  # one runs
 
     def serve(self, meanwhile: Callable[[], bool] | None = None) -> bool:
-        """Do what the chief says until it closes. Not collective by itself.
+        """Do what the chief says until it closes.
 
         Args:
             meanwhile: called again and again while there is nothing to do; returns whether it did anything.

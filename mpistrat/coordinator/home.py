@@ -23,7 +23,7 @@ __all__ = ["Home"]
 
 @final
 class Home:
-    """Makes tokens, and finds what they stand for. Not collective.
+    """Makes tokens, and finds what they stand for.
 
     Args:
         strategy: whose things they are.
@@ -47,7 +47,7 @@ class Home:
     # on the sender
 
     def reduce(self, thing: Any) -> Reduced | None:
-        """Return the token of something that every rank has, or None. Not collective.
+        """Return the token of something that every rank has, or None.
 
         Raises:
             TypeError: it belongs to another strategy or coordinator.
@@ -74,7 +74,7 @@ class Home:
         return None
 
     def reduce_with(self, inputs: dict[int, RemoteValue]) -> Reducer:
-        """Return what makes tokens, of RemoteValues too, and notes these. Not collective."""
+        """Return what makes tokens, of RemoteValues too, and notes these."""
 
         def reduce(thing: Any) -> Reduced | None:
             if not isinstance(thing, RemoteValue):
@@ -86,22 +86,22 @@ class Home:
         return reduce
 
     def reduce_result(self, thing: Any) -> Reduced | None:
-        """Return what is sent to the chief in the place of something: of a variable its value. Not collective."""
+        """Return what is sent to the chief in the place of something: of a variable its value."""
         return plain(thing.numpy()) if isinstance(thing, (Variable, ShardedVariable)) else self.reduce(thing)
 
     def reduce_order(self, thing: Any) -> Reduced | None:
-        """Return a token, but of no optimizer: an order makes it. Not collective."""
+        """Return a token, but of no optimizer: an order makes it."""
         return None if isinstance(thing, Optimizer) else self.reduce(thing)
 
     def note_optimizer(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer is new, or has other numbers than the last time. Not collective."""
+        """Return whether an optimizer is new, or has other numbers than the last time."""
         what = optimizer.describe()
         new = self._noted.get(optimizer.ordinal) != what
         self._noted[optimizer.ordinal] = what
         return new
 
     def note_optimizers(self) -> None:
-        """Note all that this program has made. Not collective."""
+        """Note all that this program has made."""
         for optimizer in optimizers.known():
             self.note_optimizer(optimizer)
 
@@ -112,7 +112,7 @@ class Home:
     # on the receiver
 
     def resolve(self, kind: str, key: int) -> Any:
-        """Return what a token stands for here. Not collective."""
+        """Return what a token stands for here."""
         if kind == "remote":
             return loads(self._inputs[key], self.resolve)
         if kind == "variable":
@@ -146,7 +146,7 @@ class Home:
 
     @contextlib.contextmanager
     def with_inputs(self, inputs: Mapping[int, memoryview]) -> Iterator[None]:
-        """While the context lasts these are the values of other functions. Not collective."""
+        """While the context lasts these are the values of other functions."""
         self._inputs = inputs
         try:
             yield

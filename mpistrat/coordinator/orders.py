@@ -25,7 +25,7 @@ _OWN = {*optimizers.OWN, "slot_names", "name"}
 
 
 def order_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
-    """Return the order that has others take part in what a strategy announces. Not collective.
+    """Return the order that has others take part in what a strategy announces.
 
     Raises:
         What the call itself will raise, where it would do so before it meets the others.

@@ -27,7 +27,7 @@ _resolver: ContextVar[Resolver | None] = ContextVar("mpistrat_tokens", default=N
 
 
 def load_cloudpickle() -> Any:
-    """Return the module cloudpickle. Not collective.
+    """Return the module cloudpickle.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -63,17 +63,17 @@ def _pickler() -> Any:
 
 
 def token(kind: str, key: int) -> Reduced:
-    """Return what a reducer returns for something that the other rank has itself. Not collective."""
+    """Return what a reducer returns for something that the other rank has itself."""
     return _resolve, (kind, key)
 
 
 def plain(value: Any) -> Reduced:
-    """Return what a reducer returns to have a value sent in the place of something. Not collective."""
+    """Return what a reducer returns to have a value sent in the place of something."""
     return _same, (value,)
 
 
 def dumps(value: Any, reduce: Reducer, what: str = "") -> bytes:
-    """Return a value as bytes. Not collective.
+    """Return a value as bytes.
 
     Args:
         value: nearly anything.
@@ -101,7 +101,7 @@ def dumps(value: Any, reduce: Reducer, what: str = "") -> bytes:
 
 
 def loads(data: bytes | memoryview, resolver: Resolver) -> Any:
-    """Return the value of bytes that `dumps` made, on a rank of the same job. Not collective.
+    """Return the value of bytes that `dumps` made, on a rank of the same job.
 
     Args:
         data: the bytes.

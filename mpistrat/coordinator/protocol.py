@@ -42,7 +42,7 @@ _WORD: Final = 8
 
 
 def pack_call(inputs: Sequence[tuple[int, bytes]], data: bytes) -> bytes:
-    """Return the payload of a call. Not collective.
+    """Return the payload of a call.
 
     Args:
         inputs: the number and the bytes of each value that the function needs.
@@ -60,7 +60,7 @@ def pack_call(inputs: Sequence[tuple[int, bytes]], data: bytes) -> bytes:
 
 
 def unpack_call(payload: bytes) -> tuple[dict[int, memoryview], memoryview]:
-    """Return what `pack_call` was given. Not collective."""
+    """Return what `pack_call` was given."""
     view = memoryview(payload)
     count = int(np.frombuffer(payload, np.int64, 1)[0])
     table = np.frombuffer(payload, np.int64, 2 * count, _WORD).tolist()

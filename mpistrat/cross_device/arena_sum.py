@@ -23,7 +23,6 @@ class ArenaSum:
     """Sums flat arrays of all replicas of a node, slice by slice, over all nodes; owns the scratch memory."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        """Not collective."""
         self._group = group
         self._scratch: dict[np.dtype, np.ndarray] = {}
 

@@ -44,7 +44,7 @@ class Arithmetic:
 
 @functools.lru_cache(maxsize=256)
 def arithmetic(reduce_op: ReduceOp, dtype: np.dtype, num_replicas: int) -> Arithmetic:
-    """Return how values of a dtype are reduced. Not collective.
+    """Return how values of a dtype are reduced.
 
     Raises:
         TypeError: values of the dtype cannot be reduced: bool and what is no number; complex ones by SUM and MEAN only.
@@ -66,12 +66,12 @@ def arithmetic(reduce_op: ReduceOp, dtype: np.dtype, num_replicas: int) -> Arith
 
 
 def flatten_all(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the values as flat contiguous arrays; only what is not contiguous is copied. Not collective."""
+    """Return the values as flat contiguous arrays; only what is not contiguous is copied."""
     return [v.reshape(-1) if v.flags.c_contiguous else np.ascontiguousarray(v).reshape(-1) for v in values]
 
 
 def combine(ufunc: np.ufunc, parts: Sequence[Any], out: Any) -> None:
-    """Write what the parts become, from the first to the last, in the dtype of `out`. Not collective."""
+    """Write what the parts become, from the first to the last, in the dtype of `out`."""
     if len(parts) == 1:
         np.copyto(out, parts[0], casting="unsafe")
         return
@@ -81,7 +81,7 @@ def combine(ufunc: np.ufunc, parts: Sequence[Any], out: Any) -> None:
 
 
 def finish(total: Any, how: Arithmetic) -> Any:
-    """Return the total divided and rounded as `how` says, in place where the dtype allows. Not collective."""
+    """Return the total divided and rounded as `how` says, in place where the dtype allows."""
     if how.divisor != 1:
         total /= how.divisor
     return total if total.dtype == how.result else total.astype(how.result)

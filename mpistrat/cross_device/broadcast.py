@@ -17,7 +17,7 @@ __all__ = ["broadcast_value", "rank_of_replica"]
 
 
 def rank_of_replica(replicas_per_rank: Sequence[int], replica: int) -> tuple[int, int]:
-    """Return the rank of a global replica and its index among that rank's replicas. Not collective.
+    """Return the rank of a global replica and its index among that rank's replicas.
 
     Example:
         >>> rank_of_replica([1, 2, 1], 2)

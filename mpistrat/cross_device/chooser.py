@@ -70,7 +70,7 @@ class Chooser:
         self._rules = _parse(content, self.source)
 
     def choose(self, device: str, nodes: str, nbytes: int) -> Rule:
-        """Return the rule for an array of so many bytes. Not collective.
+        """Return the rule for an array of so many bytes.
 
         Args:
             device: "cpu" or "gpu": where the array is.
@@ -84,7 +84,7 @@ class Chooser:
 
     @property
     def rules(self) -> list[Rule]:
-        """All rules, in the order of the table. Not collective."""
+        """All rules, in the order of the table."""
         return [rule for rules in self._rules.values() for rule in rules]
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ class CrossDeviceOps(ABC):
     call: Any = None
 
     def bind(self, group: ProcessGroup) -> None:
-        """Say over which ranks this object works; the strategy does it once. Not collective.
+        """Say over which ranks this object works; the strategy does it once.
 
         Raises:
             ValueError: it already belongs to another strategy.
@@ -70,7 +70,7 @@ class CrossDeviceOps(ABC):
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks that this object works over. Not collective."""
+        """The ranks that this object works over."""
         if self._group is None:
             remedy = "Pass it to a strategy as cross_device_ops=, or call bind()"
             text = explain(
@@ -314,7 +314,7 @@ class CrossDeviceOps(ABC):
                     consume(begin, end, block)
 
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
-        """Return how a reduction begins: what ranks must agree on beside the values. Not collective.
+        """Return how a reduction begins: what ranks must agree on beside the values.
 
         Returns:
             Whether all ranks shall arrive before `reduce_implementation` is called (else it must itself begin with
@@ -325,7 +325,7 @@ class CrossDeviceOps(ABC):
     # What algorithms use
 
     def arithmetic(self, reduce_op: ReduceOp, dtype: np.dtype) -> Arithmetic:
-        """Return by which function and in which dtype values are combined, the divisor, and the result's dtype. Not collective.
+        """Return by which function and in which dtype values are combined, the divisor, and the result's dtype.
 
         Raises:
             TypeError: values of the dtype cannot be reduced.

@@ -35,7 +35,6 @@ class ExchangeSum:
     """
 
     def __init__(self, group: ProcessGroup, results: BufferPool) -> None:
-        """Not collective."""
         self._node, self._results = group.node, results
         self._views: dict[tuple[int, np.dtype, int], tuple[Any, list[np.ndarray]]] = {}
         self._chunk = min(CHUNK_BYTES, self._node.staging()[0].nbytes)

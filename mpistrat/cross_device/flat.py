@@ -62,7 +62,7 @@ def _reduce_pack(sum_flat: SumFlat, leaves: Sequence[Sequence[Any]], pack: Pack,
 
 
 def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:
-    """Return a new CuPy array, on the first value's GPU, with what the local replicas' become. Not collective.
+    """Return a new CuPy array, on the first value's GPU, with what the local replicas' become.
 
     Not yet run on a GPU.
     """
@@ -77,7 +77,7 @@ def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:
 
 
 def on_devices(result: Any, values: Sequence[Any]) -> Any:
-    """Return a result on the GPUs of the values: one array, or a Mirrored with one for each GPU. Not collective.
+    """Return a result on the GPUs of the values: one array, or a Mirrored with one for each GPU.
 
     Not yet run on a GPU.
     """

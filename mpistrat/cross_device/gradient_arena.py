@@ -37,5 +37,5 @@ class GradientArena(Protocol):
     def key(self) -> str: ...
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the part of element ranges that this rank reduces and updates. Not collective."""
+        """Return the part of element ranges that this rank reduces and updates."""
         ...

@@ -29,14 +29,14 @@ class Place:
     high: int
 
     def view(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the elements of the node's first replica as a read-only view. Not collective."""
+        """Return the elements of the node's first replica as a read-only view."""
         view = self.first[self.low : self.high].reshape(shape)
         view.flags.writeable = False
         return view
 
 
 def find_place(group: ProcessGroup, values: Sequence[Any], destination: Any) -> Place | None:
-    """Return where the values lie if they are the gradient memory of a Variable, else None. Not collective.
+    """Return where the values lie if they are the gradient memory of a Variable, else None.
 
     Args:
         group: the ranks.
@@ -59,7 +59,7 @@ def find_place(group: ProcessGroup, values: Sequence[Any], destination: Any) -> 
 
 
 def domain_parts(arena: GradientArena) -> Sequence[np.ndarray]:
-    """Return the arenas of all replicas whose memory this rank sees: the node's, or its own alone. Not collective."""
+    """Return the arenas of all replicas whose memory this rank sees: the node's, or its own alone."""
     return arena.local if arena.node is None else arena.node
 
 

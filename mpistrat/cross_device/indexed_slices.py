@@ -16,7 +16,7 @@ __all__ = ["checked_slices", "form", "reduce_slices"]
 
 
 def checked_slices(values: Sequence[Any], reduce_op: ReduceOp, function: str) -> list[IndexedSlices]:
-    """Return the local replicas' slices with arrays in them, checked, all of one form. Not collective.
+    """Return the local replicas' slices with arrays in them, checked, all of one form.
 
     Raises:
         CollectiveMismatchError: a local replica's value is no IndexedSlices, or has another form than the first.
@@ -54,7 +54,7 @@ def _as_slices(value: IndexedSlices, function: str) -> IndexedSlices:
 
 
 def form(value: IndexedSlices) -> Hashable:
-    """Return what must be equal on every rank: all but the number of rows. Not collective."""
+    """Return what must be equal on every rank: all but the number of rows."""
     return (
         "IndexedSlices",
         value.values.dtype.name,

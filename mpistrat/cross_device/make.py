@@ -23,7 +23,7 @@ _CLASSES = {
 def make_cross_device_ops(
     implementation: CommunicationImplementation | CrossDeviceOps | str | None = None,
 ) -> CrossDeviceOps:
-    """Return the object that carries out reductions; the caller binds it to its ranks. Not collective.
+    """Return the object that carries out reductions; the caller binds it to its ranks.
 
     Args:
         implementation: an algorithm's name or member of CommunicationImplementation, an object of one's own, or None

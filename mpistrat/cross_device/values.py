@@ -27,7 +27,7 @@ _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)  # what makes the valu
 
 
 def check_destinations(destinations: Any, function: str) -> None:
-    """Do nothing if destinations are legal: None, a device, a value or a Variable. Not collective.
+    """Do nothing if destinations are legal: None, a device, a value or a Variable.
 
     Raises:
         ValueError: for a list or tuple of them.
@@ -38,7 +38,7 @@ def check_destinations(destinations: Any, function: str) -> None:
 
 
 def reduced_already(reduce_op: ReduceOp, value: Any, group: ProcessGroup) -> bool:
-    """Return whether the only rank's value is its own reduction. Not collective.
+    """Return whether the only rank's value is its own reduction.
 
     That is a Mirrored or plain value under MEAN, and a plain zero, which TF lets pass under SUM too.
     """
@@ -52,7 +52,7 @@ def reduced_already(reduce_op: ReduceOp, value: Any, group: ProcessGroup) -> boo
 
 
 def local_values(value: Any, group: ProcessGroup, function: str, *, repeat: bool = True) -> Sequence[Any]:
-    """Return one value for each local replica. Not collective.
+    """Return one value for each local replica.
 
     A plain value is the replica's where the rank has one. Where it has several, the value is each one's if `repeat`.
 
@@ -76,7 +76,7 @@ def local_values(value: Any, group: ProcessGroup, function: str, *, repeat: bool
 
 
 def reducible_values(value: Any, group: ProcessGroup, reduce_op: ReduceOp, function: str) -> Sequence[Any]:
-    """Return the local replicas' values of a reduction. Not collective.
+    """Return the local replicas' values of a reduction.
 
     Raises:
         ValueError: a plain value, or a Mirrored one, whose SUM or PROD over several local replicas is ambiguous.
@@ -91,14 +91,14 @@ def reducible_values(value: Any, group: ProcessGroup, reduce_op: ReduceOp, funct
 
 
 def may_repeat(reduce_op: ReduceOp, value: Any) -> bool:
-    """Return whether a plain value may stand for every local replica: not in a SUM or PROD, but zeros. Not collective."""
+    """Return whether a plain value may stand for every local replica: not in a SUM or PROD, but zeros."""
     if reduce_op in _IDEMPOTENT:
         return True
     return not isinstance(value, IndexedSlices) and not as_array(value, "reduce").any()
 
 
 def local_arrays(values: Sequence[Any], function: str) -> list[Any]:
-    """Return the local replicas' values as arrays of one shape and dtype. Not collective.
+    """Return the local replicas' values as arrays of one shape and dtype.
 
     Raises:
         CollectiveMismatchError: they differ.
@@ -115,7 +115,7 @@ def local_arrays(values: Sequence[Any], function: str) -> list[Any]:
 
 
 def place(result: Any, destinations: Any) -> Any:
-    """Return a result on the device that destinations name, where they name one. Not collective.
+    """Return a result on the device that destinations name, where they name one.
 
     Example:
         >>> place(np.ones(2), "cpu:0")

@@ -12,7 +12,7 @@ __all__ = ["integer", "number_of_calls"]
 
 
 def integer(function: str, argument: str, value: Any, least: int | None = None, remedy: str = "") -> int:
-    """Return a value as an integer. Not collective.
+    """Return a value as an integer.
 
     Args:
         function, argument: for the error.
@@ -38,7 +38,7 @@ def integer(function: str, argument: str, value: Any, least: int | None = None, 
 
 
 def number_of_calls(function: str, value: Any) -> int | None:
-    """Return `num_parallel_calls`: None, AUTOTUNE or a number of at least 1. Not collective.
+    """Return `num_parallel_calls`: None, AUTOTUNE or a number of at least 1.
 
     Raises:
         TypeError: it is no integer.

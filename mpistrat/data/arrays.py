@@ -64,7 +64,7 @@ class _Arrays(RowSource):
         return f"from_arrays: {self._length} rows of {fields}"
 
     def fingerprint(self) -> int:
-        """Return a number below 2**63 that differs where some of 64 rows at fixed places do. Not collective."""
+        """Return a number below 2**63 that differs where some of 64 rows at fixed places do."""
         hasher = hashlib.sha256(self.describe().encode())
         for array in nest.flatten(self._arrays):
             for row in np.unique(np.linspace(0, self._length - 1, _COMPARED, dtype=np.int64)) if self._length else ():
@@ -82,7 +82,7 @@ def _content(row: Any) -> bytes:
 
 
 def from_arrays(arrays: Any) -> Dataset:
-    """Make a dataset of the rows of arrays in memory (TF: tf.data.Dataset.from_tensor_slices). Not collective.
+    """Make a dataset of the rows of arrays in memory (TF: tf.data.Dataset.from_tensor_slices).
 
     The arrays are not copied: leave them as they are while the dataset is in use. Batches are copies.
 
@@ -115,7 +115,7 @@ def from_arrays(arrays: Any) -> Dataset:
 
 
 def plain_lists(arrays: Any) -> Any:
-    """Return a nest in which lists of numbers and strings are arrays, not structures. Not collective."""
+    """Return a nest in which lists of numbers and strings are arrays, not structures."""
     if isinstance(arrays, list) and arrays and _plain(arrays):
         try:
             return np.asarray(arrays)

@@ -45,7 +45,7 @@ class _Mixed(NamedTuple):
 
 
 class BlockOrder:
-    """Which row stands at each position of an epoch's block shuffle. Not collective.
+    """Which row stands at each position of an epoch's block shuffle.
 
     Args:
         chunk_starts: the row at which each chunk begins, then the number of rows.
@@ -92,7 +92,7 @@ class BlockOrder:
         return _Epoch(chunks, starts, windows.astype(np.int64), starts[windows], starts[windows].tolist())
 
     def rows(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows at some positions in [0, len), in any order. Not collective.
+        """Return the rows at some positions in [0, len), in any order.
 
         Raises:
             IndexError: for a position outside.
@@ -100,7 +100,7 @@ class BlockOrder:
         return self._mixed(epoch, positions).rows
 
     def localities(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a number in [0, LOCALITIES) for each: where its row stood in its window, unmixed. Not collective.
+        """Return a number in [0, LOCALITIES) for each: where its row stood in its window, unmixed.
 
         Raises:
             IndexError: for a position outside.
@@ -161,14 +161,14 @@ class BlockOrder:
         return _Mixed(rows, localities(inside, stop - start))
 
     def window_end(self, epoch: int, window: int) -> int:
-        """Return the position behind a window; behind the last one for those that come after it. Not collective."""
+        """Return the position behind a window; behind the last one for those that come after it."""
         ends = self._epoch(epoch).bounds
         return ends[min(window + 1, len(ends) - 1)]
 
     def ahead(
         self, epoch: int, position: int, near: tuple[int, int] = (0, LOCALITIES - 1)
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Return what to read while the window of a position is read: chunks of the next window. Not collective.
+        """Return what to read while the window of a position is read: chunks of the next window.
 
         Their number grows with the position, so that reading ahead is spread over the window.
 

@@ -68,15 +68,15 @@ class Chain(ABC):
 
     @abstractmethod
     def cardinality(self) -> int:
-        """Return the number of elements of one epoch; `INFINITE` without an end, or `UNKNOWN`. Not collective."""
+        """Return the number of elements of one epoch; `INFINITE` without an end, or `UNKNOWN`."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Return one line about this stage. Not collective."""
+        """Return one line about this stage."""
 
     @abstractmethod
     def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        """Return this stage over other parents, which have the same specs; a source returns itself. Not collective."""
+        """Return this stage over other parents, which have the same specs; a source returns itself."""
 
     def bind(self, group: ProcessGroup) -> Dataset:
         """Return this chain as the ranks of a group use it. Collective where a cache shares memory, else not.
@@ -120,11 +120,11 @@ class Chain(ABC):
         return any(parent.shard_hinted for parent in self.parents)
 
     def with_shard(self, num_shards: int, index: int) -> Dataset:
-        """Return this chain with these numbers in every `shard` that has SHARD_HINT. Not collective."""
+        """Return this chain with these numbers in every `shard` that has SHARD_HINT."""
         return self.rebuild([parent.with_shard(num_shards, index) for parent in self.parents])
 
     def options(self) -> Options:
-        """Return what `with_options` has said about this chain (TF: tf.data.Dataset.options). Not collective."""
+        """Return what `with_options` has said about this chain (TF: tf.data.Dataset.options)."""
         merged = Options()
         for parent in self.parents:
             merged = merged.merge(parent.options())
@@ -138,22 +138,22 @@ class Chain(ABC):
         return all(parent.random_access for parent in self.parents)
 
     def locate(self, epoch: int, position: int) -> Addresses:
-        """Return the addresses of the rows that make up one element. Not collective."""
+        """Return the addresses of the rows that make up one element."""
         raise NotImplementedError(f"{self.describe()} reads in order")
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
-        """Return the rows at addresses that `locate` gave, stacked along a first axis. Not collective."""
+        """Return the rows at addresses that `locate` gave, stacked along a first axis."""
         raise NotImplementedError(f"{self.describe()} reads in order")
 
     def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
-        """Return the dataset below that makes the rows at some addresses, and their addresses there. Not collective.
+        """Return the dataset below that makes the rows at some addresses, and their addresses there.
 
         Gathering there gives the same: stages that only put rows into another order pass the question on.
         """
         return self, epochs, positions
 
     def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Return a number in [0, LOCALITIES) for each row, near for rows of the same chunks, or None. Not collective.
+        """Return a number in [0, LOCALITIES) for each row, near for rows of the same chunks, or None.
 
         A batch whose rows are sorted by it can be cut into parts that need few chunks each. It depends on an address
         only, and is None for all of them where no shuffle puts the rows of chunks apart.
@@ -161,22 +161,22 @@ class Chain(ABC):
         return None
 
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:  # noqa: B027
-        """Take note that the rows at these addresses will be gathered soon: a source may read ahead. Not collective."""
+        """Take note that the rows at these addresses will be gathered soon: a source may read ahead."""
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
-        """Return where the pieces that are read as a whole begin, as row numbers, or None. Not collective.
+        """Return where the pieces that are read as a whole begin, as row numbers, or None.
 
         Behind them stands the number of rows. None means that single rows are cheap to read.
         """
         return None
 
     def keep(self, rows: int) -> None:  # noqa: B027
-        """Take note that rows are read in windows of so many: a source keeps them decoded. Not collective."""
+        """Take note that rows are read in windows of so many: a source keeps them decoded."""
 
     # What reading in order asks of it.
 
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Return an iterator over an epoch's elements from a position on. Not collective."""
+        """Return an iterator over an epoch's elements from a position on."""
         if not self.random_access:
             return self._in_order(epoch, start)
         if self.batching is not None:
@@ -207,12 +207,12 @@ class Chain(ABC):
             position, together = stop, min(2 * together, _ROWS)
 
     def check(self) -> None:
-        """Raise if a source has changed since it was opened; called as an epoch or a pass begins. Not collective."""
+        """Raise if a source has changed since it was opened; called as an epoch or a pass begins."""
         for parent in self.parents:
             parent.check()
 
     def count_wait(self, seconds: float) -> None:
-        """Take note how long somebody waited for what a thread reads ahead; the last `prefetch` counts. Not collective."""
+        """Take note how long somebody waited for what a thread reads ahead; the last `prefetch` counts."""
         for parent in self.parents:
             parent.count_wait(seconds)
 
@@ -226,7 +226,7 @@ class Chain(ABC):
         return batch_spec(self.row_spec, self.batching.size if self.batching.drop_remainder else None)
 
     def element(self, epoch: int, position: int) -> Any:
-        """Return one element of an epoch, wherever iteration stands. Not collective."""
+        """Return one element of an epoch, wherever iteration stands."""
         self.check()
         if not self.random_access:
             return next(self.elements(epoch, position))

@@ -24,7 +24,7 @@ def _check(function: str, datasets: Sequence[Any]) -> None:
 
 
 def zip(*datasets: Any) -> Dataset:
-    """Put datasets side by side: an element is made of one element of each (TF: tf.data.Dataset.zip). Not collective.
+    """Put datasets side by side: an element is made of one element of each (TF: tf.data.Dataset.zip).
 
     There are as many elements as the shortest dataset has.
 
@@ -50,7 +50,7 @@ def sample_from_datasets(
     datasets: Sequence[Dataset], weights: Sequence[float] | None = None, seed: int | None = None,
     stop_on_empty_dataset: bool = False,
 ) -> Dataset:  # fmt: skip
-    """Draw each element from one of several datasets (TF: tf.data.Dataset.sample_from_datasets). Not collective.
+    """Draw each element from one of several datasets (TF: tf.data.Dataset.sample_from_datasets).
 
     The proportions are those of the weights, exactly: after any multiple of 256 draws each dataset is off by less than
     one draw for each dataset. Which draw is whose depends on the seed and the epoch only. A dataset's own elements stay

@@ -45,7 +45,7 @@ class Dataset(Chain):
     _epoch = 0
 
     def rows(self, indices: ArrayLike, *, epoch: int = 0) -> Any:
-        """Return the rows at some positions of an epoch's order, stacked along a first axis. Not collective.
+        """Return the rows at some positions of an epoch's order, stacked along a first axis.
 
         Args:
             indices: integers in [0, len), in any order, repeated or not.
@@ -80,7 +80,7 @@ class Dataset(Chain):
         return self.gather(np.full(positions.size, epoch, np.int64), positions)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` of this dataset begin that epoch. Not collective; do it on every rank alike."""
+        """Make the next `iter()` of this dataset begin that epoch. Do it on every rank alike."""
         self._epoch = integer("Dataset.set_epoch", "epoch", epoch, 0)
 
     def __iter__(self) -> DatasetIterator:
@@ -107,7 +107,7 @@ class Dataset(Chain):
         self, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_epoch: bool = True, *,
         mode: str = "auto", window_bytes: int | None = None,
     ) -> Dataset:  # fmt: skip
-        """Put all elements into a random order that depends on the seed and the epoch only. Not collective.
+        """Put all elements into a random order that depends on the seed and the epoch only.
 
         No table of elements is held, and the same seed gives the same order on any number of ranks. A full shuffle may
         put every element anywhere. A block shuffle puts the chunks of the data (64 elements where it has none) into a
@@ -140,7 +140,7 @@ class Dataset(Chain):
         self, global_batch_size: int, drop_remainder: bool = False, num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Dataset:  # fmt: skip
-        """Put successive rows into batches, the batches of all replicas together. Not collective.
+        """Put successive rows into batches, the batches of all replicas together.
 
         Args:
             global_batch_size: rows in a batch; the last batch may have fewer.
@@ -163,7 +163,7 @@ class Dataset(Chain):
         self, global_batch_size: int, padded_shapes: Any = None, padding_values: Any = None,
         drop_remainder: bool = False,
     ) -> Dataset:  # fmt: skip
-        """Put successive rows that differ in shape into batches, padded to one shape. Not collective.
+        """Put successive rows that differ in shape into batches, padded to one shape.
 
         Where the longest row of the batch decides on a shape, every rank reads the whole batch to make its part of it:
         under several ranks whole `padded_shapes` are quicker.
@@ -192,7 +192,7 @@ class Dataset(Chain):
 
     @tensorflow_names()
     def unbatch(self) -> Dataset:
-        """Take batches apart into rows; arrays that are no batches along their first axis. Not collective.
+        """Take batches apart into rows; arrays that are no batches along their first axis.
 
         Right after `batch` it keeps random access; else the rows are read in order, and an iterator that is restored
         makes those before its position again.
@@ -206,7 +206,7 @@ class Dataset(Chain):
         self, function: Callable[..., Any], num_parallel_calls: int | None = None, deterministic: bool | None = None, *,
         processes: bool = False, element_spec: Any = None,
     ) -> Dataset:  # fmt: skip
-        """Apply a function to every element; a tuple is passed as several arguments. Not collective.
+        """Apply a function to every element; a tuple is passed as several arguments.
 
         Before `batch` it is called once a row, with arrays as the row has them; after `batch` once a batch, which is
         much quicker. Under a distributed dataset a "batch" is what this rank has of it, so there the function must
@@ -243,7 +243,7 @@ class Dataset(Chain):
 
     @tensorflow_names()
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
-        """Keep the elements for which a function returns True; a tuple is passed as several arguments. Not collective.
+        """Keep the elements for which a function returns True; a tuple is passed as several arguments.
 
         From here on elements are read in order: every rank reads all of them, and an iterator that is restored makes
         those before its position again.
@@ -258,7 +258,7 @@ class Dataset(Chain):
         self, map_func: Callable[..., Dataset], cycle_length: int | None = None, block_length: int | None = None,
         num_parallel_calls: int | None = None, deterministic: bool | None = None,
     ) -> Dataset:  # fmt: skip
-        """Make a dataset of every element, and take blocks of elements from several of them in turn. Not collective.
+        """Make a dataset of every element, and take blocks of elements from several of them in turn.
 
         It reads in order, like `filter`.
 
@@ -285,12 +285,12 @@ class Dataset(Chain):
 
     @tensorflow_names()
     def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
-        """Make a dataset of every element, and put them one behind the other; reads in order. Not collective."""
+        """Make a dataset of every element, and put them one behind the other; reads in order."""
         return self.interleave(map_func, cycle_length=1)
 
     @tensorflow_names()
     def concatenate(self, *datasets: Dataset, dataset: Dataset | None = None) -> Dataset:
-        """Put other datasets behind this one. Their elements must look alike. Not collective."""
+        """Put other datasets behind this one. Their elements must look alike."""
         from .stages.joined import Concatenate, Joined
 
         behind = datasets if dataset is None else [*datasets, dataset]
@@ -298,7 +298,7 @@ class Dataset(Chain):
 
     @tensorflow_names()
     def enumerate(self, start: int = 0) -> Dataset:
-        """Put each row's position, plus start, in front: elements are (int64 index, element). Not collective.
+        """Put each row's position, plus start, in front: elements are (int64 index, element).
 
         Right after the source, the index names the sample whatever comes later, as `ms.random.rng(sample=…)` needs.
 
@@ -313,7 +313,7 @@ class Dataset(Chain):
 
     @tensorflow_names()
     def take(self, count: int) -> Dataset:
-        """Keep the first `count` elements; -1 for all. Not collective."""
+        """Keep the first `count` elements; -1 for all."""
         from .stages.reindexed import Reindexed, Take
 
         number = integer("Dataset.take", "count", count, -1)
@@ -321,7 +321,7 @@ class Dataset(Chain):
 
     @tensorflow_names()
     def skip(self, count: int) -> Dataset:
-        """Leave out the first `count` elements; -1 for all. Not collective."""
+        """Leave out the first `count` elements; -1 for all."""
         from .stages.reindexed import Reindexed, Skip
 
         number = integer("Dataset.skip", "count", count, -1)
@@ -329,7 +329,7 @@ class Dataset(Chain):
 
     @tensorflow_names()
     def repeat(self, count: int | None = None) -> Dataset:
-        """Give the elements `count` times, each pass an epoch of what is below; None or -1 for ever. Not collective."""
+        """Give the elements `count` times, each pass an epoch of what is below; None or -1 for ever."""
         from .stages.reindexed import Reindexed, Repeat
 
         number = -1 if count is None else integer("Dataset.repeat", "count", count, -1)
@@ -337,7 +337,7 @@ class Dataset(Chain):
 
     @tensorflow_names()
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Keep every num_shards-th element, from the one at `index` on. Not collective.
+        """Keep every num_shards-th element, from the one at `index` on.
 
         `ms.data.SHARD_HINT` for both numbers leaves them to `strategy.distribute_dataset` with AutoShardPolicy.HINT.
 
@@ -355,7 +355,7 @@ class Dataset(Chain):
 
     @tensorflow_names()
     def prefetch(self, buffer_size: int) -> Dataset:
-        """Read elements ahead in a thread, at most so many; 0 for none, AUTOTUNE for 2. Not collective.
+        """Read elements ahead in a thread, at most so many; 0 for none, AUTOTUNE for 2.
 
         The thread reads what stands here and what comes later in the chain, and ends with its iterator. Without it an
         undistributed dataset is read by who iterates, and a distributed one is read 2 steps ahead.
@@ -367,7 +367,7 @@ class Dataset(Chain):
 
     @tensorflow_names()
     def with_options(self, options: Options) -> Dataset:
-        """Set what holds for the whole dataset, over what was said before. Not collective.
+        """Set what holds for the whole dataset, over what was said before.
 
         Example:
             >>> ms.data.from_arrays(np.arange(4)).with_options(ms.data.Options("off")).options().auto_shard_policy.name
@@ -388,7 +388,7 @@ class Dataset(Chain):
         *,
         transport: Literal["auto", "messages", "get"] = "auto",
     ) -> Dataset:
-        """Keep the elements in memory once they have been read (TF: tf.data.Dataset.cache). Not collective.
+        """Keep the elements in memory once they have been read (TF: tf.data.Dataset.cache).
 
         What is kept is epoch 0: a shuffle or a random map below keeps the order and values it has there. Shuffle after
         the cache: any order is cheap then. A dataset that reads in order is kept in its first complete pass.
@@ -417,15 +417,15 @@ class Dataset(Chain):
         return cache(self, scope, transport)
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
-        """Return what a function makes of this dataset. Not collective."""
+        """Return what a function makes of this dataset."""
         return transformation_func(self)
 
     def as_numpy_iterator(self) -> Iterator[Any]:
-        """The same as `iter`: elements are NumPy arrays. Not collective."""
+        """The same as `iter`: elements are NumPy arrays."""
         return iter(self)
 
     def peek(self) -> Any:
-        """Return the first element of the epoch that the next `iter()` begins, without beginning it. Not collective.
+        """Return the first element of the epoch that the next `iter()` begins, without beginning it.
 
         Raises:
             ValueError: for an empty dataset.
@@ -445,7 +445,7 @@ class Dataset(Chain):
     @staticmethod
     @tensorflow_names()
     def from_tensor_slices(tensors: Any) -> Dataset:
-        """The same as `ms.data.from_arrays`. Not collective."""
+        """The same as `ms.data.from_arrays`."""
         from .arrays import from_arrays
 
         return from_arrays(tensors)
@@ -453,7 +453,7 @@ class Dataset(Chain):
     @staticmethod
     @tensorflow_names()
     def from_tensors(tensors: Any) -> Dataset:
-        """A dataset of one element, a nest of arrays. Not collective."""
+        """A dataset of one element, a nest of arrays."""
         from .arrays import from_arrays, plain_lists
 
         return from_arrays(nest.map_structure(lambda leaf: np.asarray(leaf)[np.newaxis], plain_lists(tensors)))
@@ -463,7 +463,7 @@ class Dataset(Chain):
     def from_generator(
         function: Callable[..., Any], element_spec: Any = None, *, args: Sequence[Any] | None = None
     ) -> Dataset:
-        """The same as `ms.data.from_generator`, of a function that gets `args` first. Not collective."""
+        """The same as `ms.data.from_generator`, of a function that gets `args` first."""
         from .generator import from_generator
 
         return from_generator(functools.partial(function, *args) if args else function, element_spec)
@@ -471,7 +471,7 @@ class Dataset(Chain):
     @staticmethod
     @tensorflow_names(output_type="dtype")
     def range(*args: int, dtype: Any = np.int64) -> Dataset:
-        """A dataset of the integers of Python's `range`. Not collective."""
+        """A dataset of the integers of Python's `range`."""
         from .arrays import from_arrays
 
         return from_arrays(np.arange(*args, dtype=dtype))
@@ -479,14 +479,14 @@ class Dataset(Chain):
     @staticmethod
     @tensorflow_names()
     def zip(*args: Any, datasets: Any = None) -> Dataset:
-        """The same as `ms.data.zip`. Not collective."""
+        """The same as `ms.data.zip`."""
         from .combine import zip as zip_datasets
 
         return zip_datasets(*args) if datasets is None else zip_datasets(datasets)
 
     @staticmethod
     def sample_from_datasets(datasets: Sequence[Dataset], *args: Any, **kwargs: Any) -> Dataset:
-        """The same as `ms.data.sample_from_datasets`. Not collective."""
+        """The same as `ms.data.sample_from_datasets`."""
         from .combine import sample_from_datasets
 
         return sample_from_datasets(datasets, *args, **kwargs)

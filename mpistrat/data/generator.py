@@ -84,7 +84,7 @@ def _epoch_argument(function: Callable[..., Any]) -> Callable[[int], Any]:
 
 
 def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = None) -> Dataset:
-    """Make a dataset of what a function's iterator gives (TF: tf.data.Dataset.from_generator). Not collective.
+    """Make a dataset of what a function's iterator gives (TF: tf.data.Dataset.from_generator).
 
     It reads in order: every rank runs the whole iterator, which must give the same elements everywhere, and an iterator
     over the dataset that is restored runs it again up to its position.

@@ -64,7 +64,7 @@ class _Opened:
 
 
 class HDF5Dataset(RowSource):
-    """The rows of HDF5 files, one file after the other. Not collective: every rank opens the files by itself.
+    """The rows of HDF5 files, one file after the other. Every rank opens the files by itself.
 
     The files may be shards that `write_shards` wrote, or others: any datasets with a common first axis, in any groups.
     Structures (compound types) come as structured arrays, strings as `str` in object arrays, numbers of varying length
@@ -159,7 +159,7 @@ class HDF5Dataset(RowSource):
         return self._open().skipped
 
     def fingerprint(self) -> int:
-        """Return a number below 2**63 that is the same wherever the same rows are read. Not collective.
+        """Return a number below 2**63 that is the same wherever the same rows are read.
 
         It is made of the files' names, their rows and fields, their digests in the manifest, if there is one, and the names of
         the files that were skipped; and, where a file has no digest, of about 64 rows at fixed places of what is contiguous.
@@ -200,7 +200,7 @@ class HDF5Dataset(RowSource):
         return self._open().rows
 
     def file_starts(self) -> NDArray[np.int64]:
-        """Return the numbers of the rows with which the files begin; behind them, that of all rows. Not collective."""
+        """Return the numbers of the rows with which the files begin; behind them, that of all rows."""
         return np.cumsum([0, *(shard.rows for shard in self._open().shards)])
 
     def bind(self, group: ProcessGroup) -> Dataset:
@@ -266,7 +266,7 @@ class HDF5Dataset(RowSource):
             reader.expect(positions)
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
-        """Return those of the field with the largest rows, stored in chunks if there are any. Not collective."""
+        """Return those of the field with the largest rows, stored in chunks if there are any."""
         return self._open().piece_starts
 
     def keep(self, rows: int) -> None:

@@ -166,7 +166,7 @@ def _producer(elements: Elements, epoch: int, start: int) -> Callable[[], Any]:
 
 
 class DatasetIterator(Iterator[Any]):
-    """One epoch of an undistributed dataset. Not collective."""
+    """One epoch of an undistributed dataset."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class DatasetIterator(Iterator[Any]):
         return self._reader.next()
 
     def peek(self) -> Any:
-        """Return the next element without moving on. Not collective.
+        """Return the next element without moving on.
 
         Raises:
             StopIteration: at the end.
@@ -197,14 +197,14 @@ class DatasetIterator(Iterator[Any]):
         return self._reader.peek()
 
     def state(self) -> dict[str, int]:
-        """Return where this iterator stands: the epoch, the next element's position, an epoch's length. Not collective.
+        """Return where this iterator stands: the epoch, the next element's position, an epoch's length.
 
         The length is left out where it is not known.
         """
         return self._reader.state()
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go to where an iterator of the same dataset stood; its next `iter()` begins the epoch after. Not collective.
+        """Go to where an iterator of the same dataset stood; its next `iter()` begins the epoch after.
 
         Raises:
             ValueError: for what is no state of this dataset: its epochs have another length, too.

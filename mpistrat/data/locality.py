@@ -17,12 +17,12 @@ LOCALITIES = 1 << 24  # with the number of a batch and of a row, one fits into 6
 
 
 def localities(places: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return the localities of places in [0, count), in their order. Not collective."""
+    """Return the localities of places in [0, count), in their order."""
     return places * LOCALITIES // max(1, count)
 
 
 def by_locality(numbers: NDArray[np.int64], counts: Sequence[int]) -> NDArray[np.int64]:
-    """Return how the rows of successive batches stand when each batch is sorted by locality, stable. Not collective.
+    """Return how the rows of successive batches stand when each batch is sorted by locality, stable.
 
     Args:
         numbers: of the rows of all batches.

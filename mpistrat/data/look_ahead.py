@@ -40,7 +40,7 @@ class LookAhead:
         self._useful = dataset.random_access and _reads_chunks(dataset)
 
     def batches(self, located: Iterator[Located]) -> Iterator[Located]:
-        """Yield the same batches, all but the first announced some turns before. Not collective."""
+        """Yield the same batches, all but the first announced some turns before."""
         return self._announced(located) if self._useful else located
 
     @staticmethod
@@ -55,7 +55,7 @@ class LookAhead:
         yield from waiting
 
     def rows(self, addresses: Addresses) -> None:
-        """Take note that rows will be read soon. Not collective."""
+        """Take note that rows will be read soon."""
         if self._useful and np.size(addresses[0]):
             self._dataset.expect(*addresses)
 

@@ -14,7 +14,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this process can still take without swapping or being killed. Not collective.
+    """Return the bytes that this process can still take without swapping or being killed.
 
     None where nobody can tell. Processes that ask at the same moment hear the same and must share it.
     """
@@ -66,14 +66,14 @@ def _room(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
 
 
 def require_memory(function: str, needed: int, available: int | None, what: str, remedy: str) -> None:
-    """Raise MemoryError, with the numbers, unless there is as much as needed. Not collective."""
+    """Raise MemoryError, with the numbers, unless there is as much as needed."""
     if available is not None and needed > available:
         expected = f"{in_words(needed)} of free memory for {what}"
         raise MemoryError(explain(function, "", expected=expected, got=in_words(available), remedy=remedy))
 
 
 def in_words(nbytes: float) -> str:
-    """Return a size in decimal units. Not collective.
+    """Return a size in decimal units.
 
     Example:
         >>> in_words(1_234_567_890)

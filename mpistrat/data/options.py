@@ -108,7 +108,7 @@ class Options:
         return self
 
     def merge(self, override: Options) -> Options:
-        """Return these options with every field that the other one sets. Not collective.
+        """Return these options with every field that the other one sets.
 
         Example:
             >>> Options("off").merge(Options()).auto_shard_policy.name

@@ -97,7 +97,7 @@ def _aligned_block(key: _Key, n: int, block: int) -> NDArray[np.int64]:
 def permute(
     positions: NDArray[np.int64], n: int, *, seed: int, epoch: int, window: int | None = None
 ) -> NDArray[np.int64]:
-    """Return which of n samples stands at each position of an epoch's order. Not collective.
+    """Return which of n samples stands at each position of an epoch's order.
 
     Args:
         positions: int64 indices in [0, n), any number of them in any order.
@@ -137,7 +137,7 @@ def permute(
 
 
 def random_words(key: _Key) -> Iterator[int]:
-    """Yield 64-bit words without end; they depend on the key only. Not collective.
+    """Yield 64-bit words without end; they depend on the key only.
 
     Example:
         >>> list(itertools.islice(random_words((1, 0)), 2)) == list(itertools.islice(random_words((1, 0)), 2))

@@ -65,7 +65,7 @@ def _fill(buffer: _Buffer, produce: Callable[[], Any]) -> None:
 
 
 class Prefetcher:
-    """Calls a function ahead of need, at most `depth` results ahead, in order. Not collective.
+    """Calls a function ahead of need, at most `depth` results ahead, in order.
 
     Args:
         produce: returns the next item or raises StopIteration; called in the thread only.

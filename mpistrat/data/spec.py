@@ -30,7 +30,7 @@ __all__ = [
 
 
 class ArraySpec:
-    """Shape and dtype of one array of an element (TF: tf.TensorSpec). Not collective.
+    """Shape and dtype of one array of an element (TF: tf.TensorSpec).
 
     Args:
         shape: a tuple of lengths; None for a length that varies.

@@ -46,7 +46,7 @@ class StageStats:
 
     @classmethod
     def reading(cls, parts: Iterable[StageStats]) -> StageStats:
-        """Return what several readers have read and waited together. Not collective."""
+        """Return what several readers have read and waited together."""
         total = cls()
         for part in parts:
             read = {"bytes_read": part.bytes_read, "chunk_reads": part.chunk_reads}
@@ -54,7 +54,7 @@ class StageStats:
         return total
 
     def add(self, **amounts: float) -> None:
-        """Add to some of the counters, from any thread. Not collective.
+        """Add to some of the counters, from any thread.
 
         Example:
             >>> stats = StageStats()
@@ -115,7 +115,7 @@ class InputStats:
         return self.wait_seconds / self.seconds if self.seconds else 0.0
 
     def snapshot(self, stages: tuple[tuple[str, StageStats | None], ...]) -> InputStats:
-        """Return a copy that does not change any more, with these stages. Not collective."""
+        """Return a copy that does not change any more, with these stages."""
         held = tuple((text, None if counters is None else replace(counters)) for text, counters in stages)
         return replace(self, stages=held)
 

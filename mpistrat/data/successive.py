@@ -33,7 +33,7 @@ Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are 
 
 
 def successive_batches(dataset: Chain, epoch: int, start: int, part: Part | None = None) -> Iterator[tuple[int, Any]]:
-    """Yield the batches of an epoch from one on, each as its number of rows and the rows that are ours. Not collective.
+    """Yield the batches of an epoch from one on, each as its number of rows and the rows that are ours.
 
     Args:
         dataset: with random access, after `batch`.

@@ -17,7 +17,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def compare(rows: Rows) -> Iterator[Finding]:
-    """Yield what the facts of all ranks show. Not collective.
+    """Yield what the facts of all ranks show.
 
     Args:
         rows: what `facts` gave on each rank, by rank.

@@ -13,7 +13,7 @@ __all__ = ["blas_threads", "check_cores", "core_ranges"]
 
 
 def check_cores() -> Iterator[Finding]:
-    """Compare cores with BLAS threads, and with the processor time that a container may use. Not collective."""
+    """Compare cores with BLAS threads, and with the processor time that a container may use."""
     cores = available_cores()
     what = f"{len(cores)} for this process ({core_ranges(cores)})"
     allowed = cpu_quota()
@@ -35,10 +35,7 @@ def check_cores() -> Iterator[Finding]:
 
 
 def blas_threads() -> tuple[int, str]:
-    """Return how many threads the user asks for in each rank, and the variable that says so; (0, "") if none does.
-
-    Not collective.
-    """
+    """Return how many threads the user asks for in each rank, and the variable that says so; (0, "") if none does."""
     said = {}
     for name in THREAD_VARIABLES:
         text = os.environ.get(name, "").split(",")[0].strip()

@@ -23,7 +23,7 @@ __all__ = ["facts"]
 
 
 def facts(topology: Topology, needs: Collection[str]) -> dict[str, Any]:
-    """Return what this rank knows of itself, as JSON can hold it. Not collective; MPI is running.
+    """Return what this rank knows of itself, as JSON can hold it. MPI is running.
 
     Args:
         topology: of all ranks.

@@ -31,22 +31,22 @@ class Finding:
 
 
 def ok(name: str, what: str, remedy: str = "") -> Finding:
-    """Return a finding that all is well, perhaps with a hint. Not collective."""
+    """Return a finding that all is well, perhaps with a hint."""
     return Finding(name, "OK", what, remedy)
 
 
 def warning(name: str, what: str, remedy: str) -> Finding:
-    """Return a finding of something that works, but slowly, or not everywhere. Not collective."""
+    """Return a finding of something that works, but slowly, or not everywhere."""
     return Finding(name, "warning", what, remedy)
 
 
 def problem(name: str, what: str, remedy: str) -> Finding:
-    """Return a finding of something that fails. Not collective."""
+    """Return a finding of something that fails."""
     return Finding(name, "problem", what, remedy)
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """Return the worst status among findings. Not collective.
+    """Return the worst status among findings.
 
     Example:
         >>> worst([ok("a", ""), warning("b", "", "")])

@@ -16,7 +16,7 @@ _PACKAGES = ("numpy", "mpi4py", "h5py")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package, and of what it needs. Not collective.
+    """Return the versions of Python, of this package, and of what it needs.
 
     Example:
         >>> sorted(versions())
@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
 
 
 def check_interpreter() -> Iterator[Finding]:
-    """Say which Python this is. Not collective."""
+    """Say which Python this is."""
     found = versions()
     rest = ", ".join(f"{name} {found[name]}" for name in ("mpistrat", "numpy"))
     yield ok("Python", f"{found['python']} at {sys.executable}, {rest}, on {platform.system()} {platform.machine()}")

@@ -17,7 +17,7 @@ TOO_LONG = "the lines of {library} over UCX are too long for SLURM's PMI2: MPI_I
 
 
 def check_launchers(library: MPILibrary) -> Iterator[Finding]:
-    """Say which launcher to use, and which not to. Not collective."""
+    """Say which launcher to use, and which not to."""
     launchers = find_launchers(library)
     fitting = choose_launcher(library, launchers)
     srun = shutil.which("srun")

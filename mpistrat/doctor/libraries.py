@@ -14,7 +14,7 @@ __all__ = ["check_gpus", "check_hdf5", "gpus_of_machine"]
 
 
 def check_hdf5(outcome: Outcome, library: MPILibrary | None, needs: Collection[str]) -> Iterator[Finding]:
-    """Say whether h5py works and is parallel. Not collective.
+    """Say whether h5py works and is parallel.
 
     Args:
         outcome: of `libraries_probe`.
@@ -44,7 +44,7 @@ def _same(path: str, library: MPILibrary | None) -> bool:
 
 
 def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
-    """Say which GPUs CuPy finds, and whether it has NCCL. Not collective.
+    """Say which GPUs CuPy finds, and whether it has NCCL.
 
     Args:
         outcome: of `libraries_probe`.
@@ -79,7 +79,7 @@ def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
 
 
 def gpus_of_machine() -> list[str]:
-    """Return the PCI addresses of NVIDIA's GPUs in this machine, whoever may use them. Not collective."""
+    """Return the PCI addresses of NVIDIA's GPUs in this machine, whoever may use them."""
     try:
         return sorted(path.name for path in Path("/proc/driver/nvidia/gpus").iterdir())
     except OSError:

@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Import the libraries, say what they are. Not collective; MPI is not started."""
+    """Import the libraries, say what they are. MPI is not started."""
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False

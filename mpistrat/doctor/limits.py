@@ -15,7 +15,7 @@ _CARDS = Path("/sys/class/infiniband")
 
 
 def check_limits() -> Iterator[Finding]:
-    """Say what `ulimit` allows. Not collective."""
+    """Say what `ulimit` allows."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _below(files, _FILES):
         what = f"{files} at most (up to {most} on request): MPI needs some for each rank, a data set one for each file"

@@ -22,7 +22,7 @@ NEEDS = ("gpu", "nccl", "cuda-aware-mpi", "parallel-hdf5")
 
 
 def check_login(needs: Collection[str], limit: float, *, clean: bool = False) -> list[Finding]:
-    """Return what is found on this machine. Not collective.
+    """Return what is found on this machine.
 
     Args:
         needs: what the user cannot do without, from `NEEDS`: what is missing of it is a problem.

@@ -32,19 +32,19 @@ _STEP = ("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASK_PID", "SLURM
 
 
 def alone(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return an environment in which a process does not take itself for a launcher's rank. Not collective."""
+    """Return an environment in which a process does not take itself for a launcher's rank."""
     env = os.environ if env is None else env
     return {name: value for name, value in env.items() if name.startswith(_USERS) or not name.startswith(_OWN + _STEP)}
 
 
 def check_library(library: MPILibrary) -> Iterator[Finding]:
-    """Say which MPI mpi4py loads. Not collective."""
+    """Say which MPI mpi4py loads."""
     where = f" from {library.path}" if library.path else ""
     yield ok("MPI library", f"{library}{where}, loaded by mpi4py {library.mpi4py}")
 
 
 def check_start(outcome: Outcome, library: MPILibrary, gpu_needed: bool) -> Iterator[Finding]:
-    """Say what came of starting MPI in a process alone. Not collective.
+    """Say what came of starting MPI in a process alone.
 
     Args:
         outcome: of `mpi_probe`.

@@ -18,7 +18,7 @@ _NBYTES = 1 << 16
 
 
 def main() -> None:
-    """Start MPI, try one-sided calls and shared memory, end MPI; say what came of it. Not collective."""
+    """Start MPI, try one-sided calls and shared memory, end MPI; say what came of it."""
     step("import mpi4py.MPI")
     import mpi4py
 
@@ -46,7 +46,7 @@ def main() -> None:
 def gpu_support() -> bool | None:
     """Return whether the MPI library says that it takes memory of CUDA devices; None where it cannot be asked.
 
-    Not collective; MPI is running: MPICH ends a program that asks earlier.
+    MPI is running: MPICH ends a program that asks earlier.
     """
     call = getattr(ctypes.CDLL(_library_file()), "MPIX_Query_cuda_support", None)
     return None if call is None else bool(call())

@@ -23,7 +23,7 @@ _LISTED = 6
 
 
 def check_shared_folder(folder: Path = SHARED_FOLDER, *, clean: bool = False) -> Iterator[Finding]:
-    """Say how /dev/shm is. Not collective.
+    """Say how /dev/shm is.
 
     Args:
         folder: where it is.
@@ -56,7 +56,7 @@ def _room(folder: Path, size: int, free: int) -> Finding:
 
 
 def readable_by_others(paths: Iterable[Path]) -> Finding | None:
-    """Return a warning if other users may read any of these files, None otherwise. Not collective."""
+    """Return a warning if other users may read any of these files, None otherwise."""
     open_files = []
     for path in paths:
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ def readable_by_others(paths: Iterable[Path]) -> Finding | None:
 
 
 def segments_of_this_process(folder: Path = SHARED_FOLDER) -> list[Path]:
-    """Return the files of /dev/shm that this process has mapped. Not collective."""
+    """Return the files of /dev/shm that this process has mapped."""
     return sorted(map(Path, mapped_by(Path("/proc/self/maps"), folder)))
 
 

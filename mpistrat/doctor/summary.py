@@ -24,7 +24,7 @@ class Summary:
     ranks: Sequence[dict[str, Any]] = field(default=())
 
     def document(self) -> dict[str, Any]:
-        """Return all of it as JSON can hold it. Not collective."""
+        """Return all of it as JSON can hold it."""
         return {
             "status": worst(self.findings),
             "findings": [asdict(finding) for finding in self.findings],

@@ -30,12 +30,12 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=False)
 
 
 def say(**record: Any) -> None:
-    """Tell the watching process something. Not collective."""
+    """Tell the watching process something."""
     print(f"{_SEPARATOR}{json.dumps(record)}", flush=True)
 
 
 def step(name: str) -> None:
-    """Tell the watching process what comes next. Not collective."""
+    """Tell the watching process what comes next."""
     say(step=name)
 
 
@@ -57,15 +57,15 @@ class Outcome:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it came to its end. Not collective."""
+        """Whether it came to its end."""
         return self.returncode == 0
 
     def get(self, key: str) -> Any:
-        """Return what it said last about something, None if it did not. Not collective."""
+        """Return what it said last about something, None if it did not."""
         return next((record[key] for record in reversed(self.records) if key in record), None)
 
     def end(self) -> str:
-        """Return in words how it ended, with the last that it wrote. Not collective."""
+        """Return in words how it ended, with the last that it wrote."""
         if self.returncode is None:
             how = "did not return"
         elif self.returncode < 0:
@@ -95,7 +95,7 @@ class Watched:
         )  # fmt: skip
 
     def finish(self, limit: float) -> Outcome:
-        """Return what became of it, after at most `limit` seconds; then it is killed. Not collective."""
+        """Return what became of it, after at most `limit` seconds; then it is killed."""
         code: int | None
         try:
             out, err = self._process.communicate(timeout=limit)
@@ -109,7 +109,7 @@ class Watched:
         return _outcome(out, err, code)
 
     def kill(self) -> None:
-        """End it now. Not collective."""
+        """End it now."""
         self._process.kill()
 
     def _stop(self) -> tuple[str, str]:
@@ -129,7 +129,7 @@ def _outcome(out: str, err: str, code: int | None) -> Outcome:
 
 
 def said_last(text: str, most: int = 200) -> str:
-    """Return the last line that says something, shortened. Not collective.
+    """Return the last line that says something, shortened.
 
     Example:
         >>> said_last("one\\n  two \\n-----\\n")

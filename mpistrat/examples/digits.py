@@ -151,7 +151,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def summarise(strategy: Any, options: argparse.Namespace, epochs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the job's last line says. Not collective."""
+    """Return what the job's last line says."""
     rates = sorted(line["samples_per_second"] for line in epochs)
     return {
         "strategy": options.strategy,
@@ -164,7 +164,7 @@ def summarise(strategy: Any, options: argparse.Namespace, epochs: list[dict[str,
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the command line's settings. Not collective."""
+    """Return the command line's settings."""
     parser = argparse.ArgumentParser(
         prog="python -m mpistrat.examples.digits", description=(__doc__ or "").split("\n")[0]
     )

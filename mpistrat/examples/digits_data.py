@@ -19,7 +19,7 @@ TEST_ROWS = 360
 
 
 def load() -> tuple[np.ndarray, np.ndarray]:
-    """Return the images, uint8 (1797, 64) with values 0 to 16, and their labels, uint8 (1797,). Not collective.
+    """Return the images, uint8 (1797, 64) with values 0 to 16, and their labels, uint8 (1797,).
 
     Example:
         >>> images, labels = load()
@@ -31,7 +31,7 @@ def load() -> tuple[np.ndarray, np.ndarray]:
 
 
 def write(folder: Path, dtype: str) -> None:
-    """Write train-*.h5 and test-*.h5 into a folder, always with the same split. Not collective: one rank does it."""
+    """Write train-*.h5 and test-*.h5 into a folder, always with the same split. One rank does it."""
     pixels, digits = load()
     order = np.random.default_rng(2024).permutation(len(digits))
     images = (pixels[order] / 16).astype(dtype)

@@ -40,7 +40,7 @@ class Digits:
         return [variable for layer in self.layers for variable in layer]
 
     def forward(self, images: np.ndarray) -> list[np.ndarray]:
-        """Return the images and what each layer makes of them; the last are the classes' scores. Not collective."""
+        """Return the images and what each layer makes of them; the last are the classes' scores."""
         values = [images]
         for index, (weights, bias) in enumerate(self.layers):
             value = values[-1] @ weights.array
@@ -51,7 +51,7 @@ class Digits:
         return values
 
     def loss_and_gradients(self, images: np.ndarray, labels: np.ndarray) -> Any:
-        """Return this replica's part of the mean cross entropy; leave its gradients in `v.grad`. Not collective.
+        """Return this replica's part of the mean cross entropy; leave its gradients in `v.grad`.
 
         Args:
             images: (examples, 64), labels: (examples,) integers. Zero examples give zero gradients.
@@ -75,5 +75,5 @@ class Digits:
         return loss
 
     def correct(self, images: np.ndarray, labels: np.ndarray) -> int:
-        """Return how many images get their own label. Not collective."""
+        """Return how many images get their own label."""
         return int((self.forward(images)[-1].argmax(axis=1) == labels).sum()) if len(labels) else 0

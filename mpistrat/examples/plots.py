@@ -9,7 +9,7 @@ __all__ = ["training_curves"]
 
 
 def training_curves(path: Path, losses: Sequence[float], accuracies: Sequence[float], title: str) -> bool:
-    """Write the curves as a PNG; return False, and write nothing, without matplotlib. Not collective.
+    """Write the curves as a PNG; return False, and write nothing, without matplotlib.
 
     Args:
         losses: one a step.

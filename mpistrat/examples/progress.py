@@ -37,16 +37,16 @@ class Clock:
         self._moved: tuple[int, int] | None = None
 
     def stop(self) -> None:
-        """Count no more time: what comes now is no training. Not collective."""
+        """Count no more time: what comes now is no training."""
         self._elapsed, self._moved = self.elapsed(), self._traffic and self._traffic()
 
     def elapsed(self) -> float:
-        """Return the seconds since the clock was made, until it was stopped. Not collective."""
+        """Return the seconds since the clock was made, until it was stopped."""
         return time.perf_counter() - self.started if self._elapsed is None else self._elapsed
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Count the time of a `with` block for a part. Not collective."""
+        """Count the time of a `with` block for a part."""
         before = time.perf_counter()
         try:
             yield
@@ -54,27 +54,27 @@ class Clock:
             self._seconds[part] += time.perf_counter() - before
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part. Not collective."""
+        """Return the seconds of each part."""
         waited = self._data.stats().wait_seconds - self._before.wait_seconds
         return self._seconds | {"input": self._seconds["input"] + waited}
 
     def state(self) -> dict[str, Any]:
-        """Return what was counted so far, for `restore`. Not collective."""
+        """Return what was counted so far, for `restore`."""
         return {"seconds": self.seconds(), "samples": self.samples, "elapsed": self.elapsed()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Count on from where another clock was. Not collective."""
+        """Count on from where another clock was."""
         for part, seconds in state["seconds"].items():
             self._seconds[part] += seconds
         self.samples += state["samples"]
         self.started -= state["elapsed"]
 
     def rate(self) -> float:
-        """Return the samples a second since the clock was made. Not collective."""
+        """Return the samples a second since the clock was made."""
         return self.samples / max(self.elapsed(), 1e-9)
 
     def shares(self) -> str:
-        """Return where the time went, in words. Not collective."""
+        """Return where the time went, in words."""
         seconds = self.seconds()
         total = max(sum(seconds.values()), 1e-9)
         shares = ", ".join(f"{WORDS.get(part, part)} {seconds[part] / total:.0%}" for part in PARTS)
@@ -118,13 +118,13 @@ class Progress:
         return bar
 
     def step(self, epoch: int, loss: float, clock: Clock) -> None:
-        """Say that one more step is done. Not collective."""
+        """Say that one more step is done."""
         if self._bar is not None:
             task = self._bar.task_ids[0]
             self._bar.update(task, advance=1, epoch=epoch, loss=loss, rate=clock.rate(), shares=clock.shares())
 
     def epoch(self, epoch: int, loss: float, accuracy: float, clock: Clock) -> None:
-        """Say that an epoch is done. Not collective."""
+        """Say that an epoch is done."""
         text = f"epoch {epoch}: loss {loss:.4f}, test accuracy {accuracy:.4f}, {clock.rate():,.0f} samples/s ({clock.shares()})"
         if self._bar is not None:
             self._bar.console.print(text, highlight=False)

@@ -39,7 +39,7 @@ def read(strategy: Any, path: Path) -> tuple[dict[str, Any], int]:
 
 
 def first_reader(strategy: Any) -> int:
-    """Return the rank that tells what the job does: the first one, or the first worker. Not collective."""
+    """Return the rank that tells what the job does: the first one, or the first worker."""
     return _readers(strategy)[0]
 
 

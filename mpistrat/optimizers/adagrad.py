@@ -57,7 +57,7 @@ class Adagrad(Optimizer):
         rate: float,
         scratch: Sequence[Any],
     ) -> None:
-        """Update a block of weights and slots in place, and overwrite the gradient. Not collective."""
+        """Update a block of weights and slots in place, and overwrite the gradient."""
         work, accumulator = scratch[0][: gradient.size], slots["accumulator"]
         np.multiply(gradient, gradient, out=work)
         np.add(accumulator, work, out=accumulator)

@@ -60,12 +60,12 @@ class Adam(Optimizer):
         rate: float,
         scratch: Sequence[Any],
     ) -> None:
-        """Update a block of weights and slots in place, and overwrite the gradient. Not collective."""
+        """Update a block of weights and slots in place, and overwrite the gradient."""
         adam_update(gradient, weights, slots, step, rate, scratch, self.beta_1, self.beta_2, self.epsilon)
 
 
 def adam_slots(amsgrad: bool) -> tuple[str, ...]:
-    """Return what Adam keeps for each weight. Not collective."""
+    """Return what Adam keeps for each weight."""
     return ("momentum", "velocity", "velocity_hat") if amsgrad else ("momentum", "velocity")
 
 
@@ -80,7 +80,7 @@ def adam_update(
     beta_2: float,
     epsilon: float,
 ) -> None:
-    """Do Adam's update of a block in place, in twelve passes, AMSGrad's in thirteen. Not collective.
+    """Do Adam's update of a block in place, in twelve passes, AMSGrad's in thirteen.
 
     Args:
         gradient, weights, slots, step, rate, scratch: as for `Optimizer.update`.

@@ -56,7 +56,7 @@ class AdamW(Optimizer):
         rate: float,
         scratch: Sequence[Any],
     ) -> None:
-        """Update a block of weights and slots in place, and overwrite the gradient. Not collective.
+        """Update a block of weights and slots in place, and overwrite the gradient.
 
         The weights have decayed already: the step does that, as `decay_of` says for each variable.
         """

@@ -41,7 +41,7 @@ class BlockUpdate:
         self._overwrites = False
 
     def begin(self, step: int, rate: float) -> None:
-        """Set what is the same for all blocks of a step. Not collective."""
+        """Set what is the same for all blocks of a step."""
         self._step, self._rate = step, rate
         optimizer = self._optimizer
         if optimizer.revision != self._revision:
@@ -54,7 +54,7 @@ class BlockUpdate:
     def update(
         self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Iterable[tuple[int, int, float]]
     ) -> None:
-        """Update a block of weights and its slots in place; the gradient is overwritten. Not collective.
+        """Update a block of weights and its slots in place; the gradient is overwritten.
 
         Args:
             target: flat array of the weights.
@@ -75,7 +75,7 @@ class BlockUpdate:
             target[...] = weights
 
     def average(self, target: Any, slots: Mapping[str, Any]) -> None:
-        """Do for a block that is not updated in this step what belongs to the averages of its weights. Not collective."""
+        """Do for a block that is not updated in this step what belongs to the averages of its weights."""
         if self._momentum is not None:
             weights = self._widened(target)
             self._average(weights, slots[AVERAGE], self._momentum)

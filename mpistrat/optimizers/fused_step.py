@@ -50,7 +50,7 @@ class FusedStep(Step):
         left_out: Sequence[str],
         slots: SlotStore,
     ) -> None:
-        """Plan the step. Not collective, if done by all.
+        """Plan the step. All ranks make it.
 
         Args:
             optimizer: whose rule it is.
@@ -74,7 +74,7 @@ class FusedStep(Step):
         self.describe()
 
     def describe(self) -> None:
-        """Say again what the ranks compare, after the optimizer's numbers have changed. Not collective."""
+        """Say again what the ranks compare, after the optimizer's numbers have changed."""
         names = ", ".join(variable.name for variable in self._variables)
         absent = f", not {', '.join(self._left_out)}" if self._left_out else ""
         decays = [self._optimizer.decay_of(variable) for variable in self._variables]
@@ -88,7 +88,7 @@ class FusedStep(Step):
         self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}{which}"
 
     def place(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
-        """Lay the gradients that the local replicas handed over into the arenas. Not collective."""
+        """Lay the gradients that the local replicas handed over into the arenas."""
         place_gradients(replicas, key)
 
     def run(self, aggregate: bool) -> None:
@@ -249,14 +249,14 @@ class _Part:
         return self.arena.gradients  # never held: memory that somebody holds cannot be freed
 
     def digest(self) -> int:
-        """Return a number that tells this rank's slice of the weights from others, by one pass over it. Not collective."""
+        """Return a number that tells this rank's slice of the weights from others, by one pass over it."""
         total = 0
         for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
             total = (total * 3 + quick_digest(self.arena.values[low:high])) & ((1 << 63) - 1)
         return total
 
     def begin(self, step: int, rate: float, number: int, two_passes: bool) -> None:
-        """Set what is the same for all blocks of a step. Not collective.
+        """Set what is the same for all blocks of a step.
 
         Args:
             step: the number of the update.
@@ -275,7 +275,7 @@ class _Part:
             self.squares = dict.fromkeys(names if self._each else names[:1], 0.0)
 
     def take(self, low: int, high: int, gradient: Any) -> None:
-        """Take the sum of elements [low, high), which is overwritten: update, or add to what is accumulated. Not collective."""
+        """Take the sum of elements [low, high), which is overwritten: update, or add to what is accumulated."""
         if self._mean:
             if not self._updates:
                 self._accumulate(low, high, gradient)
@@ -309,7 +309,7 @@ class _Part:
             copy[low:high] = move_like(target, copy)
 
     def keep(self, low: int, high: int, gradient: Any) -> None:
-        """Put a sum, or the mean of several steps, aside, and add the squares of its elements up. Not collective.
+        """Put a sum, or the mean of several steps, aside, and add the squares of its elements up.
 
         It is kept in the owner's own gradient memory, which nobody else reads there, unless gradients are still looked at.
         """
@@ -325,7 +325,7 @@ class _Part:
             self.squares[name] += float(piece.dot(piece))
 
     def take_kept(self, scales: Mapping[str, float]) -> None:
-        """Take what was kept, as `take` does, times the scale of each variable where this is an update. Not collective."""
+        """Take what was kept, as `take` does, times the scale of each variable where this is an update."""
         kept, base = self._store()
         for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
             gradient = kept[low - base : high - base]
@@ -344,7 +344,7 @@ class _Part:
             np.multiply(gradient, scale, out=gradient)
 
     def not_finite(self) -> dict[str, int]:
-        """Return how many numbers of this rank's part of each variable's sum are not finite. Not collective."""
+        """Return how many numbers of this rank's part of each variable's sum are not finite."""
         kept, base = self._store()
         return {
             v.name: _not_finite(
@@ -354,7 +354,7 @@ class _Part:
         }
 
     def take_local(self, consume: Consume) -> None:
-        """Hand out this rank's slice of the first local replica's gradients, as a reduction would. Not collective."""
+        """Hand out this rank's slice of the first local replica's gradients, as a reduction would."""
         source, block = self.gradients.local[0], self._rule.block
         for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
             block[: high - low] = source[low:high]
@@ -381,7 +381,7 @@ def _inside(spans: Sequence[tuple[int, Any, T]], low: int, high: int) -> Iterato
 
 
 def _shown(variable: Variable) -> str:
-    """Return by what a variable's value is told from others, in words. Not collective."""
+    """Return by what a variable's value is told from others, in words."""
     value = to_host(variable.array)
     odd = value.size - int(np.count_nonzero(np.isfinite(value)))
     return f"#{checksum(value.reshape(-1)):08x}" + f" with {odd} that are not finite" * bool(odd)

@@ -23,7 +23,7 @@ Pairs = Sequence[tuple[Any, "Variable"]]
 
 
 def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[str]]:
-    """Return the variables that have a gradient, and the names of those that have none. Not collective.
+    """Return the variables that have a gradient, and the names of those that have none.
 
     Raises:
         TypeError: what is no variable.
@@ -51,7 +51,7 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[s
 
 
 def place_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
-    """Lay the local replicas' gradients into the arenas; those that lie there stay. Not collective.
+    """Lay the local replicas' gradients into the arenas; those that lie there stay.
 
     Args:
         replicas: what each local replica handed over.
@@ -74,7 +74,7 @@ def place_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
 
 
 def checked(gradient: Any, variable: Variable) -> Any:
-    """Return a gradient that fits a variable: an array, or IndexedSlices of arrays. Not collective.
+    """Return a gradient that fits a variable: an array, or IndexedSlices of arrays.
 
     Raises:
         ValueError: another shape.

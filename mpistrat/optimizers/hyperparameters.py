@@ -157,7 +157,7 @@ class Hyperparameters(ABC):
         return self._rate.function if isinstance(self._rate, _Asked) else self._rate
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 1. Not collective."""
+        """Return the learning rate of a step, counted from 1."""
         rate = self._rate
         return float(rate(step - 1)) if callable(rate) else rate
 
@@ -176,13 +176,13 @@ class Hyperparameters(ABC):
         return self._iterations
 
     def count_step(self) -> None:
-        """Count a step that was taken for this optimizer elsewhere. Not collective."""
+        """Count a step that was taken for this optimizer elsewhere."""
         self._iterations += 1
 
     # weight decay
 
     def decay_of(self, variable: Variable) -> float:
-        """Return which part of a variable's weights, times the rate, is taken off before each update. Not collective."""
+        """Return which part of a variable's weights, times the rate, is taken off before each update."""
         if variable in self._excluded or any(pattern.search(variable.name) for pattern in self._excluded_names):
             return 0.0
         return self.weight_decay or 0.0
@@ -190,7 +190,7 @@ class Hyperparameters(ABC):
     def exclude_from_weight_decay(
         self, var_list: Iterable[Variable] | None = None, var_names: Iterable[str] | None = None
     ) -> None:
-        """Let variables keep their weights; every rank must say the same, before the first step. Not collective.
+        """Let variables keep their weights; every rank must say the same, before the first step.
 
         Args:
             var_list: variables.
@@ -214,7 +214,7 @@ class Hyperparameters(ABC):
         return self._revision
 
     def describe(self) -> str:
-        """Return the rule and its numbers in words, by which ranks are compared. Not collective."""
+        """Return the rule and its numbers in words, by which ranks are compared."""
         rate: Any = self._rate
         if isinstance(rate, LearningRateSchedule) and not is_dataclass(rate):
             rate = f"{type(rate).__name__}({_numbers(rate)})"

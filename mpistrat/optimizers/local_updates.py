@@ -59,7 +59,7 @@ class LocalUpdates:
         return self._optimizer.iterations
 
     def count_step(self) -> None:
-        """Count a step that is complete. Not collective."""
+        """Count a step that is complete."""
         self._optimizer.count_step()
 
     # updates
@@ -72,7 +72,7 @@ class LocalUpdates:
         step: int,
         old: np.ndarray | None = None,
     ) -> None:
-        """Update a variable by the sum of gradients, from the first to the last. Not collective.
+        """Update a variable by the sum of gradients, from the first to the last.
 
         Args:
             variable: with `name`, `shape` and `dtype`; slots are kept for it.
@@ -115,7 +115,7 @@ class LocalUpdates:
         return rooms[1 : size // BLOCK]
 
     def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
-        """Update some rows of a variable, and leave the others alone. Not collective.
+        """Update some rows of a variable, and leave the others alone.
 
         Args:
             variable, weights, step: as for `dense`.
@@ -145,13 +145,13 @@ class LocalUpdates:
     # slots
 
     def has_slots(self, variable: Any) -> bool:
-        """Return whether a variable has slots: `slots` is not empty. Not collective."""
+        """Return whether a variable has slots: `slots` is not empty."""
         with self._turn:
             kept = self._known(variable)
             return kept is not None and bool(kept.slots)
 
     def slots(self, variable: Any) -> dict[str, np.ndarray]:
-        """Return new arrays with a variable's slots, all after the same update; {} if it was never updated. Not collective.
+        """Return new arrays with a variable's slots, all after the same update; {} if it was never updated.
 
         Slots of 16-bit variables are float32.
         """
@@ -163,7 +163,7 @@ class LocalUpdates:
             return {name: slot.reshape(variable.shape).copy() for name, slot in kept.slots.items()}
 
     def set_slots(self, variable: Any, values: Mapping[str, Any]) -> None:
-        """Overwrite a variable's slots. Not collective.
+        """Overwrite a variable's slots.
 
         Args:
             variable: as for `dense`.
@@ -219,7 +219,7 @@ class _Room:
         self._blocks: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
 
     def blocks(self, size: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return room for so many weights and their slots. Not collective."""
+        """Return room for so many weights and their slots."""
         if self._blocks is None:
             slots = {name: np.empty(BLOCK, self._wide) for name in self._names}
             self._blocks = np.empty(BLOCK, self.dtype), slots
@@ -244,7 +244,7 @@ class _Kept:
         self._empty = np.ones(variable.shape[:1] or 1, np.bool_) if self._start and self.slots else None
 
     def fill(self, rows: np.ndarray | None = None) -> None:
-        """Give slots their start where they have had none yet: those of some rows, or all. Not collective."""
+        """Give slots their start where they have had none yet: those of some rows, or all."""
         if self._empty is None:
             return
         new = np.flatnonzero(self._empty) if rows is None else rows[self._empty[rows]]
@@ -258,19 +258,19 @@ class _Kept:
     def update(
         self, room: _Room, target: np.ndarray, slots: Mapping[str, np.ndarray], gradients: Sequence[np.ndarray]
     ) -> None:
-        """Update a block of weights and its slots by the sum of gradients. Not collective."""
+        """Update a block of weights and its slots by the sum of gradients."""
         rule, size = room.rule, target.size
         block = rule.block[:size]
         combine(np.add, gradients, block)
         rule.update(target, block, slots, ((0, size, self._decay),) if self._decay else ())
 
     def update_range(self, room: _Room, target: np.ndarray, low: int, gradients: Sequence[np.ndarray]) -> None:
-        """Update a block of the variable, at most BLOCK elements of it from `low` on. Not collective."""
+        """Update a block of the variable, at most BLOCK elements of it from `low` on."""
         high = low + target.size
         self.update(room, target, {name: slot[low:high] for name, slot in self.slots.items()}, gradients)
 
     def update_row(self, flat: np.ndarray, row: int, gradient: np.ndarray) -> None:
-        """Update one row of a variable, larger than a block. Not collective."""
+        """Update one row of a variable, larger than a block."""
         start = row * gradient.size
         for low in range(0, gradient.size, BLOCK):
             piece = gradient[low : low + BLOCK]

@@ -132,11 +132,11 @@ class Optimizer(Hyperparameters):
         placement.optimizers.append(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with. Not collective."""
+        """Return what a copy begins with."""
         return {name: value for name, value in vars(self).items() if name not in ("_made_in", "_number")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become a copy, which is an optimizer of its own and counted like any other. Not collective."""
+        """Become a copy, which is an optimizer of its own and counted like any other."""
         self.__dict__.update(state)
         self._count()
 
@@ -152,7 +152,7 @@ class Optimizer(Hyperparameters):
         rate: float,
         scratch: Sequence[Any],
     ) -> None:
-        """Update a block of weights and slots in place. Not collective; threads may have a block each.
+        """Update a block of weights and slots in place. Threads may have a block each.
 
         Args:
             gradient: flat array, the sum over all replicas; it may be overwritten.
@@ -175,7 +175,7 @@ class Optimizer(Hyperparameters):
         return self._ordinal
 
     def number_in(self, placement: Any) -> int | None:
-        """Return how many optimizers were made in a scope before this one; None if it was not made there. Not collective."""
+        """Return how many optimizers were made in a scope before this one; None if it was not made there."""
         if self._number is None or self._number[0]() is not placement:
             return None
         return self._number[1]
@@ -249,7 +249,7 @@ class Optimizer(Hyperparameters):
         self._iterations += 1
 
     def join(self, strategy: Any) -> None:
-        """Serve the variables of a strategy from now on; strategies and the first step do it. Not collective.
+        """Serve the variables of a strategy from now on; strategies and the first step do it.
 
         Raises:
             ValueError: it serves another strategy.
@@ -263,7 +263,7 @@ class Optimizer(Hyperparameters):
             raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
 
     def may_join(self, strategy: Any) -> bool:
-        """Return whether it serves no other strategy. Not collective."""
+        """Return whether it serves no other strategy."""
         return self._strategy is None or self._strategy is strategy
 
     def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> Step:
@@ -315,7 +315,7 @@ class Optimizer(Hyperparameters):
         return self._slots.read(variable)
 
     def set_slots(self, variable: Variable | ShardedVariable, values: Mapping[str, Any]) -> None:
-        """Overwrite a variable's slots; each rank takes its part. Not collective, but every rank must do it.
+        """Overwrite a variable's slots; each rank takes its part. Every rank must do it.
 
         Args:
             variable: of the strategy that this optimizer serves.
@@ -369,7 +369,7 @@ class Optimizer(Hyperparameters):
         return self._made_in if self._strategy is None else self._strategy.extended.placement.slots
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `get_state` gave, on any layout. Not collective, but every rank must do it.
+        """Take over what `get_state` gave, on any layout. Every rank must do it.
 
         Slots of variables that this optimizer has not met yet wait until it does.
 
@@ -383,7 +383,7 @@ class Optimizer(Hyperparameters):
 
 
 def find(ordinal: int) -> Optimizer | None:
-    """Return the optimizer with an ordinal, if this process has made it and still has it. Not collective.
+    """Return the optimizer with an ordinal, if this process has made it and still has it.
 
     Example:
         >>> optimizer = ms.optimizers.SGD(0.1)
@@ -394,11 +394,11 @@ def find(ordinal: int) -> Optimizer | None:
 
 
 def known() -> list[Optimizer]:
-    """Return the optimizers that this process has made and still has, by ordinal. Not collective."""
+    """Return the optimizers that this process has made and still has, by ordinal."""
     return [optimizer for _, optimizer in sorted(_known.items())]
 
 
 def register(optimizer: Optimizer, ordinal: int) -> None:
-    """Give an optimizer the ordinal by which `find` finds it. Not collective."""
+    """Give an optimizer the ordinal by which `find` finds it."""
     optimizer._ordinal = ordinal
     _known[ordinal] = optimizer

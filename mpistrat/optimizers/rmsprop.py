@@ -64,7 +64,7 @@ class RMSProp(Optimizer):
         rate: float,
         scratch: Sequence[Any],
     ) -> None:
-        """Update a block of weights and slots in place, and overwrite the gradient. Not collective."""
+        """Update a block of weights and slots in place, and overwrite the gradient."""
         work, velocity = scratch[0][: gradient.size], slots["velocity"]
         np.multiply(gradient, gradient, out=work)
         self._average(velocity, work)

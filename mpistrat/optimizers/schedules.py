@@ -28,7 +28,7 @@ class LearningRateSchedule(ABC):
 
     @abstractmethod
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0; the same on every rank. Not collective."""
+        """Return the learning rate of a step, counted from 0; the same on every rank."""
 
 
 def _check_steps(schedule: object, decay_steps: float) -> None:
@@ -58,7 +58,7 @@ class ExponentialDecay(LearningRateSchedule):
         _check_steps(self, self.decay_steps)
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step. Not collective."""
+        """Return the learning rate of a step."""
         exponent = step / self.decay_steps
         return self.initial_learning_rate * self.decay_rate ** (math.floor(exponent) if self.staircase else exponent)
 
@@ -94,7 +94,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
             )
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step. Not collective."""
+        """Return the learning rate of a step."""
         return self.values[sum(step > boundary for boundary in self.boundaries)]
 
 
@@ -124,7 +124,7 @@ class PolynomialDecay(LearningRateSchedule):
         _check_steps(self, self.decay_steps)
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step. Not collective."""
+        """Return the learning rate of a step."""
         total = self.decay_steps
         if self.cycle:
             total *= max(1, math.ceil(step / total))
@@ -154,7 +154,7 @@ class InverseTimeDecay(LearningRateSchedule):
         _check_steps(self, self.decay_steps)
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step. Not collective."""
+        """Return the learning rate of a step."""
         time = step / self.decay_steps
         return self.initial_learning_rate / (1 + self.decay_rate * (math.floor(time) if self.staircase else time))
 
@@ -189,7 +189,7 @@ class CosineDecay(LearningRateSchedule):
         _check_steps(self, self.decay_steps)
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step. Not collective."""
+        """Return the learning rate of a step."""
         top, time = self.initial_learning_rate, float(step)
         if self.warmup_target is not None:
             if step < self.warmup_steps:

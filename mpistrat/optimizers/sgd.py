@@ -52,7 +52,7 @@ class SGD(Optimizer):
         rate: float,
         scratch: Sequence[Any],
     ) -> None:
-        """Update a block of weights and slots in place, and overwrite the gradient. Not collective."""
+        """Update a block of weights and slots in place, and overwrite the gradient."""
         np.multiply(gradient, rate, out=gradient)
         if not self.momentum:
             np.subtract(weights, gradient, out=weights)
@@ -75,7 +75,7 @@ def Momentum(
     nesterov: bool = False,
     **settings: Unpack[Settings],
 ) -> SGD:
-    """Return SGD with momentum, in Keras's form (TF: MomentumOptimizer). Not collective.
+    """Return SGD with momentum, in Keras's form (TF: MomentumOptimizer).
 
     Args:
         learning_rate, momentum, nesterov, settings: as for `SGD`.

@@ -23,7 +23,7 @@ __all__ = ["ArenaSlots", "SlotStore", "owners"]
 
 
 def owners(arena: Arena) -> list[int]:
-    """Return the rank that owns each slice, in the memory domain of rank 0. Not collective, if called by all."""
+    """Return the rank that owns each slice, in the memory domain of rank 0. All ranks call it."""
     group = arena.group
     shared = group.environment.shared_memory and group.topology.size > 1
     ranks = list(group.topology.ranks_of_node(0)) if shared else [0]
@@ -55,7 +55,7 @@ class ArenaSlots:
                 array[...] = start
 
     def kept(self) -> Any:
-        """Return a flat array of the slice, to keep sums in between two passes over it. Not collective."""
+        """Return a flat array of the slice, to keep sums in between two passes over it."""
         if self._kept is None:
             block = self.scratch[0]
             with on_device_of(block):
@@ -63,7 +63,7 @@ class ArenaSlots:
         return self._kept
 
     def part(self, low: int, high: int) -> dict[str, Any]:
-        """Return the slots of elements [low, high) of the arena, which this rank must own. Not collective."""
+        """Return the slots of elements [low, high) of the arena, which this rank must own."""
         base = self.low
         return {name: array[low - base : high - base] for name, array in self.arrays.items()}
 
@@ -82,7 +82,7 @@ class SlotStore:
         self._arenas: dict[Arena, ArenaSlots] = {}
 
     def of(self, arena: Arena) -> ArenaSlots:
-        """Return the slots of an arena; the first call fixes its slices. Not collective, if called by all."""
+        """Return the slots of an arena; the first call fixes its slices. All ranks call it."""
         slots = self._arenas.get(arena)
         if slots is None:
             slots = self._arenas[arena] = ArenaSlots(arena, self.names, self.start)
@@ -110,7 +110,7 @@ class SlotStore:
         return result
 
     def write(self, variable: Variable, values: Mapping[str, Any]) -> None:
-        """Overwrite this rank's part of a variable's slots. Not collective.
+        """Overwrite this rank's part of a variable's slots.
 
         Raises:
             ValueError: names or shapes do not fit.
@@ -135,7 +135,7 @@ class SlotStore:
                 target[...] = move_like(flat[begin - low : end - low], target)
 
     def fill_pending(self, variables: Iterable[Variable]) -> None:
-        """Give variables the slots that wait for them. Not collective."""
+        """Give variables the slots that wait for them."""
         for variable in variables:
             values = self.pending.pop(variable.name, None)
             if values is not None:

@@ -22,11 +22,11 @@ class Step(ABC):
 
     @abstractmethod
     def describe(self) -> None:
-        """Say again what the optimizer is, after its numbers have changed. Not collective."""
+        """Say again what the optimizer is, after its numbers have changed."""
 
     @abstractmethod
     def place(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
-        """Take the gradients that the local replicas handed over. Not collective.
+        """Take the gradients that the local replicas handed over.
 
         Args:
             replicas: each local replica's gradients and variables.

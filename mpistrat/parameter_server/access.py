@@ -20,7 +20,7 @@ __all__ = ["Access", "ServerAccess", "WorkerAccess"]
 
 
 class Access(ABC):
-    """Reads and writes of one rank. Not collective, all of it; threads take turns.
+    """Reads and writes of one rank. Threads take turns.
 
     Attributes:
         step: the number of the training step that runs, counted from 1; 0 outside.
@@ -34,17 +34,17 @@ class Access(ABC):
 
     @final
     def holder(self, variable: int) -> int:
-        """Return the rank in whose memory a variable lies. Not collective."""
+        """Return the rank in whose memory a variable lies."""
         return self._servers.servers[self._places[variable].spec.server]
 
     @final
     def holds(self, variable: int) -> bool:
-        """Return whether a variable lies in this rank's memory. Not collective."""
+        """Return whether a variable lies in this rank's memory."""
         return self.holder(variable) == self._servers.group.topology.rank
 
     @final
     def reaches(self, variable: int, rank: int) -> bool:
-        """Return whether a rank can read a variable: every worker, and the server that holds it. Not collective."""
+        """Return whether a rank can read a variable: every worker, and the server that holds it."""
         return rank in self._servers.workers or rank == self.holder(variable)
 
     @property
@@ -53,34 +53,34 @@ class Access(ABC):
         return False
 
     def flush(self) -> None:  # noqa: B027 - a server writes its own memory at once
-        """Wait until all that this rank pushed is applied. Not collective."""
+        """Wait until all that this rank pushed is applied."""
 
     @abstractmethod
     def read(self, variable: int, out: np.ndarray) -> int:
-        """Copy a variable, whole, and return its version; what this rank wrote before is in it. Not collective."""
+        """Copy a variable, whole, and return its version; what this rank wrote before is in it."""
 
     def view(self, variable: int) -> tuple[int, np.ndarray] | None:
-        """Return a variable's version, as `read`, and the variable where it lies; None where it must be read. Not collective.
+        """Return a variable's version, as `read`, and the variable where it lies; None where it must be read.
 
         The array is read-only, and stays as it is for as long as anything refers to it.
         """
         return None
 
     def gradient(self, variable: int) -> np.ndarray | None:
-        """Return memory from which gradients are pushed without a copy, zeros at first; None if there is none. Not collective."""
+        """Return memory from which gradients are pushed without a copy, zeros at first; None if there is none."""
         return None
 
     @abstractmethod
     def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
-        """Copy rows of a variable, all of one version, and return it. Not collective."""
+        """Copy rows of a variable, all of one version, and return it."""
 
     @abstractmethod
     def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
-        """Assign, add or subtract an array. Not collective."""
+        """Assign, add or subtract an array."""
 
     @abstractmethod
     def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
-        """Change rows of a variable. Not collective.
+        """Change rows of a variable.
 
         Args:
             variable: its number.
@@ -125,7 +125,7 @@ class WorkerAccess(Access):
     # steps
 
     def begin_step(self) -> None:
-        """Begin a training step, after waiting for slower workers. Not collective."""
+        """Begin a training step, after waiting for slower workers."""
         self._pay()
         if self._synchronous:
             self.flush()
@@ -135,7 +135,7 @@ class WorkerAccess(Access):
         self.step, self._pushed = self._steps, False
 
     def end_step(self) -> None:
-        """End the step. It counts if it has pushed or written anything. Not collective."""
+        """End the step. It counts if it has pushed or written anything."""
         self.step = 0
         self._pay()
         if not self._pushed:
@@ -171,12 +171,12 @@ class WorkerAccess(Access):
         return self._open > 0 or self._steps > self._left_at
 
     def begin_pass(self) -> None:
-        """Note that a dataset is being read. Several at a time are one pass. Not collective."""
+        """Note that a dataset is being read. Several at a time are one pass."""
         self._pay()
         self._open += 1
 
     def end_pass(self) -> None:
-        """Sign off from the pass at every server when no dataset is read any more. Not collective."""
+        """Sign off from the pass at every server when no dataset is read any more."""
         self._open -= 1
         self._left_at = self._steps
         if self._open or self._left:
@@ -200,11 +200,11 @@ class WorkerAccess(Access):
                 transport.leave(clock=self._clock() if self._limit is not None else FINISHED)
 
     def leave(self) -> None:
-        """Sign off for good at the end of the program. Not collective; the group calls it."""
+        """Sign off for good at the end of the program. The group calls it."""
         self.leave_for_good()
 
     def leave_for_good(self) -> None:
-        """Sign off for good: nothing is pushed after it. Not collective."""
+        """Sign off for good: nothing is pushed after it."""
         if self._left:
             return
         self._left = True
@@ -236,7 +236,7 @@ class WorkerAccess(Access):
             return self._up_to_date(variable).view(variable)
 
     def read(self, variable: int, out: np.ndarray) -> int:
-        """See `Access.read`."""
+        """See `Access.read`. Collective over the workers that train in step, once a step has begun."""
         with self.lock:
             if self._sync_group is None or not self.step:
                 return self._up_to_date(variable).read(variable, out)
@@ -297,7 +297,7 @@ class WorkerAccess(Access):
             self._sync_group.barrier("write")
 
     def push(self, variable: int, gradient: np.ndarray, optimizer: int, version: int, last: bool) -> None:
-        """Send a gradient, which was computed from a version of the variable. Not collective.
+        """Send a gradient, which was computed from a version of the variable.
 
         Args:
             variable: its number.
@@ -316,7 +316,7 @@ class WorkerAccess(Access):
     def push_rows(
         self, variable: int, rows: np.ndarray, values: np.ndarray, optimizer: int, version: int, last: bool
     ) -> None:
-        """Send a gradient that has these rows only; rows that are named twice are summed. Not collective."""
+        """Send a gradient that has these rows only; rows that are named twice are summed."""
         if not self._leads:
             return
         with self.lock:
@@ -328,7 +328,7 @@ class WorkerAccess(Access):
                 transport.commit(number, what=what)
 
     def finish_step(self, optimizer: int, others: Iterable[int]) -> None:
-        """Say that all gradients of a step were sent. Not collective.
+        """Say that all gradients of a step were sent.
 
         Args:
             optimizer: its key.

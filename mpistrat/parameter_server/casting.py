@@ -43,13 +43,13 @@ class Casting:
         self._count = 1 if settings.num_ps is None else settings.num_ps
 
     def serves(self, comm: MPI.Intracomm) -> bool:
-        """Return whether this rank will be a server, as far as it can be seen before the ranks have talked. Not collective."""
+        """Return whether this rank will be a server, as far as it can be seen before the ranks have talked."""
         if self._resolver is not None:
             return self._serves
         return type(self._count) is int and comm.rank >= comm.size - self._count
 
     def check(self, topology: Topology) -> None:
-        """Raise what this rank finds wrong with the settings, its task and the number of ranks. Not collective."""
+        """Raise what this rank finds wrong with the settings, its task and the number of ranks."""
         if self._problem is not None:
             raise self._problem
         if self._resolver is not None and self._settings.num_ps is not None:

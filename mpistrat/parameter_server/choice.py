@@ -66,7 +66,7 @@ def choose(
 
 
 def describe(choice: Mapping[tuple[int, int], str], workers: Sequence[int], servers: Sequence[int]) -> str:
-    """Return the choice in words, a line for each server and transport. Not collective.
+    """Return the choice in words, a line for each server and transport.
 
     Example:
         >>> print(describe({(0, 0): "messages", (1, 0): "shared_window"}, [0, 1], [2]))
@@ -84,7 +84,7 @@ def describe(choice: Mapping[tuple[int, int], str], workers: Sequence[int], serv
 
 
 def known_to_finish() -> bool:
-    """Return whether one-sided calls between nodes are known to finish with this MPI and network. Not collective."""
+    """Return whether one-sided calls between nodes are known to finish with this MPI and network."""
     from mpi4py import MPI
 
     vendor, network = MPI.get_vendor()[0], os.environ.get("MPIR_CVAR_CH4_NETMOD", "")

@@ -29,7 +29,7 @@ _NAP = 1e-4
 
 @final
 class ReaderGate:
-    """A worker's end. Not collective.
+    """A worker's end.
 
     Args:
         mailbox: the window with the gate.
@@ -73,7 +73,7 @@ class ReaderGate:
 
 @final
 class WriterGate:
-    """A server's end. Not collective.
+    """A server's end.
 
     Args:
         words: the words of the mailbox.

@@ -33,7 +33,7 @@ _TAKEN, _APPLIED = 0, 8
 
 
 def aligned(nbytes: int) -> int:
-    """Return a size rounded up to whole lines. Not collective.
+    """Return a size rounded up to whole lines.
 
     Example:
         >>> aligned(65)
@@ -106,7 +106,7 @@ class Place:
 
     @classmethod
     def after(cls, start: int, index: int, spec: VariableSpec, slab: int, near: tuple[int, ...] = ()) -> Place:
-        """Return the place of a variable whose memory begins at an offset. Not collective."""
+        """Return the place of a variable whose memory begins at an offset."""
         return cls(index, spec, slab, start + aligned(8 * len(near)) + LINE, near)
 
     @property

@@ -66,7 +66,7 @@ class ServerMemory:
         self.sync: Callable[[], object] = syncs[0] if len(syncs) == 1 else lambda: [sync() for sync in syncs]
 
     def window(self, name: str, server_rank: int) -> tuple[Window, int]:
-        """Return the window of a transport, and the rank that a server has in it. Not collective."""
+        """Return the window of a transport, and the rank that a server has in it."""
         if name == "shared_window" and self.shared is not None:
             return self.shared, self._group.topology.ranks_of_node(self._group.topology.node_index).index(server_rank)
         if name == "one_sided" and self.remote is not None:
@@ -74,7 +74,7 @@ class ServerMemory:
         raise LookupError(f"there is no window for {name}")
 
     def atomic(self, server_rank: int) -> tuple[Window, int] | None:
-        """Return the one window for atomic operations, and a server's rank in it; None without windows. Not collective."""
+        """Return the one window for atomic operations, and a server's rank in it; None without windows."""
         name = "one_sided" if self.remote is not None else "shared_window"
         return None if self.shared is None and self.remote is None else self.window(name, server_rank)
 
@@ -87,7 +87,7 @@ class ServerMemory:
         self._group.node.agree_populated(all(self.find(low, high) for low, high in ranges), self._what)
 
     def find(self, low: int, high: int) -> bool:
-        """Have the system find memory for bytes [low, high) of this rank's segment; False where it cannot. Not collective."""
+        """Have the system find memory for bytes [low, high) of this rank's segment; False where it cannot."""
         window = self.shared or self.remote
         return window is None or window.populate(low, high)
 

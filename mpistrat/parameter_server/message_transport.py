@@ -21,7 +21,7 @@ SHORT = 1 << 15  # bytes of data that go with the reply, through a copy; more go
 
 
 def chunks(data: np.ndarray, chunk_bytes: int) -> list[np.ndarray]:
-    """Return flat bytes in pieces of at most `chunk_bytes`. Not collective."""
+    """Return flat bytes in pieces of at most `chunk_bytes`."""
     return [data[low : low + chunk_bytes] for low in range(0, data.nbytes, chunk_bytes)]
 
 

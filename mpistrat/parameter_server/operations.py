@@ -37,7 +37,7 @@ _SCATTERS = {o: o.name.removeprefix("SCATTER_").lower() for o in Operation if o.
 
 
 def pack(operation: Operation, optimizer: int = 0) -> int:
-    """Return the integer that a push carries as its `what`. Not collective.
+    """Return the integer that a push carries as its `what`.
 
     Args:
         operation: what to do; it fills the low byte.
@@ -51,7 +51,7 @@ def pack(operation: Operation, optimizer: int = 0) -> int:
 
 
 def unpack(what: int) -> tuple[Operation, int]:
-    """Return the operation and the optimizer that `pack` packed. Not collective.
+    """Return the operation and the optimizer that `pack` packed.
 
     Raises:
         ValueError: there is no such operation.
@@ -63,7 +63,7 @@ def unpack(what: int) -> tuple[Operation, int]:
 
 
 def apply_operation(operation: Operation, array: np.ndarray, rows: np.ndarray | None, values: np.ndarray) -> None:
-    """Change an array in place by any operation but GRADIENT. Not collective.
+    """Change an array in place by any operation but GRADIENT.
 
     Args:
         operation: what to do.

@@ -52,7 +52,7 @@ class ParameterServerVariable(OnWriteVariable):
     def __init__(
         self, placement: Placement, description: Description, number: int, server: int, access: Access
     ) -> None:
-        """Hold on to the way there. Not collective."""
+        """Hold on to the way there."""
         self._hold(placement, description)
         self.number, self.server, self.version = number, server, 0
         self._access: Access | None = access
@@ -69,7 +69,7 @@ class ParameterServerVariable(OnWriteVariable):
 
     @property
     def array(self) -> Any:
-        """The numbers, read-only: as this step saw them first, or outside of a step as they are now. Not collective."""
+        """The numbers, read-only: as this step saw them first, or outside of a step as they are now."""
         access = self._access
         if access is not None and access.step and self._seen == access.step:
             return self._snapshot
@@ -102,7 +102,7 @@ class ParameterServerVariable(OnWriteVariable):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """What each local replica reads: the same array. Not collective."""
+        """What each local replica reads: the same array."""
         return (self.array,) * self.placement.group.topology.num_local_replicas
 
     @property
@@ -113,7 +113,7 @@ class ParameterServerVariable(OnWriteVariable):
 
     @tensorflow_names()
     def sparse_read(self, indices: Any) -> Any:
-        """Return a new array of the rows with these numbers, in their order; only they travel. Not collective."""
+        """Return a new array of the rows with these numbers, in their order; only they travel."""
         rows, shape = row_numbers(self.shape, indices, "sparse_read")
         access = self._access
         if access is None or (access.step and self._seen == access.step):
@@ -145,7 +145,7 @@ class ParameterServerVariable(OnWriteVariable):
     # gradients
 
     def gradient(self, local_replica: int) -> Any:
-        """Return the gradient array of one local replica, writable: what is pushed. Not collective.
+        """Return the gradient array of one local replica, writable: what is pushed.
 
         Raises:
             ValueError: the variable has no gradients.
@@ -162,7 +162,7 @@ class ParameterServerVariable(OnWriteVariable):
     # files
 
     def gathered(self) -> np.ndarray | None:
-        """See `Variable.gathered`."""
+        """See `Variable.gathered`. Collective."""
         access, group = self._access, self.placement.creators
         assert access is not None
         if access.reaches(self.number, rank=0):
@@ -173,7 +173,7 @@ class ParameterServerVariable(OnWriteVariable):
         return value
 
     def load(self, value: np.ndarray) -> None:
-        """See `Variable.load`."""
+        """See `Variable.load`. Collective."""
         group = self.placement.creators
         with group.collective("load", self.name, self.dtype, self.shape):
             access = self._access
@@ -189,5 +189,5 @@ class ParameterServerVariable(OnWriteVariable):
         return self._access is None
 
     def close(self) -> None:
-        """Let go of the memory; every later use raises ClosedError. Not collective; the strategy calls it."""
+        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
         self._access = self._snapshot = self._gradients = None

@@ -212,7 +212,7 @@ class ParameterServers:
             self._stagings.append(Staging(wanted, memory))
 
     def describe(self) -> str:
-        """Return which transport each worker and server use, in words. Not collective."""
+        """Return which transport each worker and server use, in words."""
         return describe(self.choice, self.workers, self.servers)
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class ParameterServers:
         comm.Free()
 
     def leave(self) -> None:
-        """Let go of the others, at the end of the program. Not collective."""
+        """Let go of the others, at the end of the program."""
         self.transports.clear()
         if self.server is not None:
             self.server.stop()

@@ -56,19 +56,19 @@ class Part(NamedTuple):
     total: int = 0
 
     def write(self, memory: Any, at: int = 0) -> None:
-        """Write the header, `LINE` bytes, into bytes. Not collective."""
+        """Write the header, `LINE` bytes, into bytes."""
         kind, variable, number, rows, what, version, offset, nbytes, total = self
         _WORDS.pack_into(memory, at, what << 16 | kind, variable, number, rows, version, offset, nbytes, total)
 
     @classmethod
     def read(cls, memory: Any, at: int = 0) -> Part:
-        """Return the header that `write` wrote. Not collective."""
+        """Return the header that `write` wrote."""
         first, variable, number, rows, version, offset, nbytes, total = _WORDS.unpack_from(memory, at)
         return cls(first & 0xFFFF, variable, number, rows, first >> 16, version, offset, nbytes, total)
 
 
 def cut(message: Part, pieces: Sequence[np.ndarray], chunk_bytes: int) -> Iterable[tuple[Part, Sequence[np.ndarray]]]:
-    """Return the parts of a message, each with the bytes of its payload in pieces; at least one part. Not collective.
+    """Return the parts of a message, each with the bytes of its payload in pieces; at least one part.
 
     Args:
         message: the header of the whole message: `nbytes` and `total` are those of the payload.
@@ -105,7 +105,7 @@ class Assembly:
         self._memory = np.empty(0, np.uint8)
 
     def add(self, part: Part, payload: np.ndarray) -> np.ndarray | None:
-        """Return the payload of the message if this part ends it. Valid until the next call. Not collective.
+        """Return the payload of the message if this part ends it. Valid until the next call.
 
         Args:
             part: the header.

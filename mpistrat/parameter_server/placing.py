@@ -33,7 +33,7 @@ class Placing(ABC):
         self.nbytes = [0] * num_servers
 
     def __call__(self, shape: Sequence[int], dtype: Any, server: int | None = None) -> int:
-        """Return the server of the next variable. Not collective, but every rank must do it.
+        """Return the server of the next variable. Every rank must do it.
 
         Args:
             shape, dtype: of the variable.

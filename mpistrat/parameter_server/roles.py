@@ -33,7 +33,7 @@ class Roles:
 
     @classmethod
     def of_counts(cls, size: int, num_ps: int) -> Roles:
-        """Return the roles when the last ranks are the servers. Not collective.
+        """Return the roles when the last ranks are the servers.
 
         Raises:
             ClusterError: no worker or no server is left.
@@ -49,7 +49,7 @@ class Roles:
         return cls(tuple(range(size - num_ps)), tuple(range(size - num_ps, size)))
 
     def describe(self, hosts: Sequence[str]) -> str:
-        """Return who is where, in words. Not collective.
+        """Return who is where, in words.
 
         Args:
             hosts: the host of each rank.
@@ -65,7 +65,7 @@ class Roles:
         return "\n".join(f"{host}: {', '.join(texts)}" for host, texts in there.items())
 
     def in_sync_with(self, rank: int, workers_in_sync: int) -> tuple[int, ...]:
-        """Return the ranks that step together with one, itself among them. Not collective.
+        """Return the ranks that step together with one, itself among them.
 
         Raises:
             ClusterError: the workers cannot be divided so.
@@ -108,7 +108,7 @@ class Roles:
 
 
 def elsewhere(resolver: ClusterResolver, host: str) -> str:
-    """Return the host that a resolver names for this rank's task, if it names another one; else "". Not collective.
+    """Return the host that a resolver names for this rank's task, if it names another one; else "".
 
     Addresses in numbers, "localhost", and names that differ in their domains only, say nothing.
 
@@ -129,7 +129,7 @@ def elsewhere(resolver: ClusterResolver, host: str) -> str:
 
 
 def is_server(resolver: ClusterResolver) -> bool:
-    """Return whether this rank is a parameter server, as its resolver tells. Not collective.
+    """Return whether this rank is a parameter server, as its resolver tells.
 
     Raises:
         ClusterError: the cluster's roles are not legal.
@@ -140,7 +140,7 @@ def is_server(resolver: ClusterResolver) -> bool:
 
 
 def introduce(group: ProcessGroup, workers: Sequence[int], servers: Sequence[int]) -> None:
-    """Say what this rank is, for those who speak when it is killed. Not collective."""
+    """Say what this rank is, for those who speak when it is killed."""
     rank, topology = group.topology.rank, group.topology
     kind, tasks = ("ps", servers) if rank in servers else ("worker", workers)
     role = f"{kind} {tasks.index(rank)}" if rank in tasks else "no role"

@@ -31,7 +31,7 @@ _TRIES = 100  # against a server that makes new versions in the meantime: each t
 
 @final
 class HeldRoom:
-    """A worker's end, for one variable. Not collective.
+    """A worker's end, for one variable.
 
     Args:
         place: where the variable lies.
@@ -82,7 +82,7 @@ def _nobody() -> None:
 
 @final
 class Rooms:
-    """A server's end, for one variable. Not collective; under the server's lock.
+    """A server's end, for one variable. Under the server's lock.
 
     Args:
         place: where the variable lies.

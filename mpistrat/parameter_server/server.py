@@ -129,7 +129,7 @@ class _Replacing:
 
 @final
 class Server(Rounds):
-    """The variables of one server, and its service. `ParameterServers` makes it. Not collective, all of it.
+    """The variables of one server, and its service. `ParameterServers` makes it.
 
     From `start` to `stop` a thread takes what workers push, calls the handler, and answers reads, whatever the program does
     meanwhile. Where MPI allows one thread only, this happens inside `wait`.
@@ -194,36 +194,36 @@ class Server(Rounds):
     # variables
 
     def array(self, variable: int) -> np.ndarray:
-        """Return a read-only view of a variable, for the handler: to others it shows halves of writes. Not collective."""
+        """Return a read-only view of a variable, for the handler: to others it shows halves of writes."""
         return (self._held.get(variable) or self._hold(variable, "array")).array
 
     def read(self, variable: int, out: np.ndarray) -> int:
-        """Copy a variable, whole, into an array of its shape, and return its version. Not collective."""
+        """Copy a variable, whole, into an array of its shape, and return its version."""
         held = self._held.get(variable) or self._hold(variable, "read")
         with self._lock:
             np.copyto(out, held.array, casting="no")
             return held.words[held.word] >> 1
 
     def read_rows(self, variable: int, rows: np.ndarray) -> tuple[int, np.ndarray]:
-        """Return the version of a variable and a copy of rows of it, all of that version. Not collective."""
+        """Return the version of a variable and a copy of rows of it, all of that version."""
         held = self._held.get(variable) or self._hold(variable, "read_rows")
         with self._lock:
             return held.words[held.word] >> 1, np.take(held.array, rows, axis=0)
 
     def version(self, variable: int) -> int:
-        """Return how often a variable was written. Not collective."""
+        """Return how often a variable was written."""
         held = self._held.get(variable) or self._hold(variable, "version")
         return held.words[held.word] >> 1
 
     def writing(self, variable: int) -> AbstractContextManager[np.ndarray]:
         """Return a context with a writable view of a variable; nobody reads a half of what is written in it.
 
-        An error inside leaves the variable closed to readers, because it may be half written. Not collective.
+        An error inside leaves the variable closed to readers, because it may be half written.
         """
         return self._held.get(variable) or self._hold(variable, "writing")
 
     def replacing(self, variable: int) -> AbstractContextManager[tuple[np.ndarray, np.ndarray]]:
-        """Return a context with a variable and an array in which to write a new value of all of it. Not collective.
+        """Return a context with a variable and an array in which to write a new value of all of it.
 
         Both may be the same array; if not, readers go on reading the old value meanwhile. Where workers hold it to read, this
         is much quicker than `writing`. An error inside leaves a variable closed to readers that was to be overwritten.
@@ -231,7 +231,7 @@ class Server(Rounds):
         return _Replacing(self._held.get(variable) or self._hold(variable, "replacing"))
 
     def fetch_and_add(self, counter: int, value: int) -> int:
-        """Add to a counter, atomically, and return what it was. Not collective."""
+        """Add to a counter, atomically, and return what it was."""
         place = self._own(counter, "fetch_and_add", counter=True)
         slab = self._slabs[place.slab]
         with self._lock:
@@ -245,18 +245,18 @@ class Server(Rounds):
     # workers
 
     def clocks(self) -> np.ndarray:
-        """Return the finished steps of every worker that has published them; int64. Not collective."""
+        """Return the finished steps of every worker that has published them; int64."""
         with self._lock:
             self._mailbox.sync()
         words, layout = self._mailbox.words, self._layout
         return np.array([words[layout.clock(w) // 8] for w in range(layout.workers)], np.int64)
 
     def left(self, worker: int) -> int:
-        """Return how many passes a worker has signed off from; FOR_GOOD when it will not come back. Not collective."""
+        """Return how many passes a worker has signed off from; FOR_GOOD when it will not come back."""
         return FOR_GOOD if worker in self._gone else self._mailbox.words[self._layout.left(worker) // 8]
 
     def acknowledge(self, worker: int, number: int) -> None:
-        """Say that a worker's pushes up to a number are applied, after a handler kept some. For handlers. Not collective."""
+        """Say that a worker's pushes up to a number are applied, after a handler kept some. For handlers."""
         if not self.applied[worker] <= number <= self._received[worker]:
             expected = f"{self.applied[worker]} <= number <= {self._received[worker]}"
             raise ValueError(explain("Server.acknowledge", "number", expected=expected, got=number))
@@ -271,7 +271,7 @@ class Server(Rounds):
         on_leave: Callable[[int], object] | None = None,
         retry: Callable[[], bool] | None = None,
     ) -> None:
-        """Begin to serve. Not collective.
+        """Begin to serve.
 
         Args:
             handler: what to do with pushes.
@@ -282,7 +282,7 @@ class Server(Rounds):
         self._service.start(f"mpistrat-server-{self.index}")
 
     def wait(self, passes: int | None = 1) -> None:
-        """Wait until every worker has signed off from so many further passes, or for good. Not collective.
+        """Wait until every worker has signed off from so many further passes, or for good.
 
         A worker that has left the program, after it signed off from a pass and pushed nothing more, has left for good.
 
@@ -302,25 +302,25 @@ class Server(Rounds):
         return all(self.left(worker) >= self._target for worker in range(self._layout.workers))
 
     def expects(self, worker: int) -> bool:
-        """Return whether the program waits for a worker: then it has done all that comes before. Not collective."""
+        """Return whether the program waits for a worker: then it has done all that comes before."""
         return self._service.waiting and self.left(worker) < self._target
 
     def stop(self) -> None:
-        """End the service: nothing is applied or answered any more. Not collective."""
+        """End the service: nothing is applied or answered any more."""
         self._service.stop()
 
     def close(self) -> None:
-        """End the service, and let go of the memory. Not collective."""
+        """End the service, and let go of the memory."""
         self.stop()
         self._closed = True
         self._held.clear()
 
     def accepts(self, worker: int) -> bool:
-        """Return whether another push of a worker may be taken. The ports ask. Not collective."""
+        """Return whether another push of a worker may be taken. The ports ask."""
         return self._received[worker] - self.applied[worker] < _MOST_KEPT
 
     def deliver(self, worker: int, part: Part, payload: np.ndarray) -> None:
-        """Apply a push if it has not come before. The ports call it. Not collective."""
+        """Apply a push if it has not come before. The ports call it."""
         expected = self._received[worker] + 1
         if part.number < expected:
             return
@@ -359,7 +359,7 @@ class Server(Rounds):
         return Push(worker, part.variable, part.number, part.what, part.version, rows, values)
 
     def count_staleness(self, push: Push) -> None:
-        """Count how many versions older than now the one was that a push was computed from, if any. Not collective."""
+        """Count how many versions older than now the one was that a push was computed from, if any."""
         if push.version >= 0:
             self.stats.stale(push.worker, push.variable, self.version(push.variable) - push.version)
 

@@ -19,7 +19,7 @@ _LAST_SENDS = 2.0  # seconds at the end for what is on its way to workers
 
 
 class Rounds(ABC):
-    """What a service does, again and again. Not collective, all of it."""
+    """What a service does, again and again."""
 
     @abstractmethod
     def poll(self) -> bool:
@@ -66,19 +66,19 @@ class Service:
         self._error: BaseException | None = None
 
     def start(self, name: str) -> None:
-        """Start the thread, with a name, where there may be one; later calls do nothing. Not collective."""
+        """Start the thread, with a name, where there may be one; later calls do nothing."""
         if self._threads and self._thread is None and not self._stop:
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, once nothing is on its way any more, or two seconds later. Not collective; it may be repeated."""
+        """End the thread, once nothing is on its way any more, or two seconds later. It may be repeated."""
         self._stop = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _LAST_SENDS)
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Wait until something is done, which one of the rounds brings about. Not collective.
+        """Wait until something is done, which one of the rounds brings about.
 
         Raises:
             BaseException: what a round raised.

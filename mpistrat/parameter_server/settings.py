@@ -32,7 +32,7 @@ class Settings:
     communication_options: CommunicationOptions | None
 
     def compared(self) -> tuple[Any, ...]:
-        """Return those that ranks compare: the resolver and the parts of the strategy see to the others. Not collective."""
+        """Return those that ranks compare: the resolver and the parts of the strategy see to the others."""
         return (
             self.max_staleness,
             self.backup_workers,
@@ -44,7 +44,7 @@ class Settings:
         )
 
     def check(self) -> None:
-        """Raise ValueError for one that can never be right. Not collective."""
+        """Raise ValueError for one that can never be right."""
         self._check_number("max_staleness", 0, optional=True)
         self._check_number("backup_workers", 0)
         self._check_number("workers_in_sync", 1)

@@ -29,12 +29,12 @@ class Staging:
     memory: ServerMemory
 
     def offset(self, server: int, worker: int, half: int) -> int:
-        """Return where an area lies in its server's segment. Not collective."""
+        """Return where an area lies in its server's segment."""
         return (HALVES * worker + half) * self.areas[server]
 
 
 def area_bytes(largest: int, now: int, chunk_bytes: int) -> int:
-    """Return how large the areas of a server should be. Not collective.
+    """Return how large the areas of a server should be.
 
     Args:
         largest: bytes of the largest of the variables that come.

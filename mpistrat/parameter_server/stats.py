@@ -12,7 +12,7 @@ Counts = dict[int, list[int]]  # times and bytes, by variable
 
 
 def count(counts: Counts, variable: int, nbytes: int) -> None:
-    """Count one exchange of a variable. Not collective.
+    """Count one exchange of a variable.
 
     Example:
         >>> counts: Counts = {}
@@ -67,7 +67,7 @@ class ServerStats:
         self.most_waiting = 0
 
     def stale(self, worker: int, variable: int, versions: int) -> None:
-        """Count a push that was so many versions old. Not collective.
+        """Count a push that was so many versions old.
 
         Example:
             >>> stats = ServerStats(2)

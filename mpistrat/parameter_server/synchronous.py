@@ -21,7 +21,7 @@ Gradients = dict[int, Push]  # by number of variable
 
 @final
 class SynchronousUpdates:
-    """The handler of a server whose workers train in step. Not collective, all of it.
+    """The handler of a server whose workers train in step.
 
     - Gradients are copied and acknowledged as they come. A commit is acknowledged when its step is complete: when every
       worker that has not left the pass has committed it. Then each variable is updated once, by the sum of its gradients

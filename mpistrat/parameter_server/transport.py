@@ -60,13 +60,13 @@ class Pair:
     places: list[Place]
 
     def patience(self, what: str, remedy: str = _SERVE) -> Patience:
-        """Return a wait for the server. Not collective."""
+        """Return a wait for the server."""
         text = f"{what} (worker {self.worker}, server {self.server})"
         return Patience(self.group, text, (self.server_rank,), remedy=remedy)
 
 
 class Transport(ABC):
-    """A worker's end of the connection with one server. Not collective, all of it; one thread at a time.
+    """A worker's end of the connection with one server. One thread at a time.
 
     Attributes:
         name: of the transport.
@@ -86,7 +86,7 @@ class Transport(ABC):
 
     @final
     def read(self, variable: int, out: np.ndarray) -> int:
-        """Copy a variable, whole, into an array, and return its version. Not collective.
+        """Copy a variable, whole, into an array, and return its version.
 
         Args:
             variable: its number.
@@ -102,7 +102,7 @@ class Transport(ABC):
 
     @final
     def view(self, variable: int) -> tuple[int, np.ndarray] | None:
-        """Return a variable's version and the variable where it lies; None where it must be read. Not collective.
+        """Return a variable's version and the variable where it lies; None where it must be read.
 
         The array is read-only, and stays as it is for as long as anything refers to it.
         """
@@ -114,7 +114,7 @@ class Transport(ABC):
 
     @final
     def read_rows(self, variable: int, rows: Any, out: np.ndarray) -> int:
-        """Copy rows of a variable, all of one version, into an array; return the version. Not collective.
+        """Copy rows of a variable, all of one version, into an array; return the version.
 
         Args:
             variable: its number.
@@ -133,7 +133,7 @@ class Transport(ABC):
     def push(
         self, variable: int, number: int, array: Any, *, what: int = 0, version: int = 0, commit: bool = False
     ) -> None:
-        """Send an array to the server, which applies it once. Returns when the array may be changed. Not collective.
+        """Send an array to the server, which applies it once. Returns when the array may be changed.
 
         What lies in `gradient(variable)` is not copied, and must not be changed before `settle` has returned.
 
@@ -172,7 +172,7 @@ class Transport(ABC):
         sum_duplicates: bool = True,
         depth: int = 1,
     ) -> None:
-        """Send rows to the server, which applies them once; rows that are named twice are summed first. Not collective.
+        """Send rows to the server, which applies them once; rows that are named twice are summed first.
 
         Args:
             variable: its number.
@@ -196,7 +196,7 @@ class Transport(ABC):
 
     @final
     def commit(self, number: int, *, what: int = 0) -> None:
-        """Send a push without variable and payload: it ends a step. Not collective.
+        """Send a push without variable and payload: it ends a step.
 
         Args:
             number, what: as in `push`.
@@ -206,15 +206,15 @@ class Transport(ABC):
         self.pushed = max(self.pushed, number)
 
     def gradient(self, variable: int) -> np.ndarray | None:
-        """Return memory from which a push of a variable is not copied, zeros at first; None if there is none. Not collective."""
+        """Return memory from which a push of a variable is not copied, zeros at first; None if there is none."""
         return None
 
     def settle(self) -> None:  # noqa: B027  # nothing to do where all is copied
-        """Wait until what was pushed from `gradient` may be changed. Not collective."""
+        """Wait until what was pushed from `gradient` may be changed."""
 
     @final
     def flush(self) -> None:
-        """Wait until all pushes of this worker to this server are applied. Not collective.
+        """Wait until all pushes of this worker to this server are applied.
 
         Raises:
             PeerExitError: the server has left the program.
@@ -227,7 +227,7 @@ class Transport(ABC):
 
     @final
     def leave(self, *, for_good: bool = False, clock: int = FINISHED) -> None:
-        """Flush, then sign off from this pass. Not collective.
+        """Flush, then sign off from this pass.
 
         Args:
             for_good: sign off from all passes; later calls do nothing.
@@ -241,7 +241,7 @@ class Transport(ABC):
 
     @final
     def fetch_and_add(self, counter: int, value: int) -> int:
-        """Add to a counter, atomically, and return what it was. Not collective.
+        """Add to a counter, atomically, and return what it was.
 
         Args:
             counter: the number of a variable that was declared a counter.
@@ -252,15 +252,15 @@ class Transport(ABC):
 
     @abstractmethod
     def acknowledged(self) -> int:
-        """Return the number of this worker's last push that is applied, as are all before it. Not collective."""
+        """Return the number of this worker's last push that is applied, as are all before it."""
 
     @abstractmethod
     def publish_clock(self, steps: int) -> None:
-        """Say how many steps this worker has finished. Not collective."""
+        """Say how many steps this worker has finished."""
 
     @abstractmethod
     def clocks(self) -> np.ndarray:
-        """Return the finished steps of every worker, as this server knows them; int64. Not collective."""
+        """Return the finished steps of every worker, as this server knows them; int64."""
 
     def _view(self, place: Place) -> tuple[int, np.ndarray] | None:
         return None
@@ -322,23 +322,23 @@ class Transport(ABC):
 
 
 class Port(ABC):
-    """A server's end of the connections with all workers that use one transport. Not collective, all of it."""
+    """A server's end of the connections with all workers that use one transport."""
 
     @abstractmethod
     def poll(self) -> int:
-        """Take what has come, a few parts of each worker. Return how many waited, 0 if none was taken. Not collective."""
+        """Take what has come, a few parts of each worker. Return how many waited, 0 if none was taken."""
 
     @abstractmethod
     def acknowledge(self, worker: int, number: int) -> None:
-        """Tell a worker which of its pushes is the last applied. Not collective."""
+        """Tell a worker which of its pushes is the last applied."""
 
     @abstractmethod
     def busy(self) -> bool:
-        """Return whether something is still on its way to a worker. Not collective."""
+        """Return whether something is still on its way to a worker."""
 
 
 def flat_bytes(array: np.ndarray) -> np.ndarray:
-    """Return a C-contiguous array as flat bytes, not copied. Not collective.
+    """Return a C-contiguous array as flat bytes, not copied.
 
     Example:
         >>> flat_bytes(np.zeros((2, 3), np.float16)).shape
@@ -348,7 +348,7 @@ def flat_bytes(array: np.ndarray) -> np.ndarray:
 
 
 def sum_duplicate_rows(rows: np.ndarray, values: np.ndarray, function: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row once, in ascending order, with the sum of its values. Not collective.
+    """Return each row once, in ascending order, with the sum of its values.
 
     Sums are formed in `accumulation_dtype`, in the order of the values.
 

@@ -27,7 +27,7 @@ class Updater(Protocol):
         """Number of steps that are complete."""
 
     def count_step(self) -> None:
-        """Count a step that is complete. Not collective."""
+        """Count a step that is complete."""
 
     def dense(
         self,
@@ -37,15 +37,15 @@ class Updater(Protocol):
         step: int,
         old: np.ndarray | None = None,
     ) -> None:
-        """Make weights of old ones, if they lie elsewhere, by the sum of gradients of all of a variable. Not collective."""
+        """Make weights of old ones, if they lie elsewhere, by the sum of gradients of all of a variable."""
 
     def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
-        """Update rows of a variable, each of which is named once. Not collective."""
+        """Update rows of a variable, each of which is named once."""
 
 
 @final
 class Updates:
-    """The handler of a server's pushes: all are applied as they come. Not collective, all of it.
+    """The handler of a server's pushes: all are applied as they come.
 
     The gradients of a worker's step, from its first push to its commit, are all applied as step n + 1, where n steps of all
     workers were complete when it began. Each commit completes one. A variable's constraint is applied to all of it after

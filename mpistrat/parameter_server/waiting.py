@@ -39,11 +39,11 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, after something has happened. Not collective."""
+        """Begin anew, after something has happened."""
         self._count, self._nap = 0, min(_FIRST, self._ceiling)
 
     def pause(self) -> bool:
-        """Wait a little. Return whether it slept. Not collective."""
+        """Wait a little. Return whether it slept."""
         if self._count < _YIELDS:
             self._count += 1
             os.sched_yield()
@@ -55,7 +55,7 @@ class Backoff:
 
 @final
 class Patience:
-    """One wait for other ranks: a `Backoff` that raises when they have gone or take too long. Not collective.
+    """One wait for other ranks: a `Backoff` that raises when they have gone or take too long.
 
     Args:
         group: the ranks; its `environment` says how long a wait may take.
@@ -83,7 +83,7 @@ class Patience:
         self._next = self._start + _CHECK
 
     def reset(self) -> None:
-        """Begin anew, after something has happened. Not collective."""
+        """Begin anew, after something has happened."""
         self._backoff.reset()
 
     def pause(self) -> None:
@@ -122,7 +122,7 @@ class Patience:
 
 @final
 class PassWait:
-    """A server's wait for workers to leave a pass. Not collective.
+    """A server's wait for workers to leave a pass.
 
     It may be long, for workers compute. But a worker that is in a collective of all ranks, which this one is to enter as well,
     will not leave the pass: that is raised. Where nothing comes for 10 s, or `environment.warn_after` if that is less, who is

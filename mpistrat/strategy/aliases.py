@@ -32,7 +32,7 @@ C = TypeVar("C", bound=type[Any])
 
 
 def with_aliases(cls: C) -> C:
-    """Give a class the aliases that the table has for it. Not collective; a decorator."""
+    """Give a class the aliases that the table has for it. A decorator."""
     for alias, name in ALIASES[cls.__name__].items():
         setattr(cls, alias, getattr(cls, name))
     return cls

@@ -47,7 +47,7 @@ class Parts:
 
     @classmethod
     def of(cls, extended: StrategyExtended) -> Parts:
-        """Return the parts of a strategy, for another one that shares its communicators. Not collective."""
+        """Return the parts of a strategy, for another one that shares its communicators."""
         devices = extended.placement.arenas.devices
         own = devices == extended.topology.devices
         return cls(
@@ -61,7 +61,7 @@ class Parts:
         )
 
     def extend(self, strategy: Strategy) -> StrategyExtended:
-        """Return the inner parts of a strategy. Not collective."""
+        """Return the inner parts of a strategy."""
         group = self.sync_group or self.group
         devices = group.topology.devices if self.parameter_device is None else (self.parameter_device,)
         placement = Placement(

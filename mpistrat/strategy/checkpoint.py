@@ -111,7 +111,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _warn_of_unsaved(extended: StrategyExtended) -> None:
-    """Say which variables of the program no file has: those that were made outside of every scope. Not collective."""
+    """Say which variables of the program no file has: those that were made outside of every scope."""
     outside = context.default_strategy()
     if outside is None or outside.extended is extended:
         return

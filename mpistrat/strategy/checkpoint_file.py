@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 def write_checkpoint(
     path: Path, pieces: Iterable[Piece], optimizers: Sequence[Mapping[str, Any]], extra: str | None
 ) -> None:
-    """Write a checkpoint; `path` is whole, or as it was. Not collective.
+    """Write a checkpoint; `path` is whole, or as it was.
 
     Raises:
         OSError, RuntimeError, ValueError: what h5py and the system raise.

@@ -17,7 +17,7 @@ __all__ = ["DefaultStrategy"]
 
 @final
 class DefaultStrategy(Strategy):
-    """What `ms.get_strategy()` returns outside every scope. Not collective: it is this process alone."""
+    """What `ms.get_strategy()` returns outside every scope. It is this process alone."""
 
     def __init__(self) -> None:
         group = ProcessGroup.single()

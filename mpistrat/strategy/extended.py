@@ -69,7 +69,7 @@ class StrategyExtended:
         shared: bool = False,
         num_input_pipelines: int | None = None,
     ) -> None:
-        """Hold the parts; `assemble` makes them. Not collective."""
+        """Hold the parts; `assemble` makes them."""
         self.topology: Topology = group.topology
         self.sync_topology: Topology = placement.group.topology
         self.num_input_pipelines = self.topology.size if num_input_pipelines is None else num_input_pipelines
@@ -105,7 +105,7 @@ class StrategyExtended:
         return tuple(devices)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """Return where what belongs to several variables shall lie: with the variables. Not collective."""
+        """Return where what belongs to several variables shall lie: with the variables."""
         return self.parameter_devices
 
     # variables
@@ -137,7 +137,7 @@ class StrategyExtended:
         return meeting.meet(index, "Variable", together, (args, kwargs))
 
     def register_optimizer(self, optimizer: Any) -> None:
-        """Let `save` and `restore` know of an optimizer; it does it when first applied. Not collective.
+        """Let `save` and `restore` know of an optimizer; it does it when first applied.
 
         Raises:
             ValueError: what was restored before belongs to another optimizer.
@@ -150,16 +150,16 @@ class StrategyExtended:
         return self.optimizer_states.registered
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Return whether a variable was made in this strategy's scope. Not collective."""
+        """Return whether a variable was made in this strategy's scope."""
         return isinstance(v, (Variable, ShardedVariable)) and v.placement is self.placement
 
     def value_container(self, value: Any) -> Any:
-        """Return the variable that a component belongs to: here they are the same. Not collective."""
+        """Return the variable that a component belongs to: here they are the same."""
         return value
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable | ShardedVariable) -> Iterator[None]:
-        """Inside, new variables are placed with this one, whole: with parameter servers on its server. Not collective.
+        """Inside, new variables are placed with this one, whole: with parameter servers on its server.
 
         Every rank enters it with the same variable. Under other strategies variables of one dtype are neighbours anyway.
 
@@ -279,7 +279,7 @@ class StrategyExtended:
         return as_scalar(self.cross_device_ops.broadcast(tensor, destinations))
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return what each local replica has of a value. Not collective. See `Strategy.local_results`."""
+        """Return what each local replica has of a value. See `Strategy.local_results`."""
         if isinstance(value, (DistributedValues, Variable)):
             return tuple(value.values)
         if nest.is_nested(value):
@@ -289,17 +289,17 @@ class StrategyExtended:
     # what the strategy's own files use
 
     def merged(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
-        """Return the options of a call: the strategy's, overridden by the caller's. Not collective."""
+        """Return the options of a call: the strategy's, overridden by the caller's."""
         if options is None or self._options is None:
             return options or self._options
         return self._options.merge(options)
 
     def per_replica(self, values: Sequence[Any]) -> Any:
-        """Return a nest of PerReplica of the local replicas' nests, wrapped even where they are equal. Not collective."""
+        """Return a nest of PerReplica of the local replicas' nests, wrapped even where they are equal."""
         return nest.map_structure(lambda *leaves: PerReplica(leaves), *values)
 
     def require_open(self, function: str) -> None:
-        """Do nothing unless the strategy was closed. Not collective.
+        """Do nothing unless the strategy was closed.
 
         Raises:
             ClosedError: it was.
@@ -308,7 +308,7 @@ class StrategyExtended:
             raise ClosedError(f"{function}: the strategy was closed")
 
     def require_own(self, variable: Any, function: str) -> None:
-        """Do nothing if a variable was made in this strategy's scope. Not collective.
+        """Do nothing if a variable was made in this strategy's scope.
 
         Raises:
             ValueError: it was not.
@@ -350,7 +350,7 @@ class StrategyExtended:
         return True
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call a step once on each local replica: `Strategy.run`. Not collective by itself."""
+        """Call a step once on each local replica: `Strategy.run`. Collective where the step is."""
         return self._strategy.run(fn, args, kwargs)
 
 

@@ -48,14 +48,14 @@ class Leading:
 
 
 def register(leading: Leading) -> None:
-    """Say how ranks are led. Not collective."""
+    """Say how ranks are led."""
     global _leading
     _leading = leading
 
 
 @contextlib.contextmanager
 def following(followers: tuple[int, ...]) -> Iterator[None]:
-    """While the context lasts, the strategy that is made follows rank 0's, as `learn` has told. Not collective."""
+    """While the context lasts, the strategy that is made follows rank 0's, as `learn` has told."""
     token = _followers.set(followers)
     try:
         yield

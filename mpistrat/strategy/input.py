@@ -60,18 +60,18 @@ class Division:
         return self.within is not None or self.divide is serve_only
 
     def drawn(self) -> Drawn | None:
-        """Return who is told what is drawn from a new dataset. Not collective; all ranks do it alike."""
+        """Return who is told what is drawn from a new dataset. All ranks do it alike."""
         return None if self.draws is None else self.draws.dataset(user_place(threading.get_ident()))
 
     @classmethod
     def together(cls, group: ProcessGroup) -> Division:
-        """Return the division of strategies whose ranks step together. Not collective."""
+        """Return the division of strategies whose ranks step together."""
         workers = Workers(group.topology.replicas_per_rank, group.topology.rank)
         return cls(workers, auto_shard, {"sum_over_ranks": _sum_over_ranks(group)}, _draws(group))
 
     @classmethod
     def alone(cls, workers: Workers, within: Workers, group: ProcessGroup, passes: Passes) -> Division:
-        """Return the division of workers that don't step with all others. Not collective.
+        """Return the division of workers that don't step with all others.
 
         Args:
             workers: those that batches are dealt out to, each one rank or a group of them.
@@ -85,7 +85,7 @@ class Division:
 
     @classmethod
     def serving(cls, workers: Workers, passes: Passes) -> Division:
-        """Return the division of a rank that serves those who step alone. Not collective."""
+        """Return the division of a rank that serves those who step alone."""
         return cls(workers, serve_only, {"passes": passes, "same_length": False}, None)
 
 
@@ -178,9 +178,10 @@ def _draws(group: ProcessGroup) -> Draws | None:
 
 
 def _sum_over_ranks(group: ProcessGroup) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
-    """Return what sums a small array of integers over all ranks. Not collective; what it returns is."""
+    """Return what sums a small array of integers over all ranks. What it returns is collective."""
 
     def total(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Collective."""
         with group.collective("input step", dtype="int64", shape=counts.shape):
             return group.all_gather_int(counts.tolist()).sum(axis=0)
 

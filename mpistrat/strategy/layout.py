@@ -40,7 +40,7 @@ class Layout:
     least_ranks: int = 1
 
     def fits(self, ranks: int, nodes: int) -> bool:
-        """Return whether the strategy accepts so many ranks on so many nodes. Not collective."""
+        """Return whether the strategy accepts so many ranks on so many nodes."""
         return (self.many_ranks or ranks == 1) and (self.many_nodes or nodes == 1) and ranks >= self.least_ranks
 
 
@@ -54,7 +54,7 @@ _ALL = (ONE_DEVICE, MIRRORED, CENTRAL_STORAGE, MULTI_WORKER_MIRRORED)  # what a 
 
 
 def check_layout(layout: Layout, topology: Topology) -> None:
-    """Do nothing if a strategy accepts the ranks and nodes. Not collective; the same on every rank.
+    """Do nothing if a strategy accepts the ranks and nodes. The same on every rank.
 
     Raises:
         LayoutError: it does not, naming the strategies that do.

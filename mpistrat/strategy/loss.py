@@ -14,7 +14,7 @@ __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
-    """Return this replica's part of the mean loss over the global batch: the sum of its losses over G. Not collective.
+    """Return this replica's part of the mean loss over the global batch: the sum of its losses over G.
 
     The sum of what all replicas get is the mean over the global batch, however unevenly it is divided.
 
@@ -51,7 +51,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """Return this replica's part of a loss that is the same on all: its sum divided by the replicas. Not collective.
+    """Return this replica's part of a loss that is the same on all: its sum divided by the replicas.
 
     Args:
         regularization_loss: a number or array.

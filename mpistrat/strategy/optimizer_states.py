@@ -51,7 +51,7 @@ class Kept:
 
 @final
 class OptimizerStates:
-    """Knows the optimizers of a strategy, and what waits for those that are yet to be made. Not collective.
+    """Knows the optimizers of a strategy, and what waits for those that are yet to be made.
 
     A file lists optimizers in the order of their first steps, and says of those that were made in the scope which one
     each was: these get their states when they are restored, the others at their first step. With parameter servers the number

@@ -175,7 +175,7 @@ class ParameterServerStrategy(Strategy):
         following.lead(self, followers)
 
     def _complete(self, placement: Placement) -> None:
-        """Say what is special about variables and optimizers of this strategy. Not collective."""
+        """Say what is special about variables and optimizers of this strategy."""
         placement.partitioner, placement.first_worker = self._settings.variable_partitioner, self.workers[0]
         placement.ordinals, placement.numbers = self._optimizers.ordinals, self._optimizers
         updates = self._optimizers.updates if self.is_server else None
@@ -253,7 +253,7 @@ class ParameterServerStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Call a step once on each replica of this worker, and return what they return. Not collective.
+        """Call a step once on each replica of this worker, and return what they return.
 
         With `max_staleness` it begins when the slowest worker is near enough. See `Strategy.run`.
 
@@ -282,7 +282,7 @@ class ParameterServerStrategy(Strategy):
     # serving, on servers
 
     def serve(self, passes: int | None = 1) -> None:
-        """Serve the workers until all have left one pass, or for good. Not collective; on servers.
+        """Serve the workers until all have left one pass, or for good. For servers.
 
         A worker leaves a pass when its loop over a distributed dataset ends, or by `leave`, and for good when it closes the
         strategy or ends its program. Iterating a distributed dataset calls this.
@@ -302,7 +302,7 @@ class ParameterServerStrategy(Strategy):
         server.wait(passes)
 
     def flush(self) -> None:
-        """Wait until all that this worker has pushed and written is applied. Not collective; on workers.
+        """Wait until all that this worker has pushed and written is applied. For workers.
 
         Reading a variable waits for what this worker pushed to the same server. With `max_staleness` 0 a step is applied
         when all workers have taken it.
@@ -314,7 +314,7 @@ class ParameterServerStrategy(Strategy):
         self._worker("flush").flush()
 
     def leave(self) -> None:
-        """Leave a pass that is not the loop over a distributed dataset, which leaves by itself. Not collective; on workers.
+        """Leave a pass that is not the loop over a distributed dataset, which leaves by itself. For workers.
 
         A program that steps without a dataset calls it when its servers, which are in `serve`, shall go on.
 
@@ -353,26 +353,26 @@ class ParameterServerStrategy(Strategy):
         return Division.alone(dealt, within, self._extended.placement.group, self)
 
     def begin_pass(self) -> None:
-        """Begin to read a dataset: on a server, serve until all workers have left the pass. Not collective."""
+        """Begin to read a dataset: on a server, serve until all workers have left the pass."""
         if isinstance(self._access, WorkerAccess):
             self._access.begin_pass()
         else:
             self.serve()
 
     def end_pass(self) -> None:
-        """Leave the pass. Not collective."""
+        """Leave the pass."""
         if isinstance(self._access, WorkerAccess) and not self._extended.closed:
             self._access.end_pass()
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return who serves whom, and how, as names and texts. Not collective."""
+        """Return who serves whom, and how, as names and texts."""
         roles = f"workers {', '.join(map(str, self.workers))}; servers {', '.join(map(str, self.servers))}"
         return [("roles by rank", roles), *(("transport", t) for t in self._parameter_servers.describe().splitlines())]
 
     # what happened
 
     def traffic(self) -> tuple[int, int]:
-        """Return how many bytes this worker has pulled and pushed so far; (0, 0) on a server. Not collective."""
+        """Return how many bytes this worker has pulled and pushed so far; (0, 0) on a server."""
         every = [transport.stats for transport in self._parameter_servers.transports]
         pulled = sum(nbytes for stats in every for _, nbytes in stats.pulls.values())
         return pulled, sum(nbytes for stats in every for _, nbytes in stats.pushes.values())

@@ -56,7 +56,7 @@ _process = 0
 
 
 def catch_stop_signals() -> None:
-    """Let SIGUSR1 and SIGTERM ask this program to stop at a step boundary, instead of ending it. Not collective.
+    """Let SIGUSR1 and SIGTERM ask this program to stop at a step boundary, instead of ending it.
 
     `Strategy.should_stop` does it when first called. Call this as the program's first act, so that signals that come before
     count as well. Handlers that the program had are called, too. A second SIGTERM, a second or more after the first, does what
@@ -106,7 +106,7 @@ def _act(number: int, before: Any) -> None:
 
 
 def release_signals() -> None:
-    """Handle signals as before they were caught, and forget those that came. Not collective."""
+    """Handle signals as before they were caught, and forget those that came."""
     global _stop, _terminated
     _stop, _terminated = False, None
     for number, before in _before.items():
@@ -117,7 +117,7 @@ def release_signals() -> None:
 
 
 def last_moment(end: float | None, margin: float | None, env: Mapping[str, str], now: float) -> float | None:
-    """Return when to stop because of the time limit, in seconds since 1970; None without one. Not collective.
+    """Return when to stop because of the time limit, in seconds since 1970; None without one.
 
     Args:
         end: when the job ends; default what SLURM says, from version 23.02 on.
@@ -161,7 +161,7 @@ class StopRequest:
             self.note()
 
     def note(self) -> None:
-        """A signal has come. Not collective; called by the handler."""
+        """A signal has come. Called by the handler."""
         if self._watch is not None:
             self._watch.stop = True
 
@@ -180,7 +180,7 @@ class StopRequest:
         self._last = last_moment(settings.end_time, settings.stop_before, os.environ, time.time())
 
     def close(self) -> None:
-        """Let signals do what they did before, when this was the last that asked, and nobody was told to stop. Not collective.
+        """Let signals do what they did before, when this was the last that asked, and nobody was told to stop.
 
         Who was told to stop may be told again while it ends, and shall end with its own exit status.
         """
@@ -262,7 +262,7 @@ class StopTogether(StopAgreement):
             self._take()
 
     def leave(self) -> Callable[[], None]:
-        """See `Attachment.leave`. Not collective."""
+        """See `Attachment.leave`."""
         return self._finish
 
     def _finish(self) -> None:

@@ -55,15 +55,15 @@ class PushStep(Step):
         self.describe()
 
     def describe(self) -> None:
-        """Say again which optimizer it is, after its numbers have changed. Not collective."""
+        """Say again which optimizer it is, after its numbers have changed."""
         self._key = optimizer_key(self._optimizer)
 
     def place(self, replicas: Sequence[Sequence[tuple[Any, Any]]], key: tuple[int, ...]) -> None:
-        """Take the gradients that the local replicas handed over. Not collective; arguments as `place_gradients`."""
+        """Take the gradients that the local replicas handed over. Arguments as `place_gradients`."""
         self._replicas = replicas
 
     def run(self, aggregate: bool) -> None:
-        """Send the gradients. Not collective; in cross-replica context.
+        """Send the gradients. In cross-replica context.
 
         Args:
             aggregate: whether gradients are summed over the worker's replicas; else they are equal on all already.

@@ -74,7 +74,7 @@ def _each(act: Callable[[Any, str], Any], value: Any) -> Any:
 
 
 def copies_of_variables(extended: StrategyExtended, value: Any) -> Any:
-    """Return a nest in which each variable became what the local replicas have of it. Not collective.
+    """Return a nest in which each variable became what the local replicas have of it.
 
     With one replica in all, an ON_WRITE variable is a value like any other.
     """
@@ -88,12 +88,12 @@ def copies_of_variables(extended: StrategyExtended, value: Any) -> Any:
 
 
 def read_variables(value: Any) -> Any:
-    """Return a nest in which each variable became what this replica reads of it. Not collective."""
+    """Return a nest in which each variable became what this replica reads of it."""
     return nest.map_structure(lambda leaf: leaf.array if isinstance(leaf, Variable) else leaf, value)
 
 
 def as_scalar(value: Any) -> Any:
-    """Return NumPy's scalar for an array without dimensions, anything else as it is. Not collective.
+    """Return NumPy's scalar for an array without dimensions, anything else as it is.
 
     Example:
         >>> type(as_scalar(np.zeros(()))).__name__

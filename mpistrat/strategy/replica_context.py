@@ -66,7 +66,7 @@ class ReplicaContext:
     )
 
     def __init__(self, strategy: Strategy, extended: StrategyExtended, index: int) -> None:
-        """Describe local replica `index`. Not collective; strategies make them."""
+        """Describe local replica `index`. Strategies make them."""
         topology = extended.sync_topology
         self.strategy = strategy
         self.replica_id_in_sync_group = topology.replica_offset + index
@@ -172,7 +172,7 @@ class ReplicaContext:
         return self._together(what, lambda joined: broadcast_nest(self._extended, joined, root), value)
 
     def rng(self, seed: int, step: int = 0, sample: int | None = None) -> np.random.Generator:
-        """Return the random generator of a sample, or of this replica, at a step. Not collective.
+        """Return the random generator of a sample, or of this replica, at a step.
 
         Keyed by `sample`, the example's index in the dataset, the numbers are the same for any number of replicas.
 

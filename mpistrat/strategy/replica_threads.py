@@ -19,7 +19,7 @@ _meeting: contextvars.ContextVar[Meeting | None] = contextvars.ContextVar("mpist
 
 
 def current_meeting() -> Meeting | None:
-    """Return where the replicas of the run that calls this meet; None with one local replica. Not collective."""
+    """Return where the replicas of the run that calls this meet; None with one local replica."""
     return _meeting.get()
 
 
@@ -156,7 +156,7 @@ class ReplicaThreads:
         self._turn = threading.Lock()  # runs from several threads of the program take turns
 
     def run(self, function: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        """Call a function once for each local replica, all at the same time; return their results. Not collective.
+        """Call a function once for each local replica, all at the same time; return their results.
 
         Args:
             function: the step.
@@ -181,6 +181,6 @@ class ReplicaThreads:
         weakref.finalize(self, _dismiss, self._inboxes)
 
     def close(self) -> None:
-        """End the threads. Not collective."""
+        """End the threads."""
         _dismiss(self._inboxes)
         self._inboxes = []

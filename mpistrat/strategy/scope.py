@@ -39,7 +39,7 @@ class Scope:
 
 
 def set_strategy(strategy: Strategy | None) -> None:
-    """Make a strategy the current one outside every scope, in all threads; None resets. Not collective.
+    """Make a strategy the current one outside every scope, in all threads; None resets.
 
     Raises:
         ContextError: inside a scope.

@@ -26,7 +26,7 @@ _strategies = itertools.count()
 
 
 def optimizer_key(optimizer: Optimizer) -> int:
-    """Return the number by which worker and server name an optimizer: which one was made, and what it is like. Not collective.
+    """Return the number by which worker and server name an optimizer: which one was made, and what it is like.
 
     The same program makes the same optimizers in the same order on every rank.
     """
@@ -53,7 +53,7 @@ class ServedOptimizers:
         self._found: dict[int, tuple[Optimizer, int, LocalUpdates]] = {}  # by key, while the optimizer is as it was
 
     def find(self, key: int) -> LocalUpdates:
-        """Return what applies the optimizer that a worker names, on this server. Not collective.
+        """Return what applies the optimizer that a worker names, on this server.
 
         Raises:
             MpistratError: there is none like it here.
@@ -69,23 +69,23 @@ class ServedOptimizers:
         return updates
 
     def updates(self, optimizer: Optimizer) -> LocalUpdates:
-        """Return what applies an optimizer on this server. Not collective."""
+        """Return what applies an optimizer on this server."""
         if optimizer not in self._updates:
             self._updates[optimizer] = LocalUpdates(optimizer)
             optimizer.join(self._strategy)
         return self._updates[optimizer]
 
     def of(self, optimizer: Optimizer) -> int:
-        """Return the number of an optimizer in files: which one the program has made, in the scope or outside. Not collective."""
+        """Return the number of an optimizer in files: which one the program has made, in the scope or outside."""
         count, series = divmod(optimizer.ordinal, ORDINAL_STEP)
         return count if series else _OUTSIDE + count
 
     def made(self) -> list[Optimizer]:
-        """Return the optimizers that the program has made in the scope or outside of all scopes. Not collective."""
+        """Return the optimizers that the program has made in the scope or outside of all scopes."""
         return [one for one in known() if one.ordinal % ORDINAL_STEP in (0, self._series)]
 
     def named(self, names: Sequence[str]) -> list[int]:
-        """Return the numbers of the first optimizers of these names that the program has made. Not collective."""
+        """Return the numbers of the first optimizers of these names that the program has made."""
         made = sorted((self.of(one), one.name) for one in known() if one.may_join(self._strategy))
         found: list[int] = []
         for index, name in enumerate(names):

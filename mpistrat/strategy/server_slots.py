@@ -75,7 +75,7 @@ class ServerSlots:
         self._group.barrier("optimizer.slots")
 
     def write(self, optimizer: Optimizer, variable: ParameterServerVariable, values: Mapping[str, Any]) -> None:
-        """Overwrite a variable's slots where it lies. Not collective, but every rank must do it."""
+        """Overwrite a variable's slots where it lies. Every rank must do it."""
         if self._updates is not None and self._here(variable):
             self._updates(optimizer).set_slots(variable, values)
 

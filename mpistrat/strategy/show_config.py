@@ -25,7 +25,7 @@ Row = tuple[str, str]
 
 
 def show_config(strategy: Strategy | None = None) -> str:
-    """Print what the program runs on, and return the text. Not collective; collective over a strategy that is given.
+    """Print what the program runs on, and return the text. Collective over a strategy that is given.
 
     Args:
         strategy: its ranks, devices and algorithms are shown too; then rank 0 alone prints, and every rank returns its

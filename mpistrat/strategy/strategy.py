@@ -53,7 +53,7 @@ class Strategy(Together):
     cluster_resolver: ClusterResolver | None = None
 
     def __init__(self, parts: Parts | None = None) -> None:
-        """Hold the parts that a subclass made. Not collective by itself; making a strategy is (see its class).
+        """Hold the parts that a subclass made. Making a strategy is collective (see its class).
 
         Raises:
             TypeError: for Strategy itself.
@@ -103,7 +103,7 @@ class Strategy(Together):
     # contexts
 
     def scope(self) -> Scope:
-        """Return the context in which this is the current strategy. Not collective.
+        """Return the context in which this is the current strategy.
 
         Variables made inside belong to it. It may be entered again inside itself; scopes hold for one thread and are
         left in the reverse order of entering.
@@ -121,7 +121,7 @@ class Strategy(Together):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Call a step once on each local replica, and return what they return. Not collective by itself.
+        """Call a step once on each local replica, and return what they return. Collective where the step is.
 
         Several replicas of a rank run in threads, the first on the calling one. In the step `get_replica_context()`
         tells which replica it is.
@@ -274,14 +274,14 @@ class Strategy(Together):
         return gather_nest(self._extended, value, axis, options)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return what each local replica has of a value, in replica order; (value,) of a plain one. Not collective.
+        """Return what each local replica has of a value, in replica order; (value,) of a plain one.
 
         Of a nest, each replica's nest is returned.
         """
         return self._extended.local_results(value)
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Return PerReplica values that a function makes, called once for each local replica. Not collective.
+        """Return PerReplica values that a function makes, called once for each local replica.
 
         Args:
             value_fn: gets a ValueContext, and returns a value or a nest.
@@ -404,7 +404,7 @@ class Strategy(Together):
     # its life
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return what else `show_config` shows of it, as names and texts. Not collective."""
+        """Return what else `show_config` shows of it, as names and texts."""
         return []
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ _SCATTERS = {"add": (_SUM, _MEAN, _FIRST), "sub": (_SUM, _MEAN, _FIRST), "mul": 
 def check_kind(
     synchronization: VariableSynchronization, aggregation: VariableAggregation, trainable: bool | None, dtype: np.dtype
 ) -> tuple[VariableSynchronization, bool]:
-    """Return the synchronisation that AUTO stands for, and whether the variable is trainable. Not collective.
+    """Return the synchronisation that AUTO stands for, and whether the variable is trainable.
 
     Raises:
         ValueError: a combination that has no meaning.
@@ -59,7 +59,7 @@ def check_kind(
 
 
 def check_replica_write(variable: Variable, function: str) -> None:
-    """Do nothing if the variable may be written in replica context. Not collective.
+    """Do nothing if the variable may be written in replica context.
 
     Raises:
         ValueError: its aggregation is NONE: the replicas' copies would drift apart.
@@ -71,7 +71,7 @@ def check_replica_write(variable: Variable, function: str) -> None:
 
 
 def check_scatter(variable: Variable, op: str) -> None:
-    """Do nothing if the scatter operation has a meaning in replica context. Not collective.
+    """Do nothing if the scatter operation has a meaning in replica context.
 
     Raises:
         ValueError: the aggregation is NONE.

@@ -81,7 +81,7 @@ class ArenaAllocator:
         return arena, offset
 
     def close(self) -> None:
-        """Let go of all memory; views that the user kept stay valid. Not collective."""
+        """Let go of all memory; views that the user kept stay valid."""
         for arena in self.arenas:
             arena.copies.clear()
             arena.gradients = None

@@ -44,7 +44,7 @@ class Gradients:
         return self._arena.key
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the part of element ranges that this rank reduces and updates. Not collective."""
+        """Return the part of element ranges that this rank reduces and updates."""
         return self._arena.owned(ranges)
 
 
@@ -66,7 +66,7 @@ class Arena:
     def __init__(
         self, group: ProcessGroup, key: str, copies: Sequence[Any], shared: bool, central: bool = False
     ) -> None:
-        """Wrap flat arrays that exist. Not collective.
+        """Wrap flat arrays that exist.
 
         Args:
             group: the strategy's ranks.
@@ -94,7 +94,7 @@ class Arena:
         return self.copies[0]
 
     def take(self, size: int) -> int | None:
-        """Return the offset of `size` free elements and mark them used; None when they do not fit. Not collective.
+        """Return the offset of `size` free elements and mark them used; None when they do not fit.
 
         Nothing is given after `bounds` was asked for: the slices are fixed then.
         """
@@ -106,7 +106,7 @@ class Arena:
         return offset
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Return the element range of each slice owner; fixed at the first call. Not collective, if called by all.
+        """Return the element range of each slice owner; fixed at the first call. All ranks call it.
 
         The variables that exist then are divided evenly. Later ones go to another arena.
         """
@@ -115,7 +115,7 @@ class Arena:
         return self._bounds
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the part of element ranges inside this rank's slice; fixes the slices. Not collective, if called by all.
+        """Return the part of element ranges inside this rank's slice; fixes the slices. All ranks call it.
 
         Args:
             ranges: half-open element ranges.
@@ -131,7 +131,7 @@ class Arena:
         return [(start, stop) for start, stop in parts if start < stop]
 
     def writes(self, length: int, alignment: int = partition.ALIGNMENT) -> tuple[int, int]:
-        """Return which part of `length` things this rank writes when all ranks write them together. Not collective."""
+        """Return which part of `length` things this rank writes when all ranks write them together."""
         rank, size = self._writer
         if rank is None:
             return 0, 0

@@ -85,7 +85,7 @@ def _count_shards(placement: Placement, name: str, form: tuple[tuple[int, ...], 
 def _initial_value(
     placement: Placement, initial_value: Any, dtype: np.dtype | None, name: str
 ) -> tuple[np.ndarray | None, tuple[tuple[int, ...], np.dtype]]:
-    """Return the value, None where another rank has it, and its shape and dtype."""
+    """Return the value, None where another rank has it, and its shape and dtype. Collective."""
     if initial_value is None:
         raise ValueError(explain("Variable", "initial_value", expected="an array, number or callable", got="None"))
     if not callable(initial_value) or hasattr(initial_value, "__array__"):

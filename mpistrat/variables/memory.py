@@ -13,7 +13,7 @@ __all__ = ["move_like", "read_only", "zeros"]
 
 
 def zeros(shape: int | tuple[int, ...], dtype: np.dtype, device: str) -> Any:
-    """Return a new zeroed array on a device. Not collective."""
+    """Return a new zeroed array on a device."""
     kind, index = parse(device)
     if kind == "cpu":
         return np.zeros(shape, dtype)
@@ -23,7 +23,7 @@ def zeros(shape: int | tuple[int, ...], dtype: np.dtype, device: str) -> Any:
 
 
 def move_like(value: Any, target: Any) -> Any:
-    """Return a value where `target` lies; a NumPy array stays as it is for a NumPy target. Not collective."""
+    """Return a value where `target` lies; a NumPy array stays as it is for a NumPy target."""
     if not is_gpu(target):
         return value
     with on_device_of(target):
@@ -31,7 +31,7 @@ def move_like(value: Any, target: Any) -> Any:
 
 
 def read_only(array: Any) -> Any:
-    """Return a view that cannot be written to; CuPy has none, so there it is the array itself. Not collective."""
+    """Return a view that cannot be written to; CuPy has none, so there it is the array itself."""
     if is_gpu(array):
         return array
     view = array.view()

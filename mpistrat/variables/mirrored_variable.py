@@ -38,7 +38,7 @@ class MirroredVariable(OnWriteVariable):
     __slots__ = ("_gradients", "_views")
 
     def __init__(self, placement: Placement, description: Description, arena: Arena, offset: int) -> None:
-        """Make the views of a place in an arena. Not collective."""
+        """Make the views of a place in an arena."""
         self._hold(placement, description)
         self.arena: Arena = arena
         self.offset = offset
@@ -49,7 +49,7 @@ class MirroredVariable(OnWriteVariable):
 
     @property
     def array(self) -> Any:
-        """The numbers as a read-only view, of the copy on this replica's device. Not collective."""
+        """The numbers as a read-only view, of the copy on this replica's device."""
         views = self._views
         if len(views) == 1:
             return views[0]
@@ -58,7 +58,7 @@ class MirroredVariable(OnWriteVariable):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """What each local replica reads, in replica order: read-only views. Not collective."""
+        """What each local replica reads, in replica order: read-only views."""
         self._require_open()
         if len(self._views) > 1:
             return self._views
@@ -76,11 +76,11 @@ class MirroredVariable(OnWriteVariable):
         return not self._views
 
     def close(self) -> None:
-        """Let go of the memory; every later use raises ClosedError. Not collective; the strategy calls it."""
+        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
         self._views = self._gradients = ()
 
     def gradient(self, local_replica: int) -> Any:
-        """Return the gradient array of one local replica, writable. Not collective.
+        """Return the gradient array of one local replica, writable.
 
         Raises:
             ValueError: the variable has no gradients.
@@ -123,7 +123,7 @@ class MirroredVariable(OnWriteVariable):
         self._write(op, detail, write, only)
 
     def _write(self, op: str, detail: Hashable, write: Callable[[Any], None], only: int | None) -> None:
-        """Let every rank write its part: nobody before all have come, nobody leaves before all have written."""
+        """Let every rank write its part: nobody before all have come, nobody leaves before all have written. Collective."""
         group = self.placement.group
         with group.collective(op, self.name, self.dtype, self.shape, detail) as call:
             for index, copy in enumerate(self.arena.copies):

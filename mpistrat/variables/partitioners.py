@@ -22,7 +22,7 @@ class Partitioner(ABC):
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return how many shards each axis is cut into: 1 on all axes but one. Not collective; the same on every rank.
+        """Return how many shards each axis is cut into: 1 on all axes but one. The same on every rank.
 
         Args:
             shape: of the variable.
@@ -51,7 +51,7 @@ class FixedShardsPartitioner(Partitioner):
         self.num_shards = _positive("FixedShardsPartitioner", "num_shards", num_shards)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return how many shards each axis is cut into. Not collective."""
+        """Return how many shards each axis is cut into."""
         return _on_axis(shape, axis, self.num_shards)
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class MinSizePartitioner(Partitioner):
         self.bytes_per_string = _positive("MinSizePartitioner", "bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return how many shards each axis is cut into. Not collective."""
+        """Return how many shards each axis is cut into."""
         rows, row = _rows(shape, dtype, axis, self.bytes_per_string)
         rows_per_shard = -(-self.min_shard_bytes // row) if row else max(1, rows)
         return _on_axis(shape, axis, min(self.max_shards, rows // rows_per_shard))
@@ -118,7 +118,7 @@ class MaxSizePartitioner(Partitioner):
         self.bytes_per_string = _positive("MaxSizePartitioner", "bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return how many shards each axis is cut into. Not collective."""
+        """Return how many shards each axis is cut into."""
         rows, row = _rows(shape, dtype, axis, self.bytes_per_string)
         rows_per_shard = max(1, self.max_shard_bytes // row if row else rows)
         shards = -(-rows // rows_per_shard)
@@ -129,7 +129,7 @@ class MaxSizePartitioner(Partitioner):
 
 
 def check_partitions(result: Any, shape: Sequence[int], name: str = "result") -> int:
-    """Return into how many shards the rows of a variable are cut, of what a partitioner returned. Not collective.
+    """Return into how many shards the rows of a variable are cut, of what a partitioner returned.
 
     Raises:
         TypeError: no list of integers.

@@ -80,12 +80,12 @@ class Placement:
         return self.world or self.group
 
     def note_optimizer(self, optimizer: Any) -> int:
-        """Note an optimizer that is made in the scope, and return its number there. Not collective."""
+        """Note an optimizer that is made in the scope, and return its number there."""
         self.made.append(weakref.ref(optimizer))
         return len(self.made) - 1
 
     def unique_name(self, name: str) -> str:
-        """Return the name, with "_1", "_2", ... where it was given before. Not collective, if called by all alike."""
+        """Return the name, with "_1", "_2", ... where it was given before. All ranks call it alike."""
         candidate = name
         while candidate in self._names:
             candidate = f"{name}_{self._names[name]}"
@@ -94,7 +94,7 @@ class Placement:
         return candidate
 
     def close(self) -> None:
-        """Close every variable and let go of their memory. Not collective; comes before the group's `close`."""
+        """Close every variable and let go of their memory. Comes before the group's `close`."""
         for whole in self.sharded:
             whole.close()
         for variable in self.variables:

@@ -12,7 +12,7 @@ __all__ = ["row_ranges", "rows_of"]
 
 
 def rows_of(index: Any, shape: tuple[int, ...]) -> tuple[range | np.ndarray, tuple[Any, ...]] | None:
-    """Return which rows an index reads, and the index that gives the same of these rows alone. Not collective.
+    """Return which rows an index reads, and the index that gives the same of these rows alone.
 
     Args:
         index: anything between [ and ].
@@ -76,7 +76,7 @@ def _counted_from_zero(numbers: np.ndarray, length: int) -> np.ndarray:
 
 
 def row_ranges(rows: range, bounds: Sequence[tuple[int, int]]) -> list[slice | None]:
-    """Return what of ascending rows lies within each of the bounds, counted from there; None for nothing. Not collective.
+    """Return what of ascending rows lies within each of the bounds, counted from there; None for nothing.
 
     Example:
         >>> row_ranges(range(1, 9, 3), [(0, 3), (3, 4), (4, 9)])

@@ -29,7 +29,7 @@ _UFUNCS = {
 
 
 def scatter(op: str, rows: np.ndarray, first: int, indices: np.ndarray, updates: np.ndarray) -> None:
-    """Apply updates to those rows that are here; of several "update"s of a row the last one stays. Not collective.
+    """Apply updates to those rows that are here; of several "update"s of a row the last one stays.
 
     Args:
         op: "update", or a key of the table above.
@@ -48,7 +48,7 @@ def scatter(op: str, rows: np.ndarray, first: int, indices: np.ndarray, updates:
 
 
 def row_numbers(shape: tuple[int, ...], indices: Any, function: str) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return flat row numbers of an array of that shape, and the shape of what reading them gives. Not collective.
+    """Return flat row numbers of an array of that shape, and the shape of what reading them gives.
 
     Raises:
         TypeError, IndexError: they are no integers, or no rows of it.
@@ -158,12 +158,12 @@ class ScatterMethods(ABC):
 
     @tensorflow_names()
     def sparse_read(self, indices: Any) -> Any:
-        """Return a new array of the rows with these numbers, in their order. Not collective for ON_WRITE variables."""
+        """Return a copy of the rows with these numbers, in order. Collective for ON_READ variables in cross-replica context."""
         return self.gather_nd(_integers(indices, "sparse_read")[..., np.newaxis])
 
     @tensorflow_names()
     def embedding_lookup(self, ids: Any) -> Any:
-        """Return a new array of the rows with these numbers, like `sparse_read`. Not collective for ON_WRITE variables.
+        """Return a copy of these rows, like `sparse_read`. Collective for ON_READ variables in cross-replica context.
 
         TF: tf.nn.embedding_lookup. The shape is `ids.shape + v.shape[1:]`.
         """
@@ -171,7 +171,7 @@ class ScatterMethods(ABC):
 
     @tensorflow_names()
     def gather_nd(self, indices: Any) -> Any:
-        """Return a new array of what lies at the coordinates. Not collective for ON_WRITE variables."""
+        """Return a new array of what lies at the coordinates. Collective for ON_READ variables in cross-replica context."""
         indices = _integers(indices, "gather_nd")
         flat = _flat_indices(self.shape, indices, "gather_nd")
         depth = indices.shape[-1]

@@ -63,13 +63,13 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
     )  # fmt: skip
 
     def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
-        """Hold the parts. Not collective, but every rank must do it."""
+        """Hold the parts. Every rank must do it."""
         _check(variables)
         self._hold(variables, variables[0].placement.unique_name(name))
 
     @classmethod
     def of(cls, variables: Sequence[Variable], name: str) -> ShardedVariable:
-        """Return the variables as one, under a name that no other has. Not collective, but every rank must do it."""
+        """Return the variables as one, under a name that no other has. Every rank must do it."""
         self = cls.__new__(cls)
         self._hold(variables, name)
         return self
@@ -110,7 +110,7 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
         return self.variables[0].aggregation
 
     def part_of(self, rows: Any) -> np.ndarray:
-        """Return in which part each of these rows lies. Not collective.
+        """Return in which part each of these rows lies.
 
         Raises:
             IndexError: there is no such row.
@@ -195,13 +195,13 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
 
     @tensorflow_names()
     def sparse_read(self, indices: Any) -> Any:
-        """Return a new array of the rows with these numbers, in their order. Not collective for ON_WRITE variables."""
+        """Return a copy of the rows with these numbers, in order. Collective for ON_READ variables in cross-replica context."""
         rows, shape = row_numbers(self.shape, indices, "sparse_read")
         return self._gather(rows).reshape(shape)
 
     @tensorflow_names()
     def gather_nd(self, indices: Any) -> Any:
-        """Return a new array of what lies at the coordinates. Not collective for ON_WRITE variables."""
+        """Return a new array of what lies at the coordinates. Collective for ON_READ variables in cross-replica context."""
         array = to_host(as_array(indices, "Variable.gather_nd", "indices"))
         if not array.ndim or not array.size or array.shape[-1] > self.ndim:
             return super().gather_nd(indices)
@@ -264,7 +264,7 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
         """This replica's gradient: a writable array of the variable's shape; `apply_gradients` copies it to the parts.
 
         Zero at first, and not cleared. `v.parts(g)`, or the pairs of `(part.grad, part)`, spare the memory and the copy.
-        Not collective. Raises what `Variable.grad` does.
+        Raises what `Variable.grad` does.
         """
         return self.gradient(self.variables[0]._local_replica("grad"))
 
@@ -275,7 +275,7 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
             target[...] = value
 
     def gradient(self, local_replica: int) -> Any:
-        """Return the gradient array of one local replica, writable. Not collective.
+        """Return the gradient array of one local replica, writable.
 
         Raises:
             ValueError: the variable has no gradients.
@@ -289,7 +289,7 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
         return self._gradients[local_replica]
 
     def parts(self, gradient: Any) -> list[tuple[Any, Variable]]:
-        """Return the gradient of each part with the part, as `apply_gradients` takes them. Not collective.
+        """Return the gradient of each part with the part, as `apply_gradients` takes them.
 
         Args:
             gradient: an array, of which views are returned; IndexedSlices, of which each part gets its rows, or none; or
@@ -306,7 +306,7 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
         return list(zip(self.cut(gradient, "apply_gradients"), self.variables, strict=True))
 
     def cut(self, value: Any, function: str) -> list[Any]:
-        """Return the rows of each part of an array of the whole's shape, as views. Not collective.
+        """Return the rows of each part of an array of the whole's shape, as views.
 
         Args:
             value: the array.
@@ -347,14 +347,14 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
         return self.variables[0].closed
 
     def close(self) -> None:
-        """Let go of the memory; every later use raises ClosedError. Not collective; the strategy calls it."""
+        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
         self._gradients.clear()
         for variable in self.variables:
             variable.close()
 
 
 def each_variable(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Return pairs of gradient and variable, with the parts in the place of each ShardedVariable. Not collective."""
+    """Return pairs of gradient and variable, with the parts in the place of each ShardedVariable."""
     found: list[tuple[Any, Any]] = []
     for gradient, variable in pairs:
         if isinstance(variable, ShardedVariable):

@@ -37,7 +37,7 @@ class SyncOnReadVariable(Variable):
     __slots__ = ("copies",)
 
     def __init__(self, placement: Placement, description: Description) -> None:
-        """Make zeroed copies. Not collective."""
+        """Make zeroed copies."""
         self._hold(placement, description)
         on_gpu = placement.arenas.on_gpu
         count = placement.group.topology.num_local_replicas
@@ -57,7 +57,7 @@ class SyncOnReadVariable(Variable):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The copy of each local replica, in replica order: read-only views. Not collective."""
+        """The copy of each local replica, in replica order: read-only views."""
         self._require_open()
         return tuple(read_only(copy) for copy in self.copies)
 
@@ -73,11 +73,14 @@ class SyncOnReadVariable(Variable):
         return not self.copies
 
     def close(self) -> None:
-        """Let go of the memory; every later use raises ClosedError. Not collective; the strategy calls it."""
+        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
         self.copies = []
 
     def gathered(self) -> np.ndarray:
-        """See `Variable.gathered`. Where workers step alone, each has a value of its own: the first one's is returned."""
+        """See `Variable.gathered`. Where workers step alone, each has a value of its own: the first one's is returned.
+
+        Collective.
+        """
         value, world = self.numpy(), self.placement.world
         if world is not None:
             with world.collective("gathered", self.name, self.dtype, self.shape):

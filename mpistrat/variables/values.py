@@ -18,7 +18,7 @@ _PLAIN = (bool, int, float, complex, list, tuple)
 
 
 def parse_dtype(dtype: Any, function: str = "Variable") -> np.dtype:
-    """Return a dtype of numbers, in this machine's byte order; "bfloat16" needs ml_dtypes. Not collective.
+    """Return a dtype of numbers, in this machine's byte order; "bfloat16" needs ml_dtypes.
 
     Raises:
         TypeError: what is no dtype, or not one of numbers.
@@ -41,7 +41,7 @@ def parse_dtype(dtype: Any, function: str = "Variable") -> np.dtype:
 
 
 def initial_array(value: Any, dtype: np.dtype | None, function: str = "Variable") -> np.ndarray:
-    """Return an initial value as a host array. Not collective.
+    """Return an initial value as a host array.
 
     As in TensorFlow, Python's floats and integers become float32 and int32; arrays keep their dtype.
 
@@ -61,7 +61,7 @@ def initial_array(value: Any, dtype: np.dtype | None, function: str = "Variable"
 
 
 def convert(value: Any, array: Any, dtype: np.dtype, function: str, casting: str = "same_kind") -> Any:
-    """Return `array`, made of `value`, in another dtype of the same kind or a higher one. Not collective.
+    """Return `array`, made of `value`, in another dtype of the same kind or a higher one.
 
     Between signed and unsigned integers arrays are converted only if `casting` is "any".
 
@@ -94,7 +94,7 @@ def _check_range(array: Any, dtype: np.dtype, function: str) -> None:
 
 
 def as_flat(value: Any, shape: tuple[int, ...], dtype: np.dtype, function: str) -> Any:
-    """Return a value as a flat contiguous array of a dtype; what fits already is not copied. Not collective.
+    """Return a value as a flat contiguous array of a dtype; what fits already is not copied.
 
     Raises:
         TypeError: no array of numbers, or numbers of another kind.
@@ -109,7 +109,7 @@ def as_flat(value: Any, shape: tuple[int, ...], dtype: np.dtype, function: str) 
 
 
 def one_value(value: Any, function: str) -> Any:
-    """Return the value that all replicas have in common. Not collective.
+    """Return the value that all replicas have in common.
 
     Raises:
         ValueError: for a PerReplica, whose values may differ.
@@ -124,7 +124,7 @@ def one_value(value: Any, function: str) -> Any:
 
 
 def checksum(*arrays: Any) -> int:
-    """Return a CRC-32 of flat contiguous arrays, by which ranks compare what they write. Not collective."""
+    """Return a CRC-32 of flat contiguous arrays, by which ranks compare what they write."""
     crc = 0
     for array in arrays:
         host = to_host(array) if is_gpu(array) else array
@@ -133,7 +133,7 @@ def checksum(*arrays: Any) -> int:
 
 
 def quick_digest(flat: Any) -> int:
-    """Return 63 bits that a change of any number changes, by one pass at the speed of memory. Not collective.
+    """Return 63 bits that a change of any number changes, by one pass at the speed of memory.
 
     Other than `checksum` it is blind to exchanged numbers: for memory that should be equal, not for what users pass.
     """

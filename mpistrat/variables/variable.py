@@ -63,8 +63,8 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
     `v.value()` and `v.read_value()` are copies. Writing: `assign`, `assign_add`, `assign_sub` and the scatter methods,
     which return the variable; NumPy's `v += x` and `out=v` raise.
 
-    Not collective: reading (but for ON_READ variables in cross-replica context), writing ON_READ variables in replica
-    context. Collective: every other write, because all ranks of a node share one copy.
+    Collective: reading ON_READ variables in cross-replica context, and writing, but for ON_READ variables in replica
+    context, because all ranks of a node share one copy.
 
     A variable lives until its strategy is closed; then every use raises ClosedError. It cannot be pickled or copied.
 
@@ -111,7 +111,7 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
         ) -> MirroredVariable: ...
 
     def _hold(self, placement: Placement, description: Description) -> None:
-        """Hold what all kinds have in common. Not collective."""
+        """Hold what all kinds have in common."""
         self.placement = placement
         self._description = description
         self.shape = description.shape
@@ -163,7 +163,7 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
     @property
     @abstractmethod
     def values(self) -> tuple[Any, ...]:
-        """What each local replica reads, in replica order; read-only views, equal for ON_WRITE. Not collective."""
+        """What each local replica reads, in replica order; read-only views, equal for ON_WRITE."""
 
     @property
     @abstractmethod
@@ -172,7 +172,7 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
 
     @property
     def primary(self) -> Any:
-        """What the first local replica reads, as a read-only view. Not collective."""
+        """What the first local replica reads, as a read-only view."""
         return self.values[0]
 
     def numpy(self) -> np.ndarray:
@@ -253,7 +253,7 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
     def grad(self) -> Any:
         """This replica's gradient: a writable array of the variable's shape. What is written there is never copied.
 
-        Assigning to it copies: `v.grad = g`. Not collective. Zero at first, and not cleared by `apply_gradients`.
+        Assigning to it copies: `v.grad = g`. Zero at first, and not cleared by `apply_gradients`.
 
         Raises:
             ValueError: the variable has no gradients.
@@ -268,7 +268,7 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
             target[...] = value
 
     def gradient(self, local_replica: int) -> Any:
-        """Return the gradient array of one local replica, writable. Not collective.
+        """Return the gradient array of one local replica, writable.
 
         Raises:
             ValueError: the variable has no gradients.
@@ -277,7 +277,7 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
         raise self._without_gradients()
 
     def require_gradient(self) -> None:
-        """Raise an error if the variable has no gradients; no memory is taken for them. Not collective.
+        """Raise an error if the variable has no gradients; no memory is taken for them.
 
         Raises:
             ValueError: it has none.
@@ -306,7 +306,7 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the memory; every later use raises ClosedError. Not collective; the strategy calls it."""
+        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
 
     def _require_open(self) -> None:
         if self.closed:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import enum
 import functools
-import inspect
+import re
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,32 +150,37 @@ def test_the_version_is_said_once():
     assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
 
 
-def public_functions() -> dict[str, object]:
-    """Every function that a user reaches from `ms`, and every method that a public class of ours defines or inherits."""
-    found: dict[str, object] = {}
-
-    def visit(where: str, holder: object, names: list[str]) -> None:
-        for name in names:
-            thing = getattr(holder, name)
-            ours = getattr(thing, "__module__", thing.__name__ if inspect.ismodule(thing) else "").startswith(
-                "mpistrat"
-            )
-            if not ours:
-                continue
-            if isinstance(thing, types.ModuleType):
-                visit(f"{where}.{name}", thing, list(getattr(thing, "__all__", [])))
-            elif inspect.isclass(thing):
-                if not issubclass(thing, (enum.Enum, BaseException)):
-                    methods = [m for m in dir(thing) if not m.startswith("_") and inspect.isroutine(getattr(thing, m))]
-                    visit(f"{where}.{name}", thing, methods)
-            elif inspect.isroutine(thing):
-                found[f"{where}.{name}"] = thing
-
-    visit("ms", ms, list(ms.__all__))
-    return found
+def enters_a_collective(function: ast.FunctionDef) -> bool:
+    """Whether the function itself, not one inside it, runs a collective of a ProcessGroup: `with group.collective(...)`."""
+    return any(
+        isinstance(item.context_expr, ast.Call) and getattr(item.context_expr.func, "attr", "") == "collective"
+        for node in within(function)
+        if isinstance(node, ast.With)
+        for item in node.items
+    )
 
 
-def test_every_public_function_says_whether_it_is_collective():
-    first = {name: (inspect.getdoc(thing) or "").split("\n\n")[0] for name, thing in public_functions().items()}
-    silent = [name for name, text in first.items() if "ollective" not in text]
-    assert not silent, "the first line of a docstring says 'Collective.' or 'Not collective.'"
+def within(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of functions inside it."""
+    open_nodes: list[ast.AST] = list(function.body)
+    while open_nodes:
+        node = open_nodes.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+            open_nodes += ast.iter_child_nodes(node)
+
+
+def test_what_is_collective_says_so():
+    silent = [
+        f"{where(path)}:{node.lineno} {node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and enters_a_collective(node)
+        if "ollective" not in (text := ast.get_docstring(node) or "") and (text or node.name[0] != "_")
+    ]
+    assert not silent, "their docstrings say 'Collective.': " + ", ".join(silent)
+
+
+def test_what_is_not_collective_says_nothing_of_it():
+    tagged = [where(path) for path in FILES if re.search(r"\bNot collective\b", path.read_text())]
+    assert not tagged, "only collective calls are tagged"

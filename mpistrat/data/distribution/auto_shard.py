@@ -19,7 +19,7 @@ __all__ = ["auto_shard", "deal_out", "serve_only"]
 
 
 def auto_shard(dataset: Dataset, workers: Workers) -> Steps:
-    """Return the steps of a dataset under the policy that its options name. Not collective.
+    """Return the steps of a dataset under the policy that its options name.
 
     Raises:
         ValueError: where the dataset is not batched, or has not what the policy needs.
@@ -42,7 +42,7 @@ def auto_shard(dataset: Dataset, workers: Workers) -> Steps:
 
 
 def deal_out(dataset: Dataset, workers: Workers, within: Workers) -> Steps:
-    """Return the steps of a worker that steps alone: whole batches, in turn under AUTO and DATA. Not collective.
+    """Return the steps of a worker that steps alone: whole batches, in turn under AUTO and DATA.
 
     A batch is what one worker's replicas take together. With FILE, OFF and HINT a worker reads batches of the files or
     elements that the policy gives it. Workers may have different numbers of steps.
@@ -68,7 +68,7 @@ def deal_out(dataset: Dataset, workers: Workers, within: Workers) -> Steps:
 
 
 def serve_only(dataset: Dataset, workers: Workers) -> Steps:
-    """Return the steps of a rank that reads nothing, after the checks of one that does. Not collective."""
+    """Return the steps of a rank that reads nothing, after the checks of one that does."""
     hinted = _policy(dataset) is AutoShardPolicy.HINT
     return NoSteps(dataset.with_shard(workers.count, 0) if hinted else dataset, workers)
 

@@ -34,7 +34,7 @@ Divide = Callable[[Dataset, Workers], Steps]
 
 @final
 class DistributedDataset:
-    """A dataset divided over the replicas of a strategy (TF: tf.distribute.DistributedDataset). Not collective.
+    """A dataset divided over the replicas of a strategy (TF: tf.distribute.DistributedDataset).
 
     `strategy.distribute_dataset` and `strategy.distribute_datasets_from_function` make them. Each `iter()` is the next
     epoch. All ranks make the same number of steps: until no replica has a row left. A replica without a row gets arrays
@@ -83,7 +83,7 @@ class DistributedDataset:
         return None if spec is None else batch_spec(spec, None)
 
     def cardinality(self) -> int:
-        """Return the number of steps in an epoch, the same on every rank; INFINITE, or UNKNOWN. Not collective."""
+        """Return the number of steps in an epoch, the same on every rank; INFINITE, or UNKNOWN."""
         return self._steps.cardinality()
 
     def __len__(self) -> int:
@@ -99,11 +99,11 @@ class DistributedDataset:
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` begin that epoch. Not collective; do it on every rank alike."""
+        """Make the next `iter()` begin that epoch. Do it on every rank alike."""
         self._epoch = integer("DistributedDataset.set_epoch", "epoch", epoch, 0)
 
     def stats(self) -> InputStats:
-        """Return what this rank's input has done so far, over all epochs. Not collective.
+        """Return what this rank's input has done so far, over all epochs.
 
         Example:
             >>> data = ms.get_strategy().distribute_dataset(ms.data.from_arrays(np.arange(10)).batch(4))
@@ -139,7 +139,7 @@ class DistributedDataset:
 
 
 def distribute(dataset: Dataset, workers: Workers, divide: Divide = auto_shard, **settings: Any) -> DistributedDataset:
-    """Return a dataset divided by the policy of its options. Not collective.
+    """Return a dataset divided by the policy of its options.
 
     Args:
         dataset: a dataset after `batch`; its batches are those of all replicas together.

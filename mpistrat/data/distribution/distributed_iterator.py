@@ -37,10 +37,10 @@ class Passes(Protocol):
     """Who is told when a dataset begins and ends to be read: parameter servers serve meanwhile."""
 
     def begin_pass(self) -> None:
-        """Called before the first step is taken. Not collective."""
+        """Called before the first step is taken."""
 
     def end_pass(self) -> None:
-        """Called once after the last step, or when the iterator is closed or dropped. Not collective."""
+        """Called once after the last step, or when the iterator is closed or dropped."""
 
 
 @final
@@ -184,14 +184,14 @@ class DistributedIterator(Iterator[Any]):
         return self._look()[2]
 
     def state(self) -> dict[str, int]:
-        """Return the position of what was consumed, the same on every rank: {"epoch", "next", "length"}. Not collective.
+        """Return the position of what was consumed, the same on every rank: {"epoch", "next", "length"}.
 
         "length" is the number of steps of an epoch. It is left out where it is not known, and with parameter servers.
         """
         return self._reader.state()
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go to where an iterator of the same dataset stood. Not collective; do it on every rank.
+        """Go to where an iterator of the same dataset stood. Do it on every rank.
 
         The dataset's next `iter()` begins the epoch after. Under AUTO and DATA the number of replicas may be another
         one. Datasets that read in order make again what comes before; the iterable of a dataset function must be a
@@ -207,7 +207,7 @@ class DistributedIterator(Iterator[Any]):
         self._answers, self._ended = {}, False
 
     def close(self) -> None:
-        """End the thread that reads ahead. Dropping the iterator or reading it to its end does so too. Not collective."""
+        """End the thread that reads ahead. Dropping the iterator or reading it to its end does so too."""
         self._reader.close()
         if self._pass_open and self._passes is not None:
             self._pass_open = False

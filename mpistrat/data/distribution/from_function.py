@@ -57,7 +57,7 @@ class InputContext:
             raise ValueError(explain("InputContext", "", expected=expected, got=self.input_pipeline_id))
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the rows that one replica gets of a global batch. Not collective.
+        """Return the rows that one replica gets of a global batch.
 
         Raises:
             ValueError: when the batch cannot be divided evenly.
@@ -76,7 +76,7 @@ def call_dataset_fn(
     mode: InputReplicationMode,
     within: Workers | None = None,
 ) -> FunctionSteps:
-    """Call a dataset function once for this worker, or once for each of its replicas. Not collective.
+    """Call a dataset function once for this worker, or once for each of its replicas.
 
     Args:
         dataset_fn: the function.

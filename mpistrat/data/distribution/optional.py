@@ -13,7 +13,7 @@ _NOTHING: Any = object()
 
 @final
 class Optional:
-    """An element, or the word that there is none (TF: tf.experimental.Optional). Not collective.
+    """An element, or the word that there is none (TF: tf.experimental.Optional).
 
     Example:
         >>> Optional.from_value(3).get_value(), Optional.empty().has_value()
@@ -27,12 +27,12 @@ class Optional:
 
     @classmethod
     def from_value(cls, value: Any) -> Optional:
-        """Return one that holds a value. Not collective."""
+        """Return one that holds a value."""
         return cls(value)
 
     @classmethod
     def empty(cls, element_spec: Any = None) -> Optional:
-        """Return one that holds nothing. Not collective.
+        """Return one that holds nothing.
 
         Args:
             element_spec: accepted for TF's programs, without effect.
@@ -40,11 +40,11 @@ class Optional:
         return cls(_NOTHING)
 
     def has_value(self) -> bool:
-        """Return whether there is a value. Not collective."""
+        """Return whether there is a value."""
         return self._value is not _NOTHING
 
     def get_value(self) -> Any:
-        """Return the value. Not collective.
+        """Return the value.
 
         Raises:
             ValueError: when there is none.

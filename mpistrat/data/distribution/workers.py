@@ -59,12 +59,12 @@ class Workers:
         return self.replicas[self.index]
 
     def blocks(self, rows: int) -> list[tuple[int, int]]:
-        """Return this worker's replicas' ranges of the rows of a global batch. Not collective."""
+        """Return this worker's replicas' ranges of the rows of a global batch."""
         first = self.replica_offset
         return [partition.block(rows, self.num_replicas, r) for r in range(first, first + self.num_local_replicas)]
 
     def shares(self, global_batch_size: int) -> list[int]:
-        """Return how many rows of a whole global batch each worker gets. Not collective.
+        """Return how many rows of a whole global batch each worker gets.
 
         Example:
             >>> Workers([2, 2]).shares(7)
@@ -74,12 +74,12 @@ class Workers:
         return [sum(high - low for low, high in (next(replicas) for _ in range(n))) for n in self.replicas]
 
     def split(self, rows: Any, count: int) -> list[Any]:
-        """Return what each local replica gets of this worker's own rows, as views. Not collective."""
+        """Return what each local replica gets of this worker's own rows, as views."""
         if self.num_local_replicas == 1:
             return [rows]
         return cut(rows, partition.bounds(count, self.num_local_replicas))
 
 
 def cut(rows: Any, ranges: Sequence[tuple[int, int]]) -> list[Any]:
-    """Return ranges of stacked rows, as views. Not collective."""
+    """Return ranges of stacked rows, as views."""
     return [nest.map_structure(lambda leaf, low=low, high=high: leaf[low:high], rows) for low, high in ranges]

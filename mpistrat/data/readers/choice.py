@@ -30,7 +30,7 @@ _PIECE = 1024  # rows in a piece of files that have no chunks, where other files
 
 
 def choose_reader(storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5py.File]) -> FieldReader:
-    """Return the quickest reader of a field that its files and the user allow. Not collective.
+    """Return the quickest reader of a field that its files and the user allow.
 
     "auto" falls back from maps to "pread", where the system does not map the files.
 
@@ -52,7 +52,7 @@ def piece_starts(storages: Sequence[Storage], reader: str) -> NDArray[np.int64] 
     """Return where the pieces of a field begin that are read as a whole, then its rows; None if single rows are cheap.
 
     Where data is stored in chunks these are the pieces, whoever reads them: a shuffle's order follows from them, and must
-    not depend on the packages that a rank has. Not collective.
+    not depend on the packages that a rank has.
 
     Args:
         storages, reader: as for `choose_reader`.

@@ -49,7 +49,7 @@ class ChunkedReader:
         self.kind = f"raw chunks, decoded by {', '.join(names)}" if names else "raw chunks"
 
     def keep(self, rows: int) -> None:
-        """Make room for two windows of so many rows: the one that is read, and the next. Not collective."""
+        """Make room for two windows of so many rows: the one that is read, and the next."""
         smallest = min(int(self._starts[-1]) / len(self._files), *(layout.rows for layout in self._files.layouts))
         slots = min(2 * math.ceil(rows / smallest) + _SLACK, len(self._files))
         with self._lock:
@@ -69,12 +69,12 @@ class ChunkedReader:
         return np.searchsorted(self._starts, rows, side="right") - 1
 
     def expect(self, rows: NDArray[np.int64]) -> None:
-        """Begin to decode the chunks of rows that will be read soon. Returns at once. Not collective."""
+        """Begin to decode the chunks of rows that will be read soon. Returns at once."""
         if rows.size:
             self._opened().expect(self._chunks_of(rows))
 
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
-        """Copy rows, in range and in any order, into a C-contiguous buffer of the file's dtype. Not collective.
+        """Copy rows, in range and in any order, into a C-contiguous buffer of the file's dtype.
 
         Raises:
             ShardError: for a damaged chunk.

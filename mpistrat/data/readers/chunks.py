@@ -43,7 +43,7 @@ class Chunks:
 
     @staticmethod
     def of(dataset: h5py.Dataset, row_bytes: int) -> Chunks | str:
-        """Return where a chunked dataset's chunks lie, or why only HDF5 can read it. Not collective."""
+        """Return where a chunked dataset's chunks lie, or why only HDF5 can read it."""
         import h5py
 
         if dataset.chunks[1:] != dataset.shape[1:] or not dataset.shape[0]:

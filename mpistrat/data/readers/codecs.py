@@ -95,19 +95,19 @@ def _installed(table: dict[str, Callable[[], Decoder]]) -> list[str]:
 
 @functools.cache
 def deflate_decoders() -> Sequence[str]:
-    """The installed packages that undo deflate, the preferred one first. Not collective."""
+    """The installed packages that undo deflate, the preferred one first."""
     return tuple(_installed(_DEFLATE))
 
 
 @functools.cache
 def lzf_decoders() -> Sequence[str]:
-    """The installed packages that undo lzf. Not collective."""
+    """The installed packages that undo lzf."""
     return tuple(_installed(_LZF))
 
 
 @functools.cache
 def decoder_of(code: int, package: str) -> Decoder:
-    """Return a package's decoder for the filter of that number. Not collective."""
+    """Return a package's decoder for the filter of that number."""
     return (_DEFLATE if code == DEFLATE else _LZF)[package]()
 
 
@@ -124,7 +124,7 @@ def unshuffle(encoded: Bytes, out: Bytes, size: int) -> None:
 
 
 def fletcher32(data: Bytes) -> int:
-    """Return HDF5's checksum of some bytes. Not collective.
+    """Return HDF5's checksum of some bytes.
 
     Two sums of 16-bit words, big end first, modulo 65535, where a sum that is not zero counts as 65535, not as 0.
     The words are summed as they lie in memory: modulo 65535, swapping a word's bytes multiplies it by 256, so the
@@ -204,7 +204,7 @@ class Pipeline:
         return Pipeline(tuple(filters), decoder_of(compressed[0], names[0]), names[0])
 
     def decode(self, raw: Bytes, mask: int, out: Bytes) -> None:
-        """Undo the filters of one chunk. Not collective.
+        """Undo the filters of one chunk.
 
         Args:
             raw: the chunk's bytes in the file.

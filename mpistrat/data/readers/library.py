@@ -134,7 +134,7 @@ class LibraryReader:
 
 
 def all_kept(storages: Sequence[Storage]) -> bool:
-    """Whether all pieces of some storages stay in memory once they were read: then their rows are cheap. Not collective.
+    """Whether all pieces of some storages stay in memory once they were read: then their rows are cheap.
 
     Example:
         >>> all_kept([])

@@ -16,7 +16,7 @@ _at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def check_mpi_io() -> None:
-    """Raise where files cannot be read through MPI-IO. Not collective.
+    """Raise where files cannot be read through MPI-IO.
 
     Raises:
         MissingDependencyError: h5py was built without MPI.
@@ -39,7 +39,7 @@ def check_mpi_io() -> None:
 
 
 def mpi_io_options(path: Path) -> dict[str, Any]:
-    """Return what h5py.File needs to open a file through MPI-IO, on this rank alone. Not collective.
+    """Return what h5py.File needs to open a file through MPI-IO, on this rank alone.
 
     Raises:
         ShardError: for a path that MPI-IO takes for something else.

@@ -68,7 +68,7 @@ _OPTIONS = ("select", "array", "delimiter", "color", "resize")
 
 
 def open_source(asked: Conversion) -> Source:
-    """Return the rows of some files. Not collective.
+    """Return the rows of some files.
 
     Raises:
         ValueError: for files of another kind, and arguments that their kind has no use for.
@@ -105,7 +105,7 @@ def convert(
     *,
     text: bool,
 ) -> None:
-    """Write this rank's part of a source's rows: a contiguous block of them. Not collective.
+    """Write this rank's part of a source's rows: a contiguous block of them.
 
     Args:
         source: the rows.

@@ -106,7 +106,7 @@ def _verify(path: Path, entry: ShardEntry | None) -> None:
 
 
 def check_ends(path: Path, entry: ShardEntry | None) -> None:
-    """Compare the digest of a file's ends with the manifest, where it has one that can be computed here. Not collective.
+    """Compare the digest of a file's ends with the manifest, where it has one that can be computed here.
 
     Raises:
         ShardError: the file is another one, for instance one of the same set that has got its name.

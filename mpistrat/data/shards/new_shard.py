@@ -27,7 +27,7 @@ _CHUNK_CACHE = 1 << 20  # HDF5's default
 
 @final
 class NewShard:
-    """A file that grows. Not collective.
+    """A file that grows.
 
     Contiguous data must be as long as was said when the file was made: a file that gets fewer rows is written once more
     when it is closed. Its space on the disk is taken as rows come.

@@ -34,7 +34,7 @@ _PENDING_ROWS = 1 << 12  # and rows
 
 
 def set_pattern(function: str, target: PathLike) -> Path:
-    """Return the path of a set's files, with one "*" in the name. Not collective.
+    """Return the path of a set's files, with one "*" in the name.
 
     Raises:
         ValueError: for what is neither a directory nor such a pattern.
@@ -81,7 +81,7 @@ class SetWriter:
         self.paths: list[Path] = []
 
     def write(self, rows: Any, where: str, argument: str) -> None:
-        """Append rows. Not collective."""
+        """Append rows."""
         self._require_open(where)
         columns = columns_of(where, argument, rows)
         if self._fields is None:
@@ -92,7 +92,7 @@ class SetWriter:
         self._take(columns)
 
     def write_row(self, row: Any, where: str, argument: str) -> None:
-        """Append one row. Not collective."""
+        """Append one row."""
         self._require_open(where)
         values = named(where, argument, row, "a dict of arrays, numbers and strings by name")
         if self._fields is None:
@@ -115,7 +115,7 @@ class SetWriter:
             self._flush()
 
     def write_shards(self, columns: Columns, bounds: Iterable[tuple[int, int]], where: str, argument: str) -> None:
-        """Append rows as shards from and to these rows, of exactly so many, even if that is none. Not collective."""
+        """Append rows as shards from and to these rows, of exactly so many, even if that is none."""
         self._require_open(where)
         if self._fields is None:
             self._begin(where, argument, fields_of(where, argument, columns))

@@ -33,7 +33,7 @@ class ShardSettings:
     attributes: Mapping[str, Mapping[str, Any]] | None = None
 
     def storage(self, function: str) -> StorageFormat:
-        """Return how fields are stored. Not collective.
+        """Return how fields are stored.
 
         Raises:
             ValueError: for settings that do not exist or do not go together.
@@ -61,7 +61,7 @@ class ShardSettings:
         )
 
     def divided(self, function: str) -> ShardSettings:
-        """Return these settings with a size of the shards. Not collective.
+        """Return these settings with a size of the shards.
 
         Raises:
             ValueError: for a size below 1, and for two.
@@ -75,7 +75,7 @@ class ShardSettings:
         return replace(self, rows_per_shard=rows, bytes_per_shard=size)
 
     def rows_of_shard(self, fields: Mapping[str, Field]) -> int | None:
-        """Return the rows of a full shard; None where it is full at so many bytes, as rows vary. Not collective."""
+        """Return the rows of a full shard; None where it is full at so many bytes, as rows vary."""
         if self.rows_per_shard is not None:
             return self.rows_per_shard
         if any(map(varies, fields.values())):

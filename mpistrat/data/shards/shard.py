@@ -31,7 +31,7 @@ _PIECE = 1 << 18  # bytes read at a time from data that is not chunked
 
 
 class Shard:
-    """The datasets of a file, as its readers need to know them. Not collective.
+    """The datasets of a file, as its readers need to know them.
 
     Args:
         path: the file.

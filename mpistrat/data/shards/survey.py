@@ -76,7 +76,7 @@ class SetSurvey:
 
 
 def survey(files: PathLike | Sequence[PathLike], names: Sequence[str] | None = None) -> SetSurvey:
-    """Look into files. Not collective.
+    """Look into files.
 
     Args:
         files: as `HDF5Dataset` takes them.
@@ -163,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_file(files: FileSet, place: int, declared: Set[Path]) -> str:
-    """Check one file of a set, and return by what it was found whole. Not collective.
+    """Check one file of a set, and return by what it was found whole.
 
     A file in a manifest is compared with its digest. Of another one, all chunks are read, which checks their checksums
     and undoes their compression; data that has neither cannot be checked.

@@ -25,7 +25,7 @@ _whole: set[ShardFile] = set()  # files that were found whole, as they were then
 
 
 def verify_alone(files: FileSet) -> None:
-    """Compare the files of a set that is not large, unless this process has. Not collective.
+    """Compare the files of a set that is not large, unless this process has.
 
     Raises:
         ShardError: naming the file.
@@ -62,7 +62,7 @@ def verify_together(files: FileSet | None, group: ProcessGroup) -> None:
 
 
 def is_small(files: FileSet) -> bool:
-    """Return whether a set has digests that are quickly compared. Of a larger one the log says how it is done. Not collective."""
+    """Return whether a set has digests that are quickly compared. Of a larger one the log says how it is done."""
     entries = [entry for entry in files.entries if entry is not None]
     if not entries or len(entries) < len(files.entries):
         return False  # files that others wrote: there is nothing to compare with

@@ -95,7 +95,7 @@ class ShardWriter:
         return self._set.ranks.size
 
     def write(self, rows: Any) -> None:
-        """Append rows. Not collective.
+        """Append rows.
 
         Args:
             rows: a dict of arrays whose first axis counts the rows. Dicts in it become groups, whose fields are called
@@ -111,7 +111,7 @@ class ShardWriter:
         self._set.write(rows, "ShardWriter.write", "rows")
 
     def write_row(self, row: Any) -> None:
-        """Append one row. Not collective.
+        """Append one row.
 
         Args:
             row: a dict of arrays, numbers and strings; arrays without an axis that counts rows. The first row decides

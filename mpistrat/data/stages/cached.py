@@ -200,7 +200,7 @@ class Cached(Stage):
         return super().with_shard(num_shards, index) if self.shard_hinted else self  # the same rows: the same memory
 
     def fingerprint(self) -> str:
-        """What the ranks must have alike, whatever each of them has read. Not collective."""
+        """What the ranks must have alike, whatever each of them has read."""
         return f"{self._scope} {self._transport}"
 
     def describe(self) -> str:
@@ -264,7 +264,7 @@ class CachedInOrder(Stage):
         return self if parents[0] is self._parent else CachedInOrder(parents[0])
 
     def fingerprint(self) -> str:
-        """What the ranks must have alike, whatever each of them has read. Not collective."""
+        """What the ranks must have alike, whatever each of them has read."""
         return "rank"
 
     def describe(self) -> str:

@@ -124,7 +124,7 @@ class Claims:
         fcntl.lockf(file, fcntl.LOCK_UN, 1, piece)
 
     def close(self) -> None:
-        """Close the file. Not collective; nobody claims any more."""
+        """Close the file. Nobody claims any more."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):

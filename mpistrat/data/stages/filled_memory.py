@@ -117,7 +117,7 @@ class FilledMemory:
         memory.put(numbers, stacked)
 
     def describe(self) -> str:
-        """Say how much lies where. Not collective."""
+        """Say how much lies where."""
         return self._text
 
     def close(self) -> None:
@@ -126,4 +126,4 @@ class FilledMemory:
         self._claims.close()
 
     def leave(self) -> None:
-        """Nothing: the system takes the memory. Not collective."""
+        """Nothing: the system takes the memory."""

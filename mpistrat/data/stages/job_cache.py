@@ -45,7 +45,7 @@ class RowTransport(Protocol):
         """Free what it has. Collective."""
 
     def leave(self) -> Callable[[], None] | None:
-        """Tell the others that this rank wants nothing any more; return what waits for them. Not collective."""
+        """Tell the others that this rank wants nothing any more; return what waits for them."""
 
 
 @final
@@ -307,7 +307,7 @@ class JobMemory:
         return nest.pack_like(self._source.row_spec, out)
 
     def describe(self) -> str:
-        """Say how much lies where. Not collective."""
+        """Say how much lies where."""
         nbytes = RowMemory.nbytes(self._source.row_spec, self._source.count)
         where = f"{in_words(nbytes)} in the memory of {len(self._parts.borders) - 1} ranks"
         return where if self._transport is None else f"{where}, fetched between nodes by {self._transport.name}"
@@ -325,5 +325,5 @@ class JobMemory:
             self._transport = None
 
     def leave(self) -> Callable[[], None] | None:
-        """Tell the others that this rank wants nothing any more; return what waits for them. Not collective."""
+        """Tell the others that this rank wants nothing any more; return what waits for them."""
         return None if self._transport is None else self._transport.leave()

@@ -103,4 +103,4 @@ class RowGets:
             self._comm.Free()
 
     def leave(self) -> None:
-        """Nothing: the end of the program frees the window. Not collective."""
+        """Nothing: the end of the program frees the window."""

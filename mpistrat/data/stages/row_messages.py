@@ -188,7 +188,7 @@ class RowMessages:
         self._comm.Free()
 
     def leave(self) -> Callable[[], None]:
-        """Tell the others that this rank wants nothing any more; return what answers until nobody does. Not collective."""
+        """Tell the others that this rank wants nothing any more; return what answers until nobody does."""
         self._leaving.set()
         return self._thread.join
 

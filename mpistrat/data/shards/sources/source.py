@@ -31,7 +31,7 @@ class Source(ABC):
 
     @abstractmethod
     def pieces(self, start: int, stop: int) -> Iterator[Columns]:
-        """Return the rows from `start` to `stop` in pieces. Not collective."""
+        """Return the rows from `start` to `stop` in pieces."""
 
 
 def bad_input(path: object, expected: str, got: object, remedy: str = "") -> ShardError:
