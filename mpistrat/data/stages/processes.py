@@ -93,7 +93,6 @@ class _Worker:
 
     def __init__(self, number: int, name: str, function_bytes: bytes) -> None:
         context = multiprocessing.get_context("forkserver")
-        no_mpi.preload(context)
         self.connection, theirs = context.Pipe()
         self._name = f"Dataset.map: process {number} of {name}"
         self.process: ForkServerProcess = context.Process(
@@ -102,6 +101,7 @@ class _Worker:
         # A signal that tells the job to stop may go to all processes of its group: these go on. So does Python's server.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
+            no_mpi.start_server(context)
             self.process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

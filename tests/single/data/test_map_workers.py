@@ -269,6 +269,49 @@ def test_a_program_ends_with_its_processes(end: str, tmp_path: Path) -> None:
     assert "KeyError" in result.stderr or not result.stderr
 
 
+PLANTED = """
+import os
+from mpistrat.data import Dataset
+
+def told(x):
+    import numpy as np
+    return np.frombuffer(f"{os.environ.get('PYTHONPATH')}, {os.environ.get('PYTHONSAFEPATH')}".encode().ljust(500), np.uint8)
+
+def double(x):
+    return 2 * x
+
+if __name__ == "__main__":
+    print([int(x) for x in Dataset.range(2).map(double, processes=True)][1:])
+    for environment in next(iter(Dataset.range(1).map(told, processes=True))), told(0):
+        print(environment.tobytes().decode().strip())
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 knows no way to leave the working directory out")
+@pytest.mark.parametrize("beside", [False, True])
+def test_files_of_the_working_folder_are_not_imported_by_processes(beside: bool, tmp_path: Path) -> None:
+    """The program's own folder is what a program chose; the working folder may be anybody's."""
+    (folder := tmp_path / "data").mkdir()
+    for name in ("json", "socket", "ctypes", "selectors", "signal", "struct", "random", "numpy", "site"):
+        (folder / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'planted')!r}, 'a').write({name!r})\nraise SystemExit(9)\n"
+        )
+    (programs := tmp_path / "programs").mkdir()
+    path = programs / "program.py"
+    path.write_text(PLANTED)
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    if beside:  # a checkout: nothing but the program's folder leads to the package
+        (programs / "mpistrat").symlink_to(ROOT / "mpistrat")
+    else:
+        env["PYTHONPATH"] = str(ROOT)
+    result = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, env=env, cwd=folder
+    )
+    assert result.returncode == 0, result
+    assert result.stdout == "[2]\n" + f"{env.get('PYTHONPATH')}, None\n" * 2
+    assert not (tmp_path / "planted").exists(), (tmp_path / "planted").read_text()
+
+
 def test_a_program_without_a_guard_is_told_so(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM.format(guard="if True:", end="pass"))
