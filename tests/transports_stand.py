@@ -231,26 +231,3 @@ def check_passes(ps):
     else:
         assert results == sorted(results)
         assert results[-1] <= total
-
-
-def check_counters(ps, times):
-    """Workers and server add to two counters; nobody gets a number twice."""
-
-    def work(worker, transports):
-        before = [transports[0].fetch_and_add(1, 3) for _ in range(times)]
-        assert before == sorted(set(before))
-        transports[0].fetch_and_add(0, -1)
-
-    if ps.server is not None:
-        ps.server.fetch_and_add(1, 3)
-    run(ps, work)
-    if ps.server is not None:
-        assert ps.server.fetch_and_add(1, 0) == 3 + 3 * times * len(ps.workers)
-        assert ps.server.fetch_and_add(0, 0) == -len(ps.workers)
-
-
-def counters(count):
-    """Specs of counters."""
-    from mpistrat.parameter_server.layout import VariableSpec
-
-    return [VariableSpec(f"counter{i}", (), np.int64, counter=True) for i in range(count)]

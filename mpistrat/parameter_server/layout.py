@@ -23,7 +23,6 @@ from typing import final
 import numpy as np
 
 from ..comm.dtypes import check_movable
-from ..errors import explain
 
 __all__ = ["LINE", "MailboxLayout", "Place", "VariableSpec", "aligned"]
 
@@ -52,26 +51,20 @@ class VariableSpec:
         shape: its shape.
         dtype: any that can be moved as bytes (`comm.dtypes`).
         server: which server holds it, counted from 0.
-        counter: whether it is a counter: one int64 that everybody adds to atomically, with no version and no pushes.
 
     Raises:
         TypeError: the dtype cannot be moved.
-        ValueError: a counter that is no single int64.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     server: int = 0
-    counter: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         check_movable(self.dtype, "VariableSpec", "dtype")
-        if self.counter and (self.shape, self.dtype) != ((), np.dtype(np.int64)):
-            got = f"{self.dtype} of shape {self.shape}"
-            raise ValueError(explain("VariableSpec", "counter", expected="int64 of shape ()", got=got))
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -93,7 +86,7 @@ class Place:
         index: its number, the same on every rank.
         spec: what it is.
         slab: the number of the slab.
-        offset: of its bytes, or of a counter's word, in its server's segment of the slab.
+        offset: of its bytes in its server's segment of the slab.
         near: the workers that may hold rooms of the variable, in ascending order.
         version: offset of the version word.
     """

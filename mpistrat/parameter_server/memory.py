@@ -73,11 +73,6 @@ class ServerMemory:
             return self.remote, server_rank
         raise LookupError(f"there is no window for {name}")
 
-    def atomic(self, server_rank: int) -> tuple[Window, int] | None:
-        """Return the one window for atomic operations, and a server's rank in it; None without windows."""
-        name = "one_sided" if self.remote is not None else "shared_window"
-        return None if self.shared is None and self.remote is None else self.window(name, server_rank)
-
     def populate(self, *ranges: tuple[int, int]) -> None:
         """Have the system find memory for ranges of each server's own segment; they differ. Collective.
 

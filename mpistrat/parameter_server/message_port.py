@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["MessagePort"]
 
 _MOVING = 5e-3  # seconds in each round for what workers are sending, and for what they are receiving
-_QUESTIONS = (Kind.READ, Kind.READ_ROWS, Kind.ADD, Kind.CLOCKS)
+_QUESTIONS = (Kind.READ, Kind.READ_ROWS, Kind.CLOCKS)
 _OTHERS = (*_QUESTIONS, Kind.CLOCK, Kind.LEAVE)  # than pushes
 
 
@@ -195,8 +195,6 @@ class MessagePort(Port):
         if part.kind == Kind.READ_ROWS:
             version, rows = self._server.read_rows(part.variable, payload.view(np.int64))
             return version, flat_bytes(rows)
-        if part.kind == Kind.ADD:
-            return self._server.fetch_and_add(part.variable, part.number), np.empty(0, np.uint8)
         return 0, flat_bytes(self._server.clocks())
 
     def _snapshot(self, variable: int) -> tuple[int, np.ndarray]:

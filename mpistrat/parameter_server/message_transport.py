@@ -68,9 +68,6 @@ class MessageTransport(Transport):
         question = Part(Kind.READ_ROWS, place.index, 0, rows.size, nbytes=rows.nbytes, total=rows.nbytes)
         return self._ask(question, [flat_bytes(rows)], flat_bytes(out))
 
-    def _add(self, place: Place, value: int) -> int:
-        return self._ask(Part(Kind.ADD, place.index, value), [], np.empty(0, np.uint8))
-
     def _leave(self, passes: int, clock: int) -> None:
         self.publish_clock(clock)
         self._post(Part(Kind.LEAVE, -1, passes, version=self.pushed), [])

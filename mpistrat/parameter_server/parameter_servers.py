@@ -148,7 +148,7 @@ class ParameterServers:
                 raise ValueError(
                     explain("add_variables", f"server of {spec.name!r}", expected=expected, got=spec.server)
                 )
-        detail = tuple((s.name, s.shape, s.dtype.str, s.server, s.counter) for s in specs)
+        detail = tuple((s.name, s.shape, s.dtype.str, s.server) for s in specs)
         with self.group.collective("add_variables", detail=detail):
             needed, near = [0] * len(self.servers), self._near(specs)
             for spec, workers in zip(specs, near, strict=True):
@@ -175,7 +175,7 @@ class ParameterServers:
             tuple(w for w in range(len(self.workers)) if self.choice[w, server] == "shared_window")
             for server in range(len(self.servers))
         ]
-        large = [s.nbytes > self._posting.chunk_bytes and not s.counter and not self._windows[1] for s in specs]
+        large = [s.nbytes > self._posting.chunk_bytes and not self._windows[1] for s in specs]
         near = [sharing[spec.server] if wanted else () for spec, wanted in zip(specs, large, strict=True)]
         more = sum(
             Place.after(0, 0, spec, 0, workers).end for spec, workers in zip(specs, near, strict=True) if workers

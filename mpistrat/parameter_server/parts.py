@@ -26,7 +26,7 @@ class Kind:
     gradient of the variable.
     """
 
-    PUSH, PUSH_ROWS, COMMIT, READ, READ_ROWS, ADD, CLOCK, CLOCKS, LEAVE = range(1, 10)
+    PUSH, PUSH_ROWS, COMMIT, READ, READ_ROWS, CLOCK, CLOCKS, LEAVE = range(1, 9)
     IN_PLACE, STAGED, ENDS_STEP = 0x20, 0x40, 0x80
     ELSEWHERE = IN_PLACE | STAGED
 

@@ -230,18 +230,6 @@ class Server(Rounds):
         """
         return _Replacing(self._held.get(variable) or self._hold(variable, "replacing"))
 
-    def fetch_and_add(self, counter: int, value: int) -> int:
-        """Add to a counter, atomically, and return what it was."""
-        place = self._own(counter, "fetch_and_add", counter=True)
-        slab = self._slabs[place.slab]
-        with self._lock:
-            found = slab.atomic(self._group.topology.rank)
-            if found is not None:  # never by a plain store: workers may be adding, too
-                return found[0].fetch_and_add(found[1], place.offset, value)
-            before = slab.words[place.offset // 8]
-            slab.words[place.offset // 8] = before + value
-            return before
-
     # workers
 
     def clocks(self) -> np.ndarray:
@@ -411,16 +399,12 @@ class Server(Rounds):
             self._gone.add(worker)
 
     def _hold(self, variable: int, function: str) -> _Held:
-        place = self._own(variable, function)
-        held = self._held[variable] = _Held(place, self._slabs[place.slab], self._gate, self._lock)
-        return held
-
-    def _own(self, variable: int, function: str, counter: bool = False) -> Place:
         if self._closed:
             raise ClosedError(f"Server.{function}: closed")
         place = self._places[variable]
-        if place.spec.server != self.index or place.spec.counter != counter:
-            what = "counter" if counter else "variable"
-            got = f"{'counter' if place.spec.counter else 'variable'} {place.spec.name!r} of server {place.spec.server}"
-            raise ValueError(explain(f"Server.{function}", what, expected=f"a {what} of server {self.index}", got=got))
-        return place
+        if place.spec.server != self.index:
+            got = f"variable {place.spec.name!r} of server {place.spec.server}"
+            expected = f"a variable of server {self.index}"
+            raise ValueError(explain(f"Server.{function}", "variable", expected=expected, got=got))
+        held = self._held[variable] = _Held(place, self._slabs[place.slab], self._gate, self._lock)
+        return held

@@ -239,17 +239,6 @@ class Transport(ABC):
         self._passes = FOR_GOOD if for_good else self._passes + 1
         self._leave(self._passes, FINISHED if for_good else clock)
 
-    @final
-    def fetch_and_add(self, counter: int, value: int) -> int:
-        """Add to a counter, atomically, and return what it was.
-
-        Args:
-            counter: the number of a variable that was declared a counter.
-            value: what to add.
-        """
-        place = self._place(counter, "fetch_and_add", counter=True)
-        return self._add(place, int(value))
-
     @abstractmethod
     def acknowledged(self) -> int:
         """Return the number of this worker's last push that is applied, as are all before it."""
@@ -275,20 +264,15 @@ class Transport(ABC):
     def _post(self, message: Part, pieces: Sequence[np.ndarray]) -> None: ...
 
     @abstractmethod
-    def _add(self, place: Place, value: int) -> int: ...
-
-    @abstractmethod
     def _leave(self, passes: int, clock: int) -> None: ...
 
-    def _place(self, variable: int, function: str, counter: bool = False) -> Place:
+    def _place(self, variable: int, function: str) -> Place:
         place = self._found.get(variable)
-        if place is None or counter:
-            place = self._find(variable, function, counter)
-            if not counter:
-                self._found[variable] = place
+        if place is None:
+            place = self._found[variable] = self._find(variable, function)
         return place
 
-    def _find(self, variable: int, function: str, counter: bool) -> Place:
+    def _find(self, variable: int, function: str) -> Place:
         places, server = self.pair.places, self.pair.server
         if not 0 <= variable < len(places):
             raise ValueError(explain(function, "variable", expected=f"0 <= variable < {len(places)}", got=variable))
@@ -296,9 +280,6 @@ class Transport(ABC):
         if place.spec.server != server:
             got = f"{place.spec.name!r} on server {place.spec.server}"
             raise ValueError(explain(function, "variable", expected=f"one on server {server}", got=got))
-        if place.spec.counter != counter:
-            expected, got = ("a counter", "a variable") if counter else ("a variable", "a counter")
-            raise ValueError(explain(function, "variable", expected=expected, got=f"{got}, {place.spec.name!r}"))
         return place
 
     def _check_rows(self, place: Place, function: str, rows: Any, depth: int = 1) -> np.ndarray:

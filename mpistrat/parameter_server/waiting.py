@@ -61,7 +61,6 @@ class Patience:
         group: the ranks; its `environment` says how long a wait may take.
         what: what is waited for, in words.
         ranks: who is waited for.
-        ceiling: seconds of the longest sleep.
         limited: whether the wait may take too long at all; a server waits for ever for workers that are there.
         remedy: what those that are waited for must do, told where it takes long.
     """
@@ -71,13 +70,12 @@ class Patience:
         group: ProcessGroup,
         what: str,
         ranks: Sequence[int],
-        ceiling: float = CEILING,
         limited: bool = True,
         remedy: str = "",
     ) -> None:
         self._remedy = f"\n{remedy}" if remedy else ""
         self._group, self._what, self._ranks = group, what, ranks
-        self._backoff, self._limited = Backoff(ceiling), limited
+        self._backoff, self._limited = Backoff(), limited
         self._warned = False
         self._start = monotonic()
         self._next = self._start + _CHECK

@@ -139,14 +139,6 @@ class _WindowTransport(Transport):
             patience = patience or self.pair.patience("push")
 
     @final
-    def _add(self, place: Place, value: int) -> int:
-        found = self._slabs[place.slab].atomic(self.pair.server_rank)
-        if found is None:
-            raise LookupError("there is no window for atomic operations")
-        window, rank = found
-        return window.fetch_and_add(rank, place.offset, value)
-
-    @final
     def _leave(self, passes: int, clock: int) -> None:
         self.publish_clock(clock)
         self._mailbox.put_word(self._rank, self.pair.layout.signed(self.pair.worker), self.pushed)

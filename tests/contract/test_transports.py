@@ -7,13 +7,11 @@ import pytest
 from transports_stand import (
     TRANSPORTS,
     adding,
-    check_counters,
     check_exact,
     check_passes,
     check_rows,
     check_views,
     check_whole_reads,
-    counters,
     parameter_servers,
     run,
 )
@@ -315,12 +313,6 @@ def test_several_passes_and_an_early_leaver(transport):
 
 
 @ranks(2, 3, 4)
-def test_counters_are_exact(transport):
-    with parameter_servers(transport, counters(2)) as ps:
-        check_counters(ps, 200)
-
-
-@ranks(2, 3, 4)
 def test_clocks(transport):
     def work(worker, transports):
         link = transports[0]
@@ -387,19 +379,14 @@ def test_slabs_are_added_when_there_is_no_room(transport, monkeypatch):
 
 @ranks(2)
 def test_wrong_use_is_told(transport):
-    from mpistrat.parameter_server.layout import VariableSpec
-
-    specs = [((3, 2), F4), VariableSpec("n", (), np.int64, counter=True)]
-    with parameter_servers(transport, specs) as ps:
+    with parameter_servers(transport, [((3, 2), F4)]) as ps:
         if ps.server is None:
             link, good = ps.transports[0], np.zeros((3, 2), F4)
             for error, match, call in [
                 (ValueError, "push: array: .*shape", lambda: link.push(0, 1, np.zeros((3, 3), F4))),
                 (TypeError, "push: array: .*float64", lambda: link.push(0, 1, np.zeros((3, 2)))),
                 (ValueError, "push: number: expected 1", lambda: link.push(0, 2, good)),
-                (ValueError, "push: variable: expected 0 <= variable < 2, got 2", lambda: link.push(2, 1, good)),
-                (ValueError, "push: variable: expected a variable", lambda: link.push(1, 1, good)),
-                (ValueError, "fetch_and_add: variable: expected a counter", lambda: link.fetch_and_add(0, 1)),
+                (ValueError, "push: variable: expected 0 <= variable < 1, got 1", lambda: link.push(1, 1, good)),
                 (ValueError, "read: out: ", lambda: link.read(0, np.zeros(6, F4))),
                 (ValueError, "read: out: ", lambda: link.read(0, np.zeros((2, 3), F4).T)),
                 (TypeError, "read: out: ", lambda: link.read(0, [1, 2])),
@@ -417,15 +404,6 @@ def test_wrong_use_is_told(transport):
             assert ps.server.version(0) == 1
             with pytest.raises(ValueError, match="read-only"):
                 ps.server.array(0)[0] = 1
-            for function in (ps.server.array, ps.server.writing, ps.server.replacing, ps.server.version):
-                name = function.__name__
-                error = f"^Server.{name}: variable: expected a variable of server 0, got counter 'n' of server 0$"
-                with pytest.raises(ValueError, match=error):
-                    function(1)
-            with pytest.raises(
-                ValueError, match="^Server.fetch_and_add: counter: expected a counter of server 0, got var"
-            ):
-                ps.server.fetch_and_add(0, 1)
 
 
 @ranks(2, 3, 4)

@@ -68,7 +68,5 @@ def test_narrow_rows_are_summed_in_float32():
 def test_specs():
     assert VariableSpec("a", (3, 5), np.float16).nbytes == 30
     assert VariableSpec("a", (3, 5), np.float16).row_bytes == 10
-    with pytest.raises(ValueError, match=r"counter: expected int64 of shape \(\), got float32"):
-        VariableSpec("a", (), np.float32, counter=True)
     with pytest.raises(TypeError, match="dtype"):
         VariableSpec("a", (), np.dtype(object))

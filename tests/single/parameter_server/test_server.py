@@ -39,7 +39,7 @@ def served():
     layout = MailboxLayout(1, 0, 16)
     mailbox = ServerMemory(group, None, [0], [layout.nbytes], False, False, "mailbox")
     slab = ServerMemory(group, None, [0], [256], False, False, "variables")
-    places = [Place(0, VariableSpec("v", (1,), np.dtype(np.int64)), 0, 64)]
+    places = [Place(i, VariableSpec("v", (1,), np.dtype(np.int64), server=i), 0, 64) for i in range(2)]
     server = Server(group, 0, [0], layout, places, mailbox, [slab], [], lambda: None, 1e-3, threads=False)
     port = Pushes()
     port.server = server
@@ -85,3 +85,11 @@ def test_a_variable_is_written_in_a_context_only(served):
     with pytest.raises(ZeroDivisionError), server.writing(0):
         _ = 1 // 0
     assert server._slabs[0].words[0] & 1  # closed to readers: it may be half written
+
+
+def test_a_variable_of_another_server_is_refused(served):
+    server = served.server
+    for function in (server.array, server.writing, server.replacing, server.version):
+        error = f"^Server.{function.__name__}: variable: expected a variable of server 0, got variable 'v' of server 1$"
+        with pytest.raises(ValueError, match=error):
+            function(1)
