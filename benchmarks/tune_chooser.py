@@ -23,8 +23,7 @@ from mpi4py import MPI
 
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.cross_device.chooser import Chooser, Rule
-from mpistrat.cross_device.make import make_cross_device_ops
+from mpistrat.cross_device.auto import Chooser, Rule, make_cross_device_ops
 from mpistrat.types import ReduceOp
 
 SIZES = [1 << bits for bits in range(3, 27)]

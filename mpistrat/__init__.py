@@ -20,12 +20,12 @@ from .context import (
     variable_sync_on_read_context,
 )
 from .coordinator import Server
-from .cross_device.auto_all_reduce import AutoAllReduce
-from .cross_device.cross_device_ops import CrossDeviceOps
-from .cross_device.hierarchical_all_reduce import HierarchicalAllReduce, HierarchicalCopyAllReduce
-from .cross_device.mpi_all_reduce import MpiAllReduce
-from .cross_device.nccl_all_reduce import NcclAllReduce
-from .cross_device.reduction_to_one_device import ReductionToOneDevice
+from .cross_device.auto import AutoAllReduce
+from .cross_device.hierarchical import HierarchicalAllReduce, HierarchicalCopyAllReduce
+from .cross_device.mpi import MpiAllReduce
+from .cross_device.nccl import NcclAllReduce
+from .cross_device.ops import CrossDeviceOps
+from .cross_device.to_one import ReductionToOneDevice
 from .data import InputContext, InputOptions, InputReplicationMode
 from .distributed_values import DistributedValues, Mirrored, PerReplica
 from .options import CommunicationOptions, RunOptions

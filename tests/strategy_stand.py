@@ -9,7 +9,7 @@ from typing import Any
 import mpistrat as ms
 from mpistrat.cluster import Topology
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.cross_device.auto_all_reduce import AutoAllReduce
+from mpistrat.cross_device.auto import AutoAllReduce
 from mpistrat.options import Environment
 from mpistrat.strategy.assemble import Parts
 from mpistrat.strategy.layout import MIRRORED

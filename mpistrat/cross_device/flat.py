@@ -1,64 +1,78 @@
-"""From an algorithm that sums flat host arrays to one that reduces what users pass: shapes, packs, GPUs."""
+"""The base of algorithms that sum flat host arrays: packs, shapes and GPUs are dealt with here, once for all of them."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..comm.arrays import array_module, is_gpu, on_device_of, to_host
-from ..comm.packing import Pack, plan_packs
-from ..distributed_values import Mirrored
+from ..comm.packing import plan_packs
+from ..distributed_values import Mirrored, PerReplica
+from ..options import CommunicationOptions
+from ..types import ReduceOp
 from .arithmetic import Arithmetic, flatten_all
+from .ops import CrossDeviceOps
 
-__all__ = ["SumFlat", "device_sum", "on_devices", "reduce_one", "reduce_packs"]
-
-#: Takes the local replicas' flat host arrays and returns the reduced flat array, a new one.
-SumFlat = Callable[[Sequence[np.ndarray], Arithmetic], np.ndarray]
+__all__ = ["FlatAllReduce", "device_sum", "on_devices"]
 
 
-def reduce_one(sum_flat: SumFlat, values: Sequence[Any], how: Arithmetic) -> Any:
-    """Return the reduction of one array. Collective, inside one.
+class FlatAllReduce(CrossDeviceOps):
+    """A CrossDeviceOps that is one function on flat host arrays: a subclass defines `_sum_flat`."""
 
-    Args:
-        sum_flat: the algorithm.
-        values: one array of NumPy or CuPy for each local replica, of one shape.
-        how: see `arithmetic`.
-    """
-    first = values[0]
-    if is_gpu(first):
-        # Not yet run on a GPU.
-        host = to_host(device_sum(values, how))
-        return on_devices(sum_flat([host.reshape(-1)], how).reshape(first.shape), values)
-    return sum_flat(flatten_all(values), how).reshape(first.shape)
+    reduce_ops = tuple(ReduceOp)
 
+    @abstractmethod
+    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
+        """Return the reduction of the local replicas' flat arrays, a new array. Collective, inside one."""
 
-def reduce_packs(
-    sum_flat: SumFlat, leaves: Sequence[Sequence[Any]], how: Callable[[np.dtype], Arithmetic], bytes_per_pack: int
-) -> list[Any]:
-    """Return the reductions of several arrays, which travel in packs of one dtype. Collective, inside one.
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        values = per_replica_value.values
+        return self._reduce_one(self._sum_flat, values, self.arithmetic(reduce_op, values[0].dtype))
 
-    Args:
-        sum_flat: the algorithm.
-        leaves: for each array, one of them for each local replica.
-        how: gives the arithmetic of a dtype.
-        bytes_per_pack: most bytes in a pack; 0 makes one pack for each dtype.
-    """
-    results: list[Any] = [None] * len(leaves)
-    for pack in plan_packs([leaf[0] for leaf in leaves], bytes_per_pack):
-        for index, result in zip(pack.indices, _reduce_pack(sum_flat, leaves, pack, how(pack.dtype)), strict=True):
-            results[index] = result
-    return results
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        limit = (options.bytes_per_pack if options else None) or 0
+        return self._reduce_packs(
+            self._sum_flat, reduce_op, [value.values for value, _ in value_destination_pairs], limit
+        )
 
+    def _reduce_one(self, sum_flat: Callable[..., np.ndarray], values: Sequence[Any], how: Arithmetic) -> Any:
+        first = values[0]
+        if is_gpu(first):
+            # Not yet run on a GPU.
+            host = to_host(device_sum(values, how))
+            return on_devices(sum_flat([host.reshape(-1)], how).reshape(first.shape), values)
+        return sum_flat(flatten_all(values), how).reshape(first.shape)
 
-def _reduce_pack(sum_flat: SumFlat, leaves: Sequence[Sequence[Any]], pack: Pack, how: Arithmetic) -> list[Any]:
-    replicas = len(leaves[pack.indices[0]])
-    first = [leaves[index][0] for index in pack.indices]
-    if any(is_gpu(leaf) for leaf in first):
-        return [reduce_one(sum_flat, leaves[index], how) for index in pack.indices]
-    flats = [pack.pack([leaf[replica] for leaf in leaves]) for replica in range(replicas)]
-    return pack.unpack(sum_flat(flats, how))
+    def _reduce_packs(
+        self, sum_flat: Callable[..., np.ndarray], reduce_op: ReduceOp, leaves: Sequence[Sequence[Any]], limit: int
+    ) -> list[Any]:
+        """Reduce arrays, each given as one for each local replica, in packs of one dtype of at most `limit` bytes (0: any)."""
+        results: list[Any] = [None] * len(leaves)
+        for pack in plan_packs([leaf[0] for leaf in leaves], limit):
+            how = self.arithmetic(reduce_op, pack.dtype)
+            if any(is_gpu(leaves[index][0]) for index in pack.indices):
+                reduced = [self._reduce_one(sum_flat, leaves[index], how) for index in pack.indices]
+            else:
+                replicas = range(len(leaves[pack.indices[0]]))
+                flats = [pack.pack([leaf[replica] for leaf in leaves]) for replica in replicas]
+                reduced = pack.unpack(sum_flat(flats, how))
+            for index, result in zip(pack.indices, reduced, strict=True):
+                results[index] = result
+        return results
 
 
 def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:

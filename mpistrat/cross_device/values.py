@@ -1,27 +1,37 @@
-"""What the callers of a CrossDeviceOps pass and get: plain and per-replica values, destinations, results on devices."""
+"""The values that callers of a CrossDeviceOps pass and get, and what needs no algorithm: gather, broadcast, sparse rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import zlib
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..cluster.devices import parse
-from ..comm.arrays import as_array, import_cupy, is_gpu, to_host
+from ..comm.arrays import array_module, as_array, import_cupy, is_gpu, on_device_of, to_host
+from ..comm.dtypes import check_movable
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import DistributedValues, Mirrored
 from ..errors import CollectiveMismatchError, explain
 from ..types import IndexedSlices, ReduceOp
+from .arithmetic import arithmetic, finish
 
 __all__ = [
+    "broadcast",
     "check_destinations",
+    "checked_slices",
+    "form",
+    "gather",
     "local_arrays",
     "local_values",
-    "may_repeat",
-    "place",
+    "on_destination",
+    "reduce_slices",
     "reduced_already",
     "reducible_values",
 ]
-
 
 _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)  # what makes the value itself of equal values
 
@@ -47,7 +57,7 @@ def reduced_already(reduce_op: ReduceOp, value: Any, group: ProcessGroup) -> boo
     if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
         return False
     return reduce_op is ReduceOp.MEAN or (
-        reduce_op is ReduceOp.SUM and not isinstance(value, Mirrored) and may_repeat(reduce_op, value)
+        reduce_op is ReduceOp.SUM and not isinstance(value, Mirrored) and _may_repeat(reduce_op, value)
     )
 
 
@@ -87,10 +97,10 @@ def reducible_values(value: Any, group: ProcessGroup, reduce_op: ReduceOp, funct
         expected = f"a PerReplica under {reduce_op.value}"
         raise ValueError(explain(function, "value", expected=expected, got="a Mirrored", remedy=remedy))
     repeat = group.topology.num_local_replicas == 1 or isinstance(value, DistributedValues)
-    return local_values(value, group, function, repeat=repeat or may_repeat(reduce_op, value))
+    return local_values(value, group, function, repeat=repeat or _may_repeat(reduce_op, value))
 
 
-def may_repeat(reduce_op: ReduceOp, value: Any) -> bool:
+def _may_repeat(reduce_op: ReduceOp, value: Any) -> bool:
     """Return whether a plain value may stand for every local replica: not in a SUM or PROD, but zeros."""
     if reduce_op in _IDEMPOTENT:
         return True
@@ -114,11 +124,11 @@ def local_arrays(values: Sequence[Any], function: str) -> list[Any]:
     return arrays
 
 
-def place(result: Any, destinations: Any) -> Any:
+def on_destination(result: Any, destinations: Any) -> Any:
     """Return a result on the device that destinations name, where they name one.
 
     Example:
-        >>> place(np.ones(2), "cpu:0")
+        >>> on_destination(np.ones(2), "cpu:0")
         array([1., 1.])
     """
     if not isinstance(destinations, str):
@@ -127,10 +137,239 @@ def place(result: Any, destinations: Any) -> Any:
     if isinstance(result, Mirrored):
         result = result.values[0]
     if isinstance(result, IndexedSlices):
-        rows, indices = place(result.values, destinations), place(result.indices, destinations)
+        rows, indices = on_destination(result.values, destinations), on_destination(result.indices, destinations)
         return IndexedSlices(rows, indices, result.dense_shape)
     if kind == "cpu":
         return to_host(result) if is_gpu(result) else result
     cupy = import_cupy("reduce")
     with cupy.cuda.Device(index):
         return cupy.asarray(result)
+
+
+# gather
+
+_LARGE = 1 << 30  # bytes; above, the counts of one call might not fit MPI's
+
+
+def gather(group: ProcessGroup, values: Sequence[Any], axis: int, function: str = "gather") -> Any:
+    """Return the arrays of all replicas concatenated along an axis, in replica order. Collective, inside one.
+
+    Args:
+        group: the ranks.
+        values: one array for each local replica; lengths along `axis` may differ, the rest may not.
+        axis: 0 ≤ axis < number of dimensions.
+        function: the public caller to name in errors.
+
+    Raises:
+        CollectiveMismatchError: on every rank, naming a rank and both shapes, before any data moved.
+        ValueError: a scalar, or an axis out of range.
+        TypeError: Python objects or structured arrays.
+    """
+    totals = _rank_lengths(group, values, axis, function)
+    local = _join(values, axis)
+    if group.topology.size == 1:
+        return local
+    host = np.ascontiguousarray(to_host(local))
+    joined = _exchange(group, host, axis, totals)
+    if not is_gpu(local):
+        return joined
+    with on_device_of(local):
+        return array_module(local).asarray(joined)
+
+
+def _join(values: Sequence[Any], axis: int) -> Any:
+    if len(values) == 1:
+        return values[0].copy()
+    with on_device_of(values[0]):
+        return array_module(values[0]).concatenate(values, axis=axis)
+
+
+def _form_but_axis(value: Any, axis: int) -> str:
+    """The form that all replicas must share: everything but the length along the axis."""
+    shape = ["*" if dim == axis else str(size) for dim, size in enumerate(value.shape)]
+    return f"{value.dtype.name} of shape ({', '.join(shape)})"
+
+
+def _rank_lengths(group: ProcessGroup, values: Sequence[Any], axis: int, function: str) -> list[int]:
+    """Compare the forms of all replicas; return each rank's length along the axis."""
+    forms = list(dict.fromkeys(_form_but_axis(value, axis) for value in values))
+    length = sum(value.shape[axis] for value in values if 0 <= axis < value.ndim)
+    table = group.all_gather_int([zlib.crc32("; ".join(forms).encode()), length])
+    if len(forms) > 1 or len(set(table[:, 0].tolist())) > 1:
+        shapes = " and ".join(dict.fromkeys(f"{value.dtype.name} {tuple(value.shape)}" for value in values))
+        raise CollectiveMismatchError(_mismatch(function, group.all_gather_text(shapes), table[:, 0].tolist()))
+    value = values[0]
+    if value.ndim == 0:
+        remedy = "Reduce it, or give it a dimension: value.reshape(1)"
+        raise ValueError(explain(function, "value", expected="at least one dimension", got="a scalar", remedy=remedy))
+    if not 0 <= axis < value.ndim:
+        raise ValueError(explain(function, "axis", expected=f"0 ≤ axis < {value.ndim}", got=axis))
+    check_movable(value.dtype, function)
+    return [int(n) for n in table[:, 1]]
+
+
+def _mismatch(function: str, shapes: list[str], hashes: list[int]) -> str:
+    common = max(set(hashes), key=lambda h: (hashes.count(h), -hashes.index(h)))
+    odd = next((rank for rank, h in enumerate(hashes) if h != common), 0)
+    usual = hashes.index(common)
+    if odd == usual:  # one rank, or every rank in the same way
+        return explain(
+            function, "value", expected="equal shapes but for the axis on every replica", got=shapes[0], rank=0
+        )
+    return explain(
+        function,
+        "value",
+        expected=f"{shapes[usual]} as on rank {usual}, but for the length along the axis",
+        got=shapes[odd],
+        rank=odd,
+    )
+
+
+def _exchange(group: ProcessGroup, local: np.ndarray, axis: int, totals: list[int]) -> np.ndarray:
+    rest = local.shape[:axis] + local.shape[axis + 1 :]
+    row = int(np.prod(rest, dtype=np.int64))
+    ends = np.cumsum([total * row for total in totals]).tolist()
+    flat = np.empty(ends[-1], local.dtype)
+    _all_gather(group, local.reshape(-1), flat, [0, *ends])
+    if axis == 0:
+        return flat.reshape(ends[-1] // row if row else sum(totals), *rest)
+    parts = []
+    for rank, total in enumerate(totals):
+        shape = (*local.shape[:axis], total, *local.shape[axis + 1 :])
+        parts.append(flat[ends[rank] - total * row : ends[rank]].reshape(shape))
+    return np.concatenate(parts, axis=axis)
+
+
+def _all_gather(group: ProcessGroup, local: np.ndarray, flat: np.ndarray, borders: list[int]) -> None:
+    """Fill `flat` with every rank's elements; rank r's lie between borders r and r + 1."""
+    if flat.nbytes > _LARGE:
+        for rank, low in enumerate(borders[:-1]):
+            piece = flat[low : borders[rank + 1]]
+            if rank == group.topology.rank:
+                piece[...] = local
+            if piece.size:
+                group.broadcast(piece, root=rank)
+        return
+    from mpi4py import MPI
+
+    item = flat.itemsize
+    counts = [(high - low) * item for low, high in itertools.pairwise(borders)]
+    target = [flat.view(np.uint8), counts, [low * item for low in borders[:-1]], MPI.BYTE]
+    group.topology.comm.Allgatherv([local.view(np.uint8), MPI.BYTE], target)
+
+
+# broadcast
+
+
+def _rank_of_replica(replicas_per_rank: Sequence[int], replica: int) -> tuple[int, int]:
+    """Return the rank of a global replica and its index among that rank's replicas.
+
+    Example:
+        >>> _rank_of_replica([1, 2, 1], 2)
+        (1, 1)
+    """
+    offsets = list(itertools.accumulate(replicas_per_rank, initial=0))
+    rank = bisect_right(offsets, replica) - 1
+    return rank, replica - offsets[rank]
+
+
+def broadcast(group: ProcessGroup, values: Sequence[Any], root: int) -> Any:
+    """Return the array of global replica `root`, a new one. Collective, inside one.
+
+    Args:
+        group: the ranks.
+        values: one array for each local replica, of the same shape and dtype everywhere.
+        root: a global replica.
+
+    Raises:
+        TypeError: Python objects or structured arrays.
+    """
+    like = values[0]
+    check_movable(like.dtype, "broadcast")
+    rank, index = _rank_of_replica(group.topology.replicas_per_rank, root)
+    if rank == group.topology.rank:
+        host = np.array(to_host(values[index]), order="C")
+    else:
+        host = np.empty(like.shape, like.dtype)
+    if group.topology.size > 1 and host.size:
+        group.broadcast(host, root=rank)
+    if not is_gpu(like):
+        return host
+    with on_device_of(like):
+        return array_module(like).asarray(host)
+
+
+# IndexedSlices
+
+
+def checked_slices(values: Sequence[Any], reduce_op: ReduceOp, function: str) -> list[IndexedSlices]:
+    """Return the local replicas' slices with arrays in them, checked, all of one form.
+
+    Raises:
+        CollectiveMismatchError: a local replica's value is no IndexedSlices, or has another form than the first.
+        ValueError: indices are not one integer for each row of the values.
+        TypeError: another reduction than SUM and MEAN, which rows side by side cannot stand for.
+    """
+    if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        expected, got = f"dense arrays for {reduce_op.value}", "IndexedSlices"
+        remedy = "IndexedSlices have SUM and MEAN only: pass to_dense() of them"
+        raise TypeError(explain(function, "value", expected=expected, got=got, remedy=remedy))
+    slices = []
+    for index, value in enumerate(values):
+        if not isinstance(value, IndexedSlices):
+            got = f"a {type(value).__name__} on local replica {index}"
+            raise CollectiveMismatchError(explain(function, "value", expected="IndexedSlices on all", got=got))
+        slices.append(_as_slices(value, function))
+        if form(slices[-1]) != form(slices[0]):
+            expected = f"{form(slices[0])} as on local replica 0"
+            got = f"{form(slices[-1])} on local replica {index}"
+            raise CollectiveMismatchError(explain(function, "value", expected=expected, got=got))
+    return slices
+
+
+def _as_slices(value: IndexedSlices, function: str) -> IndexedSlices:
+    values = as_array(value.values, function, "value.values")
+    indices = as_array(value.indices, function, "value.indices")
+    if indices.ndim != 1 or indices.dtype.kind not in "iu":
+        got = f"{indices.dtype} of shape {indices.shape}"
+        raise ValueError(explain(function, "value.indices", expected="one dimension of integers", got=got))
+    if values.ndim == 0 or values.shape[0] != indices.shape[0]:
+        expected = f"one row for each of the {indices.shape[0]} indices"
+        raise ValueError(explain(function, "value.values", expected=expected, got=f"shape {values.shape}"))
+    shape = None if value.dense_shape is None else tuple(int(n) for n in value.dense_shape)
+    return IndexedSlices(values, indices, shape)
+
+
+def form(value: IndexedSlices) -> Hashable:
+    """Return what must be equal on every rank: all but the number of rows."""
+    return (
+        "IndexedSlices",
+        value.values.dtype.name,
+        value.values.shape[1:],
+        value.indices.dtype.name,
+        value.dense_shape,
+    )
+
+
+def reduce_slices(
+    group: ProcessGroup, reduce_op: ReduceOp, values: Sequence[IndexedSlices], function: str
+) -> IndexedSlices:
+    """Return the rows and indices of all replicas in replica order; MEAN divides the rows. Collective, inside one.
+
+    Args:
+        group: the ranks.
+        reduce_op: SUM or MEAN over the replicas.
+        values: the local replicas' slices, from `checked_slices`.
+        function: the public caller to name in errors.
+    """
+    rows = gather(group, [value.values for value in values], 0, function)
+    indices = gather(group, [value.indices for value in values], 0, function)
+    how = arithmetic(reduce_op, rows.dtype, group.topology.num_replicas)
+    return IndexedSlices(_divide(rows, how), indices, values[0].dense_shape)
+
+
+def _divide(rows: Any, how: Any) -> Any:
+    if how.divisor == 1:
+        return rows
+    with on_device_of(rows):
+        return finish(array_module(rows).asarray(rows, how.accumulate), how)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..comm.process_group import ProcessGroup
 from ..comm.window import RemoteWindow, SharedWindow, Window
-from ..cross_device.make import make_cross_device_ops
+from ..cross_device.auto import make_cross_device_ops
 from ..parameter_server.choice import known_to_finish
 from .finding import Finding, ok, problem, warning
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..comm.arrays import to_host
 from ..comm.contract import by_rank
-from ..cross_device.cross_device_ops import BLOCK
+from ..cross_device.arena import BLOCK
 from ..errors import CollectiveMismatchError, explain
 from ..partition import blocks, merge
 from ..variables.arena import ALIGNMENT_BYTES, Arena

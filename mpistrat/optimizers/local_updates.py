@@ -14,8 +14,8 @@ import numpy as np
 from ..cluster.threads import available_cores
 from ..comm.arrays import as_array
 from ..comm.dtypes import accumulation_dtype
+from ..cross_device.arena import BLOCK
 from ..cross_device.arithmetic import combine
-from ..cross_device.cross_device_ops import BLOCK
 from ..errors import explain
 from .block_update import BlockUpdate
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..comm.arrays import array_module, as_array, on_device_of, to_host
 from ..comm.dtypes import accumulation_dtype
-from ..cross_device.cross_device_ops import BLOCK
+from ..cross_device.arena import BLOCK
 from ..errors import explain
 from ..variables.memory import move_like
 from .hyperparameters import AVERAGE, GRADIENT_SUM

@@ -12,8 +12,8 @@ from ..cluster.threads import set_blas_threads
 from ..cluster.topology import Topology
 from ..comm import abort, contract
 from ..comm.process_group import ProcessGroup
-from ..cross_device.cross_device_ops import CrossDeviceOps
-from ..cross_device.make import make_cross_device_ops
+from ..cross_device.auto import make_cross_device_ops
+from ..cross_device.ops import CrossDeviceOps
 from ..errors import ClusterError, LayoutError, explain
 from ..options import CommunicationOptions, Environment
 from ..variables import ArenaAllocator, Placement

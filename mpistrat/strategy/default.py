@@ -7,7 +7,7 @@ from typing import final
 from .. import context
 from ..comm.process_group import ProcessGroup
 from ..context import Frame
-from ..cross_device.mpi_all_reduce import MpiAllReduce
+from ..cross_device.mpi import MpiAllReduce
 from .assemble import Parts
 from .layout import Layout
 from .strategy import Strategy

@@ -11,7 +11,7 @@ from .. import context, nest
 from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
 from ..context import Frame
-from ..cross_device.cross_device_ops import CrossDeviceOps
+from ..cross_device.ops import CrossDeviceOps
 from ..distributed_values import DistributedValues, Mirrored, PerReplica, regroup, select_replica
 from ..errors import ClosedError, ContextError, explain
 from ..options import CommunicationOptions

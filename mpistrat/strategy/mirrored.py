@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
-from ..cross_device.cross_device_ops import CrossDeviceOps
+from ..cross_device.ops import CrossDeviceOps
 from ..errors import explain
 from .assemble import assemble
 from .layout import MIRRORED

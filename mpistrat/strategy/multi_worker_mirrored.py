@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
 from ..cluster.roles import worker_count
 from ..cluster.tasks import own_task, ranks_by_task
-from ..cross_device.cross_device_ops import CrossDeviceOps
+from ..cross_device.ops import CrossDeviceOps
 from ..errors import ClusterError, explain
 from ..options import CommunicationOptions
 from .assemble import RankOrder, assemble

@@ -12,7 +12,7 @@ from .. import context
 from ..cluster import ClusterResolver, Topology
 from ..cluster.communicator import check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
-from ..cross_device.cross_device_ops import CrossDeviceOps
+from ..cross_device.ops import CrossDeviceOps
 from ..data.distribution.workers import Workers
 from ..errors import ContextError, explain
 from ..options import CommunicationOptions, RunOptions

@@ -20,7 +20,7 @@ from ..types import IndexedSlices, ReduceOp
 from .served_optimizers import optimizer_key
 
 if TYPE_CHECKING:
-    from ..cross_device.cross_device_ops import CrossDeviceOps
+    from ..cross_device.ops import CrossDeviceOps
     from ..optimizers.optimizer import Optimizer
 
 __all__ = ["PushStep"]

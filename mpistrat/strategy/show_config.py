@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ..cluster.cores import usable_cores
-from ..cross_device.chooser import Chooser
+from ..cross_device.auto import Chooser
 from ..options import Environment
 
 if TYPE_CHECKING:

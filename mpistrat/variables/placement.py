@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from ..comm.process_group import ProcessGroup
-from ..cross_device.cross_device_ops import CrossDeviceOps
+from ..cross_device.ops import CrossDeviceOps
 from .allocator import ArenaAllocator
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from cross_device_stand import Gradients, local, open_group
 
 from mpistrat.comm.dtypes import accumulation_dtype
 from mpistrat.cross_device.arithmetic import arithmetic
-from mpistrat.cross_device.auto_all_reduce import AutoAllReduce
-from mpistrat.cross_device.cross_device_ops import CrossDeviceOps
-from mpistrat.cross_device.hierarchical_all_reduce import HierarchicalAllReduce
-from mpistrat.cross_device.mpi_all_reduce import MpiAllReduce
-from mpistrat.cross_device.nccl_all_reduce import NcclAllReduce
-from mpistrat.cross_device.reduction_to_one_device import ReductionToOneDevice
+from mpistrat.cross_device.auto import AutoAllReduce
+from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
+from mpistrat.cross_device.mpi import MpiAllReduce
+from mpistrat.cross_device.nccl import NcclAllReduce
+from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.to_one import ReductionToOneDevice
 from mpistrat.distributed_values import PerReplica
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.options import CommunicationOptions

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from cross_device_stand import open_group
 
-from mpistrat.cross_device.hierarchical_all_reduce import HierarchicalAllReduce
-from mpistrat.cross_device.mpi_all_reduce import MpiAllReduce
+from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
+from mpistrat.cross_device.mpi import MpiAllReduce
 
 SIZE = (1 << 31) + 12_345
 

@@ -13,7 +13,7 @@ def ops(request):
 
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
-    from mpistrat.cross_device.make import make_cross_device_ops
+    from mpistrat.cross_device.auto import make_cross_device_ops
     from mpistrat.options import Environment
 
     if request.param == "nccl" and cupy.cuda.runtime.getDeviceCount() < MPI.COMM_WORLD.size:

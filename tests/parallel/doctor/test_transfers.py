@@ -44,7 +44,7 @@ def test_a_slow_all_reduce(group, monkeypatch):
 
 
 def test_a_wrong_sum_on_the_last_rank(group, monkeypatch):
-    from mpistrat.cross_device.auto_all_reduce import AutoAllReduce
+    from mpistrat.cross_device.auto import AutoAllReduce
     from mpistrat.doctor.transfers import check_all_reduce
 
     last, reduce = group.topology.size - 1, AutoAllReduce.reduce

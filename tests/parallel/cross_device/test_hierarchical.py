@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cross_device_stand import Gradients, Variable, local, open_group
 
-from mpistrat.cross_device.hierarchical_all_reduce import HierarchicalAllReduce
+from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 from mpistrat.errors import CollectiveMismatchError, CollectiveTimeoutError
 from mpistrat.options import CommunicationOptions
 from mpistrat.types import ReduceOp

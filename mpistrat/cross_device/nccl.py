@@ -14,17 +14,17 @@ from ..distributed_values import Mirrored, PerReplica
 from ..errors import explain
 from ..log import once
 from ..options import CommunicationOptions
-from ..types import ReduceOp
+from ..types import CommunicationImplementation, ReduceOp
 from .arithmetic import Arithmetic, finish
-from .cross_device_ops import CrossDeviceOps
-from .hierarchical_all_reduce import HierarchicalAllReduce
-from .mpi_all_reduce import MpiAllReduce
+from .hierarchical import HierarchicalAllReduce
+from .mpi import MpiAllReduce
+from .ops import CrossDeviceOps
 
 __all__ = ["NcclAllReduce"]
 
 
 @final
-class NcclAllReduce(CrossDeviceOps):
+class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.NCCL):
     """Sums CuPy arrays over the GPUs of all ranks with NCCL; each replica needs a GPU of its own.
 
     Arrays on the host, dtypes that NCCL does not know, and MIN, MAX and PROD, of which NCCL does not promise what NaN

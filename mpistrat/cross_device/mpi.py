@@ -12,16 +12,15 @@ from ..comm.arrays import is_gpu
 from ..comm.buffers import all_reduce, all_reduce_gpu, cuda_aware
 from ..distributed_values import PerReplica
 from ..options import CommunicationOptions
-from ..types import ReduceOp
+from ..types import CommunicationImplementation, ReduceOp
 from .arithmetic import Arithmetic, combine, finish
-from .cross_device_ops import CrossDeviceOps
-from .flat import device_sum, on_devices, reduce_one, reduce_packs
+from .flat import FlatAllReduce, device_sum, on_devices
 
 __all__ = ["MpiAllReduce", "mpi_sum"]
 
 
 @final
-class MpiAllReduce(CrossDeviceOps):
+class MpiAllReduce(FlatAllReduce, implementation=CommunicationImplementation.MPI):
     """Sums over the local replicas, then over all ranks by one call of MPI_Allreduce.
 
     Sums of arrays on a GPU are left to a CUDA-aware MPI; without one, and for MIN, MAX and PROD, the arrays go through
@@ -31,8 +30,6 @@ class MpiAllReduce(CrossDeviceOps):
         >>> import mpistrat as ms
         >>> strategy = ms.MirroredStrategy(cross_device_ops=MpiAllReduce())  # doctest: +SKIP
     """
-
-    reduce_ops = tuple(ReduceOp)
 
     def __init__(self) -> None:
         self.results = BufferPool()
@@ -50,30 +47,20 @@ class MpiAllReduce(CrossDeviceOps):
             total = device_sum(values, how)
             all_reduce_gpu(self.group.topology.comm, total)
             return on_devices(finish(total, how), values)
-        return reduce_one(self._sum, values, how)
+        return self._reduce_one(self._sum_flat, values, how)
 
-    def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
-        options: CommunicationOptions | None = None,
-    ) -> list[Any]:
-        limit = (options.bytes_per_pack if options else None) or 0
-        leaves = [value.values for value, _ in value_destination_pairs]
-        return reduce_packs(self._sum, leaves, lambda dtype: self.arithmetic(reduce_op, dtype), limit)
-
-    def _sum(self, parts: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
+    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
         comm = self.group.topology.comm if self.group.topology.size > 1 else None
-        return mpi_sum(comm, parts, how, self.results)
+        return mpi_sum(comm, arrays, how, self.results)
 
 
-def mpi_sum(comm: Any, parts: Sequence[np.ndarray], how: Arithmetic, results: BufferPool) -> np.ndarray:
+def mpi_sum(comm: Any, arrays: Sequence[np.ndarray], how: Arithmetic, results: BufferPool) -> np.ndarray:
     """Return the reduction of flat arrays over a communicator, a new array. Collective over `comm` (None: no MPI)."""
-    total = results.empty(parts[0].size, how.accumulate)
-    if comm is not None and len(parts) == 1 and parts[0].dtype == how.accumulate:
-        all_reduce(comm, total, parts[0], how.ufunc)
+    total = results.empty(arrays[0].size, how.accumulate)
+    if comm is not None and len(arrays) == 1 and arrays[0].dtype == how.accumulate:
+        all_reduce(comm, total, arrays[0], how.ufunc)
     else:
-        combine(how.ufunc, parts, total)
+        combine(how.ufunc, arrays, total)
         if comm is not None:
             all_reduce(comm, total, ufunc=how.ufunc)
     return finish(total, how)

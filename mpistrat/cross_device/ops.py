@@ -1,9 +1,12 @@
-"""CrossDeviceOps: how values of several replicas become one. Subclass it to bring an algorithm of your own."""
+"""CrossDeviceOps: how values of several replicas become one. Subclass it to bring an algorithm of your own.
+
+It checks and compares; what moves and sums is in the algorithms' files, of which each holds one, and in values.py.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,19 +18,30 @@ from ..errors import explain
 from ..options import CommunicationOptions
 from ..partition import blocks
 from ..types import CommunicationImplementation, IndexedSlices, ReduceOp
+from .arena import BLOCK, Consume, GradientArena
 from .arithmetic import Arithmetic, arithmetic
-from .broadcast import broadcast_value
-from .gather import gather
-from .gradient_arena import GradientArena
-from .indexed_slices import checked_slices, form, reduce_slices
-from .values import check_destinations, local_arrays, local_values, place, reduced_already, reducible_values
+from .values import (
+    broadcast,
+    check_destinations,
+    checked_slices,
+    form,
+    gather,
+    local_arrays,
+    local_values,
+    on_destination,
+    reduce_slices,
+    reduced_already,
+    reducible_values,
+)
 
-__all__ = ["BLOCK", "CrossDeviceOps"]
+__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps"]
 
-BLOCK = 1 << 16  # elements that are summed and consumed while they are in cache
-PIECE = 1 << 22  # elements that an algorithm without arenas of its own reduces at a time
+CHUNK = 1 << 22  # elements that an algorithm without arenas of its own reduces at a time
 
 _NO_OPTIONS = CommunicationOptions()
+
+#: The algorithms that a setting can name; each class enters itself: `class X(CrossDeviceOps, implementation=...)`.
+IMPLEMENTATIONS: dict[CommunicationImplementation, type[CrossDeviceOps]] = {}
 
 
 class CrossDeviceOps(ABC):
@@ -48,6 +62,11 @@ class CrossDeviceOps(ABC):
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
     #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.
     call: Any = None
+
+    def __init_subclass__(cls, implementation: CommunicationImplementation | None = None, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if implementation is not None:
+            IMPLEMENTATIONS[implementation] = cls
 
     def bind(self, group: ProcessGroup) -> None:
         """Say over which ranks this object works; the strategy does it once.
@@ -137,7 +156,7 @@ class CrossDeviceOps(ABC):
             synchronize=synchronize,
         ) as ops.call:
             result = ops.reduce_implementation(op, PerReplica(arrays), destinations, options)
-        return result if destinations is None else place(result, destinations)
+        return result if destinations is None else on_destination(result, destinations)
 
     def batch_reduce(
         self,
@@ -188,7 +207,7 @@ class CrossDeviceOps(ABC):
                     results[index] = next(done)
                 else:
                     results[index] = reduce_slices(group, op, slices, "batch_reduce")
-        return [place(result, pair[1]) for result, pair in zip(results, value_destination_pairs, strict=True)]
+        return [on_destination(result, pair[1]) for result, pair in zip(results, value_destination_pairs, strict=True)]
 
     def broadcast(self, value: Any, destinations: Any = None, root: int = 0, name: str = "") -> Any:
         """Return the value of one replica, a new array, equal on every rank. Collective.
@@ -211,7 +230,7 @@ class CrossDeviceOps(ABC):
         first = arrays[0]
         with self.group.collective("broadcast", name, first.dtype, first.shape, ("root", root)) as self.call:
             result = self.broadcast_implementation(PerReplica(arrays), destinations, root)
-        return place(result, destinations)
+        return on_destination(result, destinations)
 
     def gather(
         self,
@@ -243,7 +262,7 @@ class CrossDeviceOps(ABC):
         arrays = [as_array(value, "gather") for value in values]
         with ops.group.collective("gather", name, detail=("axis", axis), timeout=options.timeout_seconds) as ops.call:
             result = ops.gather_implementation(PerReplica(arrays), destinations, axis, options)
-        return place(result, destinations)
+        return on_destination(result, destinations)
 
     # What algorithms override
 
@@ -275,7 +294,7 @@ class CrossDeviceOps(ABC):
 
     def broadcast_implementation(self, value: PerReplica, destinations: Any, root: int) -> Any:
         """Return the array of global replica `root`, a new one. Collective; all ranks have arrived and agree."""
-        return broadcast_value(self.group, value.values, root)
+        return broadcast(self.group, value.values, root)
 
     def gather_implementation(
         self, per_replica_value: PerReplica, destinations: Any, axis: int, options: CommunicationOptions | None
@@ -283,12 +302,7 @@ class CrossDeviceOps(ABC):
         """Return the concatenated arrays. Collective; all ranks have arrived, and compare the shapes in here."""
         return gather(self.group, per_replica_value.values, axis)
 
-    def reduce_arena(
-        self,
-        arena: GradientArena,
-        ranges: Sequence[tuple[int, int]],
-        consume: Callable[[int, int, np.ndarray], None],
-    ) -> None:
+    def reduce_arena(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
         """Sum gradient arenas over all replicas and hand the sums out block by block. Collective, inside one.
 
         Every rank of the node has arrived before the call; nobody may write a gradient before the caller's next barrier.
@@ -303,8 +317,8 @@ class CrossDeviceOps(ABC):
         xp = array_module(arena.local[0])
         scratch = xp.empty(min(BLOCK, arena.size), dtype)
         for range_low, range_high in ranges:
-            for low in range(range_low, range_high, PIECE):
-                high = min(low + PIECE, range_high)
+            for low in range(range_low, range_high, CHUNK):
+                high = min(low + CHUNK, range_high)
                 values = PerReplica([flat[low:high] for flat in arena.local])
                 total = self.reduce_implementation(ReduceOp.SUM, values, None, None)
                 total = total.values[0] if isinstance(total, Mirrored) else total
@@ -346,13 +360,11 @@ class CrossDeviceOps(ABC):
         wanted = options.implementation
         if wanted is None or wanted is CommunicationImplementation.AUTO:
             return self
-        from .make import make_cross_device_ops  # the factory knows the subclasses of this class
-
         others = self._others = {} if self._others is None else self._others
         kind = CommunicationImplementation(wanted)
         if kind not in others:
-            other = make_cross_device_ops(kind)
-            other = self if type(other) is type(self) else other
+            cls = IMPLEMENTATIONS[kind]
+            other = self if cls is type(self) else cls()
             other.bind(self.group)
             others[kind] = other
         return others[kind]

@@ -1,0 +1,186 @@
+"""Reduction of gradient arenas, which all ranks of a node see: block by block in cache, then over the other nodes.
+
+A training step sums arenas and consumes the sums while they are in cache; `reduce_in_place` writes them where the
+gradients lie, without a copy in or out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from ..comm.buffers import all_reduce
+from ..comm.process_group import ProcessGroup
+from ..partition import aligned_bounds, blocks, merge
+from ..types import ReduceOp
+from .arithmetic import Arithmetic, arithmetic, combine
+
+__all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena"]
+
+BLOCK = 1 << 16  # elements that are summed and consumed while they are in cache
+NETWORK_CHUNK = 1 << 20  # bytes that cross the network at a time; a constant: other chunks give other bits
+
+#: Called as consume(low, high, block); a block is scratch, valid in the call only.
+Consume = Callable[[int, int, np.ndarray], None]
+
+
+class GradientArena(Protocol):
+    """The gradients of many variables, side by side in one flat array for each replica.
+
+    Attributes:
+        dtype: of all of them.
+        size: elements in each flat array.
+        local: the flat arrays of this rank's replicas.
+        node: those of all replicas of the node, in replica order; None where the node shares no memory.
+        key: name of the arena, equal on every rank.
+    """
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def local(self) -> Sequence[Any]: ...
+
+    @property
+    def node(self) -> Sequence[np.ndarray] | None: ...
+
+    @property
+    def key(self) -> str: ...
+
+    def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the part of element ranges that this rank reduces and updates."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Destination:
+    """Where a reduction is written that needs no copies: elements [low, high) of the gradient arena that holds its values."""
+
+    arena: GradientArena
+    low: int
+    high: int
+
+    @classmethod
+    def find(cls, group: ProcessGroup, values: Sequence[Any], variable: Any) -> Destination | None:
+        """Return where the values lie if they are the gradient memory of a Variable, else None.
+
+        Args:
+            group: the ranks.
+            values: one array for each local replica.
+            variable: what the caller named as destination of the reduction.
+        """
+        if not hasattr(variable, "arena") or type(values[0]) is not np.ndarray or group.node.locate(values[0]) is None:
+            return None
+        gradients: GradientArena | None = getattr(variable.arena, "gradients", None)
+        if gradients is None or len(values) != len(gradients.local):
+            return None
+        low = int(variable.offset)
+        high = low + int(variable.size)
+        for value, flat in zip(values, gradients.local, strict=True):
+            if not value.flags.c_contiguous or value.size != high - low or value.dtype != flat.dtype:
+                return None
+            if value.ctypes.data != flat.ctypes.data + low * flat.itemsize:
+                return None
+        return cls(gradients, low, high)
+
+    def view(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the elements of the node's first replica as a read-only view."""
+        view = _of_node(self.arena)[0][self.low : self.high].reshape(shape)
+        view.flags.writeable = False
+        return view
+
+
+def _of_node(arena: GradientArena) -> Sequence[np.ndarray]:
+    """The arenas of all replicas whose memory this rank sees: the node's, or its own alone."""
+    return arena.local if arena.node is None else arena.node
+
+
+@final
+class ArenaSum:
+    """Sums arenas of all replicas of a node, slice by slice, over all nodes; owns the scratch memory."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._scratch: dict[np.dtype, np.ndarray] = {}
+
+    def hand_out(
+        self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
+    ) -> None:
+        """Call consume(low, high, sum) for this rank's ranges. Collective over `group.inter`.
+
+        Args:
+            arena: the gradients of all replicas.
+            ranges: element ranges that this rank owns; its peers on other nodes own the same.
+            how: the function and the dtype; the divisor is left to `consume`.
+            consume: gets blocks of at most 64 K elements.
+        """
+        arrays, inter = _of_node(arena), self._group.inter
+        chunk = self._chunk(how.accumulate)
+        scratch = self._scratch.get(how.accumulate)
+        if scratch is None:
+            scratch = self._scratch[how.accumulate] = np.empty(chunk, how.accumulate)
+        for low, high in blocks(ranges, chunk):
+            for begin, end in blocks([(low, high)], BLOCK):
+                combine(how.ufunc, [array[begin:end] for array in arrays], scratch[begin - low : end - low])
+            if inter is not None:
+                all_reduce(inter, scratch[: high - low], ufunc=how.ufunc)
+            for begin, end in blocks([(low, high)], BLOCK):
+                consume(begin, end, scratch[begin - low : end - low])
+
+    def reduce_in_place(self, destinations: Sequence[Destination], reduce_op: ReduceOp, call: Any) -> None:
+        """Write the reduction of gradients into the arena of the node's first replica. Collective, inside one.
+
+        Args:
+            destinations: the same on every rank; the ranks of the node have arrived.
+            reduce_op: any.
+            call: what the closing barrier carries and compares.
+        """
+        arenas = {id(destination.arena): destination.arena for destination in destinations}
+        for key, arena in arenas.items():
+            ranges = merge([(where.low, where.high) for where in destinations if id(where.arena) == key])
+            self._reduce_ranges(arena, ranges, reduce_op)
+        self._group.node.barrier(call)
+
+    def _reduce_ranges(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], reduce_op: ReduceOp) -> None:
+        index = self._group.slice_index
+        if index is None:
+            return
+        how = arithmetic(reduce_op, arena.dtype, self._group.topology.num_replicas)
+        mine = []
+        for low, high in ranges:
+            begin, end = aligned_bounds(high - low, self._group.slices)[index]
+            mine.append((low + begin, low + end))
+        if how.divisor == 1 and how.accumulate == arena.dtype:
+            self._combine_in_place(_of_node(arena), mine, how.ufunc)
+            return
+        target = _of_node(arena)[0]
+
+        def store(low: int, high: int, block: np.ndarray) -> None:
+            if how.divisor != 1:
+                block /= how.divisor
+            np.copyto(target[low:high], block, casting="unsafe")
+
+        self.hand_out(arena, mine, how, store)
+
+    def _combine_in_place(
+        self, arrays: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]], ufunc: np.ufunc
+    ) -> None:
+        """As `hand_out`, into the first of the arrays, which need no wider dtype and no division."""
+        total = arrays[0]
+        for low, high in blocks(ranges, self._chunk(total.dtype)):
+            for begin, end in blocks([(low, high)], BLOCK):
+                mine = total[begin:end]
+                for array in arrays[1:]:
+                    ufunc(mine, array[begin:end], out=mine)
+            if self._group.inter is not None:
+                all_reduce(self._group.inter, total[low:high], ufunc=ufunc)
+
+    def _chunk(self, dtype: np.dtype) -> int:
+        return BLOCK if self._group.inter is None else max(BLOCK, NETWORK_CHUNK // dtype.itemsize)

@@ -1,0 +1,278 @@
+"""The choice of an algorithm: by a setting's name, or for each array by a table of device, layout and size.
+
+The table was measured by benchmarks/tune_chooser.py. It is never tuned at run time: the same layout gives the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from ..comm.arrays import is_gpu
+from ..comm.nccl import nccl_available
+from ..comm.process_group import ProcessGroup
+from ..distributed_values import PerReplica
+from ..errors import explain
+from ..log import once
+from ..options import CommunicationOptions
+from ..types import CommunicationImplementation, ReduceOp
+from .arena import Consume, GradientArena
+from .hierarchical import HierarchicalAllReduce
+from .mpi import MpiAllReduce
+from .nccl import NcclAllReduce
+from .ops import IMPLEMENTATIONS, CrossDeviceOps
+
+__all__ = ["AutoAllReduce", "Chooser", "Rule", "make_cross_device_ops"]
+
+
+def make_cross_device_ops(
+    implementation: CommunicationImplementation | CrossDeviceOps | str | None = None,
+) -> CrossDeviceOps:
+    """Return the object that carries out reductions; the caller binds it to its ranks.
+
+    Args:
+        implementation: an algorithm's name or member of CommunicationImplementation, an object of one's own, or None
+            for the chooser's table.
+
+    Raises:
+        MissingDependencyError: NCCL without CuPy, or CuPy without NCCL.
+        ValueError: it is nothing of that.
+
+    Example:
+        >>> type(make_cross_device_ops("mpi")).__name__
+        'MpiAllReduce'
+    """
+    if implementation is None:
+        return AutoAllReduce()
+    if isinstance(implementation, CrossDeviceOps):
+        return implementation
+    if isinstance(implementation, str) and implementation.upper() in CommunicationImplementation.__members__:
+        implementation = CommunicationImplementation[implementation.upper()]
+    if isinstance(implementation, CommunicationImplementation):
+        return IMPLEMENTATIONS[implementation]()
+    legal = ", ".join(CommunicationImplementation.__members__)
+    expected = f"a CrossDeviceOps object, or one of {legal}"
+    raise ValueError(explain("make_cross_device_ops", "implementation", expected=expected, got=repr(implementation)))
+
+
+@final
+class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.AUTO):
+    """Hands each reduction to the algorithm that a table names for its device, layout and size.
+
+    The table is the file that MPISTRAT_CHOOSER names, else the one that ships. Where it says NCCL and there is none, MPI
+    or shared memory takes over, and the log says so once.
+
+    Example:
+        >>> print(AutoAllReduce().chooser)  # doctest: +ELLIPSIS
+        all-reduce algorithms, ...
+    """
+
+    reduce_ops = tuple(ReduceOp)
+
+    def __init__(self) -> None:
+        self.chooser = Chooser()
+        self._algorithms: dict[str, CrossDeviceOps] = {}
+        self._nodes = "one"
+
+    def bind(self, group: ProcessGroup) -> None:
+        super().bind(group)
+        if group.environment.chooser:
+            self.chooser = Chooser(group.environment.chooser)
+        self._nodes = "one" if group.num_nodes == 1 else "several"
+        self._algorithms = {"MPI": MpiAllReduce(), "HIERARCHICAL": HierarchicalAllReduce()}
+        for algorithm in self._algorithms.values():
+            algorithm.bind(group)
+
+    def close(self) -> None:
+        super().close()
+        for algorithm in self._algorithms.values():
+            algorithm.close()
+
+    def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
+        chosen = self._choose(arrays[0])
+        synchronize, how = chosen.entry(arrays, destinations)
+        return synchronize, (type(chosen).__name__, how)
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        chosen = self._choose(per_replica_value.values[0])
+        chosen.call = self.call
+        return chosen.reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Return the reduced values; what counts is the size of all on one kind of device together. Collective."""
+        results: list[Any] = [None] * len(value_destination_pairs)
+        for on_gpu in (False, True):
+            members = [i for i, (value, _) in enumerate(value_destination_pairs) if is_gpu(value.values[0]) == on_gpu]
+            if not members:
+                continue
+            pairs = [value_destination_pairs[i] for i in members]
+            chosen = self._algorithm("gpu" if on_gpu else "cpu", sum(value.values[0].nbytes for value, _ in pairs))
+            chosen.call = self.call
+            reduced = chosen.batch_reduce_implementation(reduce_op, pairs, options)
+            for index, result in zip(members, reduced, strict=True):
+                results[index] = result
+        return results
+
+    def reduce_arena(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
+        chosen = self._algorithms["HIERARCHICAL"]
+        if is_gpu(arena.local[0]):
+            chosen = self._algorithm("gpu", arena.size * arena.dtype.itemsize)
+        chosen.call = self.call
+        chosen.reduce_arena(arena, ranges, consume)
+
+    def _choose(self, array: Any) -> CrossDeviceOps:
+        return self._algorithm("gpu" if is_gpu(array) else "cpu", array.nbytes)
+
+    def _algorithm(self, device: str, nbytes: int) -> CrossDeviceOps:
+        name = self.chooser.choose(device, self._nodes, nbytes).algorithm
+        if name == "NCCL" and name not in self._algorithms:
+            self._algorithms[name] = self._nccl_or_other()
+        return self._algorithms[name]
+
+    def _nccl_or_other(self) -> CrossDeviceOps:
+        reason = nccl_available()
+        if reason:
+            once(logging.WARNING, f"arrays on a GPU go through host memory or a CUDA-aware MPI, not NCCL: {reason}")
+            return self._algorithms["MPI"]
+        nccl = NcclAllReduce()
+        nccl.bind(self.group)
+        return nccl
+
+
+# The table
+
+ALGORITHMS = ("MPI", "HIERARCHICAL", "NCCL")
+DEVICES = ("cpu", "gpu")
+NODES = ("one", "several")
+
+
+@final
+@dataclass(frozen=True)
+class Rule:
+    """One line of the table.
+
+    Attributes:
+        device: "cpu" or "gpu".
+        nodes: "one" or "several".
+        below: the rule holds for fewer bytes; None for any number.
+        algorithm: MPI, HIERARCHICAL or NCCL.
+        why: the reason, for people.
+    """
+
+    device: str
+    nodes: str
+    below: int | None
+    algorithm: str
+    why: str = ""
+
+
+@final
+class Chooser:
+    """Picks an algorithm by device, number of nodes and bytes. `print(chooser)` shows the table and the reasons.
+
+    Args:
+        table: a table as the JSON file holds it, or the path of such a file; default: the one that ships.
+
+    Raises:
+        ValueError: the table is malformed, or leaves a case without a rule; naming the file and the place.
+        FileNotFoundError: there is no such file.
+
+    Example:
+        >>> Chooser().choose("cpu", "one", 1 << 24).algorithm
+        'HIERARCHICAL'
+    """
+
+    def __init__(self, table: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
+        if table is None:
+            table = Path(__file__).with_name("chooser_table.json")
+        if isinstance(table, Mapping):
+            self.source = "a table given as argument"
+            content: Any = table
+        else:
+            self.source = os.fspath(table)
+            content = _read(Path(self.source))
+        self.measured = str(content.get("measured", "")) if isinstance(content, Mapping) else ""
+        self._rules = _parse(content, self.source)
+
+    def choose(self, device: str, nodes: str, nbytes: int) -> Rule:
+        """Return the rule for an array of so many bytes.
+
+        Args:
+            device: "cpu" or "gpu": where the array is.
+            nodes: "one" or "several".
+            nbytes: of one replica's array.
+        """
+        for rule in self._rules[device, nodes]:
+            if rule.below is None or nbytes < rule.below:
+                return rule
+        raise ValueError(f"Chooser: no rule for {nbytes} bytes")  # _parse made sure there is one
+
+    @property
+    def rules(self) -> list[Rule]:
+        """All rules, in the order of the table."""
+        return [rule for rules in self._rules.values() for rule in rules]
+
+    def __str__(self) -> str:
+        lines = [f"all-reduce algorithms, from {self.source}", self.measured] if self.measured else [self.source]
+        lines.append(f"{'device':7}{'nodes':9}{'bytes':>14}  {'algorithm':14}why")
+        for rule in self.rules:
+            size = "any more" if rule.below is None else f"< {rule.below:,}"
+            lines.append(f"{rule.device:7}{rule.nodes:9}{size:>14}  {rule.algorithm:14}{rule.why}".rstrip())
+        return "\n".join(lines)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(explain("Chooser", "table", expected=f"JSON in {path}", got=str(error))) from error
+
+
+def _parse(content: Any, source: str) -> dict[tuple[str, str], list[Rule]]:
+    if not isinstance(content, Mapping) or not isinstance(content.get("rules"), Sequence):
+        raise ValueError(
+            explain("Chooser", source, expected="an object with a list named rules", got=f"{content!r:.60}")
+        )
+    rules: dict[tuple[str, str], list[Rule]] = {(device, nodes): [] for device in DEVICES for nodes in NODES}
+    for number, entry in enumerate(content["rules"]):
+        rule = _rule(entry, f"{source}, rule {number}")
+        rules[rule.device, rule.nodes].append(rule)
+    for (device, nodes), found in rules.items():
+        borders = [rule.below for rule in found]
+        finite = [border for border in borders if border is not None]
+        if not borders or borders[-1] is not None or len(finite) != len(borders) - 1 or finite != sorted(finite):
+            expected = f"rules for {device}, {nodes} node(s) with ascending 'below', the last one null"
+            raise ValueError(explain("Chooser", source, expected=expected, got=str(borders)))
+    return rules
+
+
+def _rule(entry: Any, where: str) -> Rule:
+    try:
+        rule = Rule(**entry)
+    except TypeError as error:
+        expected = "device, nodes, below, algorithm and why"
+        raise ValueError(explain("Chooser", where, expected=expected, got=f"{entry!r:.80}")) from error
+    legal = {"device": DEVICES, "nodes": NODES, "algorithm": ALGORITHMS}
+    for field, words in legal.items():
+        if getattr(rule, field) not in words:
+            expected = f"{field} to be one of {', '.join(words)}"
+            raise ValueError(explain("Chooser", where, expected=expected, got=repr(getattr(rule, field))))
+    if rule.below is not None and (not isinstance(rule.below, int) or rule.below < 1):
+        raise ValueError(explain("Chooser", where, expected="below: a number of bytes or null", got=repr(rule.below)))
+    return rule

@@ -1,0 +1,334 @@
+"""The hierarchical all-reduce: shared memory inside a node, MPI between nodes.
+
+Its three steps, of which the second is empty on one node:
+
+1. reduce inside the node: rank i of each node sums slice i of what the ranks of its node put into shared memory;
+2. all-reduce between nodes: the ranks i of all nodes all-reduce slice i by MPI, so that every rank drives the network;
+3. broadcast inside the node: each rank copies all slices out of shared memory.
+
+`_StagedSum` does them for large arrays, chunk by chunk. Small arrays on one node take one barrier (`_ExchangeSum`), and
+gradients of variables are summed where they lie (`arena.ArenaSum`), where step 3 needs no copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from ..buffer_pool import BufferPool
+from ..comm.arrays import is_gpu
+from ..comm.buffers import all_reduce
+from ..comm.packing import pack_sizes
+from ..comm.process_group import ProcessGroup
+from ..distributed_values import PerReplica
+from ..errors import explain
+from ..options import CommunicationOptions
+from ..partition import aligned_bounds
+from ..types import CommunicationImplementation, ReduceOp
+from .arena import ArenaSum, Consume, Destination, GradientArena
+from .arithmetic import Arithmetic, combine, finish
+from .flat import FlatAllReduce
+from .mpi import mpi_sum
+
+__all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
+
+# Constants, never tuned at run time: other chunks would give other bits.
+SMALL_BYTES = 1 << 17  # up to here even gradients in shared memory are exchanged rather than summed in place
+# An exchange. Of all ranks together: above, it pays that each rank sums a slice only, if there are more than two.
+EXCHANGE_BYTES = 1 << 20
+EXCHANGE_CHUNK = 1 << 20  # bytes of every rank that are summed at a time, so that they stay in cache
+_CACHED_VIEWS = 256
+# Staging. Bytes of a rank that are summed at a time.
+NODE_CHUNK = 1 << 21  # on one node: few barriers, which cost most where other programs run
+SLICE_CHUNK = 1 << 20  # for each slice between nodes: what crosses the network at a time
+STAGING_BYTES = 1 << 25  # of the ranks of a node together, half of what is allocated
+SMALLEST_CHUNK = 1 << 18
+
+
+@final
+class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplementation.HIERARCHICAL):
+    """Sums over the ranks of a node through shared memory, then over the nodes by MPI, slice by slice.
+
+    Rank i of each node sums slice i and all-reduces it with the ranks i of the other nodes, so that every rank drives the
+    network. On one node that second half is empty. Any number of ranks and of replicas on each is right. Where ranks
+    share no memory it is one MPI_Allreduce.
+
+    Arrays on a GPU go through pinned host memory (not yet run on a GPU).
+
+    Args:
+        num_packs: into how many messages `batch_reduce` cuts the values of one dtype; 0 sends each value by itself.
+            `bytes_per_pack` of the options comes first.
+
+    Raises:
+        ValueError: num_packs is negative.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if num_packs < 0:
+            raise ValueError(explain("HierarchicalAllReduce", "num_packs", expected="≥ 0", got=num_packs))
+        self.num_packs = num_packs
+        self.results = BufferPool()
+        self._exchange: _ExchangeSum | None = None
+        self._staged: _StagedSum | None = None
+        self._arenas: ArenaSum | None = None
+
+    def bind(self, group: ProcessGroup) -> None:
+        super().bind(group)
+        self._staged = None
+        self._arenas = None
+        self._exchange = _ExchangeSum(group, self.results) if group.num_nodes == 1 and group.node.size > 1 else None
+
+    def close(self) -> None:
+        super().close()
+        self._exchange = self._staged = self._arenas = None  # memory that somebody holds cannot be freed
+
+    def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
+        if self._find(arrays, destinations) is not None:
+            return True, "in place"
+        if self._exchanged(arrays[0]) is not None:
+            return False, "exchange"
+        return True, ""
+
+    # Users' own arrays
+
+    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
+        group = self.group
+        if group.num_nodes == group.topology.size:  # nobody shares memory with anybody
+            return mpi_sum(group.inter, arrays, how, self.results)
+        exchange = self._exchanged(arrays[0])
+        if exchange is not None:
+            return exchange.sum(arrays, how, self.call)
+        if self._staged is None:
+            self._staged = _StagedSum(group, self.results)
+        return self._staged.sum(arrays, how, self.call)
+
+    def _exchanged(self, array: Any) -> _ExchangeSum | None:
+        exchange = self._exchange
+        return exchange if exchange is not None and array.nbytes <= exchange.limit else None
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        pairs = value_destination_pairs
+        found = [self._destination(value.values, variable, reduce_op) for value, variable in pairs]
+        if any(found):
+            self._arena_sum().reduce_in_place([where for where in found if where is not None], reduce_op, self.call)
+        rest = [value.values for (value, _), where in zip(pairs, found, strict=True) if where is None]
+        reduced = iter(self._batch(reduce_op, rest, options))
+        return [
+            next(reduced) if where is None else where.view(value.values[0].shape)
+            for (value, _), where in zip(pairs, found, strict=True)
+        ]
+
+    def _batch(
+        self, reduce_op: ReduceOp, leaves: Sequence[Sequence[Any]], options: CommunicationOptions | None
+    ) -> list[Any]:
+        limit = options.bytes_per_pack if options else None
+        sum_flat = self._sum_flat
+        if limit is None:
+            limit = 1 if self.num_packs == 0 else 0
+            sum_flat = self._sum_in_packs if self.num_packs > 1 else self._sum_flat
+        return self._reduce_packs(sum_flat, reduce_op, leaves, limit)
+
+    def _sum_in_packs(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
+        sums, low = [], 0
+        for size in pack_sizes(arrays[0].size, self.num_packs):
+            sums.append(self._sum_flat([array[low : low + size] for array in arrays], how))
+            low += size
+        return np.concatenate(sums)
+
+    # Gradients of variables
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        values = per_replica_value.values
+        where = self._destination(values, destinations, reduce_op)
+        if where is None:
+            return self._reduce_one(self._sum_flat, values, self.arithmetic(reduce_op, values[0].dtype))
+        self._arena_sum().reduce_in_place([where], reduce_op, self.call)
+        return where.view(values[0].shape)
+
+    def reduce_arena(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
+        if is_gpu(arena.local[0]):
+            super().reduce_arena(arena, ranges, consume)
+            return
+        how = self.arithmetic(ReduceOp.SUM, arena.dtype)
+        self._arena_sum().hand_out(arena, arena.owned(ranges), how, consume)
+
+    def _destination(self, values: Sequence[Any], variable: Any, reduce_op: ReduceOp) -> Destination | None:
+        """Where in a gradient arena the values lie that shall be reduced in place; None for all others."""
+        if self.arithmetic(reduce_op, values[0].dtype).result != values[0].dtype:
+            return None
+        return self._find(values, variable)
+
+    def _find(self, values: Sequence[Any], variable: Any) -> Destination | None:
+        if variable is None or values[0].nbytes <= SMALL_BYTES:
+            return None
+        return Destination.find(self.group, values, variable)
+
+    def _arena_sum(self) -> ArenaSum:
+        if self._arenas is None:
+            self._arenas = ArenaSum(self.group)
+        return self._arenas
+
+
+#: TF's name of it.
+HierarchicalCopyAllReduce = HierarchicalAllReduce
+
+
+@final
+class _StagedSum:
+    """Sums arrays of any size over all ranks by way of shared memory of its own.
+
+    The work is a pipeline with one barrier a turn: in turn t a rank copies chunk t into its memory, sums its slice of
+    chunk t - 1 over the ranks of the node (and over the other nodes), and copies the sums of chunk t - 2 out. What is
+    written before one barrier is read before the next and lies in one of two halves, which alternate.
+    """
+
+    def __init__(self, group: ProcessGroup, results: BufferPool) -> None:
+        """Collective over all ranks: allocates."""
+        self._group, self._results = group, results
+        node = group.node
+        slices = group.slices
+        wanted = NODE_CHUNK if group.num_nodes == 1 else SLICE_CHUNK * slices
+        # The same on every node, also where nodes have different numbers of ranks.
+        most = STAGING_BYTES // max(group.topology.ranks_per_node) // 64 * 64
+        self._chunk = min(wanted, max(SMALLEST_CHUNK, most))
+        # With room for the alignment of a slice at any item size.
+        sums = (-(-self._chunk // slices) // 64 + 16) * 64
+        half = self._chunk + sums
+        self._block = node.allocate([2 * half] * node.size, "the staging memory of all-reduce")
+        self._inputs = [[s[h * half : h * half + self._chunk] for s in self._block.segments] for h in (0, 1)]
+        self._sums = [[s[h * half + self._chunk : (h + 1) * half] for s in self._block.segments] for h in (0, 1)]
+        self._turn = 0
+
+    def sum(self, arrays: Sequence[np.ndarray], how: Arithmetic, call: Any) -> np.ndarray:
+        """Return the reduction of the local replicas' flat arrays, a new array. Collective over all ranks.
+
+        The barriers carry and compare `call`.
+        """
+        size = arrays[0].size
+        out = self._results.empty(size, how.result)
+        step = self._chunk // how.accumulate.itemsize
+        chunks = [(low, min(low + step, size)) for low in range(0, size, step)]
+        for turn in range(len(chunks) + 2):
+            half, before = self._turn % 2, (self._turn + 1) % 2
+            if turn < len(chunks):
+                self._copy_in(arrays, chunks[turn], how, half)
+            if 0 < turn <= len(chunks):
+                total = self._reduce_in_node(chunks[turn - 1], how, before, half)
+                if total is not None:
+                    self._all_reduce_between_nodes(total, how)
+            if turn >= 2:
+                self._broadcast_in_node(out, chunks[turn - 2], how, before)
+            if turn <= len(chunks):
+                self._group.node.barrier(call)
+                self._turn += 1
+        return out
+
+    def _copy_in(self, arrays: Sequence[np.ndarray], chunk: tuple[int, int], how: Arithmetic, half: int) -> None:
+        low, high = chunk
+        mine = self._inputs[half][self._group.node.rank].view(how.accumulate)[: high - low]
+        combine(how.ufunc, [array[low:high] for array in arrays], mine)
+
+    def _reduce_in_node(self, chunk: tuple[int, int], how: Arithmetic, source: int, target: int) -> np.ndarray | None:
+        """Step 1; None where the slice of this rank is empty."""
+        index = self._group.slice_index
+        if index is None:
+            return None
+        low, high = self._bounds(chunk)[index]
+        if low == high:
+            return None
+        inputs = [memory.view(how.accumulate)[low:high] for memory in self._inputs[source]]
+        total = self._sums[target][self._group.node.rank][: (high - low) * how.accumulate.itemsize]
+        total = total.view(how.accumulate)
+        combine(how.ufunc, inputs, total)
+        return total
+
+    def _all_reduce_between_nodes(self, total: np.ndarray, how: Arithmetic) -> None:
+        """Step 2, and the division of a mean."""
+        if self._group.inter is not None:
+            all_reduce(self._group.inter, total, ufunc=how.ufunc)
+        if how.divisor != 1:
+            total /= how.divisor
+
+    def _broadcast_in_node(self, out: np.ndarray, chunk: tuple[int, int], how: Arithmetic, half: int) -> None:
+        """Step 3."""
+        start = chunk[0]
+        for owner, (low, high) in enumerate(self._bounds(chunk)):
+            sums = self._sums[half][owner][: (high - low) * how.accumulate.itemsize].view(how.accumulate)
+            np.copyto(out[start + low : start + high], sums, casting="unsafe")
+
+    def _bounds(self, chunk: tuple[int, int]) -> list[tuple[int, int]]:
+        return aligned_bounds(chunk[1] - chunk[0], self._group.slices)
+
+
+@final
+class _ExchangeSum:
+    """Sums arrays over the ranks of one node by way of its staging memory: every rank sums everything.
+
+    One barrier a chunk is enough: the staging memory of consecutive barriers alternates between two halves, so nobody
+    writes where somebody may still read. With P ranks each reads P - 1 others, where slices would take two copies and
+    twice the barriers: so it is used for small arrays, and for all on two ranks.
+
+    Attributes:
+        limit: bytes of the largest array that should be summed in this way.
+    """
+
+    def __init__(self, group: ProcessGroup, results: BufferPool) -> None:
+        self._node, self._results = group.node, results
+        self._views: dict[tuple[int, np.dtype, int], tuple[Any, list[np.ndarray]]] = {}
+        self._chunk = min(EXCHANGE_CHUNK, self._node.staging()[0].nbytes)
+        self.limit = EXCHANGE_BYTES // self._node.size if self._node.size > 2 else sys.maxsize
+
+    def sum(self, arrays: Sequence[np.ndarray], how: Arithmetic, call: Any) -> np.ndarray:
+        """Return the reduction of the local replicas' flat arrays, a new array. Collective on the node.
+
+        The barriers carry and compare `call`.
+        """
+        size = arrays[0].size
+        step = self._chunk // how.accumulate.itemsize
+        if size <= step:
+            total = np.empty(size, how.accumulate)
+            self._sum_chunk(arrays, total, how.ufunc, call)
+            return finish(total, how)
+        out = self._results.empty(size, how.result)
+        for low in range(0, size, step):
+            chunk = out[low : low + step]
+            total = chunk if how.accumulate == how.result else np.empty(chunk.size, how.accumulate)
+            self._sum_chunk([array[low : low + step] for array in arrays], total, how.ufunc, call)
+            if how.divisor != 1:
+                total /= how.divisor
+            if total is not chunk:
+                np.copyto(chunk, total, casting="unsafe")
+        return out
+
+    def _sum_chunk(self, arrays: Sequence[np.ndarray], total: np.ndarray, ufunc: np.ufunc, call: Any) -> None:
+        views = self._staged(total.dtype, total.size)
+        node = self._node
+        combine(ufunc, arrays, views[node.rank])
+        node.barrier(call)
+        combine(ufunc, views, total)
+
+    def _staged(self, dtype: np.dtype, size: int) -> list[np.ndarray]:
+        """Every rank's part of the staging half that the next barrier publishes."""
+        half = self._node.staging()
+        key = (id(half), dtype, size)
+        cached = self._views.get(key)
+        if cached is None or cached[0] is not half:
+            if len(self._views) >= _CACHED_VIEWS:
+                self._views.clear()
+            cached = half, [memory[: size * dtype.itemsize].view(dtype) for memory in half]
+            self._views[key] = cached
+        return cached[1]
