@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ..comm.agree import Ranks
 from ..data import Dataset, HDF5Dataset
-from ..data.shards.ranks import Ranks
 from ..strategy import MultiWorkerMirroredStrategy
 from .measure import largest, total
 from .result import Result, Setting

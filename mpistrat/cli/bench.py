@@ -16,7 +16,7 @@ from ..bench.machine import caption, layout
 from ..bench.plot import draw
 from ..bench.result import Result
 from ..cluster.communicator import check_comm, running_mpi
-from ..data.shards.ranks import Ranks
+from ..comm.agree import Ranks
 from .command import DONE, PROBLEM, Command
 from .terminal import console
 

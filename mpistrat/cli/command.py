@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ..data.shards.ranks import Ranks
+from ..comm.agree import Ranks
 
 __all__ = ["DONE", "PROBLEM", "STATUS", "WRONG_USE", "Command", "Group"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..cluster.launcher_variables import launched_rank
-from ..data.shards.ranks import Ranks
+from ..comm.agree import Ranks
 from ..doctor.finding import Finding, worst
 from ..doctor.login import NEEDS, check_login
 from ..doctor.ranks import check_ranks

@@ -18,7 +18,7 @@ from ..batch_jobs.plan import launcher_of
 from ..batch_jobs.schedulers import LAUNCHERS
 from ..cluster.mpi_library import MPILibrary, loaded_library
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
-from ..data.shards.ranks import Ranks
+from ..comm.agree import Ranks
 from ..errors import ClusterError
 from ..options import STRATEGIES
 from .command import DONE, Command

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from .._version import __version__
 from ..cluster.launcher_variables import launched_rank, launched_size
-from ..data.shards.ranks import Ranks
+from ..comm.agree import Ranks
 from ..errors import ClusterError, MissingDependencyError, MpistratError, ShardError
 from .command import PROBLEM, STATUS, WRONG_USE, Command, Group
 from .commands import ROOT

@@ -24,7 +24,7 @@ from ..cluster.mpi_library import MPILibrary, loaded_library
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from ..cluster.threads import THREAD_VARIABLES
 from ..comm import leftovers
-from ..data.shards.ranks import Ranks
+from ..comm.agree import Ranks
 from ..errors import ClusterError, explain
 from ..options import STRATEGIES
 from . import rank_output

@@ -8,7 +8,7 @@ from ..errors import ClusterError, LayoutError, explain
 from .launcher_variables import check_launcher, check_size
 from .start import import_mpi
 
-__all__ = ["check_comm", "running_mpi"]
+__all__ = ["check_comm", "given_comm", "running_mpi"]
 
 
 def running_mpi(function: str) -> Any:
@@ -57,3 +57,12 @@ def check_comm(mpi: Any, comm: Any, function: str) -> Any:
     if comm == mpi.COMM_WORLD:
         check_size(comm.size)
     return comm
+
+
+def given_comm(comm: Any, function: str) -> Any:
+    """Return the communicator that a user gives to what can do without: None for None, and then MPI is not started.
+
+    Raises:
+        LayoutError, ClusterError: as `check_comm`.
+    """
+    return None if comm is None else check_comm(running_mpi(function), comm, function)

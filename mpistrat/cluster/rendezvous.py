@@ -6,20 +6,19 @@ look at them now and then.
 
 from __future__ import annotations
 
-import os
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import numpy as np
 
 from .. import log
+from ..comm.waiting import Backoff
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, by_rank
 from ..options import Environment
 
 __all__ = ["meet"]
 
 _NAME_BYTES, _VERDICT_BYTES = 64, 1024
-_YIELDS, _NAP = 200, 5e-3  # looks at full speed; longest sleep, in seconds
 _GRACE = 5.0  # seconds after the time limit in which rank 0, who knows more, may tell first
 _abandoned: list[Any] = []  # requests that never ended, and what MPI may still write to
 
@@ -39,15 +38,10 @@ def meet(comm: Any, function: str) -> None:
         return
     environment = Environment.read()
     meeting = _Meeting(comm, function)
-    start = monotonic()
-    warned, looks, nap = False, 0, 5e-5
+    start, backoff, warned = monotonic(), Backoff(5e-3), False
     while not meeting.over():
-        looks += 1
-        if looks < _YIELDS:
-            os.sched_yield()
+        if not backoff.pause():
             continue
-        sleep(nap)
-        nap = min(2 * nap, _NAP)
         waited = monotonic() - start
         if not warned and waited > environment.warn_after:
             warned = True

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..comm.agree import as_told, gather_text, together
 from ..errors import DeviceError
 from .communicator import check_comm, running_mpi
 from .cores import usable_cores
@@ -119,12 +121,11 @@ class Topology:
     def _exchange(cls, mpi: Any, own: Any, intra: Any, devices: Sequence[str] | str | None, function: str) -> Topology:
         leader = np.array([own.rank], np.int64)
         intra.Bcast(leader, root=0)
-        mine, error = _own_devices(devices, intra, function)
+        with together(partial(gather_text, own), as_told):
+            mine = _own_devices(devices, own.rank, intra, function)
         table = np.empty((own.size, 2), np.int64)
         own.Allgather(np.array([leader[0], len(mine)], np.int64), table)
         replicas: list[int] = table[:, 1].tolist()
-        if 0 in replicas:  # only a refused list is empty
-            _raise_everywhere(own, replicas.index(0), error)
         # np.unique sorts: nodes are numbered by their smallest rank.
         node_of: list[int] = np.unique(table[:, 0], return_inverse=True)[1].ravel().tolist()
         inter = _make_inter(mpi, own, intra, node_of)
@@ -188,16 +189,11 @@ class Topology:
         )
 
 
-def _own_devices(
-    devices: Sequence[str] | str | None, intra: Any, function: str
-) -> tuple[tuple[str, ...], Exception | None]:
-    """Return this rank's devices; none, and why, where they are refused: the other ranks wait to be told."""
+def _own_devices(devices: Sequence[str] | str | None, rank: int, intra: Any, function: str) -> tuple[str, ...]:
     try:
-        if devices is None:
-            return default_devices(intra.rank, intra.size), None
-        return check_devices(devices, function), None
+        return default_devices(intra.rank, intra.size) if devices is None else check_devices(devices, function)
     except Exception as error:
-        return (), error
+        raise DeviceError(f"rank {rank}: {error}") from error
 
 
 def _make_inter(mpi: Any, own: Any, intra: Any, node_of: list[int]) -> Any:
@@ -207,14 +203,3 @@ def _make_inter(mpi: Any, own: Any, intra: Any, node_of: list[int]) -> Any:
     slices = int(np.bincount(node_of).min())
     inter = own.Split(intra.rank if intra.rank < slices else mpi.UNDEFINED, key=node_of[own.rank])
     return inter if inter != mpi.COMM_NULL else None
-
-
-def _raise_everywhere(comm: Any, root: int, error: Exception | None) -> None:
-    """Raise, on every rank, the error of rank `root`. Collective."""
-    text = f"rank {root}: {error}".encode(errors="replace")
-    length = np.array([len(text)], np.int64)
-    comm.Bcast(length, root=root)
-    buffer = np.zeros(int(length[0]), np.uint8)
-    buffer[: len(text)] = np.frombuffer(text, np.uint8)[: len(buffer)]
-    comm.Bcast(buffer, root=root)
-    raise DeviceError(buffer.tobytes().decode(errors="replace")) from error

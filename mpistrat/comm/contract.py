@@ -6,43 +6,27 @@ exchanged in every barrier (see `node`); between nodes the ranks compare tags at
 
 from __future__ import annotations
 
-import hashlib
-import re
 from binascii import crc32
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..errors import CollectiveMismatchError, ContextError, by_rank, explain
+from ..errors import CollectiveMismatchError, ContextError, explain
+from .agree import fingerprint, gather_text, mismatch
 
 if TYPE_CHECKING:
     from .draws import Draws
     from .node import Node
     from .watch import Watch
 
-__all__ = [
-    "TEXT_BYTES",
-    "Call",
-    "Comparison",
-    "by_rank",
-    "describe",
-    "fingerprint",
-    "gather_bytes",
-    "gather_text",
-    "mismatch",
-    "only_differences",
-]
+__all__ = ["TEXT_BYTES", "Call", "Comparison", "describe"]
 
 _MASK = (1 << 63) - 1
 _SERIES = 4096  # so many names are remembered
 TEXT_BYTES = 1000  # of a text are shown; the tag covers all of it
-_PARTS = re.compile(
-    r"""(?:(?<= )'[^']*'|"[^"]*"|[^,]|,(?! ))+"""
-)  # what stands between commas, the form of a nest in one
-_LONG = 100  # characters from which on only the differences of texts are shown
 _STAMP_BYTES = 100  # of them for what changes
 
 
@@ -63,11 +47,6 @@ def describe(op: str, name: str = "", dtype: Any = None, shape: Any = None, deta
     if detail != ():
         words.append(detail if isinstance(detail, str) else repr(detail))
     return " ".join(words)
-
-
-def fingerprint(text: str) -> int:
-    """Return 63 bits that stand for a text, the same in every process, never 0."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 or 1
 
 
 @final
@@ -237,55 +216,6 @@ def _first_difference(calls: list[list[str]]) -> CollectiveMismatchError | None:
     return None
 
 
-def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
-    """Return the error that tells what each rank did, so many collectives ago."""
-    when = f" {ago} collective{'s' * (ago > 1)} ago" if ago else ""
-    remedy = ". All ranks must make the same calls in the same order: look for one that depends on the rank"
-    others = len({text.split(" ", 1)[0] for text in texts.values()}) > 1
-    what = by_rank(only_differences(texts))
-    return CollectiveMismatchError(f"the ranks entered different collectives{when}: {what}{remedy * others}")
-
-
-def only_differences(texts: Mapping[int, str]) -> dict[int, str]:
-    """Return the texts without the parts, between commas, in which long ones are all alike.
-
-    Example:
-        >>> numbers = ", ".join(f"number_{i}={i}" for i in range(9))
-        >>> only_differences({0: f"step(rate=1, {numbers})", 1: f"step(rate=1, {numbers}, limit=2)"})
-        {0: 'step(rate=1, …, number_8=8)', 1: 'step(rate=1, …, number_8=8, limit=2)'}
-    """
-    if max(map(len, texts.values())) < _LONG:
-        return dict(texts)
-    alike: dict[tuple[str, ...], dict[int, list[str]]] = {}  # by operation
-    for rank, text in texts.items():
-        alike.setdefault(tuple(text.split(" ", 2)[:2]), {})[rank] = [part.lstrip() for part in _PARTS.findall(text)]
-    return {rank: text for parts in alike.values() for rank, text in _cut_all(parts).items()}
-
-
-def _cut_all(parts: Mapping[int, list[str]]) -> dict[int, str]:
-    shortest = min(map(len, parts.values()))
-    first = next((i for i in range(shortest) if len({own[i] for own in parts.values()}) > 1), shortest)
-    last = next(
-        (i for i in range(shortest - first) if len({own[-1 - i] for own in parts.values()}) > 1), shortest - first
-    )
-    if len(set(map(len, parts.values()))) > 1 and last:
-        last -= 1  # a neighbour is shown where one text has more parts
-    return {rank: _cut(own, first, last, parts) for rank, own in parts.items()}
-
-
-def _cut(own: list[str], first: int, last: int, parts: Mapping[int, list[str]]) -> str:
-    """One text: its beginning, and of the parts from `first` to all but the `last` those that are not alike everywhere."""
-    shown = own[:1]
-    same_length = len(set(map(len, parts.values()))) == 1
-    for index, part in enumerate(own[1:], 1):
-        inside = first <= index < len(own) - last
-        if inside and not (same_length and len({other[index] for other in parts.values()}) == 1):
-            shown.append(part)
-        elif shown[-1] != "…":
-            shown.append("…")
-    return ", ".join(shown)
-
-
 def _crowded(text: str, watch: Watch) -> ContextError:
     """The error of a thread that comes while another one is in a collective: ranks would sum what does not belong together."""
     place = watch.place
@@ -302,19 +232,3 @@ def _crowded(text: str, watch: Watch) -> ContextError:
             rank=watch.rank,
         )
     )
-
-
-def gather_text(comm: Any, text: str) -> list[str]:
-    """Return every rank's text, in order of rank. Collective over `comm`."""
-    return [piece.decode(errors="replace") for piece in gather_bytes(comm, text.encode())]
-
-
-def gather_bytes(comm: Any, mine: bytes) -> list[bytes]:
-    """Return every rank's bytes, in order of rank. Collective over `comm`."""
-    data = np.frombuffer(mine, np.uint8)
-    counts = np.empty(comm.size, np.int64)
-    comm.Allgather(np.array([data.size], np.int64), counts)
-    everything = np.empty(int(counts.sum()), np.uint8)
-    ends = np.cumsum(counts)
-    comm.Allgatherv(data, [everything, (counts, ends - counts)])
-    return [piece.tobytes() for piece in np.split(everything, ends[:-1])]

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from ..errors import CollectiveMismatchError
-from .contract import by_rank, gather_text
+from ..errors import CollectiveMismatchError, by_rank
+from .agree import gather_text
 
 __all__ = ["Draws"]
 

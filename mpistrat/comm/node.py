@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from ..errors import CollectiveTimeoutError, PeerExitError
 from . import shared_memory
-from .contract import TEXT_BYTES, Call, mismatch
+from .agree import mismatch
+from .contract import TEXT_BYTES, Call
 from .draws import Draws
 from .shared_memory import SharedBlock
+from .waiting import Backoff, Deadline
 from .watch import ALL
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ _HERE, _LEFT, _GAVE_UP = 0, 1, 2  # whether it is still there; beside _LEFT, tim
 _STATES = 4
 _POISON = -1  # the tag of a rank that gave up: nobody's call has it
 
-_SPINS, _YIELDS, _NAPS = 50, 1500, 500  # about 2 µs, 1 ms and 50 ms
+_SPINS, _YIELDS = 50, 1500  # about 2 µs and 1 ms
+_START, _GROWTH = 5e-5, 1.01  # seconds of the first sleep; so slowly that a wait of 50 ms is noticed within half of one
 
 
 @final
@@ -152,22 +154,20 @@ class Node:
         self._bytes[start : start + len(call.payload)] = call.payload
 
     def _wait(self, i: int, sequence: int, call: Call) -> None:
-        """Wait for one flag: first eagerly, then with naps, looking after everything that may go wrong."""
+        """Wait for one flag: first eagerly, then with sleeps, looking after everything that may go wrong."""
         flags, give_way = self._flags, os.sched_yield
         for _ in range(_YIELDS):
             if flags[i] >= sequence:
                 return
             give_way()
-        deadline = monotonic() + call.timeout
-        naps = 0
+        backoff, deadline = Backoff(yields=0, start=_START, growth=_GROWTH), Deadline(call.timeout)
         self._watch.on_flags = True
         try:
             while flags[i] < sequence:
-                sleep(5e-5 if naps < _NAPS else 1e-3)
-                naps += 1
+                backoff.pause()
                 self._comm.Iprobe()  # what MPI has buffered for ranks that wait in MPI moves on only in its calls
                 self._check_gone(sequence, call)
-                if monotonic() > deadline:
+                if deadline.passed:
                     self._give_up(sequence, call)
         finally:
             self._watch.on_flags = False

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, Protocol, final
@@ -17,7 +17,7 @@ from .. import log
 from ..cluster.topology import Topology
 from ..errors import ClosedError, CollectiveMismatchError, by_rank
 from ..options import Environment
-from . import abort, contract, obituary
+from . import abort, agree, contract, obituary
 from .contract import Call, Comparison
 from .node import Node
 from .watch import Watch
@@ -107,11 +107,8 @@ class ProcessGroup:
         obituary.start(topology)
         private = topology.comm.Dup()
         try:
-            settings = contract.gather_text(private, repr(replace(environment, log="")))
-            if len(set(settings)) > 1:
-                raise CollectiveMismatchError(
-                    f"the ranks have different settings: {by_rank(dict(enumerate(settings)))}"
-                )
+            exchange = functools.partial(agree.gather_text, private)
+            agree.same(exchange, repr(replace(environment, log="")), _different_settings)
             group = cls(topology, environment, private)
         except Exception:  # raised on every rank
             private.Free()
@@ -206,11 +203,16 @@ class ProcessGroup:
 
     def all_gather_text(self, text: str) -> list[str]:
         """Return every rank's text, by rank. Collective; inside `collective()`."""
-        return [text] if self._comm is None else contract.gather_text(self._comm, text)
+        return [text] if self._comm is None else agree.gather_text(self._comm, text)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, by rank. Collective; inside `collective()`."""
-        return [data] if self._comm is None else contract.gather_bytes(self._comm, data)
+        return [data] if self._comm is None else agree.gather_bytes(self._comm, data)
+
+    def exchange(self, op: str, text: str, detail: Hashable = ()) -> list[str]:
+        """Return every rank's text, by rank, as a collective of its own. Collective. See `agree.Exchange`."""
+        with self.collective(op, detail=detail):
+            return self.all_gather_text(text)
 
     def agree(self, value: int, op: Literal["min", "max"] = "min") -> int:
         """Return the least or largest of every rank's number. Collective; inside `collective()`."""
@@ -281,6 +283,10 @@ class ProcessGroup:
         # One rank of each other domain is enough: it will wait for this one in the next collective, and tell.
         told = {r[self.node.rank % len(r)] for d, r in domains.items() if d != mine}
         Watchdog.tell_left(self.watch, sorted(told | (self.contacts - set(domains[mine]))))
+
+
+def _different_settings(texts: Mapping[int, str]) -> CollectiveMismatchError:
+    return CollectiveMismatchError(f"the ranks have different settings: {by_rank(texts)}")
 
 
 def _mpi_ended() -> bool:

@@ -20,7 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from ..errors import SharedMemoryError
-from .contract import gather_text
+from .agree import gather_text
 
 __all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "free_space"]
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from .. import log
 from . import abort, obituary
-from .contract import only_differences
+from .agree import only_differences
 from .failures import KEY_BYTES, Failures, key
 from .watch import ALL, POLL, Answer, Watch, lines
 

@@ -13,7 +13,7 @@ from ..cluster.launcher_variables import lone_rank
 from ..cluster.mpi_library import imported_library
 from ..cluster.pmi import pmi2_remedy
 from ..cluster.topology import Topology
-from ..comm.contract import gather_text
+from ..comm.agree import gather_text
 from ..comm.process_group import ProcessGroup
 from ..options import Environment
 from .clocks import check_clocks

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from ..cluster.topology import Topology
-from ..comm.contract import gather_text
+from ..comm.agree import gather_text
 from ..errors import by_rank
 from .finding import Finding, ok, problem
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import numpy as np
 
 from ..comm.arrays import to_host
-from ..comm.contract import by_rank
 from ..cross_device.arena import BLOCK
-from ..errors import CollectiveMismatchError, explain
+from ..errors import CollectiveMismatchError, by_rank, explain
 from ..partition import blocks, merge
 from ..variables.arena import ALIGNMENT_BYTES, Arena
 from ..variables.memory import move_like

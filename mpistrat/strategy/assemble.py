@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from .. import log
 from ..cluster.devices import check_devices
 from ..cluster.threads import set_blas_threads
 from ..cluster.topology import Topology
-from ..comm import abort, contract
+from ..comm import abort
+from ..comm.agree import gather_text, together
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
 from ..cross_device.ops import CrossDeviceOps
-from ..errors import ClusterError, LayoutError, explain
+from ..errors import CollectiveTimeoutError, LayoutError, PeerExitError, explain
 from ..options import CommunicationOptions, Environment
 from ..variables import ArenaAllocator, Placement
 from .extended import StrategyExtended
@@ -173,18 +175,11 @@ def assemble(
 
 def _in_order(topology: Topology, order: RankOrder, devices: Sequence[str] | str | None, name: str) -> Topology:
     """Return the topology of the same ranks in another order, or this one if that is its order. Collective."""
-    problem: Exception | None = None
-    text = ""
+    exchange = partial(gather_text, topology.comm)
     try:
-        text = order.tell()
-    except Exception as error:
-        problem = error
-    try:
-        told = contract.gather_text(topology.comm, text if problem is None else f"!{problem}")
-        odd = next((rank for rank, text in enumerate(told) if text.startswith("!")), None)
-        if odd is not None:
-            raise problem or ClusterError(f"rank {odd}: {told[odd][1:]}")
-        ranks = order.arrange(told)
+        with together(exchange):
+            text = order.tell()
+        ranks = order.arrange(exchange(text))
     except Exception:  # raised on every rank
         topology.close()
         raise
@@ -199,20 +194,13 @@ def _in_order(topology: Topology, order: RankOrder, devices: Sequence[str] | str
 
 def _agree(group: ProcessGroup, layout: Layout, settings: tuple[Any, ...], act: Callable[[], T]) -> T:
     """Return what `act` returns; raise on every rank what it raises on any, or that their settings differ. Collective."""
-    problem: Exception | None = None
-    try:
-        result = act()
-    except Exception as error:
-        problem = error
     detail = ", ".join(repr(setting) for setting in settings if setting is not None)
-    with group.collective(layout.name, detail=detail):
-        texts = group.all_gather_text("" if problem is None else str(problem) or repr(problem))
-    odd = next((rank for rank, text in enumerate(texts) if text), None)
-    if odd is None:
-        return result
-    topology = group.topology
-    group.close()
-    topology.close()
-    if problem is not None:
-        raise problem
-    raise ClusterError(f"rank {odd}: {texts[odd]}")
+    try:
+        with together(partial(group.exchange, layout.name, detail=detail)):
+            return act()
+    except (PeerExitError, CollectiveTimeoutError):  # some are not here to free it with
+        raise
+    except Exception:
+        group.close()
+        group.topology.close()
+        raise

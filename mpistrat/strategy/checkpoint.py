@@ -11,16 +11,17 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .. import context, log
-from ..comm.contract import by_rank, fingerprint
+from ..comm.agree import as_told, same, together
 from ..comm.dtypes import accumulation_dtype
 from ..comm.process_group import ProcessGroup
-from ..errors import CollectiveMismatchError, explain
+from ..errors import CollectiveMismatchError, by_rank, explain
 from ..variables.values import parse_dtype
 from .checkpoint_file import CheckpointFile, DamagedError, Form, Piece, write_checkpoint
 
@@ -37,22 +38,20 @@ Contents = dict[str, np.ndarray]  # path in the file → array
 
 def save(extended: StrategyExtended, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> None:
     """Write all variables and what optimizers keep, one array at a time. Collective. See `Strategy.save`."""
-    group, problem = extended.process_group, ""
+    group = extended.process_group
     text = _agree_extra(group, path, extra)
     _warn_of_unsaved(extended)
     optimizers = [kept.about() for kept in extended.optimizer_states.kept()]
     pieces = _contents(extended)
-    if group.topology.rank == 0:
+    with together(partial(group.exchange, "save", detail=f"{os.fspath(path)}, when rank 0 has written it"), as_told):
         try:
-            write_checkpoint(Path(path), pieces, optimizers, text)
+            if group.topology.rank == 0:
+                write_checkpoint(Path(path), pieces, optimizers, text)
         except (OSError, RuntimeError, ValueError) as error:  # what h5py raises
-            problem = f"{type(error).__name__}: {error}"
-    for _ in pieces:  # collecting is collective; only rank 0 keeps anything, and only until it cannot
-        pass
-    with group.collective("save", detail=f"{os.fspath(path)}, when rank 0 has written it"):
-        problem = group.all_gather_text(problem)[0]
-    if problem:
-        raise OSError(f"Strategy.save: {os.fspath(path)}: {problem}")
+            raise OSError(f"Strategy.save: {os.fspath(path)}: {type(error).__name__}: {error}") from None
+        finally:
+            for _ in pieces:  # collecting is collective; only rank 0 keeps anything, and only until it cannot
+                pass
 
 
 def _agree_extra(group: ProcessGroup, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> str | None:
@@ -62,25 +61,16 @@ def _agree_extra(group: ProcessGroup, path: str | os.PathLike[str], extra: Mappi
         TypeError, ValueError: on every rank, for what JSON does not hold.
         CollectiveMismatchError: on every rank, when it is not the same on all.
     """
-    problem, text = None, None
-    try:
+    exchange = partial(group.exchange, "save", detail=os.fspath(path))
+    with together(exchange):
         text = None if extra is None else _json_of(extra)
-    except (TypeError, ValueError) as error:
-        problem = error
-    shown = "none" if text is None else text[:_SHOWN] + "…" * (len(text) > _SHOWN)
-    mine = [str(problem or ""), type(problem).__name__, str(fingerprint(text or "")), shown]
-    with group.collective("save", detail=os.fspath(path)):
-        told = [json.loads(each) for each in group.all_gather_text(json.dumps(mine))]
-    if problem is not None:
-        raise problem
-    for rank, (refused, kind, _, _) in enumerate(told):
-        if refused:
-            raise (TypeError if kind == "TypeError" else ValueError)(f"rank {rank}: {refused}")
-    if len({number for _, _, number, _ in told}) > 1:
-        got = by_rank({rank: each for rank, (_, _, _, each) in enumerate(told)})
+
+    def differ(texts: Mapping[int, str]) -> CollectiveMismatchError:
         remedy = "Pass what all ranks have alike; of what each has of its own, all of it: strategy.gather"
-        expected = "the same on every rank"
-        raise CollectiveMismatchError(explain("Strategy.save", "extra", expected=expected, got=got, remedy=remedy))
+        expected, got = "the same on every rank", by_rank(texts)
+        return CollectiveMismatchError(explain("Strategy.save", "extra", expected=expected, got=got, remedy=remedy))
+
+    same(exchange, text or "", differ, "none" if text is None else text[:_SHOWN] + "…" * (len(text) > _SHOWN))
     return text
 
 
@@ -218,21 +208,22 @@ def _told_by_rank_0(
     Raises:
         OSError: on every rank, when it could not be read.
     """
+    exchange = partial(group.exchange, "restore", detail=os.fspath(path))
     told: dict[str, Any] = {}
-    with group.collective("restore", detail=os.fspath(path)):
+    with together(exchange, as_told):
         if group.topology.rank == 0:
             try:
                 told = ask()
-            except FileNotFoundError:
-                told = {"problem": f"no such file; the working directory is {os.getcwd()}"}
-            except DamagedError as error:
-                told = {"problem": str(error)}
             except Exception as error:
-                told = {"problem": f"{type(error).__name__}: {error}"}
-        told = json.loads(group.all_gather_text(json.dumps(told) if group.topology.rank == 0 else "")[0])
-    if "problem" in told:
-        raise OSError(f"Strategy.restore: {os.fspath(path)}: {told['problem']}")
-    return told
+                raise OSError(f"Strategy.restore: {os.fspath(path)}: {_reason(error)}") from None
+    found: dict[str, Any] = json.loads(exchange(json.dumps(told))[0])
+    return found
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"no such file; the working directory is {os.getcwd()}"
+    return str(error) if isinstance(error, DamagedError) else f"{type(error).__name__}: {error}"
 
 
 def _check(

@@ -10,11 +10,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from ..cluster.rendezvous import meet
+from ..comm.agree import as_told, gather_bytes, gather_text, together
 from ..errors import ClusterError, explain
 from .layout import PARAMETER_SERVER
 
@@ -98,20 +100,19 @@ def _agree(comm: MPI.Intracomm, follows: bool, settings: dict[str, Any]) -> tupl
         remedy = "Start the chief's program as rank 0, and join() on the others"
         expected, got = "a program on rank 0 that the others follow", "join() there, too"
         raise ClusterError(explain("Server.join", "", expected=expected, got=got, remedy=remedy))
-    data, error = b"", None
-    if comm.rank == _CHIEF:
-        try:
-            data = _leading.pack(settings)
-        except Exception as problem:
-            error = problem
-    size = np.array([len(data) if error is None else -1], np.int64)
-    comm.Bcast(size, _CHIEF)
-    if size[0] < 0:
-        expected, got = "settings of the strategy that can be pickled", str(error or "others, on rank 0")
-        raise TypeError(explain("Server.join", "", expected=expected, got=got)) from error
-    buffer = np.frombuffer(data, np.uint8).copy() if comm.rank == _CHIEF else np.empty(int(size[0]), np.uint8)
-    comm.Bcast(buffer, _CHIEF)
-    return (_leading.unpack(buffer.tobytes()) if follows else settings), followers
+    with together(partial(gather_text, comm), as_told):
+        data = _packed(settings) if comm.rank == _CHIEF else b""
+    data = gather_bytes(comm, data)[_CHIEF]
+    return (_leading.unpack(data) if follows else settings), followers
+
+
+def _packed(settings: dict[str, Any]) -> bytes:
+    assert _leading is not None
+    try:
+        return _leading.pack(settings)
+    except Exception as error:
+        expected = "settings of the strategy that can be pickled"
+        raise TypeError(explain("Server.join", "", expected=expected, got=str(error))) from error
 
 
 def lead(strategy: Strategy, followers: tuple[int, ...]) -> None:

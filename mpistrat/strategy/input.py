@@ -12,8 +12,8 @@ from typing import Any, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import errors
 from ..cluster.devices import parse
+from ..comm.agree import same, together
 from ..comm.device_copy import DeviceCopy
 from ..comm.draws import Draws
 from ..comm.process_group import ProcessGroup
@@ -25,14 +25,11 @@ from ..data.distribution.distributed_iterator import Drawn, Passes
 from ..data.distribution.from_function import FunctionSteps, call_dataset_fn
 from ..data.distribution.steps import NoSteps
 from ..data.distribution.workers import Workers
-from ..errors import CollectiveMismatchError, MpistratError, by_rank, explain
+from ..errors import CollectiveMismatchError, by_rank, explain
 
 __all__ = ["Division", "distribute_dataset", "distribute_datasets_from_function"]
 
 T = TypeVar("T")
-
-# What an error that one rank has raised is called on the others.
-_KINDS = {kind.__name__: kind for kind in (TypeError, ValueError, errors.DeviceError, errors.ShardError)}
 
 
 @final
@@ -215,23 +212,14 @@ def _agreed(
         What it raised here; else an error like that of the first rank where it raised.
         CollectiveMismatchError: on every rank, when the descriptions differ.
     """
-    try:
+    exchange = functools.partial(group.exchange, function)
+    with together(exchange):
         made = make()
-        told = ["made", *described(made)]
-    except Exception as error:  # the other ranks wait to be told
-        _gather(group, function, ["failed", type(error).__name__, str(error)])
-        raise
-    table = _gather(group, function, told)
-    for rank, (status, name, message) in enumerate(table):
-        if status == "failed":
-            raise _KINDS.get(name, MpistratError)(f"rank {rank}: {message}")
-    if len({alike for _, alike, _ in table}) > 1:
-        differing = by_rank({rank: f"\n{shown}\n" for rank, (_, _, shown) in enumerate(table)})
-        raise CollectiveMismatchError(f"{function}: the ranks have different datasets: {differing}")
+        alike, shown = described(made)
+
+    def differ(texts: Mapping[int, str]) -> CollectiveMismatchError:
+        each = by_rank({rank: f"\n{text}\n" for rank, text in texts.items()})
+        return CollectiveMismatchError(f"{function}: the ranks have different datasets: {each}")
+
+    same(exchange, alike, differ, shown)
     return made
-
-
-def _gather(group: ProcessGroup, function: str, texts: list[str]) -> list[list[str]]:
-    """Return every rank's texts. Collective."""
-    with group.collective(function):
-        return [told.split("\0") for told in group.all_gather_text("\0".join(t.replace("\0", " ") for t in texts))]

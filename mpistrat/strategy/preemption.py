@@ -24,6 +24,7 @@ import numpy as np
 
 from .. import log
 from ..comm.process_group import ProcessGroup
+from ..comm.waiting import wait_until
 from ..errors import explain
 
 if TYPE_CHECKING:
@@ -267,10 +268,9 @@ class StopTogether(StopAgreement):
 
     def _finish(self) -> None:
         """MPI wants it finished; a rank that is gone may keep it from that."""
-        until = time.monotonic() + _LAST_WAIT
-        while self._pending is not None and not self._pending.Test() and time.monotonic() < until:
-            time.sleep(1e-4)
-        self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            wait_until(pending.Test, _LAST_WAIT)
 
 
 @final

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import context
+from ..comm.agree import as_told, together
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
 
@@ -86,10 +87,9 @@ def _broadcast(group: ProcessGroup, obj: Any, root: int) -> Any:
     if size == 1:
         return obj
     here = group.topology.rank == root
-    data, problem = _pickled(obj) if here else (b"", None)
     with group.collective("broadcast_object", detail=f"root {root}"):
-        texts = group.all_gather_text(problem or "")
-        _refuse(function, texts)
+        with together(group.all_gather_text, as_told):
+            data = _pickled(group, obj, function) if here else b""
         length = np.array([len(data)], np.int64)
         group.broadcast(length, root)
         buffer = np.frombuffer(data, np.uint8).copy() if here else np.empty(int(length[0]), np.uint8)
@@ -100,34 +100,25 @@ def _broadcast(group: ProcessGroup, obj: Any, root: int) -> Any:
 def _all_gather(group: ProcessGroup, obj: Any) -> list[Any]:
     if group.topology.size == 1:
         return [obj]
-    data, problem = _pickled(obj)
     with group.collective("all_gather_object"):
-        texts = group.all_gather_text(problem or "")
-        _refuse("Strategy.all_gather_object", texts)
+        with together(group.all_gather_text, as_told):
+            data = _pickled(group, obj, "Strategy.all_gather_object")
         pieces = group.all_gather_bytes(data)
     mine = group.topology.rank
     return [obj if rank == mine else _loads(np.frombuffer(piece, np.uint8)) for rank, piece in enumerate(pieces)]
 
 
-def _pickled(obj: Any) -> tuple[bytes, str | None]:
-    """Return the object's bytes; none, and why, where it cannot be pickled: the other ranks wait to be told."""
+def _pickled(group: ProcessGroup, obj: Any, function: str) -> bytes:
     from mpi4py import MPI
 
     try:
-        return bytes(MPI.pickle.dumps(obj)), None
+        return bytes(MPI.pickle.dumps(obj))
     except Exception as error:
-        return b"", f"{type(error).__name__}: {error}"
+        got = f"on rank {group.topology.rank}: {type(error).__name__}: {error}"
+        raise TypeError(explain(function, "obj", expected="an object that can be pickled", got=got)) from None
 
 
 def _loads(buffer: np.ndarray) -> Any:
     from mpi4py import MPI
 
     return MPI.pickle.loads(buffer)
-
-
-def _refuse(function: str, problems: list[str]) -> None:
-    odd = next((rank for rank, text in enumerate(problems) if text), None)
-    if odd is not None:
-        raise TypeError(
-            explain(function, "obj", expected="an object that can be pickled", got=f"on rank {odd}: {problems[odd]}")
-        )

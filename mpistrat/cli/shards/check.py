@@ -7,8 +7,8 @@ import json
 import time
 from typing import Any
 
+from ...comm.agree import Ranks
 from ...data.shards.files import FileSet, resolve
-from ...data.shards.ranks import Ranks
 from ...data.shards.survey import check_file
 from ...errors import ShardError
 from ..command import DONE, PROBLEM, Command

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from ...data.shards.ranks import Ranks
+from ...comm.agree import Ranks
 from ...data.shards.survey import FieldSurvey, SetSurvey, survey
 from ..command import DONE, Command
 from ..terminal import console, names, size_text

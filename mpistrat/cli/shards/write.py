@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ...comm.agree import Ranks
 from ...data.shards.convert import Conversion, convert, open_source
 from ...data.shards.files import manifest_path
-from ...data.shards.ranks import Ranks
 from ...data.shards.set_writer import SetWriter, set_pattern
 from ...data.shards.settings import ShardSettings
 from ...errors import explain

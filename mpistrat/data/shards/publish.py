@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ...comm.agree import Ranks
 from ...errors import CollectiveMismatchError, explain
 from ...part_file import flush_folder
 from .files import manifest_path
@@ -23,7 +24,6 @@ from .manifest import (
     write_manifest,
     write_unfinished,
 )
-from .ranks import Ranks
 
 __all__ = ["publish"]
 

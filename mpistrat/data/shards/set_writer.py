@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ...cluster.communicator import given_comm
+from ...comm.agree import Ranks
 from ...errors import ClosedError, ShardError, explain
 from ..spec import conform, spec_of_element, stack_rows
 from .columns import Columns, columns_of, content_bytes, fields_of, fit, named, spec_of_fields
@@ -21,7 +23,6 @@ from .files import PathLike
 from .manifest import Field, ShardEntry
 from .new_shard import NewShard
 from .publish import publish
-from .ranks import Ranks
 from .settings import ShardSettings
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class SetWriter:
 
     def __init__(self, function: str, target: PathLike, settings: ShardSettings, comm: MPI.Intracomm | None) -> None:
         self._function = function
-        self.ranks = Ranks(comm, function)
+        self.ranks = Ranks(given_comm(comm, function), function)
         with self.ranks.together():
             self._pattern = set_pattern(function, target)
             self._storage = settings.storage(function)

@@ -1,0 +1,187 @@
+"""Back-off and deadlines: waits by polling, with increasing sleeps, up to a time limit. Nothing here calls MPI.
+
+A loop that looks for something and has more to do between two looks:
+
+    backoff, deadline = Backoff(), Deadline(seconds)
+    while not arrived():
+        if deadline.passed:
+            raise CollectiveTimeoutError(...)
+        backoff.pause()
+
+`wait_until(arrived, seconds)` is that loop for a function; `PeerWait` is it for what other ranks shall do, and raises where they
+have left the program or take too long. Data that MPI receives in one call is reported by the next: look twice before you sleep,
+as `Backoff` does, which gives way a hundred times first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from time import monotonic, sleep
+from typing import Any, Protocol, final
+
+from .. import log
+from ..errors import CollectiveTimeoutError, PeerExitError
+from ..options import Environment
+
+__all__ = ["CEILING", "Backoff", "Deadline", "PeerWait", "wait_until"]
+
+CEILING = 1e-3  # seconds of the longest sleep: below 6 % of a core when idle, about 1 ms until something is seen
+_CHECK = 0.05  # seconds between two looks after what may have gone wrong
+
+
+@final
+class Backoff:
+    """Gives way to other processes some times, then sleeps, each time longer by a factor, up to a ceiling in seconds.
+
+    So a wait is noticed to be over at most one factor too late, until the ceiling is reached. A message crosses several such
+    waits, of both ranks: with sleeps that double they add up to milliseconds, hence an eighth.
+
+    Args:
+        ceiling: seconds of the longest sleep.
+        yields: how often it gives way before it sleeps; about 0.5 µs each.
+        start: seconds of the first sleep.
+        growth: factor from one sleep to the next; closer to 1 where a long wait must be noticed soon, too.
+    """
+
+    __slots__ = ("_ceiling", "_count", "_growth", "_seconds", "_start", "_yields")
+
+    def __init__(
+        self, ceiling: float = CEILING, *, yields: int = 100, start: float = 2e-5, growth: float = 1.125
+    ) -> None:
+        self._ceiling, self._yields, self._start, self._growth = ceiling, yields, start, growth
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, after something has happened."""
+        self._count, self._seconds = 0, min(self._start, self._ceiling)
+
+    def pause(self) -> bool:
+        """Wait a little. Return whether it slept."""
+        if self._count < self._yields:
+            self._count += 1
+            os.sched_yield()
+            return False
+        sleep(self._seconds)
+        self._seconds = min(self._growth * self._seconds, self._ceiling)
+        return True
+
+
+@final
+class Deadline:
+    """The time that a wait may take; it begins now.
+
+    Args:
+        seconds: how long; None for ever.
+
+    Example:
+        >>> Deadline(None).passed, Deadline(0.0).passed
+        (False, True)
+    """
+
+    __slots__ = ("_end", "_start")
+
+    def __init__(self, seconds: float | None) -> None:
+        self._start = monotonic()
+        self._end = float("inf") if seconds is None else self._start + seconds
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time is over."""
+        return monotonic() >= self._end
+
+    @property
+    def left(self) -> float:
+        """Seconds until then, never below 0; infinite without a limit."""
+        return max(0.0, self._end - monotonic())
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the beginning."""
+        return monotonic() - self._start
+
+
+def wait_until(done: Callable[[], Any], seconds: float | None = None, backoff: Backoff | None = None) -> bool:
+    """Wait until `done()` is true. Return False where it is not after so many seconds.
+
+    Example:
+        >>> answers = iter([False, False, True])
+        >>> wait_until(lambda: next(answers)), wait_until(lambda: False, seconds=0.01)
+        (True, False)
+    """
+    deadline, backoff = Deadline(seconds), Backoff() if backoff is None else backoff
+    while not done():
+        if deadline.passed:
+            return False
+        backoff.pause()
+    return True
+
+
+class _Group(Protocol):
+    """What a wait needs of a `ProcessGroup`."""
+
+    environment: Environment
+
+    @property
+    def watch(self) -> Any: ...
+    def has_left(self, rank: int) -> bool: ...
+
+
+@final
+class PeerWait:
+    """One wait for other ranks: a `Backoff` that raises when they have left or take too long.
+
+    Args:
+        group: a `ProcessGroup`; its `environment` says how long a wait may take.
+        what: what is waited for, in words.
+        ranks: who is waited for.
+        limited: whether the wait may take too long at all; a server waits for ever for workers that are there.
+        remedy: what those that are waited for must do, told where it takes long.
+    """
+
+    def __init__(
+        self,
+        group: _Group,
+        what: str,
+        ranks: Sequence[int],
+        limited: bool = True,
+        remedy: str = "",
+    ) -> None:
+        self._remedy = f"\n{remedy}" if remedy else ""
+        self._group, self._what, self._ranks = group, what, ranks
+        self._backoff, self._limited = Backoff(), limited
+        self._warned = False
+        self._start = monotonic()
+        self._next = self._start + _CHECK
+
+    def reset(self) -> None:
+        """Begin anew, after something has happened."""
+        self._backoff.reset()
+
+    def pause(self) -> None:
+        """Wait a little.
+
+        Raises:
+            PeerExitError: a rank that is waited for has left the program.
+            CollectiveTimeoutError: the wait takes longer than `environment.abort_after`.
+        """
+        if self._backoff.pause() and monotonic() > self._next:
+            self._check(monotonic())
+
+    def _check(self, now: float) -> None:
+        self._next = now + _CHECK
+        watch, environment = self._group.watch, self._group.environment
+        gone = [rank for rank in self._ranks if self._group.has_left(rank)]
+        if gone:
+            raise PeerExitError(f"rank {gone[0]} left the program while rank {watch.rank} was in {self._what}")
+        if not self._limited:
+            return
+        waited = now - self._start
+        if waited > environment.abort_after:
+            where = watch.where(self._ranks)
+            waited_for = f"{self._what}: rank {watch.rank} waited {environment.abort_after:g} s{where}"
+            raise CollectiveTimeoutError(f"{waited_for}{self._remedy}")
+        if waited > environment.warn_after and not self._warned:
+            self._warned = True
+            text = "%s takes longer than %g s:%s%s"
+            log.logger.warning(text, self._what, environment.warn_after, watch.where(self._ranks), self._remedy)
