@@ -1,10 +1,10 @@
-"""What defaults of mpistrat.data rest on: threads that decode chunks, batches announced and steps read ahead, threads of map.
+"""What defaults of mpistrat.data rest on: batches that are announced and steps that are read ahead, threads of map.
 
     mpiexec -n 1 python benchmarks/tune_input.py --output benchmarks/results/today     # --only decoding, prefetch or map
 
 Our own reader only, over cases of hdf5_input.py, the settings in turns; "default" is None, nothing said. The thread that reads
-decodes, too, so one decoding thread keeps two cores busy. On nodes full of ranks more threads take other ranks' cores: measure
-with as many ranks.
+decodes, too, beside the one that decodes ahead. On nodes full of ranks threads take other ranks' cores: measure with as many
+ranks.
 
 Reading ahead and threads of map are seen under loops that do nothing, that compute (NumPy, one core, the GIL released) and that
 wait as for a GPU; the latter two for as long as reading a step alone takes. If a loop that waits costs nothing, reading and
@@ -23,14 +23,13 @@ from typing import Any
 
 import harness
 import numpy as np
-from hdf5_input import Case, Reader, Share, ours, rate, written
+from hdf5_input import Case, Reader, Share, rate, written
 
 import mpistrat as ms
 from mpistrat.data import look_ahead
-from mpistrat.data.readers import chunk_cache
 
 DECODING_CASES = [Case(layout, 8, order, 3072) for layout in ("gzip", "lzf") for order in ("in order", "shuffled")]
-DECODING = {"threads": (1, 2, 3, 4), "ahead": (1, 2, 4)}
+DECODING = {"ahead": (1, 2, 4), "prefetch": (None, 2)}
 
 PREFETCH_CASES = [Case("contiguous", 8, "in order", 150_000), Case("gzip", 8, "shuffled", 3072)]
 PREFETCH = {"prefetch": (None, 0, 1, 2, 4), "loop": ("nothing", "computes", "waits")}
@@ -42,18 +41,16 @@ Change = Callable[[ms.data.Dataset], ms.data.Dataset]
 Loop = Callable[[], object]
 
 
-def decoding(threads: int, ahead: int) -> Reader:
-    """Return our reader with other constants."""
+def decoding(ahead: int, prefetch: int | None) -> Reader:
+    """Return our reader, which announces so many batches ahead."""
 
     def batches(share: Share) -> Iterator[Any]:
-        before = chunk_cache.THREADS, look_ahead.LOOK_AHEAD
-        chunk_cache.THREADS, look_ahead.LOOK_AHEAD = threads, ahead
-        chunk_cache._threads.forget()  # those of the setting before
+        before, look_ahead.LOOK_AHEAD = look_ahead.LOOK_AHEAD, ahead
         try:
-            yield from ours(share)
+            change = same if prefetch is None else lambda dataset: dataset.prefetch(prefetch)
+            yield from looped(share, same, change, lambda: None)
         finally:
-            chunk_cache.THREADS, look_ahead.LOOK_AHEAD = before
-            chunk_cache._threads.forget()
+            look_ahead.LOOK_AHEAD = before
 
     return batches
 
@@ -126,7 +123,7 @@ def measure(
 
 
 def measure_decoding(comm: Any, options: Any) -> Iterator[dict[str, Any]]:
-    """Threads that decode, and batches that sources are told of ahead. Collective."""
+    """Batches that sources are told of ahead, and steps read ahead. Collective."""
     for case in DECODING_CASES:
         with written(comm, case, options.megabytes) as share:
             yield from measure(comm, options, share, str(case), DECODING, decoding)

@@ -7,8 +7,8 @@ from .distribution.distributed_dataset import DistributedDataset
 from .distribution.distributed_iterator import DistributedIterator
 from .distribution.from_function import InputContext
 from .distribution.optional import Optional
+from .files.hdf5 import HDF5Dataset
 from .generator import from_generator
-from .hdf5 import HDF5Dataset
 from .iterator import DatasetIterator
 from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
 from .order import permute

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from ...errors import explain
 from ..dataset import Dataset
-from ..hdf5 import HDF5Dataset
+from ..files.hdf5 import HDF5Dataset
 from ..options import AutoShardPolicy
 from ..stages.batched import Batched
 from ..stages.padded import Padded

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dataset import Addresses, Dataset
-from ..hdf5 import HDF5Dataset
+from ..files.hdf5 import HDF5Dataset
 from ..stats import StageStats
 
 __all__ = ["FileShard"]

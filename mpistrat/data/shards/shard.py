@@ -12,11 +12,10 @@ import numpy as np
 
 from ... import log
 from ...errors import ShardError, explain
+from ..files.handles import ShardFile, open_hdf5
+from ..files.storage import Chunks, Contiguous, Layout, OnlyHDF5, Pointers, Storage
+from ..files.varying import POINTER
 from ..memory_limit import available_memory, in_words
-from ..readers.chunks import Chunks
-from ..readers.open_files import ShardFile, open_hdf5
-from ..readers.reader import Contiguous, Layout, OnlyHDF5, Pointers, Storage
-from ..readers.varying import POINTER
 from .links import Refused, all_names, find
 from .manifest import Field
 from .supported import check_storage, field_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ... import log
 from ...errors import ShardError, explain
-from ..readers.open_files import ShardFile
+from ..files.handles import ShardFile
 from .files import FileSet, check_ends
 from .manifest import Field, ShardEntry, fields_to_json
 from .shard import Shard

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..readers.open_files import open_hdf5
+from ..files.handles import open_hdf5
 from .links import Refused, find
 from .manifest import Field
 

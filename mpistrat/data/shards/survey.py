@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ShardError, explain
-from ..readers.choice import choose_reader
-from ..readers.open_files import open_hdf5, open_hdf5_files
+from ..files.choice import choose_reader
+from ..files.handles import open_hdf5, open_hdf5_files
 from ..spec import ArraySpec
 from .files import FileSet, PathLike, resolve
 from .shard import Shard

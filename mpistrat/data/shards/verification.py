@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ... import log
 from ...digests import algorithm_of
 from ...errors import ShardError
+from ..files.handles import ShardFile
 from ..memory_limit import in_words
-from ..readers.open_files import ShardFile
 from .files import FileSet
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ def folder(strategy, mpi_tmp_path):
 @pytest.fixture
 def few_pieces(monkeypatch):
     """Keep so few pieces that rows are read again and again, and a shuffle thinks of pieces."""
-    from mpistrat.data.readers import library
+    from mpistrat.data.files import library
 
     monkeypatch.setattr(library, "_KEPT", 1 << 12)
 

@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.data import HDF5Dataset
-from mpistrat.data.readers import chunk_cache, chunked
-from mpistrat.data.readers.chunk_cache import ChunkCache
-from mpistrat.data.readers.chunked import ChunkedReader
+from mpistrat.data.files import chunked
+from mpistrat.data.files.chunked import ChunkCache, ChunkedReader
 from mpistrat.data.stats import StageStats
 from mpistrat.errors import ShardError
 
@@ -300,7 +299,7 @@ class Gate:
 def settle(cache: ChunkCache) -> None:
     """Wait until the threads have nothing left to do."""
     deadline = time.monotonic() + 30
-    while np.isin(cache._state, (chunk_cache._QUEUED, chunk_cache._BUSY)).any():
+    while np.isin(cache._state, (chunked._QUEUED, chunked._BUSY)).any():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -405,4 +404,3 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     reader = reader_of(dataset)
     assert reader._cache is not None
     assert reader._cache.memory.nbytes == chunked.CACHE_BYTES
-    assert chunk_cache.THREADS <= 4

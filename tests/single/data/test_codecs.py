@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat.data.readers import codecs
-from mpistrat.data.readers.codecs import DecodeError, Pipeline, decoder_of, deflate_decoders, fletcher32
+from mpistrat.data.files import codecs
+from mpistrat.data.files.codecs import DecodeError, Pipeline, decoder_of, deflate_decoders, fletcher32
 
 DECODERS = deflate_decoders()
 

@@ -23,7 +23,7 @@ from mpistrat import OneDeviceStrategy
 from mpistrat.data import HDF5Dataset, write_shards
 from mpistrat.data.distribution.distributed_dataset import distribute
 from mpistrat.data.distribution.workers import Workers
-from mpistrat.data.readers.open_files import ShardFile
+from mpistrat.data.files.handles import ShardFile
 from mpistrat.errors import ShardError
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpistrat.data import ArraySpec, HDF5Dataset
-from mpistrat.data.readers import varying
+from mpistrat.data.files import varying
 from mpistrat.errors import MissingDependencyError, ShardError
 
 ORDER = [7, 0, 3, 3, 11, 1]

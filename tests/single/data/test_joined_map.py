@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.data import HDF5Dataset
-from mpistrat.data.readers import joined_map
-from mpistrat.data.readers.joined_map import Piece, join, place
-from mpistrat.data.readers.open_files import ShardFile
+from mpistrat.data.files import contiguous
+from mpistrat.data.files.contiguous import Piece, join, place
+from mpistrat.data.files.handles import ShardFile
 
 
 @settings(deadline=None)
@@ -66,7 +66,7 @@ def test_rows_of_many_files(
     tmp_path: Path, row: tuple[int, ...], without_libc: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if without_libc:
-        monkeypatch.setattr(joined_map, "_libc", lambda: None)
+        monkeypatch.setattr(contiguous, "_libc", lambda: None)
     rng = np.random.default_rng(1)
     rows = [5, 5, 0, 17, 1, 5, 9]
     data = files(tmp_path, rows, row, rng.integers(0, 9000, len(rows)).tolist())
@@ -84,7 +84,7 @@ def test_files_alike_are_one_array(tmp_path: Path) -> None:
     assert "x uint8[100]" in str(dataset)
 
 
-@pytest.mark.skipif(joined_map._libc() is None, reason="needs Linux")
+@pytest.mark.skipif(contiguous._libc() is None, reason="needs Linux")
 def test_the_addresses_go_back_with_the_last_view_and_no_file_stays_open(tmp_path: Path) -> None:
     data = files(tmp_path, [4, 4], (5000,), [0, 0])
     path = tmp_path / "0.h5"
@@ -104,17 +104,17 @@ def test_the_addresses_go_back_with_the_last_view_and_no_file_stays_open(tmp_pat
     assert str(path) not in Path("/proc/self/maps").read_text()
 
 
-@pytest.mark.skipif(joined_map._libc() is None, reason="needs Linux")
+@pytest.mark.skipif(contiguous._libc() is None, reason="needs Linux")
 def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path) -> None:
     """As where the addresses of a process are limited."""
     data = files(tmp_path, [4, 4], (5000,), [0, 0])
     code = f"""
 import resource, sys, h5py, numpy as np
 from mpistrat.data import HDF5Dataset
-from mpistrat.data.readers import joined_map
+from mpistrat.data.files import contiguous
 def refuse(*arguments):
     raise OSError(12, "Cannot allocate memory")
-joined_map._Reserved._mmap = refuse
+contiguous._Reserved._mmap = refuse
 dataset = HDF5Dataset({str(tmp_path)!r}, "x")
 print(dataset.rows([7, 0, 3]).sum(), dataset)
 try:

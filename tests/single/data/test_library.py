@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mpistrat.data import HDF5Dataset
-from mpistrat.data.readers import chunks, library
-from mpistrat.data.readers.chunks import Chunks
+from mpistrat.data.files import library, storage
+from mpistrat.data.files.storage import Chunks
 
 
 def test_long_runs_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,5 +61,5 @@ def test_chunks_are_found_without_a_list_of_them(tmp_path: Path, monkeypatch: py
         for number in written:
             info = x.id.get_chunk_info_by_coord((7 * number, 0))
             assert (found.offsets[number], found.sizes[number]) == (info.byte_offset, info.size)
-        monkeypatch.setattr(chunks, "_ASKED_FOR", 14)
+        monkeypatch.setattr(storage, "_ASKED_FOR", 14)
         assert Chunks.of(old, 24) == "15 chunks, which this HDF5 does not list"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.data import HDF5Dataset, write_shards
-from mpistrat.data.readers import positional
+from mpistrat.data.files import contiguous
 from mpistrat.errors import ShardError
 
 ROWS = 500
@@ -33,7 +33,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_rows(written: Path, runs: list[tuple[int, int, bool]], buffers: int) -> None:
     rows = [row for start, count, down in runs for row in range(start, min(start + count, ROWS))[:: -1 if down else 1]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(positional, "_BUFFERS", buffers)
+        patch.setattr(contiguous, "_BUFFERS", buffers)
         assert np.array_equal(HDF5Dataset(written, "x", reader="pread").rows(rows), DATA[np.array(rows, np.int64)])
 
 

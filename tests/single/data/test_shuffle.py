@@ -18,7 +18,7 @@ from mpistrat import log
 from mpistrat.data import Dataset, HDF5Dataset, from_arrays, successive
 from mpistrat.data.distribution.distributed_dataset import distribute
 from mpistrat.data.distribution.workers import Workers
-from mpistrat.data.readers import chunked, chunks, codecs, library
+from mpistrat.data.files import chunked, codecs, library, storage
 
 ROWS = 1000
 
@@ -316,7 +316,7 @@ def test_data_in_chunks_has_one_order_whoever_reads_it(
     assert "rows are read in chunks" in text
     assert sorted(expected) == list(range(300))
     assert _order(tmp_path, fields, "h5py")[1] == expected
-    monkeypatch.setattr(chunks.Chunks, "of", lambda *_: "9999 chunks, which this HDF5 does not list")
+    monkeypatch.setattr(storage.Chunks, "of", lambda *_: "9999 chunks, which this HDF5 does not list")
     assert _order(tmp_path, fields, "auto")[1] == expected
     monkeypatch.undo()
     monkeypatch.setattr(codecs, "lzf_decoders", tuple)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from ...errors import ShardError, explain
 from ..stats import StageStats
-from .open_files import open_bytes
-from .reader import FieldReader, RowIndex, Storage
+from .handles import open_bytes
+from .storage import FieldReader, RowIndex, Storage
 
 __all__ = ["POINTER", "VaryingReader"]
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from ...errors import MpistratError, ShardError, explain
 from ..arrays import take_rows
 from ..stats import StageStats
-from .open_files import OpenFiles
-from .reader import OnlyHDF5, RowIndex, Storage
+from .handles import OpenFiles
+from .storage import OnlyHDF5, RowIndex, Storage
 
 if TYPE_CHECKING:
     import h5py

@@ -4,20 +4,89 @@ from __future__ import annotations
 
 import itertools
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..shards.manifest import Field
 from ..stats import StageStats
-from .chunks import Chunks
-from .open_files import ShardFile
+from .codecs import Pipeline
+from .handles import ShardFile
 
-__all__ = ["Contiguous", "ContiguousReader", "FieldReader", "Layout", "OnlyHDF5", "Pointers", "RowIndex", "Storage"]
+if TYPE_CHECKING:
+    import h5py
+
+__all__ = ["Chunks", "Contiguous", "FieldReader", "Layout", "OnlyHDF5", "Pointers", "RowIndex", "Storage"]
+
+_ASKED_FOR = 4096  # chunks at most that are asked for one by one: each answer takes HDF5 longer than the one before
+_FAR = 1 << 61  # behind the end of every file: what a damaged one says may not even fit an integer
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Chunks of whole rows with filters that we undo ourselves.
+
+    Attributes:
+        rows: rows of a chunk; the last one is stored whole, too.
+        row_bytes: bytes of a row.
+        pipeline: the filters.
+        offsets: of each chunk in the file; -1 for one that was never written.
+        sizes: bytes of each chunk in the file.
+        masks: for each chunk, which filters were left out.
+        fill: the bytes of a row that was never written.
+    """
+
+    rows: int
+    row_bytes: int
+    pipeline: Pipeline
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    masks: NDArray[np.uint32]
+    fill: NDArray[np.uint8]
+
+    @staticmethod
+    def of(dataset: h5py.Dataset, row_bytes: int) -> Chunks | str:
+        """Return where a chunked dataset's chunks lie, or why only HDF5 can read it."""
+        import h5py
+
+        if dataset.chunks[1:] != dataset.shape[1:] or not dataset.shape[0]:
+            return f"chunks of shape {dataset.chunks}, not of whole rows"
+        pipeline = Pipeline.of(dataset)
+        if isinstance(pipeline, str):
+            return pipeline
+        rows = int(dataset.chunks[0])
+        count = -(-int(dataset.shape[0]) // rows)
+        if not hasattr(dataset.id, "chunk_iter") and (count > _ASKED_FOR or not hasattr(dataset.id, "get_chunk_info")):
+            return f"{count} chunks, which this HDF5 does not list"
+        if dataset.file.userblock_size:  # in some versions of HDF5 only, addresses of chunks count from behind it
+            return "a user block"
+        if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):
+            return "a type that NumPy has not"
+        offsets, sizes = np.full(count, -1, np.int64), np.zeros(count, np.int64)
+        masks = np.zeros(count, np.uint32)
+
+        def note(chunk: Any) -> None:
+            place = chunk.chunk_offset[0] // rows
+            if place < count and chunk.byte_offset is not None:
+                offsets[place] = min(chunk.byte_offset, _FAR)
+                sizes[place], masks[place] = min(chunk.size, _FAR), chunk.filter_mask
+
+        if hasattr(dataset.id, "chunk_iter"):
+            dataset.id.chunk_iter(note)
+        else:
+            for number in range(dataset.id.get_num_chunks()):
+                note(dataset.id.get_chunk_info(number))
+        partial = dataset.shape[0] % rows
+        if pipeline.filters and partial and sizes[-1] == rows * row_bytes and not masks[-1]:
+            # A file may say that its last, partial chunk is not filtered; h5py does not tell us.
+            return "a last chunk that may be unfiltered"
+        fill = np.zeros(row_bytes, np.uint8)  # where rows are pointers, they point nowhere
+        if not dataset.dtype.hasobject:
+            fill.view(dataset.dtype)[:] = dataset.fillvalue
+        return Chunks(rows, row_bytes, pipeline, offsets, sizes, masks, fill)
 
 
 @dataclass(frozen=True)
@@ -131,30 +200,3 @@ class FieldReader(Protocol):
 
     def keep(self, rows: int) -> None:
         """Take note that rows are read in windows of so many: what is read as a whole is kept for as long."""
-
-
-class ContiguousReader(ABC):
-    """Rows of contiguous data, copied as bytes: alignment and byte order do not matter, and single rows are cheap."""
-
-    def __init__(self, storages: Sequence[Storage]) -> None:
-        self._storages = storages
-        self._index = RowIndex([storage.rows for storage in storages])
-        self._row_bytes = storages[0].row_bytes
-        self.counters = StageStats()
-
-    def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
-        if out.nbytes == 0:
-            return
-        flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self._row_bytes)
-        self.counters.add(bytes_read=flat.nbytes)
-        self._copy(rows, flat)
-
-    @abstractmethod
-    def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
-        """Copy the bytes of rows, at least one, each to its place."""
-
-    def expect(self, rows: NDArray[np.int64]) -> None:  # noqa: B027 - there is nothing to prepare
-        pass
-
-    def keep(self, rows: int) -> None:  # noqa: B027
-        pass

@@ -14,22 +14,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import nest
-from ..errors import explain
-from .buffers import RowBuffers
-from .readers.choice import READERS, choose_reader, piece_starts
-from .readers.mpi_io import check_mpi_io
-from .readers.open_files import open_hdf5_files
-from .shards.files import PathLike, resolve
-from .shards.shard_set import ShardSet, open_shards
-from .shards.verification import is_small, verify_alone, verify_together
-from .source import RowSource
-from .spec import ArraySpec
-from .stats import StageStats
+from ... import nest
+from ...errors import explain
+from ..buffers import RowBuffers
+from ..shards.files import PathLike, resolve
+from ..shards.shard_set import ShardSet, open_shards
+from ..shards.verification import is_small, verify_alone, verify_together
+from ..source import RowSource
+from ..spec import ArraySpec
+from ..stats import StageStats
+from .choice import READERS, choose_reader, piece_starts
+from .handles import check_mpi_io, open_hdf5_files
 
 if TYPE_CHECKING:
-    from ..comm.process_group import ProcessGroup
-    from .dataset import Dataset
+    from ...comm.process_group import ProcessGroup
+    from ..dataset import Dataset
 
 __all__ = ["HDF5Dataset"]
 

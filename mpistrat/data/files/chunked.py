@@ -1,0 +1,406 @@
+"""Chunks of whole rows: read raw from the files, decoded outside HDF5's lock, ahead of need, and kept for a while."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ShardError, explain
+from ..arrays import take_rows
+from ..stats import StageStats
+from .codecs import DecodeError
+from .handles import open_bytes
+from .storage import Chunks, Storage
+
+__all__ = ["CACHE_BYTES", "ChunkCache", "ChunkFiles", "ChunkedReader"]
+
+
+class ChunkFiles:
+    """Reads and decodes chunks, in as many threads as like. It keeps none of them.
+
+    Args:
+        storages: the field in each file that has rows, in order; its layout is Chunks.
+
+    Attributes:
+        layouts: each file's chunks.
+        row_starts: the row at which each chunk begins, then the number of rows.
+
+    Raises:
+        ShardError: for a chunk that lies outside its file.
+    """
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        self._storages = storages
+        self.layouts = [_chunks(storage) for storage in storages]
+        counts = [len(layout.offsets) for layout in self.layouts]
+        self._first_chunk = np.cumsum([0, *counts])[:-1]
+        first_rows = np.cumsum([0, *(storage.rows for storage in storages)])
+        starts = [
+            np.arange(count, dtype=np.int64) * layout.rows + first
+            for layout, count, first in zip(self.layouts, counts, first_rows[:-1], strict=True)
+        ]
+        self.row_starts = np.concatenate([*starts, first_rows[-1:]])
+        self.row_starts.setflags(write=False)
+        self._largest = max(int(layout.sizes.max()) for layout in self.layouts)
+        self._files = open_bytes()
+        self._scratch = threading.local()
+
+    def __len__(self) -> int:
+        return len(self.row_starts) - 1
+
+    def decode(self, chunk: int, slot: NDArray[np.uint8]) -> int:
+        """Put a chunk's bytes at the beginning of a slot; return how many bytes of its file were read.
+
+        Raises:
+            ShardError: naming the file, the dataset and the chunk.
+        """
+        index = int(np.searchsorted(self._first_chunk, chunk, side="right")) - 1
+        storage, layout = self._storages[index], self.layouts[index]
+        chunk -= int(self._first_chunk[index])
+        offset, out = int(layout.offsets[chunk]), slot[: layout.rows * layout.row_bytes]
+        if offset < 0:
+            out.reshape(layout.rows, -1)[...] = layout.fill
+            return 0
+        scratch = getattr(self._scratch, "raw", None)
+        if scratch is None:
+            scratch = self._scratch.raw = np.empty(self._largest, np.uint8)
+        raw, read = scratch[: int(layout.sizes[chunk])], 0
+        with self._files.lend(storage.file) as file:
+            while read < raw.size:
+                count = os.preadv(file.fileno(), [raw.data[read:]], offset + read)
+                if not count:
+                    raise _error(storage, chunk, f"{read} bytes: the file was truncated")
+                read += count
+        try:
+            layout.pipeline.decode(raw, int(layout.masks[chunk]), out)
+        except DecodeError as error:
+            raise _error(storage, chunk, str(error)) from error
+        return read
+
+
+def _chunks(storage: Storage) -> Chunks:
+    layout = storage.layout
+    assert isinstance(layout, Chunks)
+    outside = np.flatnonzero(layout.offsets + layout.sizes > storage.file.bytes)
+    if outside.size:
+        raise _error(storage, int(outside[0]), f"a file of {storage.file.bytes} bytes, in which it does not lie")
+    return layout
+
+
+def _error(storage: Storage, chunk: int, got: str) -> ShardError:
+    layout = storage.layout
+    assert isinstance(layout, Chunks)
+    first = chunk * layout.rows
+    last = min(first + layout.rows, storage.rows) - 1
+    expected = f"chunk {chunk} (rows {first} to {last}), {layout.sizes[chunk]} bytes at {layout.offsets[chunk]}"
+    remedy = "The file is damaged: copy it again, or write the shards again."
+    return ShardError(explain("HDF5Dataset", storage.where, expected=expected, got=got, remedy=remedy))
+
+
+_FREE, _QUEUED, _BUSY, _READY = range(4)  # what a slot is
+
+Decode = Callable[[int, NDArray[np.uint8]], int]  # (chunk, where its bytes belong) -> bytes read from the file
+
+
+@functools.cache
+def _decoder() -> ThreadPoolExecutor:
+    """The one thread that decodes ahead, for all datasets of the process; what it is given has no HDF5 in it.
+
+    Who reads decodes, too, so that is two cores of a rank; more threads only took them from each other.
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix="mpistrat-decode")
+
+
+os.register_at_fork(after_in_child=_decoder.cache_clear)  # a forked child has none of the threads
+
+
+class ChunkCache:
+    """Chunks by number, decoded into slots of one array. When all slots are taken, the one used longest ago goes.
+
+    One thread reads (`acquire`, then takes its rows, then `release`); any thread may tell what will be read soon. A
+    chunk that is expected stays until it has been read, so a hint that finds no room is dropped.
+
+    Args:
+        chunks: how many chunks there are.
+        slot_bytes: the size of the largest.
+        slots: how many are held at most.
+        decode: makes a chunk's bytes; called in several threads at once.
+        counters: where to count chunks, bytes read for them, seconds of reading and decoding, over all threads,
+            and seconds that the reader waited for a thread.
+    """
+
+    def __init__(self, chunks: int, slot_bytes: int, slots: int, decode: Decode, counters: StageStats) -> None:
+        slots = max(1, min(slots, chunks))
+        self._decode = decode
+        self._counters = counters
+        self.memory = np.empty((slots, slot_bytes), np.uint8)  # the system gives pages as they are first written
+        self._slot_of = np.full(chunks, -1, np.int32)
+        self._chunk_in = np.full(slots, -1, np.int64)
+        self._state = np.zeros(slots, np.uint8)
+        self._expected = np.zeros(slots, bool)  # asked for by a hint and not read since
+        self._used = np.zeros(slots, np.int64)  # when, counted in reads
+        self._now = 1
+        self._reading = False
+        self._errors: dict[int, BaseException] = {}  # by slot
+        self._changed = threading.Condition()
+        self._waiting = False
+
+    @property
+    def slots(self) -> int:
+        return len(self._state)
+
+    @property
+    def limit(self) -> int:
+        """How many chunks can be acquired together."""
+        if self.slots == len(self._slot_of):
+            return self.slots
+        return max(1, self.slots - 1)  # the thread may be busy in a slot that was given to another chunk
+
+    def expect(self, chunks: NDArray[np.int64]) -> None:
+        """Begin to decode those of some chunks that are not here, as far as there is room."""
+        absent = self._slot_of[chunks] < 0  # a glance without the lock: being wrong costs a hint
+        if not absent.any():
+            return
+        missing = np.unique(chunks[absent])
+        with self._changed:
+            missing = missing[self._slot_of[missing] < 0]
+            if missing.size > self.limit // 2 and self.slots < len(self._slot_of):
+                return  # they would push each other out before they are read
+            slots = self._assign(missing, hint=True)
+        self._start(slots)
+
+    def acquire_ready(self, chunks: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Return the slots of some chunks, which may repeat, and hold them; None if one of them is not decoded yet."""
+        with self._changed:
+            slots = self._slot_of[chunks]
+            if slots.min() < 0 or (self._state[slots] != _READY).any():
+                return None
+            self._now += 1
+            self._reading = True
+            self._used[slots] = self._now
+            self._expected[slots] = False
+            return slots.astype(np.int64)
+
+    def acquire(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slots of some different chunks, at most `limit`, once all are decoded; hold them.
+
+        Raises:
+            Exception: what decoding one of them raised.
+        """
+        with self._changed:
+            self._now += 1
+            self._reading = True
+            slots = self._slot_of[chunks].astype(np.int64)
+            self._used[slots[slots >= 0]] = self._now  # before others are put into the oldest slots
+            missing = chunks[slots < 0]
+            given = self._assign(missing, hint=False)
+            while given.size < missing.size:  # threads are still busy in slots that nobody needs any more
+                self._wait()
+                more = self._assign(missing[given.size :], hint=False)
+                given = np.concatenate((given, more))
+            slots = self._slot_of[chunks].astype(np.int64)
+            self._used[slots] = self._now
+            self._expected[slots] = False
+            ready = bool((self._state[slots] == _READY).all())
+        if not ready:
+            if given.size > 1:
+                self._start(given)
+            for slot in slots[::-1].tolist():  # help, from the end that the threads reach last
+                if self._state[slot] == _QUEUED:
+                    self._fill(slot)
+            with self._changed:
+                while (self._state[slots] < _READY).any() and not self._failed(slots):
+                    self._wait()
+                failed = self._failed(slots)
+                if failed:
+                    error = self._errors[failed[0]]
+                    for slot in failed:
+                        self._drop(slot)  # who asks again tries again
+                    self._reading = False
+                    raise error
+        return slots
+
+    def release(self) -> None:
+        """Let go of what was acquired: its slots may be used for other chunks."""
+        with self._changed:
+            self._reading = False
+
+    def _wait(self) -> None:
+        self._waiting, started = True, time.perf_counter()
+        self._changed.wait()
+        self._waiting = False
+        self._counters.add(wait_seconds=time.perf_counter() - started)
+
+    def _assign(self, chunks: NDArray[np.int64], *, hint: bool) -> NDArray[np.int64]:
+        """Give as many of the chunks as possible a slot each, from the first on; return the slots."""
+        if not chunks.size:
+            return np.empty(0, np.int64)
+        usable = self._state != _BUSY
+        if self._reading:
+            usable &= self._used != self._now
+        if hint:
+            usable &= ~self._expected
+        slots = np.flatnonzero(usable)
+        if slots.size > chunks.size:  # those that are free first, then those used longest ago
+            age = np.where(self._state[slots] == _FREE, -1, self._used[slots])
+            slots = slots[np.argsort(age, kind="stable")[: chunks.size]]
+        chunks = chunks[: slots.size]
+        for slot in slots[self._chunk_in[slots] >= 0].tolist():
+            self._drop(slot)
+        self._chunk_in[slots] = chunks
+        self._slot_of[chunks] = slots
+        self._state[slots] = _QUEUED
+        self._used[slots] = self._now - hint  # what is only expected must not look as if it were being read
+        self._expected[slots] = hint
+        return slots
+
+    def _drop(self, slot: int) -> None:
+        self._slot_of[self._chunk_in[slot]] = -1
+        self._chunk_in[slot] = -1
+        self._state[slot] = _FREE
+        self._expected[slot] = False
+        self._errors.pop(slot, None)
+
+    def _failed(self, slots: NDArray[np.int64]) -> list[int]:
+        return [slot for slot in slots.tolist() if slot in self._errors] if self._errors else []
+
+    def _start(self, slots: NDArray[np.int64]) -> None:
+        """Hand slots to the thread: one task, as one for every small chunk would cost too much."""
+        if slots.size:
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending: who still reads decodes by itself
+                _decoder().submit(self._fill_all, slots.tolist())
+
+    def _fill_all(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._fill(slot)
+
+    def _fill(self, slot: int) -> None:
+        """Decode the chunk that belongs into a slot, unless somebody has done so or is about to."""
+        with self._changed:
+            if self._state[slot] != _QUEUED or slot in self._errors:
+                return
+            self._state[slot] = _BUSY
+            chunk = int(self._chunk_in[slot])
+        error: BaseException | None = None
+        started, read = time.perf_counter(), 0
+        try:
+            read = self._decode(chunk, self.memory[slot])
+        except BaseException as caught:  # whatever it is, it belongs to the reader
+            error = caught
+        self._counters.add(chunk_reads=1, bytes_read=read, seconds=time.perf_counter() - started)
+        with self._changed:
+            if error is None:
+                self._state[slot] = _READY
+            else:
+                self._state[slot] = _QUEUED
+                self._errors[slot] = error
+            if self._waiting:
+                self._changed.notify_all()
+
+
+CACHE_BYTES = 1 << 25  # decoded chunks of one field that are kept, unless a shuffle's window needs more
+_SLACK = 5  # chunks beside the windows: the one that the thread is in, and those by which windows differ
+
+
+class ChunkedReader:
+    """Rows of chunked data over all shards. Chunks that were read are kept decoded, up to a fixed number of bytes.
+
+    Args:
+        storages: the field in each file, in order; its layout is Chunks.
+
+    Raises:
+        ShardError: for a chunk that lies outside its file.
+    """
+
+    reason = ""
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        files = ChunkFiles([storage for storage in storages if storage.rows])
+        self._files = files
+        self._starts = files.row_starts
+        self._row_bytes = files.layouts[0].row_bytes
+        self._slot_rows = max(layout.rows for layout in files.layouts)
+        self._slots = max(_SLACK, CACHE_BYTES // max(1, self._slot_rows * self._row_bytes))
+        self._lock = threading.Lock()  # of the cache's making
+        self._reading = threading.Lock()  # one thread reads rows at a time; decoding is what is done in several
+        self._cache: ChunkCache | None = None
+        self.counters = StageStats()
+        names = sorted({layout.pipeline.name for layout in files.layouts if layout.pipeline.name})
+        self.kind = f"raw chunks, decoded by {', '.join(names)}" if names else "raw chunks"
+
+    def keep(self, rows: int) -> None:
+        """Make room for two windows of so many rows: the one that is read, and the next."""
+        smallest = min(int(self._starts[-1]) / len(self._files), *(layout.rows for layout in self._files.layouts))
+        slots = min(2 * math.ceil(rows / smallest) + _SLACK, len(self._files))
+        with self._lock:
+            if slots > self._slots:
+                self._slots, self._cache = slots, None
+
+    def _opened(self) -> ChunkCache:
+        with self._lock:
+            if self._cache is None:
+                slot_bytes = self._slot_rows * self._row_bytes
+                self._cache = ChunkCache(len(self._files), slot_bytes, self._slots, self._files.decode, self.counters)
+            return self._cache
+
+    def _chunks_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        if len(self._files.layouts) == 1:
+            return rows // self._slot_rows
+        return np.searchsorted(self._starts, rows, side="right") - 1
+
+    def expect(self, rows: NDArray[np.int64]) -> None:
+        """Begin to decode the chunks of rows that will be read soon. Returns at once."""
+        if rows.size:
+            self._opened().expect(self._chunks_of(rows))
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Copy rows, in range and in any order, into a C-contiguous buffer of the file's dtype.
+
+        Raises:
+            ShardError: for a damaged chunk.
+        """
+        if not rows.size or not self._row_bytes:
+            return
+        chunks = self._chunks_of(rows)
+        target = out.reshape(rows.size, -1).view(np.uint8)
+        with self._reading:
+            cache = self._opened()
+            slots = cache.acquire_ready(chunks)
+            if slots is not None:
+                self._take(cache, slots, chunks, rows, target)
+                return
+            wanted = np.unique(chunks)
+            if wanted.size <= cache.limit:
+                slots = cache.acquire(wanted)[np.searchsorted(wanted, chunks)]
+                self._take(cache, slots, chunks, rows, target)
+                return
+            for first in range(0, wanted.size, cache.limit):  # more chunks than are kept: some after the others
+                some = wanted[first : first + cache.limit]
+                own = np.flatnonzero((chunks >= some[0]) & (chunks <= some[-1]))
+                slots = cache.acquire(some)[np.searchsorted(some, chunks[own])]
+                part = np.empty((own.size, self._row_bytes), np.uint8)
+                self._take(cache, slots, chunks[own], rows[own], part)
+                target[own] = part
+
+    def _take(
+        self,
+        cache: ChunkCache,
+        slots: NDArray[np.int64],
+        chunks: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        out: NDArray[np.uint8],
+    ) -> None:
+        """Copy rows out of slots that are held, and let go of these."""
+        try:
+            places = slots * self._slot_rows + (rows - self._starts[chunks])
+            take_rows(cache.memory.reshape(-1, self._row_bytes), places, out)
+        finally:
+            cache.release()

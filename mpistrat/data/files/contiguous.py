@@ -1,0 +1,329 @@
+"""Contiguous, unfiltered data, read through memory maps of the files, or by reads at given positions.
+
+Rows gathered from many arrays take a call for each; from one array they are one `take`. So all files are mapped beside
+each other into one range of addresses, where all rows must lie on one stride. A file's rows begin in their page of memory
+where they begin in their page of the file; so they are placed pages apart until every row stands a multiple of `row_bytes`
+behind the first. The gaps are reserved addresses, not memory.
+
+Reads at positions are for files that may be cut while they are read: under a map, that kills the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import mmap
+import os
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ShardError, explain
+from ..arrays import take_rows
+from ..stats import StageStats
+from .handles import Descriptor, ShardFile, open_bytes
+from .storage import Contiguous, RowIndex, Storage
+
+__all__ = ["JoinedMap", "MappedReader", "Piece", "PositionalReader", "join", "place"]
+
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_LARGEST = 1 << 42  # bytes of addresses for one array; processes have 1 << 47
+_FIXED = 0x10  # MAP_FIXED, on all of Linux's common processors
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that lie in one piece in a file."""
+
+    file: ShardFile
+    offset: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class JoinedMap:
+    """Rows of several pieces as one read-only array of bytes; between the pieces it must not be touched.
+
+    Attributes:
+        rows: the array, of shape (rows and gaps, row_bytes).
+        first: for each piece the place of its first row in the array; None for one that is not in it.
+    """
+
+    rows: NDArray[np.uint8]
+    first: tuple[int | None, ...]
+
+
+def place(
+    sizes: Sequence[tuple[int, int]], row_bytes: int, page: int = _PAGE, largest: int = _LARGEST
+) -> list[int | None]:
+    """Return an address for each piece, behind each other, so that all rows stand on one stride.
+
+    None is the answer for a piece that no number of pages brings onto the stride of the first, or that has no room.
+
+    Args:
+        sizes: each piece's offset in its file and its bytes.
+        row_bytes: the stride.
+        page: what addresses and offsets must agree in, modulo.
+        largest: the addresses end before it, but for the first piece.
+    """
+    addresses: list[int | None] = []
+    common = math.gcd(page, row_bytes)
+    turns = row_bytes // common
+    pages_a_step = pow(page // common, -1, turns)  # so many pages move a piece by `common` bytes, modulo the stride
+    start = sizes[0][0] % page
+    end = 0
+    for offset, nbytes in sizes:
+        address = end + offset % page
+        missing = (start - address) % row_bytes
+        address += missing // common * pages_a_step % turns * page
+        stop = -(-(address + nbytes) // page) * page
+        if missing % common or (addresses and stop > largest):
+            addresses.append(None)
+        else:
+            addresses.append(address)
+            end = stop
+    return addresses
+
+
+def join(pieces: Sequence[Piece], row_bytes: int) -> JoinedMap:
+    """Map those of the pieces that can stand on one stride, the first at least.
+
+    Raises:
+        OSError: when the system does not map the file.
+        ShardError: for a file that has changed.
+    """
+    libc = _libc()
+    if libc is None:
+        return _alone(pieces, row_bytes)
+    addresses = place([(piece.offset, piece.rows * row_bytes) for piece in pieces], row_bytes)
+    placed = [(piece, address) for piece, address in zip(pieces, addresses, strict=True) if address is not None]
+    last, start = placed[-1], placed[0][1]
+    end = last[1] + last[0].rows * row_bytes
+    reserved = _Reserved(libc, -(-end // _PAGE) * _PAGE)
+    for piece, address in placed:
+        reserved.map_file(piece, address, piece.rows * row_bytes)
+    first = tuple(None if address is None else (address - start) // row_bytes for address in addresses)
+    return JoinedMap(reserved.array(start, (end - start) // row_bytes, row_bytes), first)
+
+
+def _alone(pieces: Sequence[Piece], row_bytes: int) -> JoinedMap:
+    """Without the system's own calls: a map of the first file."""
+    piece = pieces[0]
+    inside = piece.offset % _PAGE
+    nbytes = piece.rows * row_bytes
+    with closing(Descriptor(piece.file)) as descriptor:
+        mapped = mmap.mmap(descriptor.fileno(), inside + nbytes, access=mmap.ACCESS_READ, offset=piece.offset - inside)
+    flat = np.frombuffer(mapped, np.uint8, count=nbytes, offset=inside)
+    return JoinedMap(flat.reshape(piece.rows, row_bytes), (0, *[None] * (len(pieces) - 1)))
+
+
+@functools.cache
+def _libc() -> Any:
+    """The C library, or None where its `mmap` is not known to be as it is used here."""
+    if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    except (OSError, AttributeError):
+        return None
+    return libc
+
+
+class _Reserved:
+    """A range of addresses, given back when no array over it is left."""
+
+    def __init__(self, libc: Any, length: int) -> None:
+        self._libc = libc
+        self._start = self._mmap(None, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        weakref.finalize(self, libc.munmap, self._start, length).atexit = False  # threads may read until the end
+
+    def _mmap(self, *arguments: Any) -> int:
+        address = self._libc.mmap(*arguments)
+        if address in (None, ctypes.c_void_p(-1).value):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return int(address)
+
+    def map_file(self, piece: Piece, address: int, nbytes: int) -> None:
+        """Put a piece of a file at an address within the range; the file need not stay open."""
+        inside = piece.offset % _PAGE
+        where, length = self._start + address - inside, inside + nbytes
+        with closing(Descriptor(piece.file)) as descriptor:
+            flags = mmap.MAP_SHARED | _FIXED
+            self._mmap(where, length, mmap.PROT_READ, flags, descriptor.fileno(), piece.offset - inside)
+
+    def array(self, address: int, rows: int, row_bytes: int) -> NDArray[np.uint8]:
+        self.__array_interface__ = {
+            "version": 3, "typestr": "|u1", "shape": (rows, row_bytes), "data": (self._start + address, True),
+        }  # fmt: skip
+        return np.asarray(self)  # which holds this object
+
+
+class ContiguousReader(ABC):
+    """Rows of contiguous data, copied as bytes: alignment and byte order do not matter, and single rows are cheap."""
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        self._storages = storages
+        self._index = RowIndex([storage.rows for storage in storages])
+        self._row_bytes = storages[0].row_bytes
+        self.counters = StageStats()
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+        if out.nbytes == 0:
+            return
+        flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self._row_bytes)
+        self.counters.add(bytes_read=flat.nbytes)
+        self._copy(rows, flat)
+
+    @abstractmethod
+    def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
+        """Copy the bytes of rows, at least one, each to its place."""
+
+    def expect(self, rows: NDArray[np.int64]) -> None:  # noqa: B027 - there is nothing to prepare
+        pass
+
+    def keep(self, rows: int) -> None:  # noqa: B027
+        pass
+
+
+@final
+class MappedReader(ContiguousReader):
+    """Rows of contiguous data out of as few arrays as the files allow.
+
+    Raises:
+        OSError: when the system does not map the files.
+        ShardError: for a file that has changed.
+    """
+
+    reason = ""
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        super().__init__(storages)
+        self._array_of = np.zeros(len(storages), np.int64)  # which array has a file's rows
+        self._shift = np.zeros(len(storages), np.int64)  # what takes a row's number to its place in that array
+        self._arrays: list[NDArray[np.uint8]] = []
+        waiting = [shard for shard, storage in enumerate(storages) if storage.rows]
+        while waiting:
+            joined = join([_piece(storages[shard]) for shard in waiting], self._row_bytes)
+            firsts = dict(zip(waiting, joined.first, strict=True))
+            for shard, first in firsts.items():
+                if first is not None:
+                    self._array_of[shard] = len(self._arrays)
+                    self._shift[shard] = first - self._index.starts[shard]
+            self._arrays.append(joined.rows)
+            waiting = [shard for shard, first in firsts.items() if first is None]
+        self.kind = "memory map" if len(self._arrays) <= 1 else f"{len(self._arrays)} memory maps"
+
+    def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
+        if self._shift.size == 1:
+            take_rows(self._arrays[0], rows, flat)
+            return
+        shards = self._index.shard_of(rows)
+        places = rows + self._shift[shards]
+        if len(self._arrays) == 1:
+            take_rows(self._arrays[0], places, flat)
+            return
+        array_of = self._array_of[shards]
+        for number in np.unique(array_of):
+            own = np.flatnonzero(array_of == number)
+            if own[-1] - own[0] == own.size - 1:
+                take_rows(self._arrays[number], places[own], flat[own[0] : own[-1] + 1])
+            else:
+                flat[own] = self._arrays[number].take(places[own], axis=0, mode="clip")
+
+
+def _piece(storage: Storage) -> Piece:
+    assert isinstance(storage.layout, Contiguous)
+    return Piece(storage.file, storage.layout.offset, storage.rows)
+
+
+_BUFFERS = 1024  # that one call may fill, on Linux and macOS
+
+
+@final
+class PositionalReader(ContiguousReader):
+    """Rows of contiguous data. Rows that are neighbours in a file are one read, each into its own place.
+
+    Args:
+        storages: the field in each file.
+        reason: why the files are not mapped.
+    """
+
+    kind = "pread"
+
+    def __init__(self, storages: Sequence[Storage], reason: str = "") -> None:
+        super().__init__(storages)
+        self._files = open_bytes()
+        self.reason = reason
+
+    def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+        again = np.flatnonzero(np.diff(ordered) == 0) + 1  # rows that were asked for more than once
+        if again.size:
+            firsts = np.searchsorted(ordered, ordered[again])
+            wanted = np.delete(order, again)
+            self._read_increasing(rows[wanted], wanted, flat)
+            flat[order[again]] = flat[order[firsts]]
+        else:
+            self._read_increasing(ordered, order, flat)
+
+    def _read_increasing(self, rows: NDArray[np.int64], places: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
+        """Read increasing rows, each to its place."""
+        for shard, own in self._index.by_shard(rows):
+            storage = self._storages[shard]
+            with self._files.lend(storage.file) as file:
+                for first, buffers in _runs(rows[own] - self._index.starts[shard], places[own], flat):
+                    self._fill(storage, first * self._row_bytes, buffers, file.fileno())
+
+    def _fill(self, storage: Storage, start: int, buffers: list[memoryview], descriptor: int) -> None:
+        """Read one piece of a dataset, from a byte on, into several buffers."""
+        assert isinstance(storage.layout, Contiguous)
+        position = storage.layout.offset + start
+        while buffers:
+            try:
+                count = os.preadv(descriptor, buffers, position)
+            except OSError as error:
+                raise self._error(storage, position, str(error)) from error
+            if not count:
+                raise self._error(storage, position, f"the end of the file at {os.fstat(descriptor).st_size}")
+            position += count
+            while buffers and count >= buffers[0].nbytes:
+                count -= buffers.pop(0).nbytes
+            if count:
+                buffers[0] = buffers[0][count:]
+
+    @staticmethod
+    def _error(storage: Storage, position: int, got: str) -> ShardError:
+        remedy = "The file was cut while it was read: copy it again, or write the shards again."
+        expected = f"bytes at {position}"
+        return ShardError(explain("HDF5Dataset", storage.where, expected=expected, got=got, remedy=remedy))
+
+
+def _runs(
+    rows: NDArray[np.int64], places: NDArray[np.int64], flat: NDArray[np.uint8]
+) -> Iterator[tuple[int, list[memoryview]]]:
+    """Runs of neighbouring rows: the first row, and the buffers that the run goes to, which are pieces of `flat`."""
+    new_run = np.diff(rows) != 1
+    cuts = np.flatnonzero(new_run | (np.diff(places) != 1)) + 1
+    begins = [True, *new_run[cuts - 1].tolist()]
+    first, buffers = int(rows[0]), list[memoryview]()
+    for new, (start, stop) in zip(begins, itertools.pairwise([0, *cuts.tolist(), rows.size]), strict=True):
+        if buffers and (new or len(buffers) == _BUFFERS):
+            yield first, buffers
+            first, buffers = int(rows[start]), []
+        place = int(places[start])
+        buffers.append(flat[place : place + stop - start].reshape(-1).data)
+    yield first, buffers
