@@ -27,8 +27,8 @@ import numpy as np
 from hdf5_input import MAP, OURS, OVER_H5PY, Case, Share, contenders
 
 import mpistrat as ms
-from mpistrat.data.stages.block_shuffled import WINDOW_BYTES
-from mpistrat.data.stages.no_mpi import LAUNCHER_PREFIXES
+from mpistrat.data.nodes.calls import LAUNCHER_PREFIXES
+from mpistrat.data.nodes.shuffle import WINDOW_BYTES
 
 LEFT_OUT = (MAP, OVER_H5PY.format(1))  # two workers say more
 

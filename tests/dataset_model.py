@@ -17,8 +17,7 @@ import numpy as np
 
 import mpistrat as ms
 from mpistrat.data import INFINITE, ArraySpec, Dataset, Options, from_arrays, from_generator
-from mpistrat.data.block_order import BlockOrder
-from mpistrat.data.order import permute, random_words
+from mpistrat.data.permutation import BlockOrder, permute, random_words
 
 Model = Callable[[int], list[Any]]
 Both = tuple[Dataset, Model]

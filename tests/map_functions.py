@@ -21,7 +21,7 @@ def process(x: Any) -> int:
 
 
 def launcher_variables(x: Any) -> int:
-    from mpistrat.data.stages.no_mpi import LAUNCHER_PREFIXES
+    from mpistrat.data.nodes.calls import LAUNCHER_PREFIXES
 
     return sum(name.startswith(LAUNCHER_PREFIXES) for name in os.environ)
 

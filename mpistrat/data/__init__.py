@@ -11,7 +11,7 @@ from .files.hdf5 import HDF5Dataset
 from .generator import from_generator
 from .iterator import DatasetIterator
 from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
-from .order import permute
+from .permutation import permute
 from .shards.write import write_shards
 from .shards.writer import ShardWriter
 from .spec import ArraySpec

@@ -13,7 +13,7 @@ from .. import nest
 from ..errors import explain
 from .buffers import RowBuffers
 from .dataset import Dataset
-from .source import RowSource
+from .nodes.stage import RowSource
 from .spec import spec_of_rows
 
 __all__ = ["from_arrays", "take_rows", "plain_lists"]

@@ -10,7 +10,7 @@ from .. import nest
 from ..errors import explain
 from .arguments import integer
 from .dataset import Dataset
-from .order import DEFAULT_SEED
+from .permutation import DEFAULT_SEED
 
 __all__ = ["sample_from_datasets", "zip"]
 
@@ -39,7 +39,7 @@ def zip(*datasets: Any) -> Dataset:
         >>> [int(a + b) for a, b in ms.data.zip(numbers, numbers.skip(1))]
         [1, 3]
     """
-    from .stages.zipped import Zipped
+    from .nodes.combine import Zipped
 
     structure = datasets[0] if len(datasets) == 1 and not isinstance(datasets[0], Dataset) else datasets
     _check("zip", nest.flatten(structure))
@@ -73,8 +73,8 @@ def sample_from_datasets(
         >>> sorted(int(x) for x in both)
         [0, 1, 10, 11, 12, 13, 14, 15]
     """
-    from .stages.joined import Joined
-    from .stages.sampled import Sample
+    from .nodes.combine import Joined
+    from .nodes.sample import Sample
 
     _check("sample_from_datasets", datasets)
     if weights is None:

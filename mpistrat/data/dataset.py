@@ -1,4 +1,4 @@
-"""Dataset: a lazily composed chain from a source of rows, through stages, to elements. How chains work: chain.py."""
+"""Dataset: a lazily composed chain from a source of rows, through stages, to elements. How chains work: nodes/node.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .. import nest
 from ..errors import explain
 from ..tensorflow_names import tensorflow_names
 from .arguments import integer, number_of_calls
-from .chain import INFINITE, UNKNOWN, Addresses, Chain
 from .iterator import DatasetIterator
+from .nodes.node import INFINITE, UNKNOWN, Addresses, Chain
 from .options import AUTOTUNE, SHARD_HINT, Options
 
 __all__ = ["INFINITE", "UNKNOWN", "Addresses", "Dataset"]
@@ -131,7 +131,7 @@ class Dataset(Chain):
             >>> sorted(int(row) for row in rows)
             [0, 1, 2, 3, 4, 5]
         """
-        from .stages.shuffled import shuffled
+        from .nodes.shuffle import shuffled
 
         return shuffled(self, buffer_size, seed, bool(reshuffle_each_epoch), mode, window_bytes)
 
@@ -151,7 +151,7 @@ class Dataset(Chain):
         Raises:
             ValueError: for a size below 1, and for a dataset that is batched already.
         """
-        from .stages.batched import Batched, Batching
+        from .nodes.batch import Batched, Batching
 
         self._refuse_batches("batch")
         number_of_calls("Dataset.batch", num_parallel_calls)
@@ -183,8 +183,7 @@ class Dataset(Chain):
             >>> next(iter(words.padded_batch(2))).tolist()
             [[1, 2], [3, 0]]
         """
-        from .stages.batched import Batching
-        from .stages.padded import Padded, Padding
+        from .nodes.batch import Batching, Padded, Padding
 
         self._refuse_batches("padded_batch")
         size = integer("Dataset.padded_batch", "global_batch_size", global_batch_size, 1)
@@ -197,7 +196,7 @@ class Dataset(Chain):
         Right after `batch` it keeps random access; else the rows are read in order, and an iterator that is restored
         makes those before its position again.
         """
-        from .stages.unbatched import Unbatched
+        from .nodes.batch import Unbatched
 
         return Unbatched(self)
 
@@ -233,8 +232,8 @@ class Dataset(Chain):
             TypeError: for what cannot be called, or cannot be sent to a process.
             RuntimeError: while reading, when a process has died; its number, pid and exit code are named.
         """
-        from .stages.mapped import Mapped
-        from .stages.parallel_calls import Calls
+        from .nodes.calls import Calls
+        from .nodes.map import Mapped
 
         _callable("Dataset.map", "function", function)
         parallel = number_of_calls("Dataset.map", num_parallel_calls)
@@ -248,7 +247,7 @@ class Dataset(Chain):
         From here on elements are read in order: every rank reads all of them, and an iterator that is restored makes
         those before its position again.
         """
-        from .stages.filtered import Filtered
+        from .nodes.map import Filtered
 
         _callable("Dataset.filter", "predicate", predicate)
         return Filtered(self, predicate)
@@ -273,7 +272,7 @@ class Dataset(Chain):
             >>> [int(row) for row in rows]
             [0, 1, 0, 1, 2, 2]
         """
-        from .stages.interleaved import Interleaved
+        from .nodes.combine import Interleaved
 
         _callable("Dataset.interleave", "map_func", map_func)
         number_of_calls("Dataset.interleave", num_parallel_calls)
@@ -291,7 +290,7 @@ class Dataset(Chain):
     @tensorflow_names()
     def concatenate(self, *datasets: Dataset, dataset: Dataset | None = None) -> Dataset:
         """Put other datasets behind this one. Their elements must look alike."""
-        from .stages.joined import Concatenate, Joined
+        from .nodes.combine import Concatenate, Joined
 
         behind = datasets if dataset is None else [*datasets, dataset]
         return Joined(_datasets("Dataset.concatenate", [self, *behind]), Concatenate())
@@ -305,7 +304,7 @@ class Dataset(Chain):
         Raises:
             ValueError: for a dataset that is batched already.
         """
-        from .stages.enumerated import Enumerated
+        from .nodes.map import Enumerated
 
         if self.batching is not None:
             raise ValueError("Dataset.enumerate: expected a dataset of rows, got batches: enumerate before batch")
@@ -314,7 +313,7 @@ class Dataset(Chain):
     @tensorflow_names()
     def take(self, count: int) -> Dataset:
         """Keep the first `count` elements; -1 for all."""
-        from .stages.reindexed import Reindexed, Take
+        from .nodes.order import Reindexed, Take
 
         number = integer("Dataset.take", "count", count, -1)
         return self.skip(0) if number < 0 else Reindexed(self, Take(number))
@@ -322,7 +321,7 @@ class Dataset(Chain):
     @tensorflow_names()
     def skip(self, count: int) -> Dataset:
         """Leave out the first `count` elements; -1 for all."""
-        from .stages.reindexed import Reindexed, Skip
+        from .nodes.order import Reindexed, Skip
 
         number = integer("Dataset.skip", "count", count, -1)
         return self.take(0) if number < 0 else Reindexed(self, Skip(number))
@@ -330,7 +329,7 @@ class Dataset(Chain):
     @tensorflow_names()
     def repeat(self, count: int | None = None) -> Dataset:
         """Give the elements `count` times, each pass an epoch of what is below; None or -1 for ever."""
-        from .stages.reindexed import Reindexed, Repeat
+        from .nodes.order import Reindexed, Repeat
 
         number = -1 if count is None else integer("Dataset.repeat", "count", count, -1)
         return Reindexed(self, Repeat(None if number < 0 else number))
@@ -344,7 +343,7 @@ class Dataset(Chain):
         Raises:
             ValueError: for an index out of range.
         """
-        from .stages.reindexed import Reindexed, Shard
+        from .nodes.order import Reindexed, Shard
 
         if num_shards != SHARD_HINT or index != SHARD_HINT:
             num_shards = integer("Dataset.shard", "num_shards", num_shards, 1)
@@ -360,7 +359,7 @@ class Dataset(Chain):
         The thread reads what stands here and what comes later in the chain, and ends with its iterator. Without it an
         undistributed dataset is read by who iterates, and a distributed one is read 2 steps ahead.
         """
-        from .stages.prefetched import Prefetched
+        from .nodes.order import Prefetched
 
         depth = 2 if buffer_size == AUTOTUNE else integer("Dataset.prefetch", "buffer_size", buffer_size, 0)
         return Prefetched(self, depth)
@@ -373,7 +372,7 @@ class Dataset(Chain):
             >>> ms.data.from_arrays(np.arange(4)).with_options(ms.data.Options("off")).options().auto_shard_policy.name
             'OFF'
         """
-        from .stages.configured import Configured
+        from .nodes.order import Configured
 
         given: object = options
         if not isinstance(given, Options):
@@ -412,7 +411,7 @@ class Dataset(Chain):
             >>> [int(x) for x in dataset], sorted(int(x) for x in dataset.shuffle(seed=2))
             ([0, 1, 4, 9], [0, 1, 4, 9])
         """
-        from .stages.cached import cache
+        from .nodes.cache.cache import cache
 
         return cache(self, scope, transport)
 

@@ -10,7 +10,7 @@ from typing import Any, final
 from .. import nest
 from ..errors import explain
 from .dataset import UNKNOWN, Dataset
-from .source import RowSource
+from .nodes.stage import RowSource
 from .spec import ArraySpec, conform, spec_of_element
 
 __all__ = ["from_generator"]

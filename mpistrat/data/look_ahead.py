@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from .chain import Addresses, Chain
+    from .nodes.node import Addresses, Chain
 
 __all__ = ["LOOK_AHEAD", "Located", "LookAhead"]
 

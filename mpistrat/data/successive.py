@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import nest
-from .locality import by_locality
 from .look_ahead import Located, LookAhead
+from .permutation import by_locality
 from .spec import row_nbytes
 
 if TYPE_CHECKING:
-    from .chain import Chain
+    from .nodes.node import Chain
 
 __all__ = ["Part", "successive_batches"]
 

@@ -8,9 +8,8 @@ from typing import Any, cast
 from ...errors import explain
 from ..dataset import Dataset
 from ..files.hdf5 import HDF5Dataset
+from ..nodes.batch import Batched, Padded
 from ..options import AutoShardPolicy
-from ..stages.batched import Batched
-from ..stages.padded import Padded
 from .file_shard import FileShard
 from .steps import GlobalSteps, NoSteps, Steps, WorkerSteps
 from .workers import Workers

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from ... import nest
 from ...errors import explain
 from ..buffers import RowBuffers
+from ..nodes.stage import RowSource
 from ..shards.files import PathLike, resolve
 from ..shards.shard_set import ShardSet, open_shards
 from ..shards.verification import is_small, verify_alone, verify_together
-from ..source import RowSource
 from ..spec import ArraySpec
 from ..stats import StageStats
 from .choice import READERS, choose_reader, piece_starts

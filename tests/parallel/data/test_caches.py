@@ -200,15 +200,15 @@ def test_shared_memory_that_is_too_small_is_an_error_on_every_rank(strategy, sco
 @pytest.mark.ranks(2)
 def test_memory_that_is_too_small_is_an_error_on_every_rank(strategy, monkeypatch):
     import mpistrat as ms
-    from mpistrat.data.stages import cached, node_cache
+    from mpistrat.data.nodes.cache import cache, fill
 
     if strategy.rank == 1:
-        monkeypatch.setattr(node_cache, "available_memory", lambda: 20_000)
+        monkeypatch.setattr(fill, "available_memory", lambda: 20_000)
     with pytest.raises(
         MemoryError, match=r"free memory for cache\(\"node\"\) of 1003 rows on the node of rank 0, got 20 kB"
     ):
         strategy.distribute_dataset(ms.data.from_arrays(arrays()).cache("node").batch(10))
-    monkeypatch.setattr(cached, "available_memory", lambda: 40_000)  # enough for one rank, 26 kB
+    monkeypatch.setattr(cache, "available_memory", lambda: 40_000)  # enough for one rank, 26 kB
     with pytest.raises(MemoryError, match=rf"1003 rows in each of the node's {strategy.size} ranks, got 40 kB"):
         next(iter(strategy.distribute_dataset(ms.data.from_arrays(arrays()).cache().batch(10))))
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat.data.block_order import BlockOrder
+from mpistrat.data.permutation import BlockOrder
 
 # Chi-square's 1 - 1e-6 quantile, by degrees of freedom (tables: 1, 5, 23, 35, 119).
 QUANTILE = {1: 23.9, 5: 35.9, 23: 67.5, 35: 84.5, 119: 203.0}

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 import mpistrat as ms
 from mpistrat import log
 from mpistrat.data import memory_limit
+from mpistrat.data.nodes.cache import cache
+from mpistrat.data.nodes.cache.fill import Claims
+from mpistrat.data.nodes.cache.job import Parts
+from mpistrat.data.nodes.cache.rows import Pieces, RowMemory
 from mpistrat.data.spec import ArraySpec
-from mpistrat.data.stages import cached
-from mpistrat.data.stages.cached_rows import Pieces, RowMemory
-from mpistrat.data.stages.claims import Claims
-from mpistrat.data.stages.job_cache import Parts
 from mpistrat.errors import CollectiveTimeoutError
 
 Dataset = ms.data.Dataset
@@ -213,12 +213,12 @@ def test_refusals():
 
 
 def test_too_little_memory(monkeypatch):
-    monkeypatch.setattr(cached, "available_memory", lambda: 1000)
+    monkeypatch.setattr(cache, "available_memory", lambda: 1000)
     dataset = ms.data.from_arrays(np.zeros((300, 10), np.float32)).cache()
     message = r"expected 12 kB of free memory for 300 rows, got 1.0 kB. Use cache\(\"node\"\)"
     with pytest.raises(MemoryError, match=message):
         dataset.rows([0])
-    monkeypatch.setattr(cached, "_CHECK_BYTES", 2000)
+    monkeypatch.setattr(cache, "_CHECK_BYTES", 2000)
     ordered = Dataset.from_generator(lambda: iter(np.zeros((20, 100)))).cache()
     with pytest.raises(MemoryError, match="for what follows the 3 elements that were kept"):
         list(ordered)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpistrat.data import INFINITE, ArraySpec, Dataset, from_arrays
 from mpistrat.data.distribution.distributed_dataset import distribute
 from mpistrat.data.distribution.workers import Workers
-from mpistrat.data.order import permute
+from mpistrat.data.permutation import permute
 
 Point = collections.namedtuple("Point", ["x", "y"])
 

@@ -17,7 +17,7 @@ from mpistrat.data import zip as zip_datasets
 from mpistrat.data.distribution.distributed_dataset import distribute
 from mpistrat.data.distribution.workers import Workers
 from mpistrat.data.files import chunked
-from mpistrat.data.locality import LOCALITIES, by_locality, localities
+from mpistrat.data.permutation import LOCALITIES, by_locality, localities
 from mpistrat.distributed_values import PerReplica
 
 ROWS, CHUNK = 1920, 8

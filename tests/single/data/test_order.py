@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat.data import order
-from mpistrat.data.order import permute
+from mpistrat.data import permutation
+from mpistrat.data.permutation import permute
 
 # Chi-square's 1 - 1e-6 quantile, by degrees of freedom (tables: 1, 5, 23, 119).
 QUANTILE = {1: 23.9, 5: 35.9, 23: 67.5, 119: 203.0}
@@ -62,7 +62,7 @@ def test_all_permutations_of_few_are_equally_likely(n: int) -> None:
 
 def test_positions_are_fair_in_the_network() -> None:
     n, buckets = 5000, 24  # above the tables of small n; 24 cells: 23 degrees of freedom
-    assert n > order._SMALL
+    assert n > permutation._SMALL
     first = np.array([permute(np.array([0]), n, seed=seed, epoch=0)[0] for seed in range(2400)])
     counts = np.bincount(first * buckets // n, minlength=buckets)
     assert ((counts - 100) ** 2 / 100).sum() < QUANTILE[23]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.data import INFINITE, UNKNOWN, ArraySpec, Dataset, from_generator, sample_from_datasets
-from mpistrat.data.stages.sampled import BLOCK, quotas
+from mpistrat.data.nodes.sample import BLOCK, quotas
 
 weight = st.one_of(st.integers(0, 5).map(float), st.floats(1e-6, 1.0))
 cases = st.lists(st.tuples(weight, st.integers(0, 40)), min_size=1, max_size=4).filter(lambda c: any(w for w, _ in c))

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import nest
-from .look_ahead import LookAhead
-from .options import Options
-from .spec import batch_spec, unstack_rows
-from .successive import successive_batches
+from ... import nest
+from ..look_ahead import LookAhead
+from ..options import Options
+from ..spec import batch_spec, unstack_rows
+from ..successive import successive_batches
 
 if TYPE_CHECKING:
-    from ..comm.process_group import ProcessGroup
-    from .dataset import Dataset
-    from .stages.batched import Batching
-    from .stats import StageStats
+    from ...comm.process_group import ProcessGroup
+    from ..dataset import Dataset
+    from ..stats import StageStats
+    from .batch import Batching
 
 __all__ = ["INFINITE", "UNKNOWN", "Addresses", "Chain", "Source"]
 

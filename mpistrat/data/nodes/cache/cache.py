@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import log, nest
-from ...errors import explain
-from ..dataset import INFINITE, Addresses, Dataset
-from ..memory_limit import available_memory, in_words, require_memory
-from ..spec import is_ragged
-from ..stats import StageStats
-from .cached_rows import Pieces, RowMemory, SourceRows
-from .claims import Claims
-from .filled_memory import FilledMemory
-from .stage import Stage
+from .... import log, nest
+from ....errors import explain
+from ...dataset import INFINITE, Addresses, Dataset
+from ...memory_limit import available_memory, in_words, require_memory
+from ...spec import is_ragged
+from ...stats import StageStats
+from ..stage import Stage
+from .fill import Claims, FilledMemory
+from .rows import Pieces, RowMemory, SourceRows
 
 if TYPE_CHECKING:
-    from ...comm.process_group import ProcessGroup
+    from ....comm.process_group import ProcessGroup
 
 __all__ = ["Cached", "CachedInOrder", "Scope", "Transport", "cache"]
 
@@ -177,10 +176,10 @@ class Cached(Stage):
                 expected = f"rows of one shape, of numbers, for cache({self._scope!r})"
                 raise ValueError(explain(FUNCTION, "", expected=expected, got=got, remedy=remedy))
         if self._scope == "node":
-            from .node_cache import node_memory
+            from .fill import node_memory
 
             return node_memory(source, group, self._counters)
-        from .job_cache import job_memory
+        from .job import job_memory
 
         return job_memory(source, group, self._transport, self._counters)
 

@@ -1,4 +1,4 @@
-"""The same elements in another order: shuffle, take, skip, repeat, shard."""
+"""The same elements: in another order (take, skip, repeat, shard, full shuffle), or with a word about the whole chain."""
 
 from __future__ import annotations
 
@@ -12,14 +12,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import explain
-from ..chain import Source
 from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset
-from ..locality import localities
-from ..options import SHARD_HINT
-from ..order import permute
+from ..options import SHARD_HINT, Options
+from ..permutation import localities, permute
+from ..stats import StageStats
+from .node import Source
 from .stage import Stage, cut_chunks
 
-__all__ = ["Order", "Reindexed", "Reordered", "Repeat", "Shard", "Shuffle", "ShuffleSettings", "Skip", "Take"]
+__all__ = [
+    "Configured",
+    "Order",
+    "Prefetched",
+    "Reindexed",
+    "Reordered",
+    "Repeat",
+    "Shard",
+    "Shuffle",
+    "ShuffleSettings",
+    "Skip",
+    "Take",
+]
 
 
 class Order(Protocol):
@@ -290,3 +302,58 @@ class Reindexed(Reordered):
 
     def describe(self) -> str:
         return str(self._order)
+
+
+class Configured(Stage):
+    """The same elements, and settings that hold for the whole chain."""
+
+    def __init__(self, parent: Dataset, options: Options) -> None:
+        super().__init__(parent)
+        self._options = options
+
+    def options(self) -> Options:
+        return super().options().merge(self._options)
+
+    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
+        return self._parent.source(epochs, positions)
+
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        return self._parent.elements(epoch, start)
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return Configured(parents[0], self._options)
+
+    def describe(self) -> str:
+        return f"with_options({self._options})"
+
+
+class Prefetched(Stage):
+    """The same elements, and the word that a thread should read so many ahead. Who iterates starts that thread."""
+
+    def __init__(self, parent: Dataset, depth: int) -> None:
+        super().__init__(parent)
+        self._depth = depth
+        self._counters = StageStats()
+
+    @property
+    def counters(self) -> StageStats:
+        return self._counters
+
+    def count_wait(self, seconds: float) -> None:
+        self._counters.add(wait_seconds=seconds)
+
+    @property
+    def prefetch_depth(self) -> int:
+        return self._depth
+
+    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
+        return self._parent.source(epochs, positions)
+
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        return self._parent.elements(epoch, start)
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return Prefetched(parents[0], self._depth)
+
+    def describe(self) -> str:
+        return f"prefetch({self._depth})"

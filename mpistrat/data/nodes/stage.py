@@ -1,4 +1,4 @@
-"""What stages have in common: one parent, whose rows and addresses they pass on, or several."""
+"""What nodes have in common: sources, one parent whose rows and addresses they pass on, or several."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...errors import explain
 from ..dataset import Addresses, Dataset
 
 if TYPE_CHECKING:
-    from .batched import Batching
+    from .batch import Batching
 
-__all__ = ["Combined", "Stage", "cut_chunks"]
+__all__ = ["Combined", "RowSource", "Stage", "cut_chunks"]
 
 
 def cut_chunks(starts: NDArray[np.int64] | None, low: int, high: int) -> NDArray[np.int64] | None:
@@ -99,6 +99,24 @@ def _common_batching(function: str, parents: Sequence[Dataset]) -> Batching | No
         raise ValueError(
             explain(function, "", expected="all rows or all batches", got="rows and batches", remedy=remedy)
         )
-    from .batched import Batching
+    from .batch import Batching
 
     return Batching(max(batching.size for batching in batchings if batching is not None), drop_remainder=False)
+
+
+class RowSource(Dataset):
+    """Rows that come from no other dataset; each is an element, and has its position for an address."""
+
+    @property
+    def parents(self) -> tuple[Dataset, ...]:
+        return ()
+
+    @property
+    def batching(self) -> None:
+        return None
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        return np.array([epoch], np.int64), np.array([position], np.int64)
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return self

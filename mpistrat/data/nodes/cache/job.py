@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import nest
-from ...errors import ClosedError, ShardError, explain
-from ..buffers import RowBuffers
-from ..memory_limit import in_words
-from ..stats import StageStats
-from .cached_rows import READ_BYTES, Pieces, RowMemory, SourceRows
-from .node_cache import agree_memory, provider
-from .row_gets import RowGets
-from .row_messages import Reply, RowMessages, nap
+from .... import nest
+from ....errors import ClosedError, ShardError, explain
+from ...buffers import RowBuffers
+from ...memory_limit import in_words
+from ...stats import StageStats
+from .fill import agree_memory, provider
+from .rows import READ_BYTES, Pieces, RowMemory, SourceRows
+from .transport import Reply, RowGets, RowMessages, nap
 
 if TYPE_CHECKING:
-    from ...comm.process_group import ProcessGroup
+    from ....comm.process_group import ProcessGroup
 
 __all__ = ["JobMemory", "Parts", "job_memory"]
 

@@ -1,8 +1,9 @@
-"""A function of every element."""
+"""Elements changed one by one: a function of every element, those that a function chooses, positions in front."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,14 +12,13 @@ from numpy.typing import NDArray
 from ... import nest
 from ...errors import explain
 from ..buffers import RowBuffers
-from ..dataset import Dataset
-from ..spec import conform, empty_rows, spec_of_element, spec_of_rows, stack_rows, unstack_rows
+from ..dataset import UNKNOWN, Dataset
+from ..spec import ArraySpec, conform, empty_rows, spec_of_element, spec_of_rows, stack_rows, unstack_rows
 from ..stats import StageStats
-from .call import CallError, name_of
-from .parallel_calls import Calls
+from .calls import CallError, Calls, call, name_of
 from .stage import Stage
 
-__all__ = ["Mapped"]
+__all__ = ["Enumerated", "Filtered", "Mapped"]
 
 
 class Mapped(Stage):
@@ -194,3 +194,64 @@ class Mapped(Stage):
         calls = self._calls
         more = "" if calls.parallel is None else f", {calls.told} {'processes' if calls.processes else 'threads'}"
         return f"map({name_of(calls.function)}{more})"
+
+
+class Filtered(Stage):
+    """The elements for which a function is true. They are known in order only."""
+
+    def __init__(self, parent: Dataset, predicate: Callable[..., Any]) -> None:
+        super().__init__(parent)
+        self._predicate = predicate
+
+    @property
+    def random_access(self) -> bool:
+        return False
+
+    def cardinality(self) -> int:
+        return 0 if self._parent.cardinality() == 0 else UNKNOWN
+
+    def chunk_starts(self) -> None:
+        return None
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
+        return itertools.islice(filter(self._keeps, self._parent.elements(epoch)), start, None)
+
+    def _keeps(self, element: Any) -> bool:
+        kept = call(self._predicate, element)
+        if isinstance(kept, bool):
+            return kept
+        answer = np.asarray(kept)
+        if answer.dtype != np.bool_ or answer.size != 1:
+            got = f"{kept!r:.60}"
+            raise TypeError(explain("Dataset.filter", "predicate", expected="a function that returns a bool", got=got))
+        return bool(answer.item())
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return Filtered(parents[0], self._predicate)
+
+    def describe(self) -> str:
+        return f"filter({name_of(self._predicate)})"
+
+
+class Enumerated(Stage):
+    """Rows with their positions, counted from a start, in front."""
+
+    def __init__(self, parent: Dataset, start: int = 0) -> None:
+        super().__init__(parent)
+        self._start = start
+
+    @property
+    def row_spec(self) -> Any:
+        return ArraySpec((), np.int64), self._parent.row_spec
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        return positions + self._start, self._parent.gather(epochs, positions)
+
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        return ((np.int64(self._start + i), row) for i, row in enumerate(self._parent.elements(epoch, start), start))
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return Enumerated(parents[0], self._start)
+
+    def describe(self) -> str:
+        return f"enumerate({self._start or ''})"

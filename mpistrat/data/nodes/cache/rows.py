@@ -8,12 +8,12 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import nest
-from ...errors import explain
-from ..arrays import take_rows
-from ..buffers import RowBuffers
-from ..dataset import Addresses, Dataset
-from ..spec import ArraySpec, is_ragged, stacked_nbytes
+from .... import nest
+from ....errors import explain
+from ...arrays import take_rows
+from ...buffers import RowBuffers
+from ...dataset import Addresses, Dataset
+from ...spec import ArraySpec, is_ragged, stacked_nbytes
 
 __all__ = ["Pieces", "RowMemory", "SourceRows"]
 

@@ -1,22 +1,27 @@
-"""Elements in the order of a block shuffle: chunks in a random order, and rows in a random order inside a window."""
+"""Which shuffle a dataset gets; the block shuffle, and the buffer for elements that are read in order."""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import nest
-from ..block_order import BlockOrder
-from ..dataset import Addresses, Dataset
+from ... import log, nest
+from ...errors import explain
+from ..arguments import integer
+from ..dataset import INFINITE, Addresses, Dataset
+from ..permutation import DEFAULT_SEED, BlockOrder, random_words
 from ..spec import ArraySpec
-from .reindexed import Reordered, ShuffleSettings
+from .order import Reindexed, Reordered, Shuffle, ShuffleSettings
+from .stage import Stage
 
-__all__ = ["PSEUDO_CHUNK", "WINDOW_BYTES", "BlockShuffle", "BlockShuffled"]
+__all__ = ["PSEUDO_CHUNK", "WINDOW_BYTES", "BlockShuffle", "BlockShuffled", "BufferShuffled", "shuffled"]
 
 WINDOW_BYTES = 1 << 26  # rows that are mixed, where nothing else is said
 PSEUDO_CHUNK = 64  # rows that stay together in a window where the data has no chunks
@@ -134,3 +139,114 @@ def _element_bytes(dataset: Dataset) -> int:
 
     rows = dataset.batching.size if dataset.batching is not None else 1
     return rows * sum(size(spec) for spec in nest.flatten(dataset.row_spec))
+
+
+class BufferShuffled(Stage):
+    """A buffer is filled; then each element of it goes at random, and the next one takes its place."""
+
+    def __init__(self, parent: Dataset, buffer_size: int, seed: int, reshuffle_each_epoch: bool) -> None:
+        super().__init__(parent)
+        self._buffer_size = buffer_size
+        self._seed = seed
+        self._reshuffle_each_epoch = reshuffle_each_epoch
+
+    @property
+    def random_access(self) -> bool:
+        return False
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
+        return itertools.islice(self._all(epoch), start, None)
+
+    def _all(self, epoch: int) -> Iterator[Any]:
+        words = random_words((self._seed, epoch if self._reshuffle_each_epoch else 0))
+        below = self._parent.elements(epoch)
+        buffer = list(itertools.islice(below, self._buffer_size))
+        for element in below:
+            place = next(words) % len(buffer)
+            buffer[place], element = element, buffer[place]
+            yield element
+        while buffer:
+            place = next(words) % len(buffer)
+            buffer[place], buffer[-1] = buffer[-1], buffer[place]
+            yield buffer.pop()
+
+    def chunk_starts(self) -> None:
+        return None
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return BufferShuffled(parents[0], self._buffer_size, self._seed, self._reshuffle_each_epoch)
+
+    def describe(self) -> str:
+        return (
+            f"shuffle({self._buffer_size}, seed={self._seed}, reshuffle_each_epoch={self._reshuffle_each_epoch}):"
+            " in a buffer: elements are read in order"
+        )
+
+
+_MODES = ("auto", "full", "block")
+
+
+def shuffled(
+    dataset: Dataset,
+    buffer_size: int | None,
+    seed: int | None,
+    reshuffle_each_epoch: bool,
+    mode: str,
+    window_bytes: int | None,
+) -> Dataset:
+    """Return the dataset shuffled; see `Dataset.shuffle`."""
+    seed = integer(
+        "Dataset.shuffle", "seed", DEFAULT_SEED if seed is None else seed, remedy="All ranks must name the same seed."
+    )
+    if buffer_size is not None:
+        buffer_size = integer("Dataset.shuffle", "buffer_size", buffer_size, 1)
+    if window_bytes is not None:
+        window_bytes = integer("Dataset.shuffle", "window_bytes", window_bytes, 1)
+    if buffer_size is not None and window_bytes is not None:
+        expected = "one of buffer_size and window_bytes"
+        raise ValueError(explain("Dataset.shuffle", "window_bytes", expected=expected, got="both"))
+    if mode not in _MODES:
+        raise ValueError(explain("Dataset.shuffle", "mode", expected=f"one of {', '.join(_MODES)}", got=repr(mode)))
+    windowed = buffer_size is not None or window_bytes is not None
+    if mode == "full" and windowed:
+        remedy = "A full shuffle has no window: leave it out, or say mode='block'."
+        raise ValueError(explain("Dataset.shuffle", "mode", expected="no window", got="one", remedy=remedy))
+    if not dataset.random_access:
+        return _in_order(dataset, buffer_size, seed, reshuffle_each_epoch, mode)
+    if dataset.cardinality() == INFINITE:
+        remedy = "Shuffle before repeat: each repetition then has an order of its own."
+        raise ValueError(
+            explain("Dataset.shuffle", "", expected="a dataset with an end", got="one without", remedy=remedy)
+        )
+    if dataset.batching is not None:
+        full, why = mode != "block", "whole batches are moved"
+    else:
+        full, why = dataset.chunk_starts() is None, "single rows are cheap to read"
+        if not full:
+            why = "rows are read in chunks"
+    if mode != "auto":
+        if mode == "full" and not full:
+            log.once(
+                logging.WARNING,
+                'Dataset.shuffle: mode="full" over data that is read in chunks: a chunk is read for almost every row. '
+                'mode="block" reads each chunk once; cache() in front of the shuffle keeps the rows.',
+            )
+        full, why = mode == "full", f'mode="{mode}"'
+    if full:
+        return Reindexed(dataset, Shuffle(seed, reshuffle_each_epoch, why))
+    return BlockShuffled(
+        dataset, BlockShuffle(seed, reshuffle_each_epoch, why, buffer_size, window_bytes or WINDOW_BYTES)
+    )
+
+
+def _in_order(dataset: Dataset, buffer_size: int | None, seed: int, reshuffle_each_epoch: bool, mode: str) -> Dataset:
+    if mode != "auto":
+        remedy = "Shuffle before the stage that reads in order, or leave mode out and give a buffer_size."
+        raise ValueError(
+            explain("Dataset.shuffle", "mode", expected="'auto': elements are read in order", got=mode, remedy=remedy)
+        )
+    if buffer_size is None:
+        remedy = "Give a buffer_size, or shuffle before the stage that reads in order."
+        expected = "a number of elements to mix: the dataset reads in order"
+        raise ValueError(explain("Dataset.shuffle", "buffer_size", expected=expected, got="none", remedy=remedy))
+    return BufferShuffled(dataset, buffer_size, seed, reshuffle_each_epoch)

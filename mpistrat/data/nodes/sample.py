@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dataset import INFINITE, UNKNOWN, Dataset
-from ..order import permute
-from .joined import Choices, total
+from ..permutation import permute
+from .combine import Choices, total
 
 __all__ = ["Sample"]
 

@@ -1,0 +1,343 @@
+"""Memory of rows that fills as they are asked for: each piece is read once, by whoever comes first.
+
+The memory is that of a process, or shared by the ranks of a node. A claim on a piece is a lock of the system's on one byte of
+a file that the ranks of a node have open: taking and leaving it costs a microsecond, as much as MPI's compare-and-swap, and the
+system takes it back from a process that dies. Reading fails on whoever reads; the piece is then free, and who waits for it
+tries by itself and meets the error itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .... import nest
+from ....comm import shared_memory
+from ....comm.shared_memory import SharedBlock
+from ....errors import ClosedError, CollectiveTimeoutError
+from ...buffers import RowBuffers
+from ...memory_limit import available_memory, in_words, require_memory
+from ...stats import StageStats
+from .rows import READ_BYTES, Pieces, RowMemory, SourceRows
+
+if TYPE_CHECKING:
+    from ....comm.process_group import ProcessGroup
+
+__all__ = ["Claims", "FilledMemory", "agree_memory", "node_memory", "provider"]
+
+_READY = -1  # else 0, or 1 + the rank that reads it: for the error of who waits
+_NAPS = 200  # of 50 µs, then 1 ms
+_RETRY = 16  # naps between two tries to claim what somebody else has claimed
+
+
+@final
+class Claims:
+    """What is ready, and who reads what is not.
+
+    Args:
+        state: an int16 for each piece, 0 at first; shared if the pieces are.
+        rank: of this process, for the others' errors.
+        file: descriptor of a file open in all processes that share the pieces; None where only threads do.
+        sync: keeps loads and stores of shared memory apart.
+        timeout: seconds to wait for somebody else; None for ever.
+    """
+
+    def __init__(
+        self,
+        state: NDArray[np.int16],
+        rank: int = 0,
+        file: int | None = None,
+        sync: Callable[[], None] = lambda: None,
+        timeout: float | None = None,
+    ) -> None:
+        self._state = state
+        self._rank = rank
+        self._file = file
+        self._sync = sync
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._busy: set[int] = set()  # claimed by a thread of this process: the system's locks know processes only
+
+    def missing(self, pieces: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return those of some pieces that are not ready, each once and ascending; the others may be read now."""
+        missing = pieces[self._state[pieces] != _READY]
+        self._sync()
+        return np.unique(missing) if missing.size else missing
+
+    def claim(self, pieces: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
+        """Return those of some pieces, which were not ready, that the caller must now read and `release`; not too many."""
+        with self._lock:
+            if self._file is None:
+                claimed = pieces[self._state[pieces] == 0][:limit]
+            else:
+                free = (p for p in pieces.tolist() if p not in self._busy and self._take(self._file, p))
+                claimed = np.array(list(itertools.islice(free, limit)), np.int64)
+                self._sync()
+                ready = self._state[claimed] == _READY  # since the caller looked
+                for piece in claimed[ready].tolist():
+                    self._give(self._file, piece)
+                claimed = claimed[~ready]
+                self._busy.update(claimed.tolist())
+            self._state[claimed] = self._rank + 1
+        return claimed
+
+    def release(self, pieces: NDArray[np.int64], *, ready: bool) -> None:
+        """End claims: the pieces are ready, or free again."""
+        self._sync()
+        with self._lock:
+            self._state[pieces] = _READY if ready else 0
+            if self._file is not None:
+                self._sync()
+                for piece in pieces.tolist():
+                    self._give(self._file, piece)
+                self._busy.difference_update(pieces.tolist())
+
+    def wait(self, pieces: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
+        """Wait for pieces that somebody else reads. Return those that the caller must read after all, as from `claim`.
+
+        Raises:
+            TimeoutError: naming a rank.
+        """
+        deadline = None if self._timeout is None else monotonic() + self._timeout
+        naps = 0
+        while True:
+            pieces = self.missing(pieces)
+            if not pieces.size:
+                return pieces
+            if naps % _RETRY == 0:
+                mine = self.claim(pieces, limit)
+                if mine.size:
+                    return mine
+            if deadline is not None and monotonic() > deadline:
+                reader = int(self._state[pieces[0]]) - 1
+                raise TimeoutError(f"waited {self._timeout:g} s for rows that rank {reader} reads")
+            sleep(5e-5 if naps < _NAPS else 1e-3)
+            naps += 1
+
+    def _take(self, file: int, piece: int) -> bool:
+        import fcntl
+
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, piece)
+        except OSError:
+            return False
+        return True
+
+    def _give(self, file: int, piece: int) -> None:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, piece)
+
+    def close(self) -> None:
+        """Close the file. Nobody claims any more."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+
+@final
+class FilledMemory:
+    """Rows of a source in memory; what is missing is read, by threads and processes that share the claims.
+
+    Args:
+        source: whose rows.
+        memory: where they are kept.
+        pieces: what is read as a whole.
+        claims: who reads what.
+        counters: where to count: rows, pieces (chunk_reads) and seconds of reading, pieces waited for, and how long.
+        text: how much lies where.
+        provide: called with the bytes that are about to be written; raises where the system has no room for them.
+    """
+
+    def __init__(
+        self,
+        source: SourceRows,
+        memory: RowMemory,
+        pieces: Pieces,
+        claims: Claims,
+        counters: StageStats,
+        text: str,
+        provide: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._source = source
+        self._memory: RowMemory | None = memory
+        self._pieces = pieces
+        self._claims = claims
+        self._counters = counters
+        self._text = text
+        self._provide = provide
+        self._limit = max(1, READ_BYTES // source.row_bytes * pieces.count // max(1, pieces.rows))
+        self._buffers = RowBuffers()
+        self._reading = threading.Lock()  # a dataset is read by one thread at a time
+
+    def take(self, numbers: NDArray[np.int64]) -> Any:
+        """Return copies of rows, stacked; read what is not there yet.
+
+        Raises:
+            CollectiveTimeoutError: another rank reads a piece of them, and does not come to its end.
+            ClosedError: the strategy was closed.
+        """
+        memory = self._memory  # held: it is not freed meanwhile
+        if memory is None:
+            raise ClosedError("cache: the strategy that kept the rows was closed")
+        missing = self._claims.missing(self._pieces.numbers(numbers))
+        if missing.size:
+            self._fill(memory, missing)
+        return nest.pack_like(self._source.row_spec, memory.take(numbers, self._buffers))
+
+    def _fill(self, memory: RowMemory, missing: NDArray[np.int64]) -> None:
+        """Read what nobody else reads, a little at a time so that others find some too; then wait for them.
+
+        Who waits holds no claims.
+        """
+        waited, wait_seconds = 0, 0.0
+        while missing.size:
+            mine = self._claims.claim(missing, self._limit)
+            if not mine.size:
+                missing = self._claims.missing(missing)
+                waited = max(waited, missing.size)
+                started = time.perf_counter()
+                try:
+                    mine = self._claims.wait(missing, self._limit)
+                except TimeoutError as error:
+                    raise CollectiveTimeoutError(f"cache: {error}") from None
+                wait_seconds += time.perf_counter() - started
+            self._read(memory, mine)
+            missing = self._claims.missing(missing)
+        self._counters.add(waits=waited, wait_seconds=wait_seconds)
+
+    def _read(self, memory: RowMemory, claimed: NDArray[np.int64]) -> None:
+        """Read the pieces that were claimed, and end the claims."""
+        if not claimed.size:
+            return
+        ready = False
+        started = time.perf_counter()
+        try:
+            with self._reading:
+                rows = self._pieces.all_rows(claimed, self._source)
+                for numbers, stacked in self._source.read(rows):
+                    self._store(memory, numbers, stacked)
+            ready = True
+        finally:
+            self._claims.release(claimed, ready=ready)
+        seconds = time.perf_counter() - started
+        self._counters.add(rows=rows.size, chunk_reads=self._pieces.reads(claimed), seconds=seconds)
+
+    def _store(self, memory: RowMemory, numbers: NDArray[np.int64], stacked: Any) -> None:
+        if not numbers.size:
+            return
+        if self._provide is not None:
+            for low, high in memory.ranges(numbers):
+                self._provide(low, high)
+        memory.put(numbers, stacked)
+
+    def describe(self) -> str:
+        """Say how much lies where."""
+        return self._text
+
+    def close(self) -> None:
+        """Let go of the memory; threads that are copying rows hold it until they are done. Collective with the group."""
+        self._memory = None
+        self._claims.close()
+
+    def leave(self) -> None:
+        """Nothing: the system takes the memory."""
+
+
+PIECE_BYTES = 256 << 10  # read as a whole where the source has no pieces of its own
+
+
+def node_memory(source: SourceRows, group: ProcessGroup, counters: StageStats) -> FilledMemory:
+    """Make the memory of this node, and of every other one. Collective.
+
+    Raises:
+        SharedMemoryError: on every rank, where /dev/shm of any node is too small.
+        MemoryError: on every rank, where any node has too little memory.
+        CollectiveMismatchError: the ranks have different rows.
+    """
+    pieces = Pieces.of(source, PIECE_BYTES)
+    rows_bytes = RowMemory.nbytes(source.row_spec, source.count)
+    total = rows_bytes + max(64, 2 * pieces.count)
+    node = group.node
+    what = f'cache("node") of {source.count} rows'
+    with group.collective(
+        "cache", "node", detail=f"{source.count} rows of {source.row_spec!r} in {pieces.count} pieces"
+    ):
+        agree_memory(group, total if node.rank == 0 else 0, what)
+        block = node.allocate([total if rank == 0 else 0 for rank in range(node.size)], what)
+        file = _open_lock_file(group) if node.shared else None
+    segment = block.segments[0]
+    state = segment[rows_bytes : rows_bytes + 2 * pieces.count].view(np.int16)
+    rank = group.topology.rank
+    claims = Claims(state, rank, file, node.sync, group.environment.abort_after if node.shared else None)
+    where = f"shared memory of {group.num_nodes} node{'s' * (group.num_nodes > 1)}" if node.shared else "memory"
+    memory = FilledMemory(
+        source,
+        RowMemory(source.row_spec, source.count, segment),
+        pieces,
+        claims,
+        counters,
+        f"{in_words(rows_bytes)} in {where}",
+        provider(block, rank),
+    )
+    group.attach(memory)
+    return memory
+
+
+def provider(block: SharedBlock, rank: int) -> Callable[[int, int], None]:
+    """What makes the system find memory for bytes of a block's first segment, before they are written."""
+
+    def provide(low: int, high: int) -> None:
+        if not block.populate(0, low, high):
+            free = shared_memory.free_space() or 0
+            raise shared_memory.out_of_memory(block.what, rank, f"{shared_memory.mebibytes(free)} are free")
+
+    return provide
+
+
+def agree_memory(group: ProcessGroup, needed: int, what: str) -> None:
+    """Check that every node has the memory that its ranks need together. Collective, inside `collective()`.
+
+    Raises:
+        MemoryError: on every rank.
+    """
+    available = available_memory()
+    table = group.all_gather_int([needed, -1 if available is None else available])
+    remedy = 'Use cache("job") over more nodes, or leave cache out.'
+    for index in range(group.topology.num_nodes):
+        ranks = group.topology.ranks_of_node(index)
+        together = sum(int(table[rank, 0]) for rank in ranks)
+        least = min(int(table[rank, 1]) for rank in ranks)
+        require_memory(
+            "Dataset.cache", together, None if least < 0 else least, f"{what} on the node of rank {ranks[0]}", remedy
+        )
+
+
+def _open_lock_file(group: ProcessGroup) -> int:
+    """Open one file without a name in all ranks of the node. Collective, inside `collective()`."""
+    path, file = "", -1
+    if group.node.rank == 0:
+        folder = shared_memory.SHARED_FOLDER
+        with contextlib.suppress(OSError):
+            file, path = tempfile.mkstemp(prefix="mpistrat_", dir=folder if folder.is_dir() else None)
+    path = group.all_gather_text(path)[group.node.ranks[0]]
+    if group.node.rank and path:
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    missing = group.agree(file, "min") < 0
+    if group.node.rank == 0 and path:
+        os.unlink(path)
+    if missing:
+        raise OSError(f"cache: the ranks of a node could not open one file in {shared_memory.SHARED_FOLDER}")
+    return file

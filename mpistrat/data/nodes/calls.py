@@ -1,0 +1,442 @@
+"""A user's function called on elements: by the thread that reads, in a pool of threads, or in processes.
+
+Processes are started by Python's forkserver, and kept away from MPI: a process that a rank has started carries the
+launcher's variables, so an `import mpi4py.MPI` in it would take itself for the rank, and hang or keep the job from ending.
+Here it fails instead, and the variables are gone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from importlib.machinery import ModuleSpec
+from typing import TYPE_CHECKING, Any, final
+
+from ... import partition
+from ...cluster.cores import usable_cores
+from ...errors import explain
+from ..options import AUTOTUNE
+from ..stats import StageStats
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerProcess
+
+__all__ = [
+    "LAUNCHER_PREFIXES",
+    "CallError",
+    "Calls",
+    "Processes",
+    "call",
+    "call_each",
+    "keep_away",
+    "name_of",
+    "start_server",
+]
+
+
+class CallError(Exception):
+    """A function raised an error on one of several elements; never leaves this package.
+
+    Attributes:
+        index: which element.
+        error: what was raised.
+    """
+
+    def __init__(self, index: int, error: BaseException) -> None:
+        super().__init__(index, error)
+        self.index = index
+        self.error = error
+
+
+def call(function: Callable[..., Any], element: Any) -> Any:
+    """The function of an element; a plain tuple is passed as several arguments."""
+    if type(element) is tuple:
+        return function(*element)
+    return function(element)
+
+
+def call_each(function: Callable[..., Any], elements: Sequence[Any]) -> list[Any]:
+    """The function of each element. Raises CallError."""
+    results: list[Any] = []
+    try:
+        for element in elements:
+            results.append(function(*element) if type(element) is tuple else function(element))
+    except Exception as error:
+        raise CallError(len(results), error) from None
+    return results
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What to call a function in a text."""
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+# What launchers put into the environment of a rank: MPICH and relatives (Hydra, PMI), Open MPI (PRRTE, PMIx), MVAPICH.
+LAUNCHER_PREFIXES = ("PMI_", "PMI2_", "MPI_", "HYDI_", "HYDRA_", "MPICH_", "MPIEXEC_", "OMPI_", "OPAL_", "ORTE_",
+                     "PMIX_", "PRTE_", "MV2_", "JSM_")  # fmt: skip
+
+REASON = (
+    "mpi4py.MPI cannot be used in a process of Dataset.map(processes=True): it is no rank, and would hang. "
+    'In the main program, put the import under `if __name__ == "__main__":`'
+)
+
+_BY_US = "mpistrat:"  # how PYTHONSAFEPATH for the forkserver begins: any text does, and PYTHONPATH as it was follows
+_ROOT = os.path.dirname(os.path.abspath(__file__ + "/../../.."))
+_starting = threading.Lock()
+
+
+class _NoMPI:
+    """An entry of sys.meta_path that finds no MPI."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if name == "mpi4py.MPI":
+            raise ImportError(REASON, name=name)
+        return None
+
+
+def keep_away() -> None:
+    """Make this process one that does not take itself for a rank. Call it in processes of `map` only."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then ends this process
+    for name in list(os.environ):
+        if name.startswith(LAUNCHER_PREFIXES):
+            del os.environ[name]
+    if (said := os.environ.get("PYTHONSAFEPATH", "")).startswith(
+        _BY_US
+    ):  # not for programs that a user's function starts
+        _set({"PYTHONSAFEPATH": None, "PYTHONPATH": said.removeprefix(_BY_US)})
+    if not any(isinstance(finder, _NoMPI) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _NoMPI())
+
+
+def start_server(context: Any) -> None:
+    """Start the forkserver, if it does not run yet: it imports this module, not the main program.
+
+    It is a `python -c`, which would look for modules in the working directory first, and run a `json.py` that lies there. Python
+    3.11 and later are told not to; Python 3.10 knows no such word that keeps PYTHONPATH.
+    """
+    from multiprocessing import forkserver
+
+    server = getattr(forkserver, "_forkserver", None)
+    others = [name for name in getattr(server, "_preload_modules", []) if name not in ("__main__", __name__)]
+    context.set_forkserver_preload([__name__, *others])
+    with _starting:
+        before = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
+        if not before["PYTHONSAFEPATH"]:
+            os.environ["PYTHONSAFEPATH"] = _BY_US + (before["PYTHONPATH"] or "")
+            if sys.path[:1] == [_ROOT]:  # the program lies beside the package, which need not be installed
+                os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, before["PYTHONPATH"]]))
+        try:
+            forkserver.ensure_running()
+        finally:
+            _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value:
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
+
+
+# Imported by the forkserver: its processes import the main program before they run anything else of ours.
+if any("multiprocessing.forkserver" in word for word in getattr(sys, "orig_argv", [])):
+    keep_away()
+
+
+START_SECONDS = 120.0  # to import what the function needs
+END_SECONDS = 2.0  # for a process to end when it is asked to
+
+
+class RemoteTraceback(Exception):
+    """The cause of an error from a process: its traceback there, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+def _serve(connection: Connection, function_bytes: bytes) -> None:
+    """What a process does: answer requests until the other side closes the connection."""
+    keep_away()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    from multiprocessing.reduction import ForkingPickler
+
+    try:
+        try:
+            function = ForkingPickler.loads(function_bytes)
+        except Exception as error:
+            connection.send(("start", *_described(error)))
+            return
+        connection.send(("ready",))
+        while True:
+            _answer(connection, function, connection.recv())
+    except (EOFError, OSError):
+        return  # nobody is there any more
+
+
+def _answer(connection: Connection, function: Callable[..., Any], elements: Sequence[Any]) -> None:
+    try:
+        answer: tuple[Any, ...] = ("results", call_each(function, elements))
+    except CallError as failed:
+        answer = ("error", failed.index, _sendable(failed.error), *_described(failed.error))
+    try:
+        connection.send(answer)
+    except OSError:
+        raise
+    except Exception as error:  # what cannot be pickled, which comes before anything is sent
+        connection.send(("error", 0, None, *_described(error)))
+
+
+def _sendable(error: BaseException) -> BaseException | None:
+    """The error, if it survives being sent; many cannot be made anew from their arguments."""
+    from multiprocessing.reduction import ForkingPickler
+
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:
+        return None
+    return error
+
+
+def _described(error: BaseException) -> tuple[str, str]:
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return f"{type(error).__name__}: {error}", text
+
+
+class _Worker:
+    """One process and the connection to it."""
+
+    def __init__(self, number: int, name: str, function_bytes: bytes) -> None:
+
+        context = multiprocessing.get_context("forkserver")
+        self.connection, theirs = context.Pipe()
+        self._name = f"Dataset.map: process {number} of {name}"
+        self.process: ForkServerProcess = context.Process(
+            target=_serve, args=(theirs, function_bytes), name=f"mpistrat-map-{number}", daemon=True
+        )
+        # A signal that tells the job to stop may go to all processes of its group: these go on. So does Python's server.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        try:
+            start_server(context)
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()  # else nobody would notice that the process has ended
+        self._started = False
+
+    def call_each(self, elements: Sequence[Any]) -> list[Any]:
+        try:
+            if not self._started:
+                self._wait_for_start()
+            answer = self._ask(elements)
+        except (EOFError, OSError):
+            raise RuntimeError(self._ended()) from None
+        if answer[0] == "results":
+            return answer[1]
+        _, index, error, said, text = answer
+        if error is None:
+            error = RuntimeError(f"{self._name}: {said}")
+        error.__cause__ = RemoteTraceback(text)
+        raise CallError(index, error)
+
+    def _ask(self, elements: Sequence[Any]) -> tuple[Any, ...]:
+        try:
+            self.connection.send(elements)
+            return self.connection.recv()
+        except (EOFError, OSError):
+            raise
+        except Exception as error:  # of pickle: what was to be sent, or what came, cannot be made anew
+            raise RuntimeError(f"{self._name}: an element could not be sent: {error}") from error
+
+    def _wait_for_start(self) -> None:
+        if not self.connection.poll(START_SECONDS):
+            raise RuntimeError(f"{self._name} (pid {self.process.pid}) has not started within {START_SECONDS:.0f} s")
+        answer = self.connection.recv()
+        if answer[0] != "ready":
+            error = RuntimeError(f"{self._name}: the function could not be loaded there: {answer[1]}")
+            raise error from RemoteTraceback(answer[2])
+        self._started = True
+
+    def _ended(self) -> str:
+        self.process.join(END_SECONDS)
+        code = self.process.exitcode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        text = f"{self._name} (pid {self.process.pid}) {how}"
+        if self._started:
+            return text
+        return (
+            f"{text} before it had started, and wrote the reason to stderr. It imports the main program: "
+            'put what that does, MPI too, under `if __name__ == "__main__":`'
+        )
+
+
+def _end(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.connection.close()
+    for worker in workers:
+        worker.process.join(END_SECONDS)
+        if worker.process.exitcode is None:
+            worker.process.kill()
+            worker.process.join(END_SECONDS)
+    workers.clear()
+
+
+@final
+class Processes:
+    """A number of processes that call one function. They start at the first call, and end with this object.
+
+    Args:
+        function: one that pickle can name or pack: of a module, not a lambda.
+        count: how many processes.
+
+    Raises:
+        TypeError: for a function that cannot be sent to a process.
+    """
+
+    def __init__(self, function: Callable[..., Any], count: int) -> None:
+        from multiprocessing.reduction import ForkingPickler
+
+        try:
+            self._function = bytes(ForkingPickler.dumps(function))
+        except Exception as error:
+            expected = "a function that can be pickled, such as one defined at the top of a module"
+            got = f"{function!r:.80} ({error})"
+            remedy = "Lambdas and functions inside functions work in threads: leave processes=True out."
+            raise TypeError(explain("Dataset.map", "function", expected=expected, got=got, remedy=remedy)) from None
+        self._name = name_of(function)
+        self._count = count
+        self._workers: list[_Worker] = []
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+
+    def call_each(self, elements: Sequence[Any]) -> list[Any]:
+        """Return the function's results on these elements, made in one process. Raises CallError."""
+        with self._lock:
+            if not self._workers:
+                weakref.finalize(self, _end, self._workers)
+                for number in range(self._count):
+                    self._workers.append(_Worker(number, self._name, self._function))
+                    self._free.put(self._workers[-1])
+        worker = self._free.get()
+        try:
+            return worker.call_each(elements)
+        finally:
+            self._free.put(worker)
+
+
+_MOST_AUTOTUNED = 8  # of a rank: its neighbours on the node may count the same cores
+
+
+@final
+class Calls:
+    """How `map` calls its function. Threads and processes start at the first call and end with the dataset.
+
+    Args:
+        function: gets an element; a plain tuple is passed as several arguments.
+        parallel: how many calls at a time; None for one, by the thread that asks; AUTOTUNE for one a core.
+        deterministic: whether results of a stream come in the order of what they are made of.
+        processes: whether the calls are made in processes, as many as `parallel` says.
+
+    Attributes:
+        told: `parallel` as it was given, in words, which are the same on every rank.
+        counters: calls, and the seconds spent in them, over all threads or processes.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], parallel: int | None, deterministic: bool, processes: bool
+    ) -> None:
+        self.function = function
+        self.told = "AUTOTUNE" if parallel == AUTOTUNE else str(parallel or 1)
+        if parallel == AUTOTUNE:
+            parallel = min(usable_cores(), _MOST_AUTOTUNED)
+        self.parallel = parallel if parallel is not None or not processes else 1
+        self.deterministic = deterministic
+        self.processes = processes
+        self.counters = StageStats()
+        self._pool: ThreadPoolExecutor | None = None
+        self._processes: Processes | None = None
+        if processes:
+            self._processes = Processes(function, self.parallel or 1)
+
+    def _submit(self, elements: Sequence[Any]) -> Future[list[Any]]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.parallel, "mpistrat-map")
+            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True).atexit = False
+        return self._pool.submit(self._call, elements)
+
+    def _call(self, elements: Sequence[Any]) -> list[Any]:
+        started = time.perf_counter()
+        try:
+            if self._processes is not None:
+                return self._processes.call_each(elements)
+            return call_each(self.function, elements)
+        finally:
+            self.counters.add(calls=len(elements), seconds=time.perf_counter() - started)
+
+    def each(self, elements: Sequence[Any]) -> list[Any]:
+        """Return the function's results on these elements, in their order. Raises CallError with the place."""
+        if self.parallel is None or (len(elements) < 2 and not self.processes):
+            return self._call(elements)
+        shares = [(low, high) for low, high in partition.bounds(len(elements), self.parallel) if low < high]
+        futures = [self._submit(elements[low:high]) for low, high in shares]
+        results: list[Any] = []
+        try:
+            for future in futures:
+                results += future.result()
+        except CallError as error:
+            raise CallError(len(results) + error.index, error.error) from None
+        finally:
+            for future in futures:
+                future.cancel()
+        return results
+
+    def stream(self, elements: Iterator[Any], start: int) -> Iterator[tuple[int, Any]]:
+        """The positions of elements, counted from start, and the function's results on them, made ahead of need.
+
+        As many elements are taken ahead as calls are made at a time.
+        """
+        if self.parallel is None:
+            for position, element in enumerate(elements, start):
+                yield position, _only(position, self.each, [element])
+            return
+        numbered = enumerate(elements, start)
+        waiting: deque[tuple[int, Future[list[Any]]]] = deque()
+        try:
+            while True:
+                for position, element in itertools.islice(numbered, self.parallel - len(waiting)):
+                    waiting.append((position, self._submit([element])))
+                if not waiting:
+                    return
+                if not self.deterministic:
+                    done, _ = wait([future for _, future in waiting], return_when=FIRST_COMPLETED)
+                    while waiting[0][1] not in done:
+                        waiting.rotate(-1)
+                position, future = waiting.popleft()
+                yield position, _only(position, future.result)
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def _only(position: int, results: Callable[..., list[Any]], *arguments: Any) -> Any:
+    """The only result; a CallError then names the position in the stream."""
+    try:
+        return results(*arguments)[0]
+    except CallError as error:
+        raise CallError(position, error.error) from None

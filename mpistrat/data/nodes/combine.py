@@ -1,0 +1,376 @@
+"""Elements of several datasets: side by side, one dataset behind the other, in turn."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import nest
+from ...errors import explain
+from ..buffers import RowBuffers
+from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset
+from ..spec import row_count
+from .calls import call, name_of
+from .stage import Combined, Stage, cut_chunks
+
+if TYPE_CHECKING:
+    from .batch import Batching
+
+__all__ = ["Concatenate", "Interleaved", "Join", "Joined", "Zipped", "compare_specs", "total"]
+
+
+@final
+class Zipped(Combined):
+    """Elements made of one element of each dataset, as many as the shortest has.
+
+    Rows have the same address in all datasets. A row of a batch has the batch's number times the largest size, plus its
+    place in the batch.
+    """
+
+    def __init__(self, structure: Any) -> None:
+        super().__init__("zip", nest.flatten(structure))
+        self._structure = structure
+
+    @property
+    def row_spec(self) -> Any:
+        return self._pack([parent.row_spec for parent in self._parents])
+
+    def _pack(self, elements: Sequence[Any]) -> Any:
+        return nest.pack_like(self._structure, list(elements))
+
+    def cardinality(self) -> int:
+        counts = [parent.cardinality() for parent in self._parents]
+        if 0 in counts:
+            return 0
+        if UNKNOWN in counts:
+            return UNKNOWN
+        return min((count for count in counts if count != INFINITE), default=INFINITE)
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        if self._batching is None:
+            return np.array([epoch], np.int64), np.array([position], np.int64)
+        counts = {int(parent.locate(epoch, position)[0].size) for parent in self._parents}
+        if len(counts) > 1:
+            raise _uneven(position, sorted(counts))
+        rows = counts.pop()
+        return np.full(rows, epoch, np.int64), position * self._batching.size + np.arange(rows)
+
+    def _gathers(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Iterator[tuple[Dataset, Addresses]]:
+        """What each dataset is asked for."""
+        if self._batching is None:
+            yield from ((parent, (epochs, positions)) for parent in self._parents)
+            return
+        numbers, places = np.divmod(positions, self._batching.size)
+        keys, key_of = np.unique(np.stack([epochs, numbers]), axis=1, return_inverse=True)
+        for parent in self._parents:
+            own = np.empty((2, positions.size), np.int64)
+            for key in range(keys.shape[1]):
+                located = np.stack(parent.locate(int(keys[0, key]), int(keys[1, key])))
+                here = key_of.reshape(-1) == key
+                own[:, here] = located[:, places[here]]
+            yield parent, (own[0], own[1])
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        return self._pack([parent.gather(*addresses) for parent, addresses in self._gathers(epochs, positions)])
+
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        found = (parent.locality(*addresses) for parent, addresses in self._gathers(epochs, positions))
+        return next((numbers for numbers in found if numbers is not None), None)
+
+    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        for parent, addresses in self._gathers(epochs, positions):
+            parent.expect(*addresses)
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        rows = self.cardinality()
+        if self._batching is not None or rows < 0:
+            return None
+        starts = [cut_chunks(parent.chunk_starts(), 0, rows) for parent in self._parents]
+        known = [each for each in starts if each is not None]
+        return np.unique(np.concatenate(known)) if known else None
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
+        together = zip(*(parent.elements(epoch, start) for parent in self._parents), strict=False)
+        for position, elements in enumerate(together, start):
+            if self._batching is not None and len(counts := {row_count(element) for element in elements}) > 1:
+                raise _uneven(position, sorted(counts))
+            yield self._pack(elements)
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return Zipped(self._pack(parents))
+
+    def describe(self) -> str:
+        return "zip()"
+
+
+def _uneven(position: int, counts: list[int]) -> ValueError:
+    expected, got = f"batches with equally many rows in element {position}", f"{counts} rows"
+    remedy = "Zip the datasets before batch."
+    return ValueError(explain("zip", "datasets", expected=expected, got=got, remedy=remedy))
+
+
+Choices = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # which dataset, its epoch, its position
+
+
+class Join(Protocol):
+    """Which dataset's element stands where."""
+
+    def cardinality(self, below: Sequence[int]) -> int:
+        """How many elements, from how many each dataset has."""
+
+    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: Sequence[int]) -> Choices:
+        """Which dataset and which of its elements, for random access."""
+
+    def elements(self, parents: Sequence[Dataset], epoch: int, start: int) -> Iterator[Any]:
+        """The elements from a position on, where a dataset reads in order."""
+
+    def chunks(self, starts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64] | None:
+        """Where the chunks begin, if chunks are left together."""
+
+
+def total(counts: Sequence[int]) -> int:
+    """The sum of cardinalities."""
+    if INFINITE in counts:
+        return INFINITE
+    return UNKNOWN if UNKNOWN in counts else sum(counts)
+
+
+@final
+class Concatenate:
+    """All elements of the first dataset, then all of the second, and so on."""
+
+    def cardinality(self, below: Sequence[int]) -> int:
+        return total(below)
+
+    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: Sequence[int]) -> Choices:
+        finite = below[: below.index(INFINITE)] if INFINITE in below else below[:-1]
+        ends = np.cumsum(finite, dtype=np.int64)
+        which = np.searchsorted(ends, positions, side="right")
+        return which, epochs, positions - np.concatenate(([0], ends))[which]
+
+    def elements(self, parents: Sequence[Dataset], epoch: int, start: int) -> Iterator[Any]:
+        for parent in parents:
+            length = parent.cardinality()
+            if 0 <= length <= start:
+                start -= length
+                continue
+            for element in parent.elements(epoch, 0 if length == UNKNOWN else start):
+                if start and length == UNKNOWN:
+                    start -= 1
+                else:
+                    yield element
+            start = start if length == UNKNOWN else 0
+
+    def chunks(self, starts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64] | None:
+        offsets = np.concatenate(([0], np.cumsum([each[-1] for each in starts])))
+        inner = [each[:-1] + offset for each, offset in zip(starts, offsets, strict=False)]
+        return np.concatenate([*inner, offsets[-1:]]).astype(np.int64)
+
+    def __str__(self) -> str:
+        return "concatenate()"
+
+
+@final
+class Joined(Combined):
+    """Several datasets as one."""
+
+    def __init__(self, parents: Sequence[Dataset], join: Join) -> None:
+        super().__init__(str(join), parents)
+        self._join = join
+        self._buffers = RowBuffers()
+        self._checked = False
+
+    @property
+    def row_spec(self) -> Any:
+        first = self._parents[0].row_spec
+        if not self._checked:
+            for number, parent in enumerate(self._parents[1:], 1):
+                compare_specs(str(self._join), first, parent.row_spec, number)
+            self._checked = True
+        return first
+
+    def cardinality(self) -> int:
+        return self._join.cardinality([parent.cardinality() for parent in self._parents])
+
+    def _source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Choices:
+        """Of rows it is computed; the addresses of batches' rows say it: `locate` put the dataset into the epoch."""
+        if self._batching is None:
+            return self._join.source(epochs, positions, [parent.cardinality() for parent in self._parents])
+        own, which = np.divmod(epochs, len(self._parents))
+        return which, own, positions
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        here = np.array([epoch], np.int64), np.array([position], np.int64)
+        if self._batching is None:
+            return here
+        below = [parent.cardinality() for parent in self._parents]
+        which, own, inside = (int(value[0]) for value in self._join.source(*here, below))
+        epochs, positions = self._parents[which].locate(own, inside)
+        return epochs * len(self._parents) + which, positions
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        _ = self.row_spec  # raises where the datasets do not match
+        which, own, inside = self._source(epochs, positions)
+        numbers = np.unique(which)
+        if numbers.size <= 1:
+            return self._parents[int(numbers[0]) if numbers.size else 0].gather(own, inside)
+        out: list[NDArray[Any]] = []
+        for number in numbers:
+            places = np.flatnonzero(which == number)
+            rows = nest.flatten(self._parents[number].gather(own[places], inside[places]))
+            if not out:
+                out = [self._buffers.empty(i, (which.size, *leaf.shape[1:]), leaf.dtype) for i, leaf in enumerate(rows)]
+            for whole, leaf in zip(out, rows, strict=True):
+                whole[places] = leaf
+        return nest.pack_like(self._parents[0].row_spec, out)
+
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        which, own, inside = self._source(epochs, positions)
+        out = np.empty(positions.size, np.int64)
+        for number, parent in enumerate(self._parents):
+            places = np.flatnonzero(which == number)
+            found = parent.locality(own[places], inside[places])
+            if found is None:
+                return None  # whichever rows these are: an order must not depend on that
+            out[places] = found
+        return out
+
+    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        which, own, inside = self._source(epochs, positions)
+        for number in np.unique(which):
+            places = np.flatnonzero(which == number)
+            self._parents[number].expect(own[places], inside[places])
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        starts = [parent.chunk_starts() for parent in self._parents]
+        known = [
+            cut_chunks(each, 0, parent.cardinality())
+            for each, parent in zip(starts, self._parents, strict=True)
+            if each is not None and self._batching is None
+        ]
+        return self._join.chunks([each for each in known if each is not None]) if len(known) == len(starts) else None
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
+        return self._join.elements(self._parents, epoch, start)
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return Joined(parents, self._join)
+
+    def describe(self) -> str:
+        return str(self._join)
+
+
+def compare_specs(function: str, first: Any, other: Any, number: int) -> None:
+    """Raise, naming the array, unless the rows of two datasets look alike."""
+    names, found = nest.paths(first), nest.paths(other)
+    if names != found:
+        expected, got = f"the structure of dataset 0, {names}", f"{found} in dataset {number}"
+        raise ValueError(explain(function, "datasets", expected=expected, got=got))
+    for name, one, two in zip(names, nest.flatten(first), nest.flatten(other), strict=True):
+        if one != two:
+            place = f" at {name}" if name else ""
+            expected, got = f"{one}{place}, as dataset 0 has", f"{two} in dataset {number}"
+            remedy = "Bring all datasets to one structure, dtype and shape with map."
+            raise ValueError(explain(function, "datasets", expected=expected, got=got, remedy=remedy))
+
+
+class Interleaved(Stage):
+    """Blocks of elements from each of several open datasets in turn. They are known in order only."""
+
+    def __init__(self, parent: Dataset, function: Callable[..., Any], cycle_length: int, block_length: int) -> None:
+        super().__init__(parent)
+        self._function = function
+        self._cycle_length = cycle_length
+        self._block_length = block_length
+        self._first: Dataset | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def random_access(self) -> bool:
+        return False
+
+    def _known(self) -> Dataset | None:
+        """The dataset that the first element becomes, which says what all look like; None without an element."""
+        if self._first is None:
+            element = next(self._parent.elements(0), None)
+            return None if element is None else self._make(element, 0)
+        return self._first
+
+    def _make(self, element: Any, number: int) -> Dataset:
+        made = call(self._function, element)
+        if not isinstance(made, Dataset):
+            got = type(made).__name__
+            raise TypeError(
+                explain(f"Dataset.{self._name}", "map_func", expected="a function that returns a Dataset", got=got)
+            )
+        with self._lock:
+            if self._first is None:
+                self._first = made
+        if made is not self._first:
+            compare_specs(f"Dataset.{self._name}", self._first.row_spec, made.row_spec, number)
+            if (made.batching is None) != (self._first.batching is None):
+                expected, got = "all rows or all batches", f"another kind from element {number}"
+                raise ValueError(explain(f"Dataset.{self._name}", "map_func", expected=expected, got=got))
+        return made
+
+    @property
+    def batching(self) -> Batching | None:
+        known = self._known()
+        return None if known is None else known.batching
+
+    @property
+    def row_spec(self) -> Any:
+        known = self._known()
+        if known is None:
+            expected = "at least one element below, to know what the function makes of it"
+            raise ValueError(explain(f"Dataset.{self._name}", "", expected=expected, got="none"))
+        return known.row_spec
+
+    @property
+    def deterministic(self) -> bool:
+        known = self._known()
+        return super().deterministic and (known is None or known.deterministic)
+
+    def cardinality(self) -> int:
+        return 0 if self._parent.cardinality() == 0 else UNKNOWN
+
+    def chunk_starts(self) -> None:
+        return None
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
+        return itertools.islice(self._all(epoch), start, None)
+
+    def _all(self, epoch: int) -> Iterator[Any]:
+        """TF's order: a dataset that has ended gives up its turn, and the next takes its place one round later."""
+        below = enumerate(self._parent.elements(epoch))
+        places: list[Iterator[Any] | None] = [None] * self._cycle_length
+        more = True
+        while more or any(place is not None for place in places):
+            for index, place in enumerate(places):
+                if place is None and more:
+                    number, element = next(below, (-1, None))
+                    more = number >= 0
+                    if more:
+                        place = self._make(element, number).elements(epoch)
+                if place is not None:
+                    block = 0
+                    for element in itertools.islice(place, self._block_length):
+                        block += 1
+                        yield element
+                    places[index] = place if block == self._block_length else None
+
+    @property
+    def _name(self) -> str:
+        return "flat_map" if self._cycle_length == 1 else "interleave"
+
+    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+        return Interleaved(parents[0], self._function, self._cycle_length, self._block_length)
+
+    def describe(self) -> str:
+        lengths = f", cycle_length={self._cycle_length}, block_length={self._block_length}"
+        return f"{self._name}({name_of(self._function)}{lengths if self._cycle_length > 1 else ''})"
