@@ -8,7 +8,6 @@ Here it fails instead, and the variables are gone.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import queue
 import signal
@@ -223,6 +222,7 @@ class _Worker:
     """One process and the connection to it."""
 
     def __init__(self, number: int, name: str, function_bytes: bytes) -> None:
+        import multiprocessing
 
         context = multiprocessing.get_context("forkserver")
         self.connection, theirs = context.Pipe()
