@@ -6,12 +6,8 @@ Arguments, defaults and formulae are those of Keras 3.
 from __future__ import annotations
 
 from . import schedules
-from .adagrad import Adagrad
-from .adam import Adam
-from .adamw import AdamW
 from .optimizer import Optimizer
-from .rmsprop import RMSProp
-from .sgd import SGD, Momentum
+from .rules import SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
 
 RMSprop = RMSProp  # Keras's spelling
 

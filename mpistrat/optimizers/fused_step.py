@@ -9,45 +9,41 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, final
 
 import numpy as np
 
 from ..comm.arrays import to_host
-from ..cross_device.arena import BLOCK
+from ..cross_device.arena import BLOCK, Consume
 from ..errors import CollectiveMismatchError, by_rank, explain
 from ..partition import blocks, merge
 from ..variables.arena import ALIGNMENT_BYTES, Arena
 from ..variables.memory import move_like
 from ..variables.values import checksum, quick_digest
-from .block_update import BlockUpdate
-from .gradients import Pairs, place_gradients
+from ..variables.variable import Variable
+from .gradients import Pairs, load_gradients
 from .hyperparameters import GRADIENT_SUM
+from .rule import BlockUpdate, Rule, UpdateRun
 from .slots import SlotStore, owners
-from .step import Step
-
-if TYPE_CHECKING:
-    from ..variables.variable import Variable
-    from .optimizer import Optimizer
 
 __all__ = ["FusedStep"]
 
 T = TypeVar("T")
-Consume = Callable[[int, int, Any], None]
 
 
 @final
-class FusedStep(Step):
+class FusedStep(UpdateRun):
     """The step of one optimizer on one set of variables whose arenas all ranks of a node share."""
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Rule,
         strategy: Any,
         variables: Sequence[Variable],
         left_out: Sequence[str],
         slots: SlotStore,
+        number: int | None,
     ) -> None:
         """Plan the step. All ranks make it.
 
@@ -57,9 +53,10 @@ class FusedStep(Step):
             variables: of one strategy, in the same order on every rank.
             left_out: names of variables that have no gradient.
             slots: the optimizer's.
+            number: of the optimizer in the strategy's scope, None if it was not made there.
         """
         self.strategy = strategy
-        self._optimizer = optimizer
+        self._optimizer, self._number = optimizer, number
         self._variables, self._left_out = tuple(variables), tuple(left_out)
         self._constrained = [variable for variable in variables if variable.constraint is not None]
         placement = variables[0].placement
@@ -68,7 +65,7 @@ class FusedStep(Step):
         for variable in variables:
             if variable.arena is not None and variable.size:
                 members.setdefault(variable.arena, []).append(variable)
-        self._parts = [_Part(optimizer, arena, some, slots) for arena, some in members.items()]
+        self._arena_steps = [_ArenaStep(optimizer, arena, some, slots) for arena, some in members.items()]
         self._taken = 0
         self.describe()
 
@@ -82,13 +79,12 @@ class FusedStep(Step):
         clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
         self._two_passes = clips or optimizer.check_numerics
         self._every, self._rate_words = self._group.environment.check_every, (0.0, "0.0")
-        number = self._optimizer.number_in(self._variables[0].placement)
-        which = "" if number is None else f", the scope's optimizer {number}"
+        which = "" if self._number is None else f", the scope's optimizer {self._number}"
         self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}{which}"
 
-    def place(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
+    def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
         """Lay the gradients that the local replicas handed over into the arenas."""
-        place_gradients(replicas, key)
+        load_gradients(replicas, key)
 
     def run(self, aggregate: bool) -> None:
         """Take the step. Collective; in cross-replica context.
@@ -110,18 +106,18 @@ class FusedStep(Step):
             self._ops.call = call
             if due and group.num_nodes > 1:
                 self._compare_nodes()
-            for part in self._parts:
-                part.begin(optimizer.iterations + 1, rate, number, self._two_passes)
+            for step in self._arena_steps:
+                step.begin(optimizer.iterations + 1, rate, number, self._two_passes)
             if not self._two_passes:
-                for part in self._parts:
-                    self._sum(part, aggregate, part.take)
+                for step in self._arena_steps:
+                    self._sum(step, aggregate, step.take)
             else:
                 with np.errstate(over="ignore"):  # of squares; sums are looked at below
-                    for part in self._parts:
-                        self._sum(part, aggregate, part.keep)
+                    for step in self._arena_steps:
+                        self._sum(step, aggregate, step.keep)
                 scales = self._scales(number)
-                for part in self._parts:
-                    part.take_kept(scales)
+                for step in self._arena_steps:
+                    step.take_kept(scales)
             group.node.barrier(call)
         for variable in self._constrained:
             variable.apply_constraint(compare=due)
@@ -137,7 +133,7 @@ class FusedStep(Step):
             CollectiveMismatchError: they do not; on every rank, with what each has of the variables that differ.
         """
         group = self._group
-        mine = [part.digest() for part in self._parts]
+        mine = [step.digest() for step in self._arena_steps]
         table = group.all_gather_int([-1 if group.slice_index is None else group.slice_index, *mine]).tolist()
         owned: dict[int, set[tuple[int, ...]]] = {}
         for index, *digests in table:
@@ -157,11 +153,11 @@ class FusedStep(Step):
         expected, got = "the same weights on all nodes", by_rank(texts)
         raise CollectiveMismatchError(explain("apply_gradients", "", expected=expected, got=got, remedy=remedy))
 
-    def _sum(self, part: _Part, aggregate: bool, consume: Consume) -> None:
+    def _sum(self, step: _ArenaStep, aggregate: bool, consume: Consume) -> None:
         if aggregate:
-            self._ops.reduce_arena(part.gradients, part.ranges, consume)
+            self._ops.reduce_arena(step.gradients, step.ranges, consume)
         else:
-            part.take_local(consume)
+            step.take_local(consume)
 
     def _scales(self, number: int) -> dict[str, float]:
         """Return by what the gradients of each variable are multiplied, the same bits on every rank; NaN for what is not finite.
@@ -170,15 +166,15 @@ class FusedStep(Step):
             FloatingPointError: on every rank, for what is not finite if the optimizer says so.
         """
         optimizer = self._optimizer
-        squares = np.array([square for part in self._parts for square in part.squares.values()])
+        squares = np.array([square for step in self._arena_steps for square in step.squares.values()])
         table = self._group.all_gather_int(squares.view(np.int64).tolist()).view(np.float64).T
         sums: dict[str, float] = {}
         column = iter(table)
-        for part in self._parts:
-            ranks = owners(part.arena)
+        for step in self._arena_steps:
+            ranks = owners(step.arena)
             sums.update(
                 (name, sum(float(each[rank]) for rank in ranks))
-                for name, each in zip(part.squares, column, strict=False)
+                for name, each in zip(step.squares, column, strict=False)
             )
         if optimizer.check_numerics and not all(map(math.isfinite, sums.values())):
             self._refuse_numbers(number)
@@ -195,11 +191,11 @@ class FusedStep(Step):
             FloatingPointError: on every rank.
         """
         own = {
-            variable.name: _not_finite(*(variable.gradient(i).reshape(-1) for i in range(len(part.gradients.local))))
-            for part in self._parts
-            for variable in part.variables
+            variable.name: _not_finite(*(variable.gradient(i).reshape(-1) for i in range(len(step.gradients.local))))
+            for step in self._arena_steps
+            for variable in step.variables
         }
-        summed = {name: count for part in self._parts for name, count in part.not_finite().items()}
+        summed = {name: count for step in self._arena_steps for name, count in step.not_finite().items()}
         told = [json.loads(text) for text in self._group.all_gather_text(json.dumps([own, summed]))]
         for variable in self._variables:
             counts = {rank: mine[variable.name] for rank, (mine, _) in enumerate(told) if mine.get(variable.name)}
@@ -227,10 +223,10 @@ def _not_finite(*arrays: Any) -> int:
 
 
 @final
-class _Part:
-    """One arena's part in a step."""
+class _ArenaStep:
+    """What a step does on one arena."""
 
-    def __init__(self, optimizer: Optimizer, arena: Arena, variables: Sequence[Variable], slots: SlotStore) -> None:
+    def __init__(self, optimizer: Rule, arena: Arena, variables: Sequence[Variable], slots: SlotStore) -> None:
         self.arena, self.variables = arena, variables
         self.squares: dict[str, float] = {}
         # Variables are padded with zeros, which every rule leaves as they are: what lies side by side is one range.
@@ -284,7 +280,7 @@ class _Part:
 
     def _update(self, low: int, high: int, gradient: Any) -> None:
         target = self.arena.values[low:high]
-        slots, decays = self._slots.part(low, high), self._decays_of(low, high) if self._decays else ()
+        slots, decays = self._slots.of_range(low, high), self._decays_of(low, high) if self._decays else ()
         self._rule.update(target, move_like(gradient, target), slots, decays)
         if self._mean:
             slots[GRADIENT_SUM][...] = 0
@@ -292,13 +288,13 @@ class _Part:
             self._copy(low, high)
 
     def _accumulate(self, low: int, high: int, gradient: Any) -> None:
-        slots = self._slots.part(low, high)
+        slots = self._slots.of_range(low, high)
         np.add(slots[GRADIENT_SUM], move_like(gradient, slots[GRADIENT_SUM]), out=slots[GRADIENT_SUM])
         self._rule.average(self.arena.values[low:high], slots)
         self._copy(low, high)
 
     def _form_mean(self, low: int, high: int, gradient: Any) -> None:
-        np.add(gradient, move_like(self._slots.part(low, high)[GRADIENT_SUM], gradient), out=gradient)
+        np.add(gradient, move_like(self._slots.of_range(low, high)[GRADIENT_SUM], gradient), out=gradient)
         np.divide(gradient, self._mean, out=gradient)
 
     def _copy(self, low: int, high: int) -> None:
@@ -320,8 +316,8 @@ class _Part:
             self.squares[self._spans[0][2]] += float(gradient.dot(gradient))
             return
         for begin, end, name in _inside(self._spans, low, high):
-            piece = gradient[begin:end]
-            self.squares[name] += float(piece.dot(piece))
+            part = gradient[begin:end]
+            self.squares[name] += float(part.dot(part))
 
     def take_kept(self, scales: Mapping[str, float]) -> None:
         """Take what was kept, as `take` does, times the scale of each variable where this is an update."""

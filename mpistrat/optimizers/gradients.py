@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,15 +11,12 @@ from ..comm.arrays import array_module, as_array, is_gpu, on_device_of
 from ..errors import explain
 from ..types import IndexedSlices
 from ..variables.memory import move_like
-from ..variables.variable import explain_foreign
+from ..variables.variable import Variable, explain_foreign
 
-if TYPE_CHECKING:
-    from ..variables.variable import Variable
-
-__all__ = ["check_variables", "checked", "place_gradients"]
+__all__ = ["Pairs", "check_variables", "checked", "load_gradients"]
 
 _FUNCTION = "apply_gradients"
-Pairs = Sequence[tuple[Any, "Variable"]]
+Pairs = Sequence[tuple[Any, Variable]]
 
 
 def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[str]]:
@@ -50,7 +47,7 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[s
     return list(chosen.values()), left_out
 
 
-def place_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
+def load_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
     """Lay the local replicas' gradients into the arenas; those that lie there stay.
 
     Args:
@@ -70,7 +67,7 @@ def place_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
             if gradient is not None:
                 target = variable.gradient(replica)
                 if gradient is not target:
-                    _place(gradient, target, variable)
+                    _load(gradient, target, variable)
 
 
 def checked(gradient: Any, variable: Variable) -> Any:
@@ -90,7 +87,7 @@ def checked(gradient: Any, variable: Variable) -> Any:
     return array
 
 
-def _place(gradient: Any, target: Any, variable: Variable) -> None:
+def _load(gradient: Any, target: Any, variable: Variable) -> None:
     array = checked(gradient, variable)
     if isinstance(array, IndexedSlices):
         _scatter(array, target)

@@ -7,17 +7,15 @@ import re
 from abc import ABC
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
 from ..errors import explain
 from ..variables.sharded_variable import each_variable
 from ..variables.values import checksum
+from ..variables.variable import Variable
 from .schedules import LearningRateSchedule
-
-if TYPE_CHECKING:
-    from ..variables.variable import Variable
 
 __all__ = ["AVERAGE", "GRADIENT_SUM", "OWN", "Hyperparameters", "Rate", "Settings", "SettingsButDecay"]
 

@@ -17,7 +17,7 @@ from ..comm.dtypes import accumulation_dtype
 from ..cross_device.arena import BLOCK
 from ..cross_device.arithmetic import combine
 from ..errors import explain
-from .block_update import BlockUpdate
+from .rule import BlockUpdate
 
 if TYPE_CHECKING:
     from .optimizer import Optimizer

@@ -7,7 +7,7 @@ import weakref
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -18,14 +18,12 @@ from ..errors import ContextError, explain
 from ..variables.placement import ORDINAL_STEP
 from ..variables.sharded_variable import ShardedVariable, each_variable
 from ..variables.values import checksum
+from ..variables.variable import Variable
 from .fused_step import FusedStep
 from .gradients import check_variables
-from .hyperparameters import AVERAGE, GRADIENT_SUM, OWN, Hyperparameters, Rate
+from .hyperparameters import AVERAGE, GRADIENT_SUM, OWN, Rate
+from .rule import Block, Rule, UpdateRun
 from .slots import SlotStore
-from .step import Step
-
-if TYPE_CHECKING:
-    from ..variables.variable import Variable
 
 __all__ = ["OWN", "Optimizer", "find", "known", "register"]
 
@@ -44,7 +42,7 @@ class _Pairs:
         self.pairs = pairs
 
 
-class Optimizer(Hyperparameters):
+class Optimizer(Rule):
     """Updates variables by their gradients. Subclass it to bring a rule of your own: `__init__` and `update`.
 
     An update works on flat blocks, element by element, so that it may be done on any part of any variable: each rank of a
@@ -118,7 +116,7 @@ class Optimizer(Hyperparameters):
         self._variables: list[Variable] = []
         self._strategy: Any = None
         self._ordinal: int
-        self._steps: dict[tuple[int, ...], Step] = {}
+        self._steps: dict[tuple[int, ...], UpdateRun] = {}
         self.learning_rate = learning_rate
 
     def _count(self) -> None:
@@ -162,6 +160,10 @@ class Optimizer(Hyperparameters):
             rate: the learning rate.
             scratch: two flat arrays of the same dtype, at least as large.
         """
+
+    def update_block(self, block: Block) -> None:
+        """Update a block: what a step calls. It calls `update` with the block's fields."""
+        self.update(*block)
 
     # who it is
 
@@ -244,7 +246,7 @@ class Optimizer(Hyperparameters):
             if len(self._steps) >= _KEPT_STEPS:
                 self._steps.clear()
             step = self._steps[key] = self._new_step(strategy, replicas[0])
-        step.place(replicas, key)
+        step.load(replicas, key)
         step.run(aggregate)
         self._iterations += 1
 
@@ -266,23 +268,21 @@ class Optimizer(Hyperparameters):
         """Return whether it serves no other strategy."""
         return self._strategy is None or self._strategy is strategy
 
-    def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> Step:
+    def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> UpdateRun:
         chosen, left_out = check_variables(strategy, pairs)
         self.join(strategy)
         known = set(map(id, self._variables))
         new = [variable for variable in chosen if id(variable) not in known]
-        make = chosen[0].placement.make_step
-        step: Step = make(self, chosen) if make else FusedStep(self, strategy, chosen, left_out, self._slots)
+        placement = chosen[0].placement
+        if placement.make_step is not None:
+            step: UpdateRun = placement.make_step(self, chosen)
+        else:
+            step = FusedStep(self, strategy, chosen, left_out, self._slots, self.number_in(placement))
         self._variables.extend(new)
         self._slots.fill_pending(new)
         return step
 
     # state
-
-    @property
-    def slot_start(self) -> float:
-        """The value of every slot of the rule before the first step."""
-        return self._slot_start
 
     def finalize_variable_values(self, var_list: Iterable[Variable | ShardedVariable]) -> None:
         """Overwrite variables with the averages of their weights, at the end of training with `use_ema`. Collective.

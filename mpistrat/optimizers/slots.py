@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -11,13 +11,11 @@ from ..comm.arrays import array_module, as_array, on_device_of, to_host
 from ..comm.dtypes import accumulation_dtype
 from ..cross_device.arena import BLOCK
 from ..errors import explain
+from ..variables.arena import Arena
 from ..variables.memory import move_like
+from ..variables.variable import Variable
 from .hyperparameters import AVERAGE, GRADIENT_SUM
-
-if TYPE_CHECKING:
-    from ..variables.arena import Arena
-    from ..variables.variable import Variable
-    from .optimizer import Optimizer
+from .rule import Rule
 
 __all__ = ["ArenaSlots", "SlotStore", "owners"]
 
@@ -62,7 +60,7 @@ class ArenaSlots:
                 self._kept = array_module(block).empty(self.high - self.low, block.dtype)
         return self._kept
 
-    def part(self, low: int, high: int) -> dict[str, Any]:
+    def of_range(self, low: int, high: int) -> dict[str, Any]:
         """Return the slots of elements [low, high) of the arena, which this rank must own."""
         base = self.low
         return {name: array[low - base : high - base] for name, array in self.arrays.items()}
@@ -76,7 +74,7 @@ class SlotStore:
         pending: slots of variables that the optimizer has not met yet, by name of variable.
     """
 
-    def __init__(self, owner: Optimizer) -> None:
+    def __init__(self, owner: Rule) -> None:
         self.names, self.start, self._owner = owner.slot_names, owner.slot_start, owner
         self.pending: dict[str, dict[str, Any]] = {}
         self._arenas: dict[Arena, ArenaSlots] = {}
@@ -101,7 +99,7 @@ class SlotStore:
             for name in self.names:
                 whole = np.zeros(variable.size, accumulation_dtype(arena.dtype))
                 for begin, end in mine:
-                    whole[begin - low : end - low] = to_host(self.of(arena).part(begin, end)[name])
+                    whole[begin - low : end - low] = to_host(self.of(arena).of_range(begin, end)[name])
                 for root, (begin, end) in zip(owners(arena), arena.bounds(), strict=True):
                     begin, end = max(begin, low), min(end, high)
                     if begin < end:
@@ -131,7 +129,7 @@ class SlotStore:
                 raise ValueError(explain("Optimizer.set_slots", variable.name, expected=expected, got=got))
             flat = array.reshape(-1)
             for begin, end in arena.owned([(low, low + variable.size)]):
-                target = self.of(arena).part(begin, end)[name]
+                target = self.of(arena).of_range(begin, end)[name]
                 target[...] = move_like(flat[begin - low : end - low], target)
 
     def fill_pending(self, variables: Iterable[Variable]) -> None:

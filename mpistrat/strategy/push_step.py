@@ -12,7 +12,7 @@ from ..comm.arrays import to_host
 from ..distributed_values import DistributedValues, PerReplica
 from ..errors import explain
 from ..optimizers.gradients import checked
-from ..optimizers.step import Step
+from ..optimizers.rule import UpdateRun
 from ..parameter_server.access import WorkerAccess
 from ..parameter_server.parameter_server_variable import ParameterServerVariable
 from ..parameter_server.transport import sum_duplicate_rows
@@ -27,7 +27,7 @@ __all__ = ["PushStep"]
 
 
 @final
-class PushStep(Step):
+class PushStep(UpdateRun):
     """The step of one optimizer on one set of variables, on a worker. Nothing in it waits for other workers."""
 
     def __init__(
@@ -58,8 +58,8 @@ class PushStep(Step):
         """Say again which optimizer it is, after its numbers have changed."""
         self._key = optimizer_key(self._optimizer)
 
-    def place(self, replicas: Sequence[Sequence[tuple[Any, Any]]], key: tuple[int, ...]) -> None:
-        """Take the gradients that the local replicas handed over. Arguments as `place_gradients`."""
+    def load(self, replicas: Sequence[Sequence[tuple[Any, Any]]], key: tuple[int, ...]) -> None:
+        """Take the gradients that the local replicas handed over. Arguments as `load_gradients`."""
         self._replicas = replicas
 
     def run(self, aggregate: bool) -> None:

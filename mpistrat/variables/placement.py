@@ -39,7 +39,7 @@ class Placement:
         world: all ranks of the strategy, where not all replicas step together.
         make: returns a variable and where this rank stores its initial value; collective over `creators`, inside a
             collective. Default: in the arenas.
-        make_step: takes an optimizer and variables, and returns an `optimizers.step.Step`; default a `FusedStep`.
+        make_step: takes an optimizer and variables, and returns an `optimizers.rule.UpdateRun`; default a `FusedStep`.
         ordinals: counts the optimizers that are made in the strategy's scope, where the ranks must have one name for each.
         numbers: knows the numbers of optimizers in files, where ranks meet optimizers in different orders: `of(optimizer)`,
             and `named(names)`, for files that have none.

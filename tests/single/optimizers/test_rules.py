@@ -145,6 +145,18 @@ def test_a_rule_of_ones_own():
     assert (optimizer.slots(w)["count"] == 4.0).all()
 
 
+@pytest.mark.parametrize("rule", ["SGD", "Adam", "AdamW", "Adagrad", "RMSProp"])
+def test_update_with_its_documented_arguments(rule):
+    """Called directly, as a rule of one's own may do with another rule, it changes weights and slots in place."""
+    optimizer = getattr(ms.optimizers, rule)(0.1)
+    weights, gradient = np.ones(3), np.full(3, 2.0)
+    slots = {name: np.full(3, optimizer.slot_start) for name in optimizer.slot_names}
+    optimizer.update(gradient, weights, slots, 1, 0.1, [np.empty(3), np.empty(3)])
+    # At the first step: 1 - 0.1 * 2; Adam's step is the rate; 0.1 * 2 / sqrt(0.1 + 4); 0.1 * 2 / sqrt(0.1 * 4).
+    expected = {"SGD": 0.8, "Adam": 0.9, "AdamW": 0.9, "Adagrad": 1 - 0.2 / 4.1**0.5, "RMSProp": 1 - 0.2 / 0.4**0.5}
+    np.testing.assert_allclose(weights, expected[rule], rtol=1e-6)
+
+
 def test_spellings():
     assert ms.optimizers.RMSprop is ms.optimizers.RMSProp
     assert ms.optimizers.Momentum(0.1).momentum == 0.9

@@ -1,0 +1,163 @@
+"""An optimizer's rule, apart from who applies it: what a block of weights is, and what every step does on one.
+
+`Optimizer` is the front door; the fused step of arenas and the updates of a parameter server work on blocks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from ..comm.dtypes import accumulation_dtype
+from .gradients import Pairs
+from .hyperparameters import AVERAGE, Hyperparameters
+
+__all__ = ["Block", "BlockUpdate", "Rule", "UpdateRun"]
+
+
+class Block(NamedTuple):
+    """A block of weights and what a rule needs to update it in place; the fields are the arguments of `Optimizer.update`."""
+
+    gradient: Any
+    weights: Any
+    slots: Mapping[str, Any]
+    step: int
+    rate: float
+    scratch: Sequence[Any]
+
+
+class Rule(Hyperparameters):
+    """How a block of weights is updated by its gradient, with which numbers.
+
+    Attributes:
+        slot_names: what is kept for each weight between steps.
+    """
+
+    slot_names: tuple[str, ...]
+    _slot_start: float
+
+    @property
+    def slot_start(self) -> float:
+        """The value of every slot of the rule before the first step."""
+        return self._slot_start
+
+    @abstractmethod
+    def update_block(self, block: Block) -> None:
+        """Update the weights and slots of a block in place; the gradient may be overwritten."""
+
+
+class UpdateRun(ABC):
+    """The step of one optimizer on one set of variables, as a strategy takes it: made at the first one, used at every other.
+
+    Attributes:
+        strategy: whose variables they are; opaque.
+    """
+
+    strategy: Any
+
+    @abstractmethod
+    def describe(self) -> None:
+        """Say again what the optimizer is, after its numbers have changed."""
+
+    @abstractmethod
+    def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
+        """Take the gradients that the local replicas handed over.
+
+        Args:
+            replicas: each local replica's gradients and variables.
+            key: tells one set of variables from another.
+        """
+
+    @abstractmethod
+    def run(self, aggregate: bool) -> None:
+        """Take the step; in cross-replica context. Collective over the replicas in sync.
+
+        Args:
+            aggregate: whether gradients are summed over the replicas; else they are equal on all already.
+        """
+
+
+@final
+class BlockUpdate:
+    """Updates blocks of one dtype: decay, clipping by value, the rule, averages. 16-bit weights are widened, and rounded once.
+
+    Args:
+        rule: what is common to all blocks.
+        dtype: of the weights.
+        scratch: four flat arrays of the dtype in which gradients are summed, at least as large as a block.
+
+    Attributes:
+        block: the last of them, for the caller's use: a block of gradients.
+        narrow: whether weights are widened.
+    """
+
+    def __init__(self, rule: Rule, dtype: np.dtype, scratch: Sequence[Any]) -> None:
+        *self._scratch, self._wide, self.block = scratch
+        self._rule = rule
+        self.narrow = accumulation_dtype(dtype) != dtype
+        self._step, self._rate = 0, 0.0
+        self._revision = -1  # of the rule, when its limit was looked at
+        self._limit: float | None = None
+        self._momentum: float | None = None  # of the averages, None where there are none
+        self._overwrites = False
+
+    def begin(self, step: int, rate: float) -> None:
+        """Set what is the same for all blocks of a step."""
+        self._step, self._rate = step, rate
+        rule = self._rule
+        if rule.revision != self._revision:
+            self._revision, self._limit = rule.revision, rule.clipvalue
+        if rule.use_ema:
+            self._momentum = rule.ema_momentum if step > 1 else 0.0
+            often = rule.ema_overwrite_frequency
+            self._overwrites = often is not None and step % often == 0
+
+    def update(
+        self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Iterable[tuple[int, int, float]]
+    ) -> None:
+        """Update a block of weights and its slots in place; the gradient is overwritten.
+
+        Args:
+            target: flat array of the weights.
+            gradient: flat array of their size, of the dtype in which gradients are summed.
+            slots: flat arrays like it.
+            decays: which elements [low, high) of the block decay, and by what, times the rate.
+        """
+        weights = self._widened(target)
+        for low, high, decay in decays:
+            decaying = weights[low:high]
+            np.multiply(decaying, 1 - decay * self._rate, out=decaying)
+        if self._limit is not None:
+            np.clip(gradient, -self._limit, self._limit, out=gradient)
+        self._rule.update_block(Block(gradient, weights, slots, self._step, self._rate, self._scratch))
+        if self._momentum is not None:
+            self._average(weights, slots[AVERAGE], self._momentum)
+        if self.narrow:
+            target[...] = weights
+
+    def average(self, target: Any, slots: Mapping[str, Any]) -> None:
+        """Do for a block that is not updated in this step what belongs to the averages of its weights."""
+        if self._momentum is not None:
+            weights = self._widened(target)
+            self._average(weights, slots[AVERAGE], self._momentum)
+            if self.narrow and self._overwrites:
+                target[...] = weights
+
+    def _widened(self, target: Any) -> Any:
+        if not self.narrow:
+            return target
+        weights = self._wide[: target.size]
+        weights[...] = target
+        return weights
+
+    def _average(self, weights: Any, average: Any, momentum: float) -> None:
+        """average = momentum * average + (1 - momentum) * weights; the weights become it where that is due."""
+        work = self._scratch[0][: weights.size]
+        np.multiply(weights, 1 - momentum, out=work)
+        np.multiply(average, momentum, out=average)
+        np.add(average, work, out=average)
+        if self._overwrites:
+            weights[...] = average

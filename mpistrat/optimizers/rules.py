@@ -1,0 +1,305 @@
+"""The update rules: SGD, Adam, AdamW, Adagrad and RMSProp, each one function on a block."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from .hyperparameters import Rate, Settings, SettingsButDecay
+from .optimizer import Optimizer
+from .rule import Block
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Momentum", "RMSProp"]
+
+
+class _OwnRule(Optimizer):
+    """An Optimizer whose rule takes a block as one argument."""
+
+    @abstractmethod
+    def update_block(self, block: Block) -> None: ...
+
+    def update(
+        self,
+        gradient: Any,
+        weights: Any,
+        slots: Mapping[str, Any],
+        step: int,
+        rate: float,
+        scratch: Sequence[Any],
+    ) -> None:
+        """Update a block of weights and slots in place, and overwrite the gradient."""
+        self.update_block(Block(gradient, weights, slots, step, rate, scratch))
+
+
+@final
+class SGD(_OwnRule):
+    """w -= rate * g; with momentum m = momentum * m - rate * g and w += m; Nesterov: w += momentum * m - rate * g.
+
+    Args:
+        learning_rate: a number, a schedule or a callable.
+        momentum: 0 ≤ momentum.
+        nesterov: look ahead by one step.
+        settings: those that all have in common, by name; see `Optimizer`.
+
+    Raises:
+        ValueError: momentum is negative.
+
+    Source: keras.optimizers.SGD of Keras 3; Sutskever et al., http://proceedings.mlr.press/v28/sutskever13.pdf.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self.momentum = self._at_least_zero("momentum", momentum)
+        self.nesterov = bool(nesterov)
+        super().__init__(learning_rate, slot_names=("momentum",) if momentum else (), **settings)
+
+    def update_block(self, block: Block) -> None:
+        gradient, weights, slots, _, rate, scratch = block
+        np.multiply(gradient, rate, out=gradient)
+        if not self.momentum:
+            np.subtract(weights, gradient, out=weights)
+            return
+        momentum = slots["momentum"]
+        np.multiply(momentum, self.momentum, out=momentum)
+        np.subtract(momentum, gradient, out=momentum)
+        if self.nesterov:
+            ahead = scratch[0][: gradient.size]
+            np.multiply(momentum, self.momentum, out=ahead)
+            np.subtract(ahead, gradient, out=ahead)
+            np.add(weights, ahead, out=weights)
+        else:
+            np.add(weights, momentum, out=weights)
+
+
+def Momentum(
+    learning_rate: Rate = 0.01,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    **settings: Unpack[Settings],
+) -> SGD:
+    """Return SGD with momentum, in Keras's form (TF: MomentumOptimizer).
+
+    Args:
+        learning_rate, momentum, nesterov, settings: as for `SGD`.
+
+    Example:
+        >>> Momentum(0.1).slot_names
+        ('momentum',)
+    """
+    named: Settings = {"name": "momentum", **settings}
+    return SGD(learning_rate, momentum, nesterov, **named)
+
+
+class _Adam(_OwnRule):
+    """What Adam and AdamW share: everything but the default of the weights' decay."""
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self.beta_1 = self._fraction("beta_1", beta_1)
+        self.beta_2 = self._fraction("beta_2", beta_2)
+        self.epsilon = float(epsilon)
+        self.amsgrad = bool(amsgrad)
+        kept = ("momentum", "velocity", "velocity_hat") if amsgrad else ("momentum", "velocity")
+        super().__init__(learning_rate, slot_names=kept, **settings)
+
+    def update_block(self, block: Block) -> None:
+        """Take twelve passes over the block, AMSGrad thirteen."""
+        gradient, weights, slots, step, rate, scratch = block
+        momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
+        alpha = rate * math.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
+        np.subtract(gradient, momentum, out=work)
+        np.multiply(work, 1 - self.beta_1, out=work)
+        np.add(momentum, work, out=momentum)
+        np.multiply(gradient, gradient, out=gradient)
+        np.subtract(gradient, velocity, out=gradient)
+        np.multiply(gradient, 1 - self.beta_2, out=gradient)
+        np.add(velocity, gradient, out=velocity)
+        if "velocity_hat" in slots:
+            velocity = np.maximum(slots["velocity_hat"], velocity, out=slots["velocity_hat"])
+        np.sqrt(velocity, out=gradient)
+        np.add(gradient, self.epsilon, out=gradient)
+        np.multiply(momentum, alpha, out=work)
+        np.divide(work, gradient, out=work)
+        np.subtract(weights, work, out=weights)
+
+
+@final
+class Adam(_Adam):
+    """m += (g - m) * (1 - beta_1); v += (g² - v) * (1 - beta_2); w -= m * alpha / (sqrt(v) + epsilon).
+
+    At step t, counted from 1, alpha = rate * sqrt(1 - beta_2 ** t) / (1 - beta_1 ** t).
+
+    Args:
+        learning_rate: a number, a schedule or a callable.
+        beta_1, beta_2: how much of m and of v is kept at each step; at least 0, less than 1.
+        epsilon: keeps the divisor from zero.
+        amsgrad: divide by the root of the largest v so far.
+        settings: those that all have in common, by name; see `Optimizer`.
+
+    Raises:
+        ValueError: beta_1 or beta_2 is out of range.
+
+    Source: keras.optimizers.Adam of Keras 3; Kingma and Ba, https://arxiv.org/abs/1412.6980.
+    """
+
+
+@final
+class AdamW(_Adam):
+    """Adam after w -= w * weight_decay * rate.
+
+    Args:
+        learning_rate: a number, a schedule or a callable.
+        weight_decay: how much of each weight is lost at a step, times the rate.
+        beta_1, beta_2, epsilon, amsgrad: as for `Adam`.
+        settings: the others that all have in common, by name; see `Optimizer`.
+
+    Raises:
+        ValueError: weight_decay is negative; beta_1 or beta_2 is out of range.
+
+    Source: keras.optimizers.AdamW of Keras 3; Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        weight_decay: float | None = 0.004,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        **settings: Unpack[SettingsButDecay],
+    ) -> None:
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, amsgrad, weight_decay=weight_decay, **settings)
+
+
+@final
+class Adagrad(_OwnRule):
+    """a += g²; w -= rate * g / sqrt(a + epsilon).
+
+    Args:
+        learning_rate: a number, a schedule or a callable.
+        initial_accumulator_value: of a; not negative.
+        epsilon: keeps the divisor from zero.
+        settings: those that all have in common, by name; see `Optimizer`.
+
+    Raises:
+        ValueError: initial_accumulator_value is negative.
+
+    Source: keras.optimizers.Adagrad of Keras 3; Duchi et al., http://www.jmlr.org/papers/volume12/duchi11a/duchi11a.pdf.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        initial_accumulator_value: float = 0.1,
+        epsilon: float = 1e-7,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self.initial_accumulator_value = self._at_least_zero("initial_accumulator_value", initial_accumulator_value)
+        self.epsilon = float(epsilon)
+        super().__init__(
+            learning_rate,
+            slot_names=("accumulator",),
+            slot_start=self.initial_accumulator_value,
+            **settings,
+        )
+
+    def update_block(self, block: Block) -> None:
+        gradient, weights, slots, _, rate, scratch = block
+        work, accumulator = scratch[0][: gradient.size], slots["accumulator"]
+        np.multiply(gradient, gradient, out=work)
+        np.add(accumulator, work, out=accumulator)
+        np.add(accumulator, self.epsilon, out=work)
+        np.sqrt(work, out=work)
+        np.multiply(gradient, rate, out=gradient)
+        np.divide(gradient, work, out=work)
+        np.subtract(weights, work, out=weights)
+
+
+@final
+class RMSProp(_OwnRule):
+    """v = rho * v + (1 - rho) * g²; w -= rate * g / sqrt(v + epsilon).
+
+    Args:
+        learning_rate: a number, a schedule or a callable.
+        rho: how much of v is kept at each step.
+        momentum: if not 0, the step is m = momentum * m + rate * g / sqrt(v + epsilon).
+        epsilon: keeps the divisor from zero.
+        centered: divide by the root of the variance instead: v less the square of the gradient's own mean.
+        settings: those that all have in common, by name; see `Optimizer`.
+
+    Raises:
+        ValueError: momentum is negative.
+
+    Source: keras.optimizers.RMSprop of Keras 3; Hinton's lecture 6,
+    http://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        rho: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-7,
+        centered: bool = False,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self.rho = float(rho)
+        self.momentum = self._at_least_zero("momentum", momentum)
+        self.epsilon = float(epsilon)
+        self.centered = bool(centered)
+        slots = ["velocity"]
+        if self.momentum:
+            slots.append("momentum")
+        if self.centered:
+            slots.append("average_gradient")
+        super().__init__(learning_rate, slot_names=tuple(slots), **settings)
+
+    def update_block(self, block: Block) -> None:
+        gradient, weights, slots, _, rate, scratch = block
+        work, velocity = scratch[0][: gradient.size], slots["velocity"]
+        np.multiply(gradient, gradient, out=work)
+        self._average(velocity, work)
+        if self.centered:
+            mean = slots["average_gradient"]
+            np.copyto(work, gradient)
+            self._average(mean, work)
+            np.multiply(mean, mean, out=work)
+            np.subtract(velocity, work, out=work)
+            np.add(work, self.epsilon, out=work)
+        else:
+            np.add(velocity, self.epsilon, out=work)
+        np.sqrt(work, out=work)
+        np.multiply(gradient, rate, out=gradient)
+        np.divide(gradient, work, out=gradient)
+        if self.momentum:
+            momentum = slots["momentum"]
+            np.multiply(momentum, self.momentum, out=momentum)
+            np.add(momentum, gradient, out=momentum)
+            gradient = momentum
+        np.subtract(weights, gradient, out=weights)
+
+    def _average(self, average: Any, work: Any) -> None:
+        """average = rho * average + (1 - rho) * work; overwrites work."""
+        np.multiply(average, self.rho, out=average)
+        np.multiply(work, 1 - self.rho, out=work)
+        np.add(average, work, out=average)
