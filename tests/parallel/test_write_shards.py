@@ -142,3 +142,24 @@ def test_ranks_that_disagree_are_told(mpi_tmp_path):
         with ShardWriter(mpi_tmp_path, comm=comm) as writer:
             writer.write({"x": np.zeros(3, dtype)})
     check_nothing_new(comm, mpi_tmp_path, [])
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_table_whose_column_changes_its_kind_on_one_rank(mpi_tmp_path):
+    from mpi4py import MPI
+
+    from mpistrat.cli.main import main
+    from mpistrat.data import HDF5Dataset
+
+    comm = MPI.COMM_WORLD
+    count = 200_001
+    b = [str(i % 7) for i in range(count)]
+    b[150_000] = "0.5"
+    if comm.rank == 0:
+        (mpi_tmp_path / "t.csv").write_text("a,b\n" + "".join(f"{i},{cell}\n" for i, cell in enumerate(b)))
+    comm.Barrier()
+    assert main(["shards", "write", str(mpi_tmp_path / "set"), str(mpi_tmp_path / "t.csv")]) == 0
+    found = HDF5Dataset(mpi_tmp_path / "set", verify=True).rows(range(count))
+    assert np.array_equal(found["a"], np.arange(count))
+    assert found["b"].tolist() == list(map(float, b))
+    comm.Barrier()

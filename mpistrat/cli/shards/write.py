@@ -113,16 +113,19 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             got = f"one, {manifest_path(pattern)}"
             raise ValueError(explain("shards write", "TARGET", expected="no set there", got=got, remedy=remedy))
         source = open_source(asked)
-    settings = ShardSettings(
-        args.rows_per_shard, args.bytes_per_shard, args.layout, args.compression, chunk_rows=args.chunk_rows,
-        attributes=source.attributes,
-    )  # fmt: skip
-    writer = SetWriter("shards write", args.target, settings, ranks.comm)
     first, stop = block(source.rows, ranks.size, ranks.rank)
+
+    def new_writer() -> SetWriter:
+        settings = ShardSettings(
+            args.rows_per_shard, args.bytes_per_shard, args.layout, args.compression, chunk_rows=args.chunk_rows,
+            attributes=source.attributes,
+        )  # fmt: skip
+        return SetWriter("shards write", args.target, settings, ranks.comm, rows=stop - first)
+
     what = "writing" if ranks.size == 1 else "writing (rank 0)"
-    with Meter(what, stop - first, "rows", silent=ranks.rank > 0) as meter, writer:
+    with Meter(what, stop - first, "rows", silent=ranks.rank > 0) as meter:
         text = args.layout == "chunked" or (args.layout is None and args.compression is not None)
-        convert(source, writer, asked.dtypes, meter.advance, text=text)
+        writer = convert(source, new_writer, asked.dtypes, meter.advance, ranks, text=text)
     if ranks.rank == 0:
         paths = writer.paths
         size, seconds = sum(path.stat().st_size for path in paths), time.perf_counter() - started

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from ... import partition
+from ...comm.agree import Ranks
 from ...errors import explain
 from .columns import Columns
 from .set_writer import SetWriter
 from .sources.image_folder import ImageFolder
 from .sources.numpy_files import NpyFiles, NpzFile
-from .sources.source import Source, bad_input
+from .sources.source import PresumptionError, Source, bad_input
 from .sources.table import Table
 
 __all__ = ["Conversion", "convert", "open_source"]
@@ -99,24 +100,51 @@ def open_source(asked: Conversion) -> Source:
 
 def convert(
     source: Source,
-    writer: SetWriter,
+    new_writer: Callable[[], SetWriter],
     dtypes: Mapping[str, np.dtype[Any]],
     progress: Callable[[int], None],
+    ranks: Ranks,
     *,
     text: bool,
-) -> None:
-    """Write this rank's part of a source's rows: a contiguous block of them.
+) -> SetWriter:
+    """Write a source's rows, each rank a contiguous block of them, and return the writer, closed. Collective.
+
+    Where rows are of another kind than was presumed, all is looked at, and written anew.
 
     Args:
         source: the rows.
-        writer: takes them.
+        new_writer: makes what takes them; collective, and called once more where the rows are written anew.
         dtypes: dtypes that fields are converted to; `object` for text.
-        progress: is called with the number of rows of every piece.
+        progress: is called with the number of rows of every piece, and with what was written in vain, negative.
+        ranks: who writes.
         text: whether the shards can hold text.
 
     Raises:
         ValueError: for values that a dtype does not hold, and text where there can be none.
+        ShardError: when the files are damaged, or another rank failed.
     """
+    while True:
+        writer = new_writer()
+        before = done = 0
+        try:
+            with writer:
+                for done in _write_block(source, writer, dtypes, text=text):
+                    progress(done - before)
+                    before = done
+            return writer
+        except BaseException as error:  # on every rank: leaving the writer sees to that
+            if not source.presumed or not any(ranks.exchange("late" * isinstance(error, PresumptionError))):
+                raise
+        progress(-done)
+        with ranks.together():
+            source.settle()
+
+
+def _write_block(
+    source: Source, writer: SetWriter, dtypes: Mapping[str, np.dtype[Any]], *, text: bool
+) -> Iterator[int]:
+    """Write this rank's rows, and yield how many are written after each piece."""
+    rows = 0
     for piece in _converted(source.pieces(*partition.block(source.rows, writer.ranks.size, writer.ranks.rank)), dtypes):
         found = [name for name, array in piece.items() if array.dtype.kind in "UO"]
         if found and not text:
@@ -125,7 +153,8 @@ def convert(
                 explain("shards write", "--layout", expected="chunked for text", got=f"text in {found}", remedy=remedy)
             )
         writer.write(piece, "shards write", "INPUT")
-        progress(len(next(iter(piece.values()))))
+        rows += len(next(iter(piece.values())))
+        yield rows
 
 
 def _converted(pieces: Iterator[Columns], dtypes: Mapping[str, np.dtype[Any]]) -> Iterator[Columns]:

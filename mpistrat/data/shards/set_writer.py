@@ -57,9 +57,17 @@ class SetWriter:
         function: what the user called, for errors; methods get it with what the user's argument is called.
         target, comm: as `ShardWriter` says.
         settings: the other arguments.
+        rows: how many this rank will write, where that is known: then its last shard is written once.
     """
 
-    def __init__(self, function: str, target: PathLike, settings: ShardSettings, comm: MPI.Intracomm | None) -> None:
+    def __init__(
+        self,
+        function: str,
+        target: PathLike,
+        settings: ShardSettings,
+        comm: MPI.Intracomm | None,
+        rows: int | None = None,
+    ) -> None:
         self._function = function
         self.ranks = Ranks(given_comm(comm, function), function)
         with self.ranks.together():
@@ -74,6 +82,7 @@ class SetWriter:
         self._pending: list[Columns] = []  # pieces that wait for more
         self._pending_rows: list[dict[str, Any]] = []  # single rows that came behind them
         self._pending_bytes = 0
+        self._rows_to_come = rows
         self._aside: Path | None = None
         self._shard: NewShard | None = None
         self._files: list[tuple[Path, ShardEntry]] = []
@@ -151,7 +160,9 @@ class SetWriter:
         elif not self._closed:
             self._closed = True
             try:
-                self.ranks.exchange(f"{type(error).__name__}: {error}")  # the others wait in `close`
+                self.ranks.exchange(
+                    f"{type(error).__name__}\n{str(error) or repr(error)}"
+                )  # the others wait in `close`
             finally:
                 self._discard()
 
@@ -204,7 +215,7 @@ class SetWriter:
         self._failed = True  # until it is done: a set with rows missing must not come out
         while start < stop:
             if self._shard is None:
-                self._shard = self._open_shard(self._capacity())
+                self._shard = self._open_shard(self._expected_rows())
             start = self._shard.append(columns, start, stop, self._limit())
             if self._shard.full or self._shard.bytes >= (self._limit() or np.inf):
                 self._finish_shard()
@@ -214,6 +225,13 @@ class SetWriter:
         """The most rows of a shard, where that is known."""
         assert self._fields is not None
         return self._settings.rows_of_shard(self._fields)
+
+    def _expected_rows(self) -> int | None:
+        """The most rows of the next shard, where that is known."""
+        capacity, told = self._capacity(), self._rows_to_come
+        if capacity is None or told is None:
+            return capacity
+        return min(capacity, max(1, told - sum(entry.rows for _, entry in self._files)))
 
     def _limit(self) -> int | None:
         """The bytes at which a shard is full, where the bytes of a row are not known."""

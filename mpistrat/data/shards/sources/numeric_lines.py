@@ -10,16 +10,17 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NumericLines"]
+__all__ = ["NumericLines", "NumericReader"]
 
-_CHARACTERS = (string.digits + "+-.eE" + "nNaAiIfF" + " \r\n").encode()  # of numbers, NaN and inf
-_AS_ZEROS = bytes.maketrans(string.digits.encode(), b"0" * 10)
+_CHARACTERS = (string.digits + "+-.eE" + "nNaAiIfF" + " \n").encode()  # of numbers, NaN and inf
+_OTHER = b"x"
 _LONG = b"0" * 19  # an integer that int64 might not hold
+_NEWLINE = ord("\n")
 
 
 @final
-class NumericLines:
-    """What makes lines ready for the C reader.
+class NumericReader:
+    """Tells which lines may hold nothing but numbers.
 
     Args:
         delimiter: between cells.
@@ -27,43 +28,57 @@ class NumericLines:
 
     def __init__(self, delimiter: str) -> None:
         self._delimiter = delimiter
-        plain = delimiter.isascii() and delimiter.encode() not in _CHARACTERS
-        self._legal = _CHARACTERS + delimiter.encode() if plain else b""
+        self._able = delimiter.isascii() and delimiter.encode() not in _CHARACTERS + b"\r" + _OTHER
+        legal = _CHARACTERS + delimiter.encode()
+        kinds = (b"0" if chr(i) in string.digits else bytes([i]) if i in legal else _OTHER for i in range(256))
+        self._characters = b"".join(kinds)
 
-    def lines(self, lines: list[str] | None) -> _Lines | None:
-        """Return lines, none of them empty, as numbers may stand in them; None where something else does."""
-        if lines is None or not self._legal or not lines:
+    def lines(self, data: bytes) -> NumericLines | None:
+        r"""Return lines, each ended by "\n" and none empty, as numbers may stand in them; None where something else does."""
+        if not self._able or not data:
             return None
-        data = "".join(lines).encode()
-        if data.translate(None, self._legal):
+        found = data.translate(self._characters)
+        if _OTHER in found or (_LONG in found and _LONG in found.replace(b"." + _LONG, b".")):
             return None
-        zeros = data.translate(_AS_ZEROS)
-        if _LONG in zeros and _LONG in zeros.replace(b"." + _LONG, b"."):
-            return None
-        return _Lines(lines, self._delimiter)
+        return NumericLines(data, self._delimiter)
 
 
 @final
-class _Lines:
+class NumericLines:
     """Lines that look like numbers."""
 
-    def __init__(self, lines: list[str], delimiter: str) -> None:
-        self._lines = lines
+    def __init__(self, data: bytes, delimiter: str) -> None:
+        self._data = data
         self._delimiter = delimiter
+        characters = np.frombuffer(data, np.uint8)
+        self._ends = (characters == _NEWLINE) | (characters == ord(delimiter))  # of cells
+        self.has_empty_cells = bool(self._ends[0] or (self._ends[1:] & self._ends[:-1]).any())
 
-    def empty_cells(self) -> NDArray[np.int64] | None:
-        """Return how many cells of each column are empty; None where lines have different numbers of cells."""
-        rows = [line.rstrip("\r\n").split(self._delimiter) for line in self._lines]
-        if len({len(cells) for cells in rows}) > 1:
+    def head(self, lines: int) -> NumericLines:
+        """Return the first so many lines, or all if there are fewer."""
+        end = 0
+        for _ in range(lines):
+            end = self._data.find(b"\n", end) + 1
+            if end == len(self._data):
+                return self
+        return NumericLines(self._data[:end], self._delimiter)
+
+    def empty_cells(self, columns: int) -> NDArray[np.int64] | None:
+        """Return how many cells of each column are empty; None where lines have another number of cells."""
+        ends = np.flatnonzero(self._ends)
+        if len(ends) % columns:
             return None
-        return np.array([column.count("") for column in zip(*rows, strict=True)], np.int64)
+        last = ends[columns - 1 :: columns]
+        if len(last) != self._data.count(b"\n") or (np.frombuffer(self._data, np.uint8)[last] != _NEWLINE).any():
+            return None
+        empty = np.diff(ends, prepend=-1) == 1
+        return np.count_nonzero(empty.reshape(-1, columns), axis=0)
 
-    def columns(self, dtypes: Sequence[np.dtype[Any]], filling: str = "") -> list[NDArray[Any]] | None:
+    def columns(self, dtypes: Sequence[np.dtype[Any]], filling: str) -> list[NDArray[Any]] | None:
         """Return each column, with a filling in empty cells; None where a cell is no number of its column's dtype."""
-        lines = self._lines
-        if filling:
-            rows = (line.rstrip("\r\n").split(self._delimiter) for line in lines)
-            lines = [self._delimiter.join(cell or filling for cell in cells) for cells in rows]
+        data = self._filled(filling.encode()) if self.has_empty_cells else self._data
+        lines = data.decode("ascii").split("\n")
+        del lines[-1]  # behind the last newline
         same = len(set(dtypes)) == 1
         dtype = dtypes[0] if same else np.dtype([(f"f{i}", each) for i, each in enumerate(dtypes)])
         try:
@@ -75,3 +90,11 @@ class _Lines:
         if len(found) != len(lines) or (same and found.shape[1] != len(dtypes)):
             return None
         return [found[:, i] if same else found[f"f{i}"] for i in range(len(dtypes))]
+
+    def _filled(self, filling: bytes) -> bytes:
+        cell = self._delimiter.encode()
+        data = self._data
+        for _ in range(2):  # each second one of successive empty cells at a time
+            data = data.replace(cell + cell, cell + filling + cell)
+        data = data.replace(b"\n" + cell, b"\n" + filling + cell).replace(cell + b"\n", cell + filling + b"\n")
+        return filling + data if data.startswith(cell) else data

@@ -11,9 +11,13 @@ import numpy as np
 from ....errors import ShardError, explain
 from ..columns import Columns
 
-__all__ = ["Source", "bad_input", "piece_rows"]
+__all__ = ["PresumptionError", "Source", "bad_input", "piece_rows"]
 
 _PIECE_BYTES = 1 << 23
+
+
+class PresumptionError(Exception):
+    """A later row is of another kind than the first ones."""
 
 
 class Source(ABC):
@@ -29,9 +33,21 @@ class Source(ABC):
     attributes: Mapping[str, Mapping[str, Any]]
     notes: list[str]
 
+    @property
+    def presumed(self) -> bool:
+        """Whether the files were looked at in part only, so that `pieces` may find something else."""
+        return False
+
+    def settle(self) -> None:  # noqa: B027 - where nothing is presumed there is nothing to do
+        """Look at all that is in the files: then nothing is presumed."""
+
     @abstractmethod
     def pieces(self, start: int, stop: int) -> Iterator[Columns]:
-        """Return the rows from `start` to `stop` in pieces."""
+        """Return the rows from `start` to `stop` in pieces.
+
+        Raises:
+            PresumptionError: when the rows are not what was presumed. `settle`, and take all pieces again.
+        """
 
 
 def bad_input(path: object, expected: str, got: object, remedy: str = "") -> ShardError:

@@ -1,62 +1,65 @@
-"""A CSV file as rows: numbers where a column holds nothing else, text elsewhere. Read twice, never held."""
+"""A CSV file as rows: numbers where a column holds nothing else, text elsewhere. Never held as a whole."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import csv
-import functools
+import io
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import Any, BinaryIO, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import explain
 from ..columns import Columns
-from .numeric_lines import NumericLines
-from .source import Source, bad_input
+from .numeric_lines import NumericLines, NumericReader
+from .source import PresumptionError, Source, bad_input
 
 __all__ = ["Table"]
 
-_LINES = 4096  # at a time
+_BLOCK = 1 << 21  # bytes at a time, up to the end of a line
+_FIRST_BLOCK = 1 << 16  # which is read cell by cell
+_LINES = 4096  # at a time where a row may be several lines
+_SAMPLE = 256  # lines of a block that are read to learn what its columns hold
 _INTEGER, _FLOAT, _TEXT = range(3)
 _DTYPES: dict[int, np.dtype[Any]] = {_INTEGER: np.dtype(np.int64), _FLOAT: np.dtype(np.float64)}
 
-_ENDS = ("\n", "\r\n", "\r")
+
+class _Start(NamedTuple):
+    """Where a block starts."""
+
+    offset: int  # in the file; 0, before the header, where a line does not end as the others do
+    line: int  # the lines before it
+    row: int  # the rows before it
 
 
 @final
 class _Block:
-    """Some successive rows of the file.
+    """Some successive rows of the file: either lines, or the cells of rows that may take several lines.
 
-    Args:
-        rows: their lines, or their cells where a quote makes a line more than what stands in it.
-        cells: takes lines apart.
+    Attributes:
+        start: where they begin.
+        rows: how many they are.
     """
 
-    def __init__(self, rows: Any, cells: Callable[[], list[list[str]]] | None = None) -> None:
-        self._rows = rows
-        self._cells = cells
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def lines(self) -> list[str] | None:
-        """The lines, none of them empty; None where there are quotes."""
-        return None if self._cells is None else self._rows
-
-    @property
-    def cells(self) -> list[list[str]]:
-        """The cells of each row."""
-        return self._rows if self._cells is None else self._cells()
+    def __init__(self, start: _Start, data: bytes, cells: list[list[str]] | None) -> None:
+        self.start = start
+        self.data = data
+        self.cells = cells
+        self.lines = b"" if cells is not None else _full_lines(data)
+        self.rows = len(cells) if cells is not None else self.lines.count(b"\n")
 
 
 @final
 class Table(Source):
     """The rows of a CSV file whose first line names the columns.
+
+    What the columns hold is presumed from the first block and some lines of each other block, if all that is in the
+    file may be numbers; then only `pieces` reads every number. Otherwise, and after `settle`, every cell was looked at.
 
     Args:
         path: the file, in UTF-8.
@@ -72,37 +75,43 @@ class Table(Source):
         self._path = path
         self._delimiter = delimiter
         self._array = array
-        with self._open() as (self._header, _, _):
-            pass
-        self._numeric = NumericLines(delimiter)
+        self._header, self._first = self._read_header()
+        self._numeric = NumericReader(delimiter)
         self._names = list(self._header) if names is None else list(names)
         unknown = sorted(set(self._names) - set(self._header))
         if unknown:
             expected = f"columns of {path}: {self._header}"
             raise ValueError(explain("shards write", "--select", expected=expected, got=f"{unknown}"))
         self._places = [self._header.index(name) for name in self._names]
-        self._kinds = {name: _TEXT if name in text else _INTEGER for name in self._names}
-        self._scan()
-        self.attributes: dict[str, Any] = {}
-        numbers = [name for name in self._names if self._kinds[name] != _TEXT]
-        if array is not None:
-            if not numbers:
-                raise bad_input(path, "a column of numbers for --array", f"text in all of {self._names}")
-            self.attributes[array] = {"columns": numbers}
-        self._numbers = numbers if array is not None else []
+        self._text = set(text)
+        self._scan(thoroughly=False)
+
+    @property
+    def presumed(self) -> bool:
+        return bool(self._presumed)
+
+    def settle(self) -> None:
+        self._scan(thoroughly=True)
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[tuple[list[str], TextIO, int]]:
-        """The header, the file behind it, and the number of lines that the header takes."""
+    def _open(self) -> Iterator[BinaryIO]:
         try:
-            with self._path.open(encoding="utf-8-sig", newline="") as file:
-                number, header = next(self._cells(file, 0), (0, []))
-                if not header or "" in header or len(set(header)) != len(header):
-                    got = f"{header}" if header else "nothing"
-                    raise bad_input(self._path, "a first line that names the columns, each differently", got)
-                yield header, file, number
+            with self._path.open("rb") as file:
+                yield file
         except UnicodeDecodeError as error:
             raise bad_input(self._path, "text in UTF-8", error, "Convert it: iconv -f LATIN1 -t UTF-8.") from error
+
+    def _read_header(self) -> tuple[list[str], _Start]:
+        """The header, and where the first row starts."""
+        with self._open() as file:
+            number, header = next(self._cells(_text(file, 0), 0), (0, []))
+        if not header or "" in header or len(set(header)) != len(header):
+            got = f"{header}" if header else "nothing"
+            raise bad_input(self._path, "a first line that names the columns, each differently", got)
+        with self._open() as file:
+            lines = [file.readline(_BLOCK) for _ in range(number)]
+            plain = all(line.endswith(b"\n") for line in lines) and not _odd(b"".join(lines))
+            return header, _Start(file.tell() if plain else 0, number if plain else 0, 0)
 
     def _cells(self, lines: Iterable[str], before: int) -> Iterator[tuple[int, list[str]]]:
         """The number and the cells of each line that is not empty, behind so many others."""
@@ -115,65 +124,91 @@ class Table(Source):
             got = f"line {before + reader.line_num}: {error}"
             raise bad_input(self._path, "a CSV file", got) from error
 
-    def _blocks(self) -> Iterator[_Block]:
-        with self._open() as (header, file, number):
-            while lines := list(itertools.islice(file, _LINES)):
-                if '"' in "".join(lines):  # a cell may go on behind these lines
-                    rows = self._cells(itertools.chain(lines, file), number)
-                    while cells := list(itertools.islice(rows, _LINES)):
-                        yield _Block(self._checked(header, cells))
+    def _blocks(self, start: _Start) -> Iterator[_Block]:
+        with self._open() as file:
+            file.seek(start.offset)
+            while data := file.read(size := _BLOCK if start.row else _FIRST_BLOCK):
+                data = data if len(data) < size else data[: data.rfind(b"\n") + 1]
+                if not (start.offset and data) or b'"' in data or _odd(data):  # a row may go on behind these lines
+                    file.seek(start.offset)
+                    yield from self._blocks_of_cells(file, start)
                     return
-                rest = [line for line in lines if line not in _ENDS]
-                yield _Block(rest, functools.partial(self._cells_of, header, lines, number))
-                number += len(lines)
+                block = _Block(start, data, None)
+                yield block
+                file.seek(start.offset + len(data))
+                start = _Start(file.tell(), start.line + data.count(b"\n"), start.row + block.rows)
 
-    def _cells_of(self, header: list[str], lines: list[str], before: int) -> list[list[str]]:
-        return self._checked(header, self._cells(lines, before))
+    def _blocks_of_cells(self, file: BinaryIO, start: _Start) -> Iterator[_Block]:
+        rows = self._cells(_text(file, start.offset), start.line)
+        if not start.offset:
+            next(rows)  # the header
+        while cells := list(itertools.islice(rows, _LINES)):
+            yield _Block(start, b"", self._checked(cells))
 
-    def _checked(self, header: list[str], rows: Iterable[tuple[int, list[str]]]) -> list[list[str]]:
+    def _cells_of(self, block: _Block) -> list[list[str]]:
+        if block.cells is not None:
+            return block.cells
+        lines = io.StringIO(block.data.decode(), newline="")
+        return self._checked(self._cells(lines, block.start.line))
+
+    def _checked(self, rows: Iterable[tuple[int, list[str]]]) -> list[list[str]]:
         found = []
         for number, cells in rows:
-            if len(cells) != len(header):
+            if len(cells) != len(self._header):
                 got = f"{len(cells)} in line {number}"
                 remedy = "Is the delimiter right? See --delimiter."
-                raise bad_input(self._path, f"{len(header)} cells in every line, as the first has", got, remedy)
+                expected = f"{len(self._header)} cells in every line, as the first has"
+                raise bad_input(self._path, expected, got, remedy)
             found.append(cells)
         return found
 
-    def _scan(self) -> None:
+    def _scan(self, *, thoroughly: bool) -> None:
         """Count the rows, and find out what each column holds."""
+        self._kinds = {name: _TEXT if name in self._text else _INTEGER for name in self._names}
+        self._starts: list[_Start] = []
         self.rows = 0
-        empty = dict.fromkeys(self._names, 0)
-        for block in self._blocks():
-            self.rows += len(block)
-            if self._scan_numbers(block, empty):
-                continue
-            rows = block.cells
-            for name, place in zip(self._names, self._places, strict=True):
-                cells = [line[place] for line in rows]
-                blanks = cells.count("")
-                empty[name] += blanks
-                self._kinds[name] = max(self._kinds[name], _kind([cell for cell in cells if cell]))
+        self._presumed: set[_Start] = set()  # blocks
+        empty = np.zeros(len(self._header), np.int64)  # cells by column
+        for block in self._blocks(self._first):
+            if block.start not in self._starts[-1:]:
+                self._starts.append(block.start)
+            lines = self._numeric.lines(block.lines)
+            if not thoroughly and self.rows and lines is not None and self._look(lines, empty):
+                self._presumed.add(block.start)
+            elif lines is None or not self._look(lines, empty, every=True):
+                self._look_at_cells(self._cells_of(block), empty)
+            self.rows += block.rows
+        if self._presumed and _TEXT in self._kinds.values():
+            self._scan(thoroughly=True)
+            return
         self.notes = []
-        for name in self._names:
-            if empty[name] and self._kinds[name] != _TEXT:
-                self._kinds[name] = _FLOAT
-                cells_ = "cell" if empty[name] == 1 else "cells"
-                self.notes.append(f"column {name!r}: {empty[name]} empty {cells_} became NaN")
-
-    def _scan_numbers(self, block: _Block, empty: dict[str, int]) -> bool:
-        """Count the empty cells, where all cells are numbers of the kinds found so far; False where they are not."""
-        lines = self._numeric.lines(block.lines)
-        if lines is None:
-            return False
-        if lines.columns(self._dtypes()) is not None:
-            return True
-        counts = lines.empty_cells()
-        if counts is None or not counts.any() or lines.columns(self._dtypes(), "0") is None:
-            return False
         for name, place in zip(self._names, self._places, strict=True):
-            empty[name] += int(counts[place])
+            if empty[place] and self._kinds[name] != _TEXT:
+                self._kinds[name] = _FLOAT
+                cells = "cell" if empty[place] == 1 else "cells"
+                self.notes.append(f"column {name!r}: {empty[place]} empty {cells} became NaN")
+        numbers = [name for name in self._names if self._kinds[name] != _TEXT]
+        if self._array is not None and not numbers:
+            raise bad_input(self._path, "a column of numbers for --array", f"text in all of {self._names}")
+        self._numbers = numbers if self._array is not None else []
+        self.attributes = {} if self._array is None else {self._array: {"columns": numbers}}
+
+    def _look(self, lines: NumericLines, empty: NDArray[np.int64], *, every: bool = False) -> bool:
+        """Count the empty cells, where cells are numbers of the kinds found so far; False where they are not.
+
+        Every line is read, or only some of them.
+        """
+        counts = lines.empty_cells(len(self._header)) if lines.has_empty_cells else 0
+        if counts is None or (lines if every else lines.head(_SAMPLE)).columns(self._dtypes(), "0") is None:
+            return False
+        empty += counts
         return True
+
+    def _look_at_cells(self, rows: list[list[str]], empty: NDArray[np.int64]) -> None:
+        for name, place in zip(self._names, self._places, strict=True):
+            cells = [line[place] for line in rows]
+            empty[place] += cells.count("")
+            self._kinds[name] = max(self._kinds[name], _kind([cell for cell in cells if cell]))
 
     def _dtypes(self) -> list[np.dtype[Any]]:
         """What each column of the file is read as, where all cells are numbers."""
@@ -184,12 +219,14 @@ class Table(Source):
         return dtypes
 
     def pieces(self, start: int, stop: int) -> Iterator[Columns]:
-        first = 0
-        for block in self._blocks():
-            low, high = max(0, start - first), max(0, stop - first)
-            if low < min(high, len(block)):
+        rows = 0
+        block_number = bisect.bisect_right(self._starts, start, key=lambda each: each.row) - 1
+        first = self._starts[block_number].row if start < stop else stop
+        for block in self._blocks(self._starts[block_number]) if start < stop else ():
+            rows, low, high = first + block.rows, max(0, start - first), max(0, stop - first)
+            if low < min(high, block.rows):
                 yield self._columns(block, slice(low, high))
-            first += len(block)
+            first = rows
             if first >= stop:
                 break
         if first < stop:
@@ -198,11 +235,16 @@ class Table(Source):
     def _columns(self, block: _Block, rows: slice) -> Columns:
         columns: Columns = {}
         numbers = []
-        lines = None if _TEXT in self._kinds.values() else self._numeric.lines(block.lines)
-        found = None
+        lines, found = None, None
+        if block.start in self._presumed:
+            lines = NumericLines(block.lines, self._delimiter)
+        elif _TEXT not in self._kinds.values():
+            lines = self._numeric.lines(block.lines)
         if lines is not None:
-            found = lines.columns(self._dtypes()) or lines.columns(self._dtypes(), "nan")
-        cells = block.cells[rows] if found is None else []
+            found = lines.columns(self._dtypes(), "nan")
+        if found is None and block.start in self._presumed:
+            raise PresumptionError
+        cells = self._cells_of(block)[rows] if found is None else []
         for name, place in zip(self._names, self._places, strict=True):
             if found is not None:
                 column = np.ascontiguousarray(found[place][rows])
@@ -226,6 +268,25 @@ class Table(Source):
             return np.array([cell or "nan" for cell in cells]).astype(_DTYPES[kind])
         except (ValueError, OverflowError) as error:
             raise bad_input(self._path, f"numbers in column {name!r}, as when it was first read", error) from error
+
+
+def _text(file: BinaryIO, offset: int) -> io.TextIOWrapper:
+    return io.TextIOWrapper(file, encoding="utf-8" if offset else "utf-8-sig", newline="")
+
+
+def _odd(lines: bytes) -> bool:
+    r"""Whether some end with "\r" alone."""
+    return b"\r" in lines and b"\r" in lines.replace(b"\r\n", b"\n")
+
+
+def _full_lines(data: bytes) -> bytes:
+    r"""Those of some lines that are not empty, each ended by "\n"."""
+    if b"\r" in data:
+        data = data.replace(b"\r\n", b"\n")
+    data = data if data.endswith(b"\n") else data + b"\n"
+    while b"\n\n" in data:
+        data = data.replace(b"\n\n", b"\n")
+    return data.removeprefix(b"\n")
 
 
 def _kind(cells: list[str]) -> int:
