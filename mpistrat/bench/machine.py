@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
-from ..cluster.threads import count_node_cores
+from ..cluster.cores import count_node_cores
 
 __all__ = ["caption", "layout", "machine", "version"]
 

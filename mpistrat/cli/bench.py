@@ -15,7 +15,7 @@ from ..bench import BENCHMARKS, Report, run
 from ..bench.machine import caption, layout
 from ..bench.plot import draw
 from ..bench.result import Result
-from ..cluster.communicator import check_comm, running_mpi
+from ..cluster.topology import check_comm, running_mpi
 from ..comm.agree import Ranks
 from .command import DONE, PROBLEM, Command
 from .terminal import console

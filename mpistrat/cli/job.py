@@ -16,7 +16,7 @@ from typing import Any
 from ..batch_jobs import SCHEDULERS, Array, Job, Preemption, SiteProfile, read_site, render, site_names, submit
 from ..batch_jobs.plan import launcher_of
 from ..batch_jobs.schedulers import LAUNCHERS
-from ..cluster.mpi_library import MPILibrary, loaded_library
+from ..cluster.launchers import MPILibrary, loaded_library
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from ..comm.agree import Ranks
 from ..errors import ClusterError

@@ -81,7 +81,7 @@ def _world() -> Any:
     launched = launched_size()
     if launched is None or launched[0] == 1:
         return None
-    from ..cluster.communicator import check_comm, running_mpi
+    from ..cluster.topology import check_comm, running_mpi
 
     return check_comm(running_mpi("mpistrat"), None, "mpistrat")
 

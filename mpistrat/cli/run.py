@@ -16,13 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from ..cluster.cores import usable_cores
+from ..cluster.cores import THREAD_VARIABLES, usable_cores
 from ..cluster.devices import count_gpus
 from ..cluster.launcher_variables import RANK_VARIABLES, launched_size
-from ..cluster.launchers import USER, choose_launcher, find_launchers, mismatch
-from ..cluster.mpi_library import MPILibrary, loaded_library
+from ..cluster.launchers import USER, MPILibrary, choose_launcher, find_launchers, loaded_library, mismatch
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
-from ..cluster.threads import THREAD_VARIABLES
 from ..comm import leftovers
 from ..comm.agree import Ranks
 from ..errors import ClusterError, explain

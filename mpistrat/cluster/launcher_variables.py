@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ClusterError, explain
-from .mpi_library import family_to_load, imported_library
+from .launchers import family_to_load, imported_library
 from .pmi import srun_remedy
 
 __all__ = [

@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 
-from .mpi_library import MPILibrary
+from .launchers import MPILibrary
 
 __all__ = [
     "fitting_pmi",

@@ -6,9 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from ..errors import ClusterError, explain
-from .cluster_resolver import ClusterResolver
-from .cluster_spec import ClusterSpec
-from .roles import ROLES, validate
+from .resolvers.resolver import ClusterResolver
+from .spec import ROLES, ClusterSpec, validate
 
 __all__ = ["Task", "own_task", "ranks_by_task"]
 

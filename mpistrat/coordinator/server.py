@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from ..cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
-from ..cluster.communicator import check_comm, running_mpi
+from ..cluster.topology import check_comm, running_mpi
 from ..errors import explain
 from ..strategy import ParameterServerStrategy
 from ..strategy.following import following, learn

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from ..cluster.cores import available_cores, cpu_quota
-from ..cluster.threads import THREAD_VARIABLES
+from ..cluster.cores import THREAD_VARIABLES, available_cores, cpu_quota
 from .finding import Finding, ok, warning
 
 __all__ = ["blas_threads", "check_cores", "core_ranges"]

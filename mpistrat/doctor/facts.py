@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cluster.cores import available_cores, threads_per_core, usable_cores
 from ..cluster.devices import gpu_identities
-from ..cluster.tf_config import TFConfigClusterResolver
+from ..cluster.resolvers.tf_config import TFConfigClusterResolver
 from ..cluster.topology import Topology
 from ..comm.nccl import nccl_available
 from ..errors import ClusterError

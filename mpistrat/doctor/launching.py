@@ -6,8 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 
-from ..cluster.launchers import USER, Launcher, choose_launcher, find_launchers, mismatch
-from ..cluster.mpi_library import MPILibrary
+from ..cluster.launchers import USER, Launcher, MPILibrary, choose_launcher, find_launchers, mismatch
 from ..cluster.pmi import fitting_pmi, offered_pmis, pmi2_remedy, unset_variable, wanted_pmis
 from .finding import Finding, ok, problem, warning
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ..cluster.mpi_library import MPILibrary
+from ..cluster.launchers import MPILibrary
 from .finding import Finding, ok, problem, warning
 from .watched import Outcome
 

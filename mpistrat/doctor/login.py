@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..cluster.mpi_library import MPILibrary, loaded_library
+from ..cluster.launchers import MPILibrary, loaded_library
 from ..errors import ClusterError
 from .cores import check_cores
 from .finding import Finding, problem

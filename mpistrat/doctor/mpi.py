@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
-from ..cluster.mpi_library import MPILibrary
+from ..cluster.launchers import MPILibrary
 from .finding import Finding, ok, problem, warning
 from .mpi_probe import LEVELS
 from .watched import Outcome

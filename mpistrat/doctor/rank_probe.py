@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..cluster.launcher_variables import lone_rank
-from ..cluster.mpi_library import imported_library
+from ..cluster.launchers import imported_library
 from ..cluster.pmi import pmi2_remedy
 from ..cluster.topology import Topology
 from ..comm.agree import gather_text

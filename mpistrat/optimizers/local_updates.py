@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..cluster.threads import available_cores
+from ..cluster.cores import available_cores
 from ..comm.arrays import as_array
 from ..comm.dtypes import accumulation_dtype
 from ..cross_device.arena import BLOCK

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from ..cluster import ClusterResolver
-from ..cluster.roles import validate
+from ..cluster.spec import validate
 from ..cluster.tasks import own_task, ranks_by_task
 from ..comm import obituary
 from ..comm.process_group import ProcessGroup

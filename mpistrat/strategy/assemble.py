@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from .. import log
+from ..cluster.cores import set_blas_threads
 from ..cluster.devices import check_devices
-from ..cluster.threads import set_blas_threads
 from ..cluster.topology import Topology
 from ..comm import abort
 from ..comm.agree import gather_text, together

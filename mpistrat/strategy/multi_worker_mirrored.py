@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
-from ..cluster.roles import worker_count
+from ..cluster.spec import worker_count
 from ..cluster.tasks import own_task, ranks_by_task
 from ..cross_device.ops import CrossDeviceOps
 from ..errors import ClusterError, explain

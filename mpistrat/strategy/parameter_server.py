@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from .. import context
 from ..cluster import ClusterResolver, Topology
-from ..cluster.communicator import check_comm, running_mpi
+from ..cluster.topology import check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
 from ..data.distribution.workers import Workers

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from .. import context
-from ..cluster.threads import limit_new_libraries
+from ..cluster.cores import limit_new_libraries
 from ..context import Frame
 from ..errors import explain
 

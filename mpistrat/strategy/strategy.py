@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .. import context, global_batch, nest
-from ..cluster.cluster_resolver import ClusterResolver
+from ..cluster.resolvers.resolver import ClusterResolver
 from ..comm.process_group import ProcessGroup
 from ..context import Frame
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions

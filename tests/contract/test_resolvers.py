@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mpistrat.cluster import ClusterSpec
-from mpistrat.cluster.roles import is_chief, validate
+from mpistrat.cluster.spec import validate
 from mpistrat.cluster_resolver import (
     ClusterResolver,
     MPIClusterResolver,
@@ -75,7 +75,7 @@ def check_contract(make):
 def check_settable(resolver):
     resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 0, "ab"
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 0, "ab")
-    assert is_chief(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+    validate(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
     assert resolver.master("ps", 0) == f"ab://{resolver.cluster_spec().task_address('ps', 0)}"
     assert resolver.master("ps", 0, rpc_layer="test") == f"test://{resolver.cluster_spec().task_address('ps', 0)}"
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from mpistrat.cluster.hostlist import expand_hostlist
+from mpistrat.cluster.resolvers.slurm import expand_hostlist
 
 PROGRAM = """
 import json, os

@@ -253,14 +253,13 @@ def test_roles_by_explicit_ranks():
 def test_quotas_of_several_groups_on_a_node_add_up(monkeypatch):
     from mpi4py import MPI
 
-    from mpistrat.cluster import threads
-    from mpistrat.cluster.cores import Quota
+    from mpistrat.cluster import cores
 
     world = MPI.COMM_WORLD
     cpus = list(range(40 * world.rank, 40 * world.rank + 40))
-    monkeypatch.setattr(threads, "available_cores", lambda: cpus)
-    monkeypatch.setattr(threads, "count_cores", len)
-    monkeypatch.setattr(threads, "cpu_quota", lambda: Quota(2.5, 1 + world.rank % 2))
-    assert threads.count_node_cores(world) == (2 if world.size == 1 else 5)
-    monkeypatch.setattr(threads, "cpu_quota", lambda: Quota(1.0, 1) if world.rank else None)
-    assert threads.count_node_cores(world) == 40 * world.size
+    monkeypatch.setattr(cores, "available_cores", lambda: cpus)
+    monkeypatch.setattr(cores, "count_cores", len)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: cores.Quota(2.5, 1 + world.rank % 2))
+    assert cores.count_node_cores(world) == (2 if world.size == 1 else 5)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: cores.Quota(1.0, 1) if world.rank else None)
+    assert cores.count_node_cores(world) == 40 * world.size

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from ...cluster.communicator import running_mpi
+from ...cluster.topology import running_mpi
 from ...errors import ClosedError, LayoutError, MissingDependencyError, ShardError, explain
 
 if TYPE_CHECKING:

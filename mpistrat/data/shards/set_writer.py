@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ...cluster.communicator import given_comm
+from ...cluster.topology import given_comm
 from ...comm.agree import Ranks
 from ...errors import ClosedError, ShardError, explain
 from ..spec import conform, spec_of_element, stack_rows

@@ -14,7 +14,7 @@ from launcher import ROOT
 from mpistrat.batch_jobs import site_names
 from mpistrat.cli.job import COMMAND
 from mpistrat.cli.main import main
-from mpistrat.cluster.mpi_library import MPILibrary
+from mpistrat.cluster.launchers import MPILibrary
 from mpistrat.errors import ClusterError
 
 COMMAND_MODULE = sys.modules[COMMAND.run.__module__]

@@ -14,9 +14,8 @@ from launcher import ROOT
 from mpistrat.cli import run
 from mpistrat.cli.main import main
 from mpistrat.cli.run import Start, plan
-from mpistrat.cluster.launchers import Launcher
-from mpistrat.cluster.mpi_library import MPILibrary
-from mpistrat.cluster.threads import THREAD_VARIABLES
+from mpistrat.cluster.cores import THREAD_VARIABLES
+from mpistrat.cluster.launchers import Launcher, MPILibrary
 from mpistrat.errors import ClusterError
 
 MPICH = MPILibrary("MPICH", "5.0.2", "", "/opt/lib/libmpi.so.12")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat.cluster.hostlist import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster.resolvers.slurm import expand_hostlist, expand_tasks_per_node
 from mpistrat.errors import ClusterError
 
 

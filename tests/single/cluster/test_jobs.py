@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.cluster.jobs import split_apps, split_counts, split_lists
+from mpistrat.cluster.resolvers.mpi import split_apps, split_counts, split_lists
 from mpistrat.errors import ClusterError
 
 

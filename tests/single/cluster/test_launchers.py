@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.cluster import launchers
-from mpistrat.cluster.launchers import Launcher, choose_launcher, find_launchers, mismatch
-from mpistrat.cluster.mpi_library import MPILibrary, loaded_library
+from mpistrat.cluster.launchers import Launcher, MPILibrary, choose_launcher, find_launchers, loaded_library, mismatch
 from mpistrat.errors import ClusterError
 
 MPICH = MPILibrary("MPICH", "5.0.2", "MPICH Version:      5.0.2")
@@ -94,7 +93,7 @@ def test_the_library_is_asked_without_starting_mpi():
     assert Path(library.path).exists()
     assert choose_launcher(library, find_launchers(library)) is not None
     started = (
-        "from mpistrat.cluster.mpi_library import loaded_library as l; import sys; l(); print('mpi4py' in sys.modules)"
+        "from mpistrat.cluster.launchers import loaded_library as l; import sys; l(); print('mpi4py' in sys.modules)"
     )
     reply = subprocess.run([sys.executable, "-c", started], capture_output=True, text=True, check=True)
     assert reply.stdout == "False\n"

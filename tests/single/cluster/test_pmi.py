@@ -9,7 +9,7 @@ import pytest
 from launcher import ROOT
 from mpistrat.batch_jobs import SiteProfile
 from mpistrat.batch_jobs.render import FOR_PMI2
-from mpistrat.cluster.mpi_library import MPILibrary, loaded_library
+from mpistrat.cluster.launchers import MPILibrary, loaded_library
 from mpistrat.cluster.pmi import fitting_pmi, offered_pmis, srun_environment, srun_remedy, unset_variable, wanted_pmis
 
 MPICH = MPILibrary("MPICH", "5.0.2", "MPICH Version:      5.0.2")
@@ -116,7 +116,7 @@ def srun(folder: Path, said: str, status: int = 0) -> str:
 def test_the_library_that_is_imported_is_the_one_that_another_process_loads():
     program = (
         "import mpi4py; mpi4py.rc.initialize = False\n"
-        "from mpistrat.cluster.mpi_library import imported_library\n"
+        "from mpistrat.cluster.launchers import imported_library\n"
         "before = imported_library()\n"
         "import mpi4py.MPI\n"
         "library = imported_library()\n"

@@ -8,21 +8,21 @@ import pytest
 import threadpoolctl
 
 import mpistrat as ms
-from mpistrat.cluster import threads
-from mpistrat.cluster.threads import set_blas_threads
+from mpistrat.cluster import cores as machine_cores
+from mpistrat.cluster.cores import set_blas_threads
 from mpistrat.log import once
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """So many cores for this process, no choice by the user; BLAS is as before afterwards."""
-    for name in threads.THREAD_VARIABLES:
+    for name in machine_cores.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(threads, "_limit", None)
-    monkeypatch.setattr(threads, "threads_per_core", lambda: 1)
+    monkeypatch.setattr(machine_cores, "_limit", None)
+    monkeypatch.setattr(machine_cores, "threads_per_core", lambda: 1)
     once.cache_clear()
     with threadpoolctl.threadpool_limits():
-        yield lambda cores: monkeypatch.setattr(threads, "usable_cores", lambda: cores)
+        yield lambda cores: monkeypatch.setattr(machine_cores, "usable_cores", lambda: cores)
 
 
 def blas() -> set[int]:
@@ -57,7 +57,7 @@ def test_blas_obeys(machine):
 def test_the_user_has_the_last_word(machine, monkeypatch):
     machine(8)
     before = threadpoolctl.threadpool_info()
-    for name in threads.THREAD_VARIABLES:
+    for name in machine_cores.THREAD_VARIABLES:
         with monkeypatch.context() as patch:
             patch.setenv(name, "3")
             assert set_blas_threads(4) is None
@@ -78,16 +78,16 @@ def test_a_library_that_is_imported_later_obeys(machine, monkeypatch):
     machine(1)
     assert set_blas_threads(1) == 1
     threadpoolctl.ThreadpoolController().limit(limits=2)  # a new library begins with all cores
-    threads.limit_new_libraries()
+    machine_cores.limit_new_libraries()
     assert blas() == {2}, "nothing was imported: nobody looks"
-    monkeypatch.setitem(sys.modules, "a_new_library", threads)
+    monkeypatch.setitem(sys.modules, "a_new_library", machine_cores)
     with ms.get_strategy().scope():
         assert blas() == {1}
 
 
 def test_hardware_threads_are_no_reason_to_warn(machine, monkeypatch, caplog):
     machine(2)
-    monkeypatch.setattr(threads, "threads_per_core", lambda: 2)
+    monkeypatch.setattr(machine_cores, "threads_per_core", lambda: 2)
     with caplog.at_level(logging.WARNING, "mpistrat"):
         assert set_blas_threads(4) == 1  # a rank on each hardware thread
         assert not caplog.records

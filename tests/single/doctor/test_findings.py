@@ -12,7 +12,7 @@ import pytest
 from doctor_stand import documented
 
 from mpistrat.cluster.cores import Quota
-from mpistrat.cluster.mpi_library import MPILibrary
+from mpistrat.cluster.launchers import MPILibrary
 from mpistrat.doctor import cores, launching, libraries, limits
 from mpistrat.doctor.cores import check_cores
 from mpistrat.doctor.finding import Finding

@@ -1,4 +1,4 @@
-"""ClusterSpec: which tasks each job of a cluster has, and where they are."""
+"""Which tasks each job of a cluster has, and where; the rules of the roles chief (or master), worker, ps and evaluator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, final
 
 from ..errors import ClusterError, explain
 
-__all__ = ["ClusterSpec"]
+__all__ = ["ClusterSpec", "ROLES", "validate", "worker_count"]
 
 # A sparse job may name any task; beyond this an index is a mistake, and job_tasks() would fill the memory.
 _MAX_INDEX = 1 << 20
@@ -161,3 +161,71 @@ def _index(where: str, index: object) -> int:
         expected = f"task indices from 0 to {_MAX_INDEX - 1}"
         raise ClusterError(explain("ClusterSpec", where, expected=expected, got=got))
     return index
+
+
+ROLES = ("chief", "master", "worker", "ps", "evaluator")
+_CHIEFS = ("chief", "master")  # the same role: "master" is TensorFlow 1's word
+
+Cluster = ClusterSpec | Mapping[str, Any]
+
+
+def validate(cluster_spec: Cluster, task_type: str | None = None, task_id: int | None = None) -> ClusterSpec:
+    """Check the roles of a cluster, and one task of it; return the spec.
+
+    The roles are chief, worker, ps and evaluator, with at most one chief and one evaluator. A chief may be called master,
+    as in TensorFlow 1. An evaluator may be absent from the spec: it is a cluster of its own.
+
+    Raises:
+        ClusterError: naming the job and task that break a rule.
+    """
+    spec = ClusterSpec(cluster_spec)
+    for job in spec.jobs:
+        if job not in ROLES:
+            raise ClusterError(
+                explain("cluster_spec", "job", expected=f"one of {', '.join(ROLES)}", got=f"{job!r:.80}")
+            )
+    for job, number in (("chief", _count(spec, *_CHIEFS)), ("evaluator", _count(spec, "evaluator"))):
+        if number > 1:
+            got = f"{number} in {spec!r:.200}"
+            raise ClusterError(explain("cluster_spec", job, expected=f"at most one {job}", got=got))
+    if task_type is not None:
+        _validate_task(spec, task_type, task_id)
+    return spec
+
+
+def _validate_task(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
+    if task_type not in ROLES:
+        raise ClusterError(explain("task", "type", expected=f"one of {', '.join(ROLES)}", got=f"{task_type!r:.80}"))
+    if task_type not in spec.jobs:
+        if task_type == "evaluator":
+            return
+        got = f"{task_type!r}, a job that the cluster lacks"
+        raise ClusterError(explain("task", "type", expected=f"one of {', '.join(spec.jobs)}", got=got))
+    indices = spec.task_indices(task_type)
+    if task_id is not None and task_id not in indices:
+        expected = f"one of the {len(indices)} tasks of {task_type!r} ({_span(indices)})"
+        raise ClusterError(explain("task", "index", expected=expected, got=task_id))
+
+
+def _span(indices: list[int]) -> str:
+    if not indices:
+        return "it has none"
+    return f"{indices[0]} to {indices[-1]}" if len(indices) > 1 else str(indices[0])
+
+
+def worker_count(cluster_spec: Cluster, task_type: str) -> int:
+    """Return how many tasks train with a task: chief and workers, or the evaluators.
+
+    Raises:
+        ClusterError: as `validate`, and for a parameter server.
+    """
+    spec = validate(cluster_spec, task_type)
+    if task_type == "ps":
+        raise ClusterError(explain("worker_count", "task_type", expected="chief, worker or evaluator", got="'ps'"))
+    if task_type == "evaluator":
+        return max(1, _count(spec, "evaluator"))
+    return _count(spec, *_CHIEFS, "worker")
+
+
+def _count(spec: ClusterSpec, *jobs: str) -> int:
+    return sum(spec.num_tasks(job) for job in jobs if job in spec.jobs)

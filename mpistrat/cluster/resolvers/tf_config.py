@@ -6,10 +6,9 @@ import json
 import os
 from typing import Any, final
 
-from ..errors import ClusterError, explain
-from .cluster_resolver import ClusterResolver, check_task, task_url
-from .cluster_spec import ClusterSpec
-from .roles import validate
+from ...errors import ClusterError, explain
+from ..spec import ClusterSpec, validate
+from .resolver import ClusterResolver, check_task, task_url
 
 __all__ = ["TFConfigClusterResolver"]
 

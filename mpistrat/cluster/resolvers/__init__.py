@@ -1,0 +1,1 @@
+"""Who the tasks of a cluster are: the sources of its description."""
