@@ -10,7 +10,7 @@ from ..errors import explain
 from ..optimizers import Optimizer
 from ..optimizers import optimizer as optimizers
 from ..variables import Variable
-from ..variables.sharded_variable import ShardedVariable
+from ..variables.sharded import ShardedVariable
 from .closure import RemoteValue
 from .per_worker import PerWorkerValues
 from .pickling import Reduced, Reducer, loads, plain, token

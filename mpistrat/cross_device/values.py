@@ -244,11 +244,11 @@ def _all_gather(group: ProcessGroup, local: np.ndarray, flat: np.ndarray, border
     """Fill `flat` with every rank's elements; rank r's lie between borders r and r + 1."""
     if flat.nbytes > _LARGE:
         for rank, low in enumerate(borders[:-1]):
-            piece = flat[low : borders[rank + 1]]
+            part = flat[low : borders[rank + 1]]
             if rank == group.topology.rank:
-                piece[...] = local
-            if piece.size:
-                group.broadcast(piece, root=rank)
+                part[...] = local
+            if part.size:
+                group.broadcast(part, root=rank)
         return
     from mpi4py import MPI
 

@@ -19,8 +19,7 @@ from ..cross_device.arena import BLOCK, Consume
 from ..errors import CollectiveMismatchError, by_rank, explain
 from ..partition import blocks, merge
 from ..variables.arena import ALIGNMENT_BYTES, Arena
-from ..variables.memory import move_like
-from ..variables.values import checksum, quick_digest
+from ..variables.values import checksum, move_like, quick_digest
 from ..variables.variable import Variable
 from .gradients import Pairs, load_gradients
 from .hyperparameters import GRADIENT_SUM

@@ -10,7 +10,7 @@ import numpy as np
 from ..comm.arrays import array_module, as_array, is_gpu, on_device_of
 from ..errors import explain
 from ..types import IndexedSlices
-from ..variables.memory import move_like
+from ..variables.values import move_like
 from ..variables.variable import Variable, explain_foreign
 
 __all__ = ["Pairs", "check_variables", "checked", "load_gradients"]

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from ..errors import explain
-from ..variables.sharded_variable import each_variable
+from ..variables.sharded import each_variable
 from ..variables.values import checksum
 from ..variables.variable import Variable
 from .schedules import LearningRateSchedule

@@ -16,7 +16,7 @@ from ..comm.arrays import as_array, to_host
 from ..distributed_values import DistributedValues
 from ..errors import ContextError, explain
 from ..variables.placement import ORDINAL_STEP
-from ..variables.sharded_variable import ShardedVariable, each_variable
+from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.values import checksum
 from ..variables.variable import Variable
 from .fused_step import FusedStep

@@ -12,7 +12,7 @@ from ..comm.dtypes import accumulation_dtype
 from ..cross_device.arena import BLOCK
 from ..errors import explain
 from ..variables.arena import Arena
-from ..variables.memory import move_like
+from ..variables.values import move_like
 from ..variables.variable import Variable
 from .hyperparameters import AVERAGE, GRADIENT_SUM
 from .rule import Rule

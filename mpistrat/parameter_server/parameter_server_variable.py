@@ -10,10 +10,9 @@ from ..buffer_pool import BufferPool
 from ..cluster.devices import parse
 from ..tensorflow_names import tensorflow_names
 from ..types import IndexedSlices
-from ..variables.memory import zeros
-from ..variables.on_write_variable import OnWriteVariable
+from ..variables.kinds import OnWriteVariable
 from ..variables.scatter import row_numbers
-from ..variables.values import as_flat
+from ..variables.values import as_flat, zeros
 from ..variables.variable import Description
 from .access import Access
 from .operations import Operation

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..comm.process_group import ProcessGroup
 from ..errors import ClosedError, PeerExitError, explain
-from ..variables.memory import read_only
+from ..variables.values import read_only
 from .gate import WriterGate
 from .layout import MailboxLayout, Place
 from .memory import ServerMemory

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..comm.dtypes import accumulation_dtype
 from ..errors import MpistratError
-from ..variables.memory import read_only
-from ..variables.values import as_flat
+from ..variables.values import as_flat, read_only
 from .operations import Operation, apply_operation, unpack
 from .push import Push
 from .server import Server

@@ -1,12 +1,10 @@
 """The variables of a strategy, and the arenas in which they and their gradients lie."""
 
-from .allocator import ArenaAllocator
-from .arena import Arena
+from .arena import Arena, ArenaAllocator
 from .create import create_variable
-from .mirrored_variable import MirroredVariable
+from .kinds import MirroredVariable, SyncOnReadVariable
 from .placement import Placement
-from .sharded_variable import ShardedVariable
-from .sync_on_read_variable import SyncOnReadVariable
+from .sharded import ShardedVariable
 from .variable import Variable, explain_foreign
 
 __all__ = [

@@ -11,19 +11,16 @@ from ..comm.process_group import ProcessGroup
 from ..errors import explain
 from ..partition import bounds
 from ..types import VariableAggregation, VariableSynchronization
-from .aggregation import check_kind
-from .memory import move_like
-from .mirrored_variable import MirroredVariable
+from .kinds import MirroredVariable, SyncOnReadVariable, check_kind
 from .partitioners import check_partitions
 from .placement import Placement, Target
-from .sharded_variable import ShardedVariable
-from .sync_on_read_variable import SyncOnReadVariable
-from .values import initial_array, parse_dtype
+from .sharded import ShardedVariable
+from .values import initial_array, move_like, parse_dtype
 from .variable import Description, Variable
 
 __all__ = ["create_variable"]
 
-PIECE = 16 << 20  # bytes of an initial value that are sent at a time
+CHUNK = 16 << 20  # bytes of an initial value that are sent at a time
 
 
 def create_variable(
@@ -138,18 +135,18 @@ def _make_in_arena(placement: Placement, what: Description) -> tuple[Variable, l
 
 
 def _fill(group: ProcessGroup, targets: list[Target], value: np.ndarray | None, what: Description) -> None:
-    """Store global rank 0's numbers in the part [low, high) of each target, piece by piece. Collective, inside one."""
+    """Store global rank 0's numbers in the part [low, high) of each target, chunk by chunk. Collective, inside one."""
     flat = None if value is None else value.reshape(-1)
     size = int(np.prod(what.shape, dtype=np.int64))
-    step = max(1, PIECE // what.dtype.itemsize) if group.topology.size > 1 else max(1, size)
+    step = max(1, CHUNK // what.dtype.itemsize) if group.topology.size > 1 else max(1, size)
     for start in range(0, size, step):
         stop = min(start + step, size)
         if flat is not None and group.topology.rank == 0:
-            piece = np.ascontiguousarray(flat[start:stop])
+            chunk = np.ascontiguousarray(flat[start:stop])
         else:
-            piece = np.empty(stop - start, what.dtype)
-        group.broadcast(piece, root=0)
+            chunk = np.empty(stop - start, what.dtype)
+        group.broadcast(chunk, root=0)
         for target, low, high in targets:
             begin, end = max(start, low), min(stop, high)
             if begin < end:
-                target[begin:end] = move_like(piece[begin - start : end - start], target)
+                target[begin:end] = move_like(chunk[begin - start : end - start], target)

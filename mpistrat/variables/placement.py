@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
-from .allocator import ArenaAllocator
+from .arena import ArenaAllocator
 
 if TYPE_CHECKING:
-    from .sharded_variable import ShardedVariable
+    from .sharded import ShardedVariable
     from .variable import Description, Variable
 
 __all__ = ["ORDINAL_STEP", "Placement", "Target"]

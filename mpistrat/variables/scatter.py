@@ -1,8 +1,13 @@
-"""Sparse reads and writes of a variable: rows by index, elements by coordinates. Rows of equal index act one by one."""
+"""Sparse reads and writes of a variable: rows by index, elements by coordinates. Rows of equal index act one by one.
+
+`rows_of` and `row_ranges` say which rows an index of NumPy's reads, so that no more is fetched of an array in several parts.
+"""
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +19,9 @@ from ..types import IndexedSlices
 from .values import convert
 
 if TYPE_CHECKING:
-    from .variable import Variable
+    from typing_extensions import Self
 
-__all__ = ["ScatterMethods", "row_numbers", "scatter"]
+__all__ = ["ScatterMethods", "row_numbers", "row_ranges", "rows_of", "scatter"]
 
 _UFUNCS = {
     "add": np.add,
@@ -79,71 +84,71 @@ class ScatterMethods(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> Any:
+    def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> Self:
         """Apply (k,) row numbers and (k, c) updates to the variable seen as rows of its first `depth` dimensions."""
 
     @tensorflow_names("use_locking", sparse_delta="delta")
-    def scatter_add(self, delta: Any) -> Variable:
+    def scatter_add(self, delta: Any) -> Self:
         """Add updates to rows, duplicates one by one. Collective."""
         return self._scatter_rows("add", delta)
 
     @tensorflow_names("use_locking", sparse_delta="delta")
-    def scatter_sub(self, delta: Any) -> Variable:
+    def scatter_sub(self, delta: Any) -> Self:
         """Subtract updates from rows. Collective."""
         return self._scatter_rows("sub", delta)
 
     @tensorflow_names("use_locking", sparse_delta="delta")
-    def scatter_mul(self, delta: Any) -> Variable:
+    def scatter_mul(self, delta: Any) -> Self:
         """Multiply rows by updates. Collective."""
         return self._scatter_rows("mul", delta)
 
     @tensorflow_names("use_locking", sparse_delta="delta")
-    def scatter_div(self, delta: Any) -> Variable:
+    def scatter_div(self, delta: Any) -> Self:
         """Divide rows by updates; not for integers. Collective."""
         return self._scatter_rows("div", delta)
 
     @tensorflow_names("use_locking", sparse_delta="delta")
-    def scatter_min(self, delta: Any) -> Variable:
+    def scatter_min(self, delta: Any) -> Self:
         """Take the smaller of row and update. Collective."""
         return self._scatter_rows("min", delta)
 
     @tensorflow_names("use_locking", sparse_delta="delta")
-    def scatter_max(self, delta: Any) -> Variable:
+    def scatter_max(self, delta: Any) -> Self:
         """Take the larger of row and update. Collective."""
         return self._scatter_rows("max", delta)
 
     @tensorflow_names("use_locking", sparse_delta="delta")
-    def scatter_update(self, delta: Any) -> Variable:
+    def scatter_update(self, delta: Any) -> Self:
         """Replace rows by updates, of duplicates by the last. Collective."""
         return self._scatter_rows("update", delta)
 
     @tensorflow_names()
-    def scatter_nd_add(self, indices: Any, updates: Any) -> Variable:
+    def scatter_nd_add(self, indices: Any, updates: Any) -> Self:
         """Add `updates[i]` at coordinates `indices[i]`; the last dimension of indices holds coordinates. Collective."""
         return self._scatter_nd("add", indices, updates)
 
     @tensorflow_names()
-    def scatter_nd_sub(self, indices: Any, updates: Any) -> Variable:
+    def scatter_nd_sub(self, indices: Any, updates: Any) -> Self:
         """Subtract at coordinates. Collective."""
         return self._scatter_nd("sub", indices, updates)
 
     @tensorflow_names()
-    def scatter_nd_min(self, indices: Any, updates: Any) -> Variable:
+    def scatter_nd_min(self, indices: Any, updates: Any) -> Self:
         """Take the smaller at coordinates. Collective."""
         return self._scatter_nd("min", indices, updates)
 
     @tensorflow_names()
-    def scatter_nd_max(self, indices: Any, updates: Any) -> Variable:
+    def scatter_nd_max(self, indices: Any, updates: Any) -> Self:
         """Take the larger at coordinates. Collective."""
         return self._scatter_nd("max", indices, updates)
 
     @tensorflow_names()
-    def scatter_nd_update(self, indices: Any, updates: Any) -> Variable:
+    def scatter_nd_update(self, indices: Any, updates: Any) -> Self:
         """Replace at coordinates. Collective."""
         return self._scatter_nd("update", indices, updates)
 
     @tensorflow_names("use_locking", sparse_delta="delta")
-    def batch_scatter_update(self, delta: Any) -> Variable:
+    def batch_scatter_update(self, delta: Any) -> Self:
         """Replace `v[b..., indices[b..., k]]` by `updates[b..., k]`, for batches b. Collective.
 
         All but the last dimension of the indices are batches, and must be the variable's first dimensions.
@@ -178,7 +183,7 @@ class ScatterMethods(ABC):
         rows = self.array.reshape(-1, *self.shape[depth:])
         return rows[flat].reshape(indices.shape[:-1] + self.shape[depth:])
 
-    # defined by Variable
+    # what subclasses have
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -186,11 +191,11 @@ class ScatterMethods(ABC):
     @abstractmethod
     def array(self) -> Any: ...
 
-    def _scatter_rows(self, op: str, delta: Any) -> Variable:
+    def _scatter_rows(self, op: str, delta: Any) -> Self:
         indices, updates = _pair(delta)
         return self._scatter_nd(op, _integers(indices, f"scatter_{op}")[..., np.newaxis], updates)
 
-    def _scatter_nd(self, op: str, indices: Any, updates: Any) -> Variable:
+    def _scatter_nd(self, op: str, indices: Any, updates: Any) -> Self:
         function = f"scatter_{op}"
         indices = _integers(indices, function)
         flat = _flat_indices(self.shape, indices, function)
@@ -236,3 +241,85 @@ def _flat_indices(shape: tuple[int, ...], indices: np.ndarray, function: str) ->
             raise IndexError(explain(f"Variable.{function}", "indices", expected=expected, got=int(wrong)))
         flat = flat * length + index
     return flat.reshape(-1)
+
+
+# What an index reads
+
+
+def rows_of(index: Any, shape: tuple[int, ...]) -> tuple[range | np.ndarray, tuple[Any, ...]] | None:
+    """Return which rows an index reads, and the index that gives the same of these rows alone.
+
+    Args:
+        index: anything between [ and ].
+        shape: of the array; at least one axis.
+
+    Returns:
+        The rows as a range or as ascending numbers, each once, and the other index; None where the index does not begin
+        with the rows, as `...` and `None` do not, or where NumPy refuses it.
+
+    Raises:
+        IndexError: there is no such row.
+
+    Example:
+        >>> rows_of((slice(4, 1, -2), 0), (5, 2))
+        (range(4, 1, -2), (slice(None, None, None), 0))
+        >>> rows_of([3, -1, 3], (5,))
+        (array([3, 4]), (array([0, 1, 0]),))
+    """
+    index = index if isinstance(index, tuple) else (index,)
+    if not index:
+        return None
+    first, *rest = index
+    length = shape[0]
+    if isinstance(first, slice):
+        return range(*first.indices(length)), (slice(None), *rest)
+    if first is None or first is Ellipsis or isinstance(first, (bool, np.bool_)):
+        return None
+    try:
+        row = operator.index(first)
+    except TypeError:
+        return _rows_of_array(first, rest, shape)
+    row = int(_counted_from_zero(np.array([row]), length)[0])
+    return range(row, row + 1), (0, *rest)
+
+
+def _rows_of_array(
+    first: Any, rest: Sequence[Any], shape: tuple[int, ...]
+) -> tuple[np.ndarray, tuple[Any, ...]] | None:
+    try:
+        numbers = np.asarray(first)
+    except ValueError:  # lists of unequal length
+        return None
+    if numbers.dtype == bool and numbers.ndim:
+        if numbers.shape != shape[: numbers.ndim]:
+            return None
+        numbers, *others = numbers.nonzero()  # what NumPy takes a mask for
+        rest = (*others, *rest)
+    if isinstance(first, list) and not numbers.size:
+        numbers = numbers.astype(np.int64)
+    if numbers.dtype.kind not in "iu" or not numbers.ndim:
+        return None
+    rows, where = np.unique(_counted_from_zero(numbers, shape[0]), return_inverse=True)
+    return rows, (where.reshape(numbers.shape), *rest)
+
+
+def _counted_from_zero(numbers: np.ndarray, length: int) -> np.ndarray:
+    wrong = numbers[(numbers < -length) | (numbers >= length)]
+    if wrong.size:
+        raise IndexError(f"index {wrong.flat[0]} is out of bounds for axis 0 with size {length}")
+    return np.where(numbers < 0, numbers + length, numbers)
+
+
+def row_ranges(rows: range, bounds: Sequence[tuple[int, int]]) -> list[slice | None]:
+    """Return what of ascending rows lies within each of the bounds, counted from there; None for nothing.
+
+    Example:
+        >>> row_ranges(range(1, 9, 3), [(0, 3), (3, 4), (4, 9)])
+        [slice(1, 2, 3), None, slice(0, 4, 3)]
+    """
+    found: list[slice | None] = []
+    for low, high in bounds:
+        begin, end = (max(0, -(-(edge - rows.start) // rows.step)) for edge in (low, high))
+        part = rows[begin : max(begin, end)]
+        found.append(slice(part[0] - low, part[-1] - low + 1, rows.step) if part else None)
+    return found

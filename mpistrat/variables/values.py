@@ -1,4 +1,7 @@
-"""What is written to a variable, checked: its dtype, its shape, and that it is one value, not one for each replica."""
+"""The arrays of variables: what is written to one, checked, in which dtype and shape, and private memory on a device.
+
+The GPU branches have not yet been run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import as_array, is_gpu, to_host
+from ..cluster.devices import parse
+from ..comm.arrays import array_module, as_array, import_cupy, is_gpu, on_device_of, to_host
 from ..distributed_values import DistributedValues, Mirrored
 from ..errors import explain
 
-__all__ = ["as_flat", "checksum", "quick_digest", "convert", "initial_array", "one_value", "parse_dtype"]
+__all__ = [
+    "as_flat",
+    "checksum",
+    "convert",
+    "initial_array",
+    "move_like",
+    "one_value",
+    "parse_dtype",
+    "quick_digest",
+    "read_only",
+    "zeros",
+]
 
 _LADDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}  # V: bfloat16
 _PLAIN = (bool, int, float, complex, list, tuple)
@@ -40,7 +55,7 @@ def parse_dtype(dtype: Any, function: str = "Variable") -> np.dtype:
     return parsed if parsed.isnative else parsed.newbyteorder("=")
 
 
-def initial_array(value: Any, dtype: np.dtype | None, function: str = "Variable") -> np.ndarray:
+def initial_array(value: Any, dtype: np.dtype | None) -> np.ndarray:
     """Return an initial value as a host array.
 
     As in TensorFlow, Python's floats and integers become float32 and int32; arrays keep their dtype.
@@ -48,16 +63,16 @@ def initial_array(value: Any, dtype: np.dtype | None, function: str = "Variable"
     Raises:
         TypeError: what is no array of numbers, or does not fit the dtype that was asked for.
     """
-    value = one_value(value, function)
-    array = to_host(as_array(value, function, "initial_value"))
+    value = one_value(value, "Variable")
+    array = to_host(as_array(value, "Variable", "initial_value"))
     if dtype is not None:
-        return convert(value, array, dtype, function, "any")
+        return convert(value, array, dtype, "Variable", "any")
     if not hasattr(value, "dtype"):
         if array.dtype == np.float64:
             return array.astype(np.float32)
         if array.dtype == np.int64 and (array == array.astype(np.int32)).all():
             return array.astype(np.int32)
-    return array.astype(parse_dtype(array.dtype, function), copy=False)
+    return array.astype(parse_dtype(array.dtype), copy=False)
 
 
 def convert(value: Any, array: Any, dtype: np.dtype, function: str, casting: str = "same_kind") -> Any:
@@ -142,3 +157,33 @@ def quick_digest(flat: Any) -> int:
         host = host.astype(np.complex128 if host.dtype.char == "G" else np.float64)
     bits = host.view(np.uint64 if host.nbytes % 8 == 0 else np.uint8)
     return int(bits.sum(dtype=np.uint64)) & ((1 << 63) - 1)
+
+
+# Memory on a device
+
+
+def zeros(shape: int | tuple[int, ...], dtype: np.dtype, device: str) -> Any:
+    """Return a new zeroed array on a device."""
+    kind, index = parse(device)
+    if kind == "cpu":
+        return np.zeros(shape, dtype)
+    cupy = import_cupy("Variable")
+    with cupy.cuda.Device(index):
+        return cupy.zeros(shape, dtype)
+
+
+def move_like(value: Any, target: Any) -> Any:
+    """Return a value where `target` lies; a NumPy array stays as it is for a NumPy target."""
+    if not is_gpu(target):
+        return value
+    with on_device_of(target):
+        return array_module(target).asarray(value)
+
+
+def read_only(array: Any) -> Any:
+    """Return a view that cannot be written to; CuPy has none, so there it is the array itself."""
+    if is_gpu(array):
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view

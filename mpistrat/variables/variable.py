@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from .. import context
-from ..comm.arrays import to_host
 from ..context import Frame
 from ..distributed_values import DistributedValues
 from ..errors import ClosedError, ContextError, explain
-from ..tensorflow_names import tensorflow_names
 from ..types import VariableAggregation, VariableSynchronization
-from .array_operators import ArrayOperators
-from .scatter import ScatterMethods
+from .array_like import ArrayVariable
 
 if TYPE_CHECKING:
     from .arena import Arena
-    from .mirrored_variable import MirroredVariable
+    from .kinds import MirroredVariable
     from .placement import Placement
 
 __all__ = ["Description", "Variable", "explain_foreign"]
@@ -52,7 +49,7 @@ class _FrontDoor(ABCMeta):
         return super().__call__(*args, **kwargs)
 
 
-class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
+class Variable(ArrayVariable, metaclass=_FrontDoor):
     """An array of a fixed shape and dtype that the current strategy keeps (TF: tf.Variable). Creation is collective.
 
     `Variable(initial_value, trainable=None, name=None, dtype=None, shape=None, synchronization=AUTO, aggregation=NONE,
@@ -175,19 +172,6 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
         """What the first local replica reads, as a read-only view."""
         return self.values[0]
 
-    def numpy(self) -> np.ndarray:
-        """Return a copy, in the host's memory. Collective for ON_READ variables in cross-replica context only."""
-        array = self.array
-        return array.copy() if type(array) is np.ndarray else to_host(array)
-
-    def value(self) -> Any:
-        """Return a copy, on the variable's device. Collective for ON_READ variables in cross-replica context only."""
-        return self.array.copy()
-
-    def read_value(self) -> Any:
-        """Return a copy, like `value`. Collective for ON_READ variables in cross-replica context only."""
-        return self.array.copy()
-
     def gathered(self) -> np.ndarray | None:
         """Return a copy, at least on rank 0; None where this rank cannot read it. Collective; for files."""
         return self.numpy()
@@ -195,50 +179,6 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
     def load(self, value: np.ndarray) -> None:
         """Write a value that every rank has. Collective over all ranks of the strategy; for files."""
         self.assign(value)
-
-    # writing
-
-    def assign(
-        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Variable:
-        """Write a value and return the variable. Collective, except ON_READ in replica context.
-
-        In cross-replica and update context every rank passes the same value, which is compared. In replica context the
-        replicas' values, Python numbers too, are aggregated; an ON_READ variable's own copy is written.
-
-        Args:
-            value: array of exactly the variable's shape, of its dtype or one that NumPy casts within its kind.
-            use_locking, name, read_value: taken as TensorFlow does, without effect; what is returned is no copy.
-
-        Raises:
-            ValueError: another shape; a PerReplica in cross-replica context; aggregation NONE in replica context; a
-                variable of another strategy's scope.
-            TypeError: numbers of another kind, such as a float for an integer variable.
-            CollectiveMismatchError: on every rank, when they pass different values in cross-replica context.
-        """
-        return self._update("assign", value)
-
-    @tensorflow_names(delta="value")
-    def assign_add(
-        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Variable:
-        """Add a value to the variable and return it. Collective, except ON_READ in replica context; see `assign`.
-
-        Raises:
-            ValueError: also for an ON_READ variable with SUM in cross-replica context: to which copy is not clear.
-        """
-        return self._update("assign_add", value)
-
-    @tensorflow_names(delta="value")
-    def assign_sub(
-        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Variable:
-        """Subtract a value from the variable and return it. Collective like `assign_add`, whose errors it raises."""
-        return self._update("assign_sub", value)
-
-    @abstractmethod
-    def _update(self, op: str, value: Any) -> Variable:
-        """Write, add or subtract, as the context says."""
 
     def apply_constraint(self, compare: bool = False) -> None:
         """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective.
@@ -248,24 +188,6 @@ class Variable(ScatterMethods, ArrayOperators, metaclass=_FrontDoor):
         """
 
     # gradients
-
-    @property
-    def grad(self) -> Any:
-        """This replica's gradient: a writable array of the variable's shape. What is written there is never copied.
-
-        Assigning to it copies: `v.grad = g`. Zero at first, and not cleared by `apply_gradients`.
-
-        Raises:
-            ValueError: the variable has no gradients.
-            ContextError: outside replica context on a rank with several local replicas.
-        """
-        return self.gradient(self._local_replica("grad"))
-
-    @grad.setter
-    def grad(self, value: Any) -> None:
-        target = self.grad
-        if value is not target:
-            target[...] = value
 
     def gradient(self, local_replica: int) -> Any:
         """Return the gradient array of one local replica, writable.

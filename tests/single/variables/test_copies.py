@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.variables import allocator, sync_on_read_variable
+from mpistrat.variables import arena, kinds
 
 
 @pytest.fixture
@@ -16,9 +16,9 @@ def strategy(monkeypatch):
     with ms.MirroredStrategy(["cpu:0", "cpu:1"]) as made:
         arenas = made.extended.placement.arenas
         arenas.on_gpu, arenas.devices = True, ("gpu:0", "gpu:1")
-        monkeypatch.setattr(allocator, "zeros", zeros)
-        monkeypatch.setattr(sync_on_read_variable, "zeros", zeros)
-        monkeypatch.setattr(allocator.ArenaAllocator, "_free_bytes", lambda self: 16 << 20)
+        monkeypatch.setattr(arena, "zeros", zeros)
+        monkeypatch.setattr(kinds, "zeros", zeros)
+        monkeypatch.setattr(arena.ArenaAllocator, "_free_bytes", lambda self: 16 << 20)
         yield made
 
 

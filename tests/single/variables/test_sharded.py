@@ -15,7 +15,7 @@ from strategy_stand import without_mpi
 
 import mpistrat as ms
 from mpistrat.types import IndexedSlices
-from mpistrat.variables.rows import rows_of
+from mpistrat.variables.scatter import rows_of
 
 SHAPE = (7, 3, 2)
 CUTS = [(7,), (3, 4), (3, 2, 2), (0, 4, 0, 3), (1,) * 7]

@@ -11,11 +11,9 @@ from ..comm.arrays import array_module, as_array, on_device_of, to_host
 from ..errors import explain
 from ..tensorflow_names import tensorflow_names
 from ..types import IndexedSlices, VariableAggregation, VariableSynchronization
-from .array_operators import ArrayOperators
-from .memory import read_only, zeros
-from .rows import row_ranges, rows_of
-from .scatter import ScatterMethods, row_numbers
-from .values import as_flat, one_value
+from .array_like import ArrayVariable
+from .scatter import row_numbers, row_ranges, rows_of
+from .values import as_flat, one_value, read_only, zeros
 from .variable import Variable
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ _KIND = ("dtype", "trainable", "synchronization", "aggregation")
 
 
 @final
-class ShardedVariable(ScatterMethods, ArrayOperators):
+class ShardedVariable(ArrayVariable):
     """Variables that hold the rows of one array, block after block, and act as that array (TF: ShardedVariable).
 
     A strategy with a `variable_partitioner` makes them, so that several servers share a large variable. To NumPy it is an
@@ -148,10 +146,6 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
             return self.variables[0].value()
         return _joined([v.array for v in self.variables])
 
-    def read_value(self) -> Any:
-        """Return a copy, like `value`. Collective where reading a part is."""
-        return self.value()
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         several = len(self.variables) > 1
         if several and copy is False:
@@ -172,8 +166,8 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
         if rows.step < 0:
             return self._range(rows[::-1])[::-1]
         slices = zip(self.variables, row_ranges(rows, self._bounds), strict=True)
-        pieces = [variable[piece] for variable, piece in slices if piece is not None]
-        return _joined(pieces) if pieces else zeros((0, *self.shape[1:]), self.dtype, self.variables[0].device)
+        blocks = [variable[part] for variable, part in slices if part is not None]
+        return _joined(blocks) if blocks else zeros((0, *self.shape[1:]), self.dtype, self.variables[0].device)
 
     def _gather(self, rows: np.ndarray) -> Any:
         """Return rows by their numbers, read from the parts in which there are any."""
@@ -181,16 +175,16 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
 
     def _collect(self, rows: np.ndarray, shape: tuple[int, ...], read: Callable[..., Any]) -> Any:
         """Return what `read(part, positions, rows of the part)` gives for each row, of that shape, in their order."""
-        pieces = [(at, read(variable, at, local)) for variable, at, local in self._by_part(rows) if at.size]
-        if len(pieces) == 1:
-            return pieces[0][1]
-        if not pieces:
+        blocks = [(at, read(variable, at, local)) for variable, at, local in self._by_part(rows) if at.size]
+        if len(blocks) == 1:
+            return blocks[0][1]
+        if not blocks:
             return zeros((0, *shape), self.dtype, self.variables[0].device)
-        first = pieces[0][1]
+        first = blocks[0][1]
         with on_device_of(first):
             result = array_module(first).empty((rows.size, *shape), self.dtype)
-            for at, piece in pieces:
-                result[at] = piece
+            for at, block in blocks:
+                result[at] = block
         return result
 
     @tensorflow_names()
@@ -215,30 +209,6 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
 
     # writing
 
-    def assign(
-        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> ShardedVariable:
-        """Write a value, to each part its rows, and return the variable. See `Variable.assign`. Collective like it.
-
-        Raises:
-            Exception: as `Variable.assign`; a value that does not fit is refused before any part is written.
-        """
-        return self._update("assign", value)
-
-    @tensorflow_names(delta="value")
-    def assign_add(
-        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> ShardedVariable:
-        """Add a value and return the variable. Collective like `Variable.assign_add`, whose errors it raises."""
-        return self._update("assign_add", value)
-
-    @tensorflow_names(delta="value")
-    def assign_sub(
-        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> ShardedVariable:
-        """Subtract a value and return the variable. Collective like `Variable.assign_sub`, whose errors it raises."""
-        return self._update("assign_sub", value)
-
     def _update(self, op: str, value: Any) -> ShardedVariable:
         function = f"Variable.{op}"
         whole = as_flat(one_value(value, function), self.shape, self.dtype, function).reshape(self.shape)
@@ -259,20 +229,8 @@ class ShardedVariable(ScatterMethods, ArrayOperators):
 
     # gradients
 
-    @property
-    def grad(self) -> Any:
-        """This replica's gradient: a writable array of the variable's shape; `apply_gradients` copies it to the parts.
-
-        Zero at first, and not cleared. `v.parts(g)`, or the pairs of `(part.grad, part)`, spare the memory and the copy.
-        Raises what `Variable.grad` does.
-        """
-        return self.gradient(self.variables[0]._local_replica("grad"))
-
-    @grad.setter
-    def grad(self, value: Any) -> None:
-        target = self.grad
-        if value is not target:
-            target[...] = value
+    def _local_replica(self, function: str) -> int:
+        return self.variables[0]._local_replica(function)
 
     def gradient(self, local_replica: int) -> Any:
         """Return the gradient array of one local replica, writable.
@@ -364,11 +322,11 @@ def each_variable(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return found
 
 
-def _joined(pieces: Sequence[Any]) -> Any:
-    if len(pieces) == 1:
-        return pieces[0]
-    with on_device_of(pieces[0]):
-        return array_module(pieces[0]).concatenate(pieces)
+def _joined(blocks: Sequence[Any]) -> Any:
+    if len(blocks) == 1:
+        return blocks[0]
+    with on_device_of(blocks[0]):
+        return array_module(blocks[0]).concatenate(blocks)
 
 
 def _check(variables: Any) -> None:

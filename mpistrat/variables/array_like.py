@@ -1,0 +1,227 @@
+"""What all variables are: arrays to NumPy, which reads them only, with methods to write them, and gradients."""
+
+from __future__ import annotations
+
+import math
+from abc import ABCMeta, abstractmethod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from ..comm.arrays import to_host
+from ..errors import explain
+from ..tensorflow_names import tensorflow_names
+from .scatter import ScatterMethods
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    # A base of any type lets a type checker accept the call of a class that has abstract methods.
+    _Operators: Any
+else:
+    from numpy.lib.mixins import NDArrayOperatorsMixin as _Operators
+
+__all__ = ["ArrayVariable"]
+
+
+class _ArrayOperators(_Operators, metaclass=ABCMeta):
+    """Lets NumPy read an object through its `array`, and keeps NumPy from writing to it.
+
+    Attributes:
+        name, shape, dtype, placement: what subclasses have.
+    """
+
+    __slots__ = ()
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    placement: Any
+
+    @property
+    @abstractmethod
+    def array(self) -> Any:
+        """The numbers as a read-only array."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """By which messages speak of it."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one copy."""
+        return self.size * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.array
+        if self.placement.arenas.on_gpu:
+            raise TypeError("Variable: it lies on a GPU and does not become a NumPy array by itself: use v.numpy()")
+        if dtype is not None and np.dtype(dtype) != array.dtype:
+            if copy is False:
+                raise ValueError("Variable: another dtype cannot be had without a copy")
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **kwargs: Any) -> Any:
+        targets = (out if isinstance(out, tuple) else (out,)) if out is not None else ()
+        if any(isinstance(target, _ArrayOperators) for target in targets) or (
+            method == "at" and isinstance(inputs[0], _ArrayOperators)
+        ):
+            self._refuse_in_place(f"numpy.{ufunc.__name__} with a Variable as output")
+        if targets:
+            kwargs["out"] = targets
+        arrays = (value.array if isinstance(value, _ArrayOperators) else value for value in inputs)
+        return getattr(ufunc, method)(*arrays, **kwargs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.array[index]
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        self._refuse_in_place("v[...] = value")
+
+    def _refuse_in_place(self, what: str) -> NoReturn:
+        expected = "a method that every rank calls"
+        remedy = "Use assign, assign_add, assign_sub or a scatter method"
+        raise TypeError(explain("Variable", self.name, expected=expected, got=what, remedy=remedy))
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a Variable without dimensions")
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        return iter(self.array)
+
+    def __bool__(self) -> bool:
+        return bool(self.array)
+
+    def __int__(self) -> int:
+        return int(self.array)
+
+    def __float__(self) -> float:
+        return float(self.array)
+
+    def __complex__(self) -> complex:
+        return complex(self.array)
+
+    def __index__(self) -> int:
+        return self.array.__index__()
+
+    __hash__ = object.__hash__  # == compares elements, but as a key a variable stands for itself
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        remedy = "Use v.numpy() for its numbers, strategy.save(path) for all variables"
+        text = explain("Variable", self.name, expected="no pickling and no copying", got="an attempt", remedy=remedy)
+        raise TypeError(text)
+
+
+class ArrayVariable(ScatterMethods, _ArrayOperators):
+    """What a `Variable` and a `ShardedVariable` have in common: how they are read, written and given gradients."""
+
+    __slots__ = ()
+
+    # reading
+
+    def numpy(self) -> np.ndarray:
+        """Return a copy, in the host's memory. Collective for ON_READ variables in cross-replica context only."""
+        array = self.array
+        return array.copy() if type(array) is np.ndarray else to_host(array)
+
+    def value(self) -> Any:
+        """Return a copy, on the variable's device. Collective for ON_READ variables in cross-replica context only."""
+        return self.array.copy()
+
+    def read_value(self) -> Any:
+        """Return a copy, like `value`. Collective for ON_READ variables in cross-replica context only."""
+        return self.value()
+
+    # writing
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Self:
+        """Write a value and return the variable. Collective, except ON_READ in replica context.
+
+        In cross-replica and update context every rank passes the same value, which is compared. In replica context the
+        replicas' values, Python numbers too, are aggregated; an ON_READ variable's own copy is written. A ShardedVariable
+        writes each shard its rows; a value that does not fit is refused before any is written.
+
+        Args:
+            value: array of exactly the variable's shape, of its dtype or one that NumPy casts within its kind.
+            use_locking, name, read_value: taken as TensorFlow does, without effect; what is returned is no copy.
+
+        Raises:
+            ValueError: another shape; a PerReplica in cross-replica context; aggregation NONE in replica context; a
+                variable of another strategy's scope.
+            TypeError: numbers of another kind, such as a float for an integer variable.
+            CollectiveMismatchError: on every rank, when they pass different values in cross-replica context.
+        """
+        return self._update("assign", value)
+
+    @tensorflow_names(delta="value")
+    def assign_add(
+        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Self:
+        """Add a value to the variable and return it. Collective, except ON_READ in replica context; see `assign`.
+
+        Raises:
+            ValueError: also for an ON_READ variable with SUM in cross-replica context: to which copy is not clear.
+        """
+        return self._update("assign_add", value)
+
+    @tensorflow_names(delta="value")
+    def assign_sub(
+        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Self:
+        """Subtract a value from the variable and return it. Collective like `assign_add`, whose errors it raises."""
+        return self._update("assign_sub", value)
+
+    @abstractmethod
+    def _update(self, op: str, value: Any) -> Self:
+        """Write, add or subtract, as the context says."""
+
+    # gradients
+
+    @property
+    def grad(self) -> Any:
+        """This replica's gradient: a writable array of the variable's shape. What is written there is never copied.
+
+        Only that of a ShardedVariable of several shards is copied to them by `apply_gradients`: `v.parts(g)`, or the pairs of
+        `(part.grad, part)`, spare that copy and its memory. Assigning to it copies: `v.grad = g`. Zero at first, and not
+        cleared by `apply_gradients`.
+
+        Raises:
+            ValueError: the variable has no gradients.
+            ContextError: outside replica context on a rank with several local replicas.
+        """
+        return self.gradient(self._local_replica("grad"))
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        target = self.grad
+        if value is not target:
+            target[...] = value
+
+    @abstractmethod
+    def gradient(self, local_replica: int) -> Any:
+        """Return the gradient array of one local replica, writable.
+
+        Raises:
+            ValueError: the variable has no gradients.
+        """
+
+    @abstractmethod
+    def _local_replica(self, function: str) -> int:
+        """Return which local replica the call is for; `function` is named in errors.
+
+        Raises:
+            ContextError: outside replica context on a rank with several local replicas.
+        """

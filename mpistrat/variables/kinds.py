@@ -1,0 +1,446 @@
+"""The kinds of variables: mirrored, whose copies are equal after every write, and on-read, of which each replica has its own.
+
+What replicas write, or their own copies hold, becomes one value by the variable's aggregation; the functions for that, and
+which combinations of variable and write have a meaning, stand at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import numpy as np
+
+from .. import context
+from ..comm.arrays import to_host
+from ..distributed_values import DistributedValues, PerReplica
+from ..errors import explain
+from ..types import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
+from .arena import Arena
+from .scatter import scatter
+from .values import as_flat, checksum, move_like, one_value, read_only, zeros
+from .variable import Description, Variable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .placement import Placement
+
+__all__ = ["MirroredVariable", "OnWriteVariable", "SyncOnReadVariable", "check_kind"]
+
+_IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {"assign_add": np.add, "assign_sub": np.subtract}
+
+
+class OnWriteVariable(Variable):
+    """A variable of one value: what replicas write is aggregated first, what is written outside of them is taken as it is."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _store(self, op: str, flat: Any, only: int | None = None, given: bool = False) -> None:
+        """Write, add or subtract a value.
+
+        Args:
+            op: "assign", "assign_add" or "assign_sub".
+            flat: of the variable's size and dtype.
+            only: in update context the local replica whose copy is meant.
+            given: whether the program gave it, so that ranks may differ; else it was aggregated.
+        """
+
+    @abstractmethod
+    def _store_rows(
+        self, op: str, depth: int, delta: IndexedSlices, only: int | None = None, given: bool = False
+    ) -> None:
+        """Apply updates to rows.
+
+        Args:
+            op: "update", "add", "sub", "mul", "div", "min" or "max".
+            depth: how many dimensions number a row.
+            delta: rows and their updates.
+            only, given: as for `_store`.
+        """
+
+    def _update(self, op: str, value: Any) -> Self:
+        function = f"Variable.{op}"
+        frame = self._frame(op)
+        if frame.replica is None or not self.placement.distributed:
+            flat = as_flat(one_value(value, function), self.shape, self.dtype, function)
+            self._store(op, flat, frame.update_replica_id, given=True)
+            return self
+        check_replica_write(self, function)
+        array = as_flat(value, self.shape, self.dtype, function).reshape(self.shape)
+        frame.replica.merge_call(functools.partial(self._merge, op), args=(array,))
+        return self
+
+    def _merge(self, op: str, strategy: Any, value: Any) -> None:
+        """Aggregate what the replicas wrote, and write it."""
+        total = aggregate(self, self._per_replica(value))
+        self._store(op, as_flat(total, self.shape, self.dtype, f"Variable.{op}"))
+
+    def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> Self:
+        frame = self._frame(f"scatter_{op}")
+        delta = IndexedSlices(updates, indices)
+        if frame.replica is None or not self.placement.distributed:
+            self._store_rows(op, depth, delta, frame.update_replica_id, given=True)
+            return self
+        check_scatter(self, op)
+        frame.replica.merge_call(functools.partial(self._merge_rows, op, depth), args=(delta,))
+        return self
+
+    def _merge_rows(self, op: str, depth: int, strategy: Any, delta: Any) -> None:
+        self._store_rows(op, depth, aggregate_slices(self, self._per_replica(delta)))
+
+
+@final
+class MirroredVariable(OnWriteVariable):
+    """A variable whose copies are equal after every write, because every write is collective.
+
+    It is a shaped view of its arena. A write is: the value is there on every rank, barrier of the node, each rank stores
+    its part, barrier of the node.
+
+    Attributes:
+        arena, offset: where it lies; `offset` in elements.
+    """
+
+    __slots__ = ("_gradients", "_views")
+
+    def __init__(self, placement: Placement, description: Description, arena: Arena, offset: int) -> None:
+        """Make the views of elements of an arena."""
+        self._hold(placement, description)
+        self.arena: Arena = arena
+        self.offset = offset
+        where = slice(offset, offset + self.size)
+        self._views: tuple[Any, ...] = tuple(read_only(copy[where].reshape(self.shape)) for copy in arena.copies)
+        local = arena.gradients.local if arena.gradients else []
+        self._gradients: tuple[Any, ...] = tuple(flat[where].reshape(self.shape) for flat in local)
+
+    @property
+    def array(self) -> Any:
+        """The numbers as a read-only view, of the copy on this replica's device."""
+        views = self._views
+        if len(views) == 1:
+            return views[0]
+        self._require_open()
+        return views[self._replica_or_first()]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What each local replica reads, in replica order: read-only views."""
+        self._require_open()
+        if len(self._views) > 1:
+            return self._views
+        return self._views * self.placement.group.topology.num_local_replicas
+
+    @property
+    def num_copies(self) -> int:
+        """Physical copies that this rank writes to: 1, on GPUs one for each device."""
+        self._require_open()
+        return len(self._views)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the strategy was closed."""
+        return not self._views
+
+    def close(self) -> None:
+        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
+        self._views = self._gradients = ()
+
+    def gradient(self, local_replica: int) -> Any:
+        """Return the gradient array of one local replica, writable.
+
+        Raises:
+            ValueError: the variable has no gradients.
+        """
+        if self._gradients:
+            return self._gradients[local_replica]
+        return super().gradient(local_replica)
+
+    def apply_constraint(self, compare: bool = False) -> None:
+        """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective.
+
+        Args:
+            compare: whether the ranks compare what their constraints made of it.
+
+        Raises:
+            CollectiveMismatchError: they differ.
+        """
+        if self.constraint is not None:
+            value = self.constraint(self.array)
+            flat = as_flat(value, self.shape, self.dtype, "Variable.constraint")
+            self._store("constraint", flat, given=compare)
+
+    def _compared(self, *arrays: Any) -> Hashable:
+        """Return what tells one value from another, so that ranks with different ones are found."""
+        return f"value #{checksum(*arrays):08x}" if self.placement.group.topology.size > 1 else ()
+
+    def _store(self, op: str, flat: Any, only: int | None = None, given: bool = False) -> None:
+        """Write a value that every rank has, to all copies or, in update context, to the one meant. Collective."""
+        detail = self._compared(flat) if given else ()
+
+        def write(copy: Any) -> None:
+            low, high = self.arena.writes(self.size)
+            target = copy[self.offset + low : self.offset + high]
+            part = move_like(flat[low:high], target)
+            if op in _IN_PLACE:
+                _IN_PLACE[op](target, part, out=target)  # type: ignore[call-arg]
+            else:
+                target[...] = part
+
+        self._write(op, detail, write, only)
+
+    def _write(self, op: str, detail: Hashable, write: Callable[[Any], None], only: int | None) -> None:
+        """Let every rank write its part: nobody before all have come, nobody leaves before all have written. Collective."""
+        group = self.placement.group
+        with group.collective(op, self.name, self.dtype, self.shape, detail) as call:
+            for index, copy in enumerate(self.arena.copies):
+                if only is None or only == index or len(self.arena.copies) == 1:
+                    write(copy)
+            group.node.barrier(call)
+
+    # rows
+
+    def _store_rows(
+        self, op: str, depth: int, delta: IndexedSlices, only: int | None = None, given: bool = False
+    ) -> None:
+        """Apply updates that every rank has to the rows that this rank writes. Collective."""
+        detail = self._compared(delta.indices, delta.values.reshape(-1)) if given else ()
+        count = int(np.prod(self.shape[:depth], dtype=np.int64))
+        width = int(np.prod(self.shape[depth:], dtype=np.int64))
+
+        def write(copy: Any) -> None:
+            low, high = self.arena.writes(count, 1)
+            start = self.offset + low * width
+            rows = copy[start : start + (high - low) * width].reshape(high - low, width)
+            host = to_host(rows)  # the rows themselves on a CPU
+            scatter(op, host, low, delta.indices, delta.values)
+            if host is not rows:
+                rows[...] = move_like(host, rows)
+
+        self._write(f"scatter_{op}", detail, write, only)
+
+
+@final
+class SyncOnReadVariable(Variable):
+    """A variable that each replica writes without talking to the others, such as a sum of losses or a counter.
+
+    In replica and update context reading and writing concern the replica's own copy and are not collective. In
+    cross-replica context they are: a read gives the copies' aggregate; `assign` writes the value to every copy, but under
+    SUM each copy's share of it, so that the aggregate is what was written, for integers too; `assign_add` and
+    `assign_sub` change every copy, and raise under SUM. Inside `variable_sync_on_read_context` a read in replica context
+    gives the aggregate too, and every replica must take part in it.
+
+    Attributes:
+        copies: one array for each local replica; writable, for the package's own use.
+    """
+
+    __slots__ = ("copies",)
+
+    def __init__(self, placement: Placement, description: Description) -> None:
+        """Make zeroed copies."""
+        self._hold(placement, description)
+        on_gpu = placement.arenas.on_gpu
+        count = placement.group.topology.num_local_replicas
+        devices = placement.arenas.devices if on_gpu else ("cpu:0",) * count
+        self.copies: list[Any] = [zeros(self.shape, self.dtype, device) for device in devices]
+
+    @property
+    def array(self) -> Any:
+        """This replica's copy as a read-only view; in cross-replica context the aggregate of all. See the class."""
+        frame = self._frame("array")
+        index = self._local_index(frame)
+        if index is None:
+            return self._aggregate()
+        if frame.replica is not None and context.in_sync_on_read_context():
+            return frame.replica.merge_call(lambda strategy: self._aggregate())
+        return read_only(self.copies[index])
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The copy of each local replica, in replica order: read-only views."""
+        self._require_open()
+        return tuple(read_only(copy) for copy in self.copies)
+
+    @property
+    def num_copies(self) -> int:
+        """Physical copies that this rank writes to: one for each local replica."""
+        self._require_open()
+        return len(self.copies)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the strategy was closed."""
+        return not self.copies
+
+    def close(self) -> None:
+        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
+        self.copies = []
+
+    def gathered(self) -> np.ndarray:
+        """See `Variable.gathered`. Where workers step alone, each has a value of its own: the first one's is returned.
+
+        Collective.
+        """
+        value, world = self.numpy(), self.placement.world
+        if world is not None:
+            with world.collective("gathered", self.name, self.dtype, self.shape):
+                world.broadcast(value, self.placement.first_worker)
+        return value
+
+    def _aggregate(self) -> Any:
+        total = aggregate(self, self.copies)
+        return total if self.placement.arenas.on_gpu else np.asarray(total)
+
+    def _update(self, op: str, value: Any) -> Self:
+        function = f"Variable.{op}"
+        index = self._local_index(self._frame(op))
+        flat = as_flat(one_value(value, function), self.shape, self.dtype, function)
+        if index is not None:
+            self._change(index, op, flat)
+            return self
+        if op != "assign" and self.aggregation is VariableAggregation.SUM:
+            remedy = "Call it in replica context, or use assign"
+            expected, got = "another aggregation in cross-replica context", "SUM, which leaves open which copy is meant"
+            raise ValueError(explain(function, self.name, expected=expected, got=got, remedy=remedy))
+        topology = self.placement.group.topology
+        detail = f"value #{checksum(flat):08x}" if topology.size > 1 else ()
+        with self.placement.group.collective(op, self.name, self.dtype, self.shape, detail):
+            for index in range(len(self.copies)):
+                replica = topology.replica_offset + index
+                share = flat if self.aggregation is not VariableAggregation.SUM else self._share(flat, replica)
+                self._change(index, op, share)
+        return self
+
+    def _share(self, flat: Any, replica: int) -> Any:
+        """Return what one of all replicas gets of a value, so that the copies' sum is the value."""
+        replicas = self.placement.group.topology.num_replicas
+        if self.dtype.kind in "iu":
+            share, rest = np.divmod(flat, replicas)
+            return share + (replica < rest)
+        return (flat / replicas).astype(self.dtype)
+
+    def _change(self, index: int, op: str, flat: Any) -> None:
+        copy = self.copies[index]
+        value = move_like(flat, copy).reshape(self.shape)
+        if op == "assign":
+            copy[...] = value
+        elif op == "assign_add":
+            copy += value
+        else:
+            copy -= value
+
+    def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> NoReturn:
+        expected, got = "an ON_WRITE variable", "ON_READ"
+        text = explain(f"Variable.scatter_{op}", self.name, expected=expected, got=got)
+        raise NotImplementedError(text)
+
+
+# Aggregation
+
+_NONE, _FIRST = VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA
+_SUM, _MEAN = VariableAggregation.SUM, VariableAggregation.MEAN
+_SCATTERS = {"add": (_SUM, _MEAN, _FIRST), "sub": (_SUM, _MEAN, _FIRST), "mul": (_SUM, _FIRST), "div": (_SUM, _FIRST)}
+
+
+def check_kind(
+    synchronization: VariableSynchronization, aggregation: VariableAggregation, trainable: bool | None, dtype: np.dtype
+) -> tuple[VariableSynchronization, bool]:
+    """Return the synchronisation that AUTO stands for, and whether the variable is trainable.
+
+    Raises:
+        ValueError: a combination that has no meaning.
+
+    Example:
+        >>> check_kind(VariableSynchronization.AUTO, VariableAggregation.NONE, None, np.dtype("f4"))
+        (<VariableSynchronization.ON_WRITE: 2>, True)
+    """
+    for argument, value, kind in (
+        ("synchronization", synchronization, VariableSynchronization),
+        ("aggregation", aggregation, VariableAggregation),
+    ):
+        if not isinstance(value, kind):
+            legal = f"a member of ms.{kind.__name__}"
+            raise ValueError(explain("Variable", argument, expected=legal, got=repr(value)))
+    if synchronization is VariableSynchronization.NONE:
+        remedy = "Copies that nobody brings together are no variable of a strategy: use a plain array"
+        text = explain("Variable", "synchronization", expected="AUTO, ON_WRITE or ON_READ", got="NONE", remedy=remedy)
+        raise ValueError(text)
+    if synchronization is VariableSynchronization.AUTO:
+        synchronization = VariableSynchronization.ON_WRITE
+    if aggregation is _MEAN and dtype.kind in "biu":
+        text = explain("Variable", "aggregation", expected="a floating dtype for MEAN", got=str(dtype))
+        raise ValueError(text)
+    if aggregation is _SUM and dtype.kind == "b":
+        raise ValueError(explain("Variable", "aggregation", expected="a dtype of numbers for SUM", got="bool"))
+    on_read = synchronization is VariableSynchronization.ON_READ
+    if on_read and trainable:
+        text = explain("Variable", "trainable", expected="False for an ON_READ variable", got="True")
+        raise ValueError(text)
+    return synchronization, (not on_read if trainable is None else bool(trainable))
+
+
+def check_replica_write(variable: Variable, function: str) -> None:
+    """Do nothing if the variable may be written in replica context.
+
+    Raises:
+        ValueError: its aggregation is NONE: the replicas' copies would drift apart.
+    """
+    if variable.aggregation is _NONE:
+        remedy = "Create the variable with aggregation=ms.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
+        expected, got = "an aggregation for a write in replica context", "NONE"
+        raise ValueError(explain(function, variable.name, expected=expected, got=got, remedy=remedy))
+
+
+def check_scatter(variable: Variable, op: str) -> None:
+    """Do nothing if the scatter operation has a meaning in replica context.
+
+    Raises:
+        ValueError: the aggregation is NONE.
+        NotImplementedError: it is one under which the operation has no meaning.
+    """
+    check_replica_write(variable, f"Variable.scatter_{op}")
+    legal = _SCATTERS.get(op, (_FIRST,))
+    if variable.aggregation not in legal:
+        expected = f"aggregation {' or '.join(one.name for one in legal)} in replica context"
+        text = explain(f"Variable.scatter_{op}", variable.name, expected=expected, got=variable.aggregation.name)
+        raise NotImplementedError(text)
+
+
+def aggregate(variable: Variable, values: Sequence[Any]) -> Any:
+    """Return what the local replicas' values and all others' become. Collective.
+
+    Args:
+        variable: says how.
+        values: one array for each local replica.
+
+    Raises:
+        ValueError: the aggregation is NONE.
+    """
+    ops = variable.placement.ops
+    if variable.aggregation is _NONE:
+        remedy = "Create the variable with another aggregation"
+        expected, got = "an aggregation for a read in cross-replica context", "NONE"
+        raise ValueError(explain("Variable", variable.name, expected=expected, got=got, remedy=remedy))
+    if variable.aggregation is _FIRST:
+        return _here(ops.broadcast(PerReplica(values), root=0))
+    return _here(ops.reduce(ReduceOp[variable.aggregation.name], PerReplica(values)))
+
+
+def aggregate_slices(variable: Variable, deltas: Sequence[IndexedSlices]) -> IndexedSlices:
+    """Return the rows of all replicas in replica order; MEAN divides them. Collective."""
+    how = ReduceOp.SUM
+    if variable.aggregation is _MEAN:
+        how = ReduceOp.MEAN
+    elif variable.aggregation is _FIRST:
+        first = variable.placement.group.topology.replica_offset
+        deltas = [
+            delta if first + local == 0 else IndexedSlices(delta.values[:0], delta.indices[:0])
+            for local, delta in enumerate(deltas)
+        ]
+    return _here(variable.placement.ops.reduce(how, PerReplica(deltas)))
+
+
+def _here(value: Any) -> Any:
+    return value.values[0] if isinstance(value, DistributedValues) else value
