@@ -16,7 +16,7 @@ from .dataset import Dataset
 from .nodes.stage import RowSource
 from .spec import spec_of_rows
 
-__all__ = ["from_arrays", "take_rows", "plain_lists"]
+__all__ = ["from_arrays", "plain_lists", "row_content", "take_rows"]
 
 _COMPARED, _ELEMENTS = 64, 4096  # rows that ranks compare, and about as many elements of each
 
@@ -68,12 +68,12 @@ class _Arrays(RowSource):
         hasher = hashlib.sha256(self.describe().encode())
         for array in nest.flatten(self._arrays):
             for row in np.unique(np.linspace(0, self._length - 1, _COMPARED, dtype=np.int64)) if self._length else ():
-                hasher.update(_content(array[row]))
+                hasher.update(row_content(array[row]))
         return int.from_bytes(hasher.digest()[:8], "big") >> 1
 
 
-def _content(row: Any) -> bytes:
-    """What tells a row from others: some of its elements, in words where bytes are not the same in every process."""
+def row_content(row: Any) -> bytes:
+    """Return what tells a row from others: some of its elements, in words where bytes are not the same in every process."""
     values = np.asarray(row)
     some = values.reshape(1) if values.ndim == 0 else values.flat[:: max(1, values.size // _ELEMENTS)]
     if some.dtype.kind in "OV":  # pointers, padding

@@ -194,6 +194,8 @@ def test_datasets_and_iterators_in_another_order_are_told(strategy):
 @pytest.mark.ranks(2, 3)
 def test_other_rows_under_one_name_are_told(strategy, mpi_tmp_path):
     """Arrays of an unseeded generator, objects too, and another copy of the files on one rank; equal ones are fine."""
+    import h5py
+
     from mpistrat.data import HDF5Dataset, from_arrays, write_shards
     from mpistrat.errors import CollectiveMismatchError
 
@@ -222,6 +224,22 @@ def test_other_rows_under_one_name_are_told(strategy, mpi_tmp_path):
     with pytest.raises(CollectiveMismatchError, match=r"(?s)different datasets.*fingerprint"):
         strategy.distribute_dataset(HDF5Dataset(mpi_tmp_path / f"{int(odd)}", "x").batch(4))
     assert len(strategy.distribute_dataset(HDF5Dataset(mpi_tmp_path / "1", "x").batch(4))) == 2
+    for kind in ("packed", "words"):  # files without a manifest
+        if strategy.rank == 0:
+            for copy in range(2):
+                (mpi_tmp_path / f"{kind}{copy}").mkdir()
+                with h5py.File(mpi_tmp_path / f"{kind}{copy}" / "a.h5", "w") as file:
+                    packed = (
+                        {"compression": "gzip", "chunks": (16,)} if kind == "packed" else {"dtype": h5py.string_dtype()}
+                    )
+                    file.create_dataset(
+                        "x", data=np.arange(100) + copy if kind == "packed" else ["ab"[copy]] * 100, **packed
+                    )
+        strategy.comm.Barrier()
+        text = rf"(?s)different datasets.*{kind}0.*fingerprint.*rank {strategy.size - 1}.*{kind}1.*fingerprint"
+        with pytest.raises(CollectiveMismatchError, match=text):
+            strategy.distribute_dataset(HDF5Dataset(mpi_tmp_path / f"{kind}{int(odd)}").batch(4))
+        assert len(strategy.distribute_dataset(HDF5Dataset(mpi_tmp_path / f"{kind}1").batch(4))) == 25
 
 
 @pytest.mark.ranks(2, 3)

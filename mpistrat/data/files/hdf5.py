@@ -6,7 +6,7 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ... import nest
 from ...errors import explain
+from ..arrays import row_content
 from ..buffers import RowBuffers
 from ..nodes.stage import RowSource
 from ..shards.files import PathLike, resolve
@@ -25,6 +26,7 @@ from ..spec import ArraySpec
 from ..stats import StageStats
 from .choice import READERS, choose_reader, piece_starts
 from .handles import check_mpi_io, open_hdf5_files
+from .storage import Contiguous, Storage
 
 if TYPE_CHECKING:
     from ...comm.process_group import ProcessGroup
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["HDF5Dataset"]
 
 _NAMED = 5  # things left out that are named
-_COMPARED = 64  # rows of a field that ranks compare
+_COMPARED = 64  # rows of a field that ranks compare, where single rows are cheap to read
+_PLACES, _COMPARED_ROWS, _COMPARED_BYTES = 4, 16, 1 << 18  # elsewhere, and the most rows and bytes at each
+_LARGEST_COMPARED = 1 << 22  # bytes of a chunk, decoded; larger ones would take long
 
 Fields = str | Sequence[str] | Mapping[str, str] | None
 
@@ -161,7 +165,8 @@ class HDF5Dataset(RowSource):
         """Return a number below 2**63 that is the same wherever the same rows are read.
 
         It is made of the files' names, their rows and fields, their digests in the manifest, if there is one, and the names of
-        the files that were skipped; and, where a file has no digest, of about 64 rows at fixed places of what is contiguous.
+        the files that were skipped; and, where a file has no digest, of about 64 rows at fixed places of each field, if its
+        chunks have at most 4 MiB.
         """
         opened = self._open()
         fields = sorted((name, str(field)) for name, field in opened.fields.items())
@@ -175,7 +180,23 @@ class HDF5Dataset(RowSource):
                 if storage.file.path not in digests:
                     for row in storage.some_rows(max(2, _COMPARED // len(storages))):
                         hasher.update(row)
+            chunked = [each for each in storages if each.file.path not in digests and _is_compared_decoded(each)]
+            for index in np.unique(np.linspace(0, len(chunked) - 1, _PLACES, dtype=np.int64)) if chunked else ():
+                for row in self._decoded_rows(chunked[index], -(-_PLACES // len(chunked))):
+                    hasher.update(row_content(row))
         return int.from_bytes(hasher.digest()[:8], "big") >> 1
+
+    def _decoded_rows(self, storage: Storage, places: int) -> Iterator[Any]:
+        """Yield a few rows in a row at fixed places, which do not depend on the chunks' size."""
+        reader = choose_reader(
+            [storage], self._reader, open_hdf5_files(self._driver)
+        )  # whose counts are not the dataset's
+        count = min(storage.rows, _COMPARED_ROWS, max(1, _COMPARED_BYTES // max(1, storage.row_bytes)))
+        shape = _fixed(storage.field.shape)
+        for first in np.unique(np.linspace(0, storage.rows - count, places, dtype=np.int64)):
+            out = np.empty((count, *(shape or ())), object if shape is None else storage.field.dtype)
+            reader.read(np.arange(first, first + count), out)
+            yield from out
 
     @property
     def counters(self) -> StageStats:
@@ -298,6 +319,12 @@ def _described(opened: _Opened, name: str) -> str:
     field, reader = opened.fields[name], opened.readers[name]
     how = f"{reader.kind}: {reader.reason}" if reader.reason else reader.kind
     return f"{ArraySpec(field.shape, field.dtype)} ({how})"
+
+
+def _is_compared_decoded(storage: Storage) -> bool:
+    """Whether what is compared are rows as a reader makes them, not bytes of the file: of chunks that are not too large."""
+    cheap = isinstance(storage.layout, Contiguous) and storage.field.dtype.fields is None
+    return storage.rows > 0 and not cheap and max(1, storage.chunk_rows) * storage.row_bytes <= _LARGEST_COMPARED
 
 
 def _fixed(shape: tuple[int | None, ...]) -> tuple[int, ...] | None:

@@ -605,3 +605,47 @@ def test_files_without_digests_are_told_apart_by_some_rows(tmp_path: Path) -> No
     assert prints[0] == prints[1] == dataset.fingerprint()
     assert len({*prints}) == 3
     assert dataset.counters.bytes_read == 0  # what is compared is no row of an epoch
+
+
+@pytest.mark.parametrize("kind", ["gzip", "chunks", "tiles", "strings", "ragged", "structures"])
+def test_rows_that_must_be_decoded_are_told_apart_by_some(tmp_path: Path, kind: str) -> None:
+    """The files have other values, names and sizes alike; the same rows in chunks of another size have one fingerprint."""
+
+    def write(name: str, last: int, chunk: int) -> int:
+        (tmp_path / name).mkdir()
+        with h5py.File(tmp_path / name / "a.h5", "w") as file:
+            numbers = np.arange(3000).reshape(1000, 3)
+            numbers[999] = last
+            if kind == "strings":
+                file.create_dataset("x", data=[str(i) for i in numbers[:, 0]], dtype=h5py.string_dtype())
+            elif kind == "ragged":
+                file.create_dataset("x", (1000,), dtype=h5py.vlen_dtype(np.int64))[:] = list(map(list, numbers))
+            elif kind == "structures":
+                file["x"] = np.array(list(map(tuple, numbers)), "i8,i4,f8")
+            else:
+                columns = 2 if kind == "tiles" else 3
+                file.create_dataset(
+                    "x", data=numbers, chunks=(chunk, columns), compression="gzip" if kind == "gzip" else None
+                )
+        return HDF5Dataset(tmp_path / name).fingerprint()
+
+    assert write("one", 7, 64) == write("two", 7, 50) != write("three", 8, 64)
+
+
+def test_few_chunks_are_decoded_to_compare_and_no_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.data.files.chunked import ChunkFiles
+
+    decoded = []
+    decode = ChunkFiles.decode
+    monkeypatch.setattr(
+        ChunkFiles, "decode", lambda self, chunk, slot: decoded.append(slot.size) or decode(self, chunk, slot)
+    )
+    for number in range(20):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file.create_dataset("small", data=np.zeros((2000, 64)), chunks=(100, 64), compression="gzip")
+            file.create_dataset("large", data=np.zeros((2000, 512)), chunks=(2000, 512), compression="gzip")
+    dataset = HDF5Dataset(tmp_path)
+    dataset.fingerprint()
+    assert 4 <= len(decoded) <= 8
+    assert max(decoded) < 1 << 20
+    assert dataset.counters.chunk_reads == 0  # what is compared is no row of an epoch
