@@ -142,9 +142,8 @@ def judge(job: Job, status: int | None, left: list[str], victim: int | None, tal
     if left:
         tally.note("left processes", f"{left}\n{text}")
     if victim is None:
-        tally.note(
-            "good end" if status == 0 and not text.strip() else "bad end of a good job", "" if status == 0 else text
-        )
+        good = status == 0 and not text.strip()
+        tally.note("good end" if good else "bad end of a good job", "" if good else f"status {status}\n{text}")
     elif status == 0:
         tally.note("status 0 after a kill", text)
     elif named == [victim]:
@@ -161,8 +160,9 @@ def first_named(text: str) -> int:
 
 
 def text_of(job: Job) -> str:
+    """What the ranks and the launcher said, but a warning of Open MPI's about a race within itself."""
     _, err, launcher = job.outputs()
-    return "".join(err) + launcher
+    return "".join(err) + re.sub(r"\[.*\] plm:ssh: Warning: setpgid.*\n", "", launcher)
 
 
 def soak(mpi: MpiEnv, starts: int, kills: int, *, seed: int = 0, busy: int = 0, hosts: Hosts | None = None) -> Tally:

@@ -141,20 +141,23 @@ class Call:
         watch.place = (monotonic(), self, watch.number)
         try:
             comparison = self._comparison
-            if comparison is not None and comparison.due(self):
+            if comparison is not None and comparison.due(self, watch.number):
                 self._node.barrier(self)
-                comparison.compare()
+                comparison.compare(watch)
             elif self.synchronize:
                 self._node.barrier(self)
-        except BaseException:
+        except BaseException as error:
+            watch.fail(error, True)
             watch.place = self._outer
             watch.acting.release()
             raise
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         watch = self._watch
         if watch.size > 1:
+            if error is not None:
+                watch.fail(error, False)
             watch.place, self._outer = self._outer, None
             watch.acting.release()
 
@@ -172,47 +175,64 @@ class Comparison:
         self._draws = draws
         self._comm, self._min = comm, MPI.MIN
         self._pair, self._least = np.empty(2, np.int64), np.empty(2, np.int64)
-        self._recent: deque[str] = deque(maxlen=every)
+        self._recent: deque[tuple[int, str]] = deque(maxlen=every)  # number and text
         self._last: dict[str, int] = {}  # kind of each operation and name
         self._rolling = 0
-        self._since = 0
+        self._every, self._compared = every, 0  # number of the call that was compared last
 
-    def due(self, call: Call) -> bool:
+    def due(self, call: Call, number: int) -> bool:
         """Note a call. Return whether to compare now: one `every` calls, and when a series changes."""
         self._rolling = (self._rolling * 0x100000001B3 + (call.tag ^ self._draws.mark)) & _MASK
-        self._recent.append(call.text)
-        self._since += 1
+        self._recent.append((number, call.text))
         changed = self._last.get(call.series) != call.kind
         if changed:
             if len(self._last) >= _SERIES:  # at the same moment on every rank
                 self._last.clear()
             self._last[call.series] = call.kind
-        return changed or self._since == self._recent.maxlen
+        return changed or number - self._compared >= self._every
 
-    def compare(self) -> None:
-        """Check that all ranks made the same calls. Collective.
+    def recent(self, number: int) -> str:
+        """Return the text of a call, "" where it was not noted or is forgotten. Any thread."""
+        return dict(self._recent.copy()).get(number, "")
+
+    def compare(self, watch: Watch) -> None:
+        """Check that all ranks made the same calls, up to the one that they are in. Collective.
+
+        Where they did not, they go on in step: with the same number, and as if none had failed before.
 
         Raises:
             CollectiveMismatchError: on every rank, with what each of them did where they first differ.
         """
         self._pair[0], self._pair[1] = self._rolling, ~self._rolling  # the least of ~x tells the largest x
         self._comm.Allreduce(self._pair, self._least, self._min)
-        since, self._since = self._since, 0
+        before, self._compared = self._compared, watch.number
         if self._least[0] == ~self._least[1]:
             return
-        mine = list(self._recent)[-since:]
+        mine = [(at, text) for at, text in self._recent if at > before]
         self._rolling = 0
         self._last.clear()
-        calls = [text.split("\n") for text in gather_text(self._comm, "\n".join(mine))]
-        raise _first_difference(calls) or self._draws.differ(self._comm, range(self._comm.size), mine[-1])
+        words = "\n".join(f"{at} {text}" for at, text in mine)
+        calls = [
+            {int(at): what for at, _, what in (line.partition(" ") for line in text.split("\n"))}
+            for text in gather_text(self._comm, words)
+        ]
+        watch.number = self._compared = max(max(own) for own in calls)
+        if watch.place is not None:
+            watch.place = (*watch.place[:2], watch.number)
+        watch.failures.clear()
+        raise _first_difference(calls) or self._draws.differ(self._comm, range(self._comm.size), mine[-1][1])
 
 
-def _first_difference(calls: list[list[str]]) -> CollectiveMismatchError | None:
-    """Return the error about the first of some calls in which the ranks differ; None where they do not."""
-    for back in range(max(map(len, calls)), 0, -1):
-        texts = {rank: own[-back] if back <= len(own) else "nothing" for rank, own in enumerate(calls)}
+def _first_difference(calls: list[dict[int, str]]) -> CollectiveMismatchError | None:
+    """Return the error about the first of some calls, by number, in which the ranks differ; None where they do not.
+
+    Ranks whose calls failed, while others still wait in them, are ahead of these.
+    """
+    last = max(max(own) for own in calls)
+    for number in range(max(min(own) for own in calls), last + 1):
+        texts = {rank: own.get(number, "nothing") for rank, own in enumerate(calls)}
         if len(set(texts.values())) > 1:
-            return mismatch(texts, back - 1)
+            return mismatch(texts, last - number)
     return None
 
 

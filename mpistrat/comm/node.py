@@ -190,7 +190,7 @@ class Node:
             raise CollectiveTimeoutError(f"{call.text}: rank {rank} gave up waiting in an earlier collective")
         gone = self._watch.departed()
         if gone is not None:
-            raise self._peer_exit(gone, call, self._watch.left[gone][1])
+            raise self._peer_exit(gone, call, self._watch.left[gone].status)
 
     def _peer_exit(self, rank: int, call: Call, status: int) -> PeerExitError:
         how = f" with status {status}" if status else ""

@@ -83,7 +83,8 @@ class ProcessGroup:
             self.num_nodes, self.slices, self.inter = topology.size, 1, self._comm
         self.slice_index = self.node.rank if self.node.rank < self.slices else None
         self.replicas_of_node = [topology.replicas_per_rank[rank] for rank in ranks]
-        self._comparison = Comparison(private, environment.check_every, self.node.draws) if self.num_nodes > 1 else None
+        if self.num_nodes > 1:
+            self.watch.comparison = Comparison(private, environment.check_every, self.node.draws)
 
     @classmethod
     def create(cls, topology: Topology, environment: Environment | None = None) -> ProcessGroup:
@@ -166,7 +167,8 @@ class ProcessGroup:
             self._calls.clear()
         timeout = self.environment.abort_after if timeout is None else timeout
         series = contract.describe(*what[:2])
-        call = Call(contract.describe(*what), timeout, self.watch, self.node, self._comparison, synchronize, series)
+        compared = self.watch.comparison
+        call = Call(contract.describe(*what), timeout, self.watch, self.node, compared, synchronize, series)
         self._calls[key] = call
         return call
 

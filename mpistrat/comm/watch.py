@@ -10,14 +10,17 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from . import abort
+from .contract import fingerprint
 
 if TYPE_CHECKING:
-    from .contract import Call
+    from .contract import Call, Comparison
 
-__all__ = ["ALL", "POLL", "Answer", "Watch", "lines", "user_place"]
+__all__ = ["ALL", "POLL", "Answer", "Left", "Watch", "lines", "user_place"]
 
 POLL = 0.1  # seconds between two looks of the watchdog
 _ANSWER = 1.0  # seconds that the others have to answer
+_FAILURES = 64  # so many failed collectives are remembered
+_SHOWN = 400  # characters of an error
 
 ALL = "all ranks must call it"
 
@@ -40,14 +43,55 @@ def user_place(thread: int) -> str:
 
 
 class Answer(NamedTuple):
-    """What a rank said about itself. `number` is -1 outside collectives; `in_mpi` if it waits where it cannot raise."""
+    """What a rank said about itself.
+
+    Attributes:
+        time: when it came.
+        number, tag, seconds: the collective that it is in, and since when; -1, 0 and 0.0 outside collectives.
+        in_mpi: whether it waits where it cannot raise.
+        about: number of the collective that the asking rank was in, -1 for none.
+        print: fingerprint of the text of that one on this rank; 0 where it is not known (any more).
+        failed: number of a collective that an error ended on this rank: that one, or else the last one that it could not enter; 0
+            for none.
+        ago: when, in seconds.
+        text, error: where it is, and that error.
+    """
 
     time: float
     number: int
     tag: int
     seconds: float
     in_mpi: bool
+    about: int
+    print: int
+    failed: int
+    ago: float
     text: str
+    error: str
+
+
+class Failure(NamedTuple):
+    """How and when a collective failed on a rank, and whether it did before data moved."""
+
+    time: float
+    error: str
+    on_entry: bool
+
+
+class Left(NamedTuple):
+    """What is known of a rank that left the program.
+
+    Attributes:
+        number: of its last collective.
+        failed: of the last one that failed on entry, or of the last one if that failed; 0 for none.
+        status: its exit status.
+        time: when it was heard of.
+    """
+
+    number: int
+    failed: int
+    status: int
+    time: float
 
 
 @final
@@ -61,7 +105,9 @@ class Watch:
         acting: held by the thread that is in a collective.
         refusal: the error that the next collective raises, None while all is well.
         on_flags: whether this rank waits on flags in shared memory, where it can raise by itself.
-        left: ranks of other nodes that left the program: how many collectives they had entered, and their exit status.
+        left: ranks of other nodes that left the program.
+        failures: the collectives, by number, that failed on this rank since the ranks were last known to be in step.
+        comparison: what compares this rank's collectives with those of other nodes, or None.
         raw: (start, name) of the blocking call on the program's communicator that this rank is in, or None.
         stop: whether this rank, or another one, was told to stop; who sets it lets all others know.
         default_timeout, warn_after: seconds.
@@ -75,7 +121,9 @@ class Watch:
         self.acting = threading.RLock()
         self.refusal: Exception | None = None
         self.on_flags = False
-        self.left: dict[int, tuple[int, int]] = {}
+        self.left: dict[int, Left] = {}
+        self.failures: dict[int, Failure] = {}
+        self.comparison: Comparison | None = None
         self.raw: tuple[float, str] | None = None
         self.stop = False
         self.thread = threading.get_ident()
@@ -88,9 +136,38 @@ class Watch:
         if self.refusal is not None:
             raise type(self.refusal)(f"{text}: {self.refusal}")
 
+    def fail(self, error: BaseException, on_entry: bool) -> None:
+        """Note that an error ends the collective that this rank is in."""
+        if self.place is not None:
+            if len(self.failures) >= _FAILURES:
+                self.failures.pop(next(iter(self.failures)))
+            text = f"{type(error).__name__}: {error}"[:_SHOWN]
+            self.failures[self.place[2]] = Failure(monotonic(), text, on_entry)
+
+    def failed(self, about: int) -> int:
+        """Return that collective if it failed here, else the last one that failed on entry; 0 for none."""
+        failures = dict(self.failures)
+        if about in failures:
+            return about
+        return max((number for number, failure in failures.items() if failure.on_entry), default=0)
+
+    def strayed(self, failed: int) -> bool:
+        """Return whether a rank that failed in a collective is no longer in step with this one.
+
+        This rank is still in it, or has done it.
+        """
+        return 0 < failed <= self.number and failed not in self.failures
+
     def departed(self) -> int | None:
-        """Return a rank of another node that left before the collective this rank is in, or None."""
-        return next((rank for rank, (last, _) in self.left.items() if self.number > last), None)
+        """Return a rank of another node that left without taking part in the collective this rank is in, or None.
+
+        Where it failed in it, this rank may be about to learn of that error, and has a moment for it.
+        """
+        late = monotonic() - _ANSWER
+        for rank, left in list(self.left.items()):
+            if self.number > left.number or (left.time < late and self.strayed(left.failed)):
+                return rank
+        return None
 
     def where(self, ranks: Iterable[int]) -> str:
         """Return, as lines to append to an error, where some ranks and this one are. Takes a second."""
@@ -108,17 +185,26 @@ class Watch:
             texts[rank] = answer.text if answer is not None and answer.time >= start else "does not answer"
         return lines(texts)
 
-    def answer(self) -> Answer:
-        """Return where this rank is."""
-        now, place, at = monotonic(), self.place, user_place(self.thread)
-        raw = self.raw
-        if place is None and raw is not None:
-            return Answer(now, -1, 0, now - raw[0], True, f"in comm.{raw[1]} for {now - raw[0]:.1f} s, at {at}")
-        if place is None:
-            return Answer(now, -1, 0, 0.0, False, f"not in a collective, after #{self.number}, at {at}")
-        start, call, number = place
-        text = f"in {call.brief} #{number} for {now - start:.1f} s, at {at}"
-        return Answer(now, number, call.tag, now - start, not self.on_flags, text)
+    def answer(self, about: int = -1) -> Answer:
+        """Return where this rank is.
+
+        Args:
+            about: number of the collective that another rank, which asks, is in.
+        """
+        now, place, raw, at = monotonic(), self.place, self.raw, user_place(self.thread)
+        known = self.comparison.recent(about) if self.comparison is not None else ""
+        failed = self.failed(about)
+        failure = self.failures.get(failed, Failure(now, "", False))
+        more = about, fingerprint(known) if known else 0, failed, now - failure.time
+        if place is not None:
+            start, call, number = place
+            text = f"in {call.brief} #{number} for {now - start:.1f} s, at {at}"
+            return Answer(now, number, call.tag, now - start, not self.on_flags, *more, text, failure.error)
+        if raw is not None:
+            text = f"in comm.{raw[1]} for {now - raw[0]:.1f} s, at {at}"
+            return Answer(now, -1, 0, now - raw[0], True, *more, text, failure.error)
+        text = f"not in a collective, after #{self.number}, at {at}"
+        return Answer(now, -1, 0, 0.0, False, *more, text, failure.error)
 
 
 def lines(texts: dict[int, str]) -> str:

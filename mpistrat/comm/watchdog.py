@@ -21,8 +21,9 @@ import numpy as np
 from .. import log
 from . import abort, obituary
 from .agree import only_differences
+from .contract import fingerprint
 from .failures import KEY_BYTES, Failures, key
-from .watch import ALL, POLL, Answer, Watch, lines
+from .watch import ALL, POLL, Answer, Left, Watch, lines
 
 if TYPE_CHECKING:
     from .contract import Call
@@ -35,7 +36,8 @@ _GRACE = 5.0  # seconds after the timeout in which someone better placed may tel
 _RELAY = 0.75  # seconds that rank 0 has to say who prints why the job ends, and to pass it on
 _SPREAD = 0.3  # seconds that the others have to print it
 _ASK, _PLACE, _LEFT, _END, _STOP, _FAIL, _VERDICT = 1, 2, 3, 4, 5, 6, 7
-_HEAD = struct.Struct("<qqd?")
+_HEAD = struct.Struct("<qqd?qqqd")  # an Answer but its time and texts
+_NUMBER, _LAST = struct.Struct("<q"), struct.Struct("<qqq")
 _LONGEST = 4096
 
 
@@ -86,14 +88,14 @@ class _Patrol:
         watch = self.watch
         for source, kind, data in self._messages():
             if kind == _ASK:
-                _, number, tag, seconds, in_mpi, text = watch.answer()
-                self.send(_PLACE, _HEAD.pack(number, tag, seconds, in_mpi) + text.encode()[:_LONGEST], source)
+                said = watch.answer(*_NUMBER.unpack(data))
+                texts = b"\0".join(text.encode()[:_LONGEST] for text in (said.text, said.error))
+                self.send(_PLACE, _HEAD.pack(*said[1:-2]) + texts, source)
             elif kind == _PLACE:
-                number, tag, seconds, in_mpi = _HEAD.unpack_from(data)
-                text = data[_HEAD.size :].decode(errors="replace")
-                watch.answers[source] = Answer(monotonic(), number, tag, seconds, in_mpi, text)
+                text, _, error = data[_HEAD.size :].decode(errors="replace").partition("\0")
+                watch.answers[source] = Answer(monotonic(), *_HEAD.unpack_from(data), text, error)
             elif kind == _LEFT:
-                watch.left[source] = _HEAD.unpack_from(data)[:2]
+                watch.left[source] = Left(*_LAST.unpack(data), monotonic())
             elif kind == _STOP:
                 watch.stop = True
             elif kind == _END:
@@ -191,9 +193,11 @@ class _Patrol:
             self._judge_raw(raw, monotonic())
 
     def _ask(self, ranks: Iterable[int]) -> None:
+        place = self.watch.place
+        question = _NUMBER.pack(-1 if place is None else place[2])
         for rank in ranks:
             if rank != self.watch.rank:
-                self.send(_ASK, b"?", rank)
+                self.send(_ASK, question, rank)
 
     def _judge(self, place: tuple[float, Call, int], now: float) -> None:
         watch, (start, call, _) = self.watch, place
@@ -201,13 +205,15 @@ class _Patrol:
         gone = watch.departed()
         if gone is not None and waited > POLL and not watch.on_flags and watch.place is place:
             texts = {watch.rank: watch.answer().text, gone: "has left the program"}
-            abort.end_job(f"PeerExitError: {call.text} can never end:{lines(texts)}", watch.left[gone][1] or 1)
+            abort.end_job(f"PeerExitError: {call.text} can never end:{lines(texts)}", watch.left[gone].status or 1)
         self._compare_next(place, now)
         late = waited > call.timeout + (_GRACE if watch.on_flags else 0)
         if not late and (self.warned or waited < watch.warn_after):
             return
         fresh = self._ask_all(now)
         if fresh is not None:
+            for rank, said in fresh.items():
+                self._compare(place, rank, said)
             self._report(fresh, late, waited, call)
 
     def _ask_all(self, now: float) -> dict[int, Answer] | None:
@@ -261,15 +267,31 @@ class _Patrol:
 
     def _compare_next(self, place: tuple[float, Call, int], now: float) -> None:
         """Ask the next rank now and then. If any two ranks differ, so do some neighbours in the ring."""
-        watch, (_, call, number) = self.watch, place
-        rank = (watch.rank + 1) % watch.size
-        said = watch.answers.get(rank)
-        if said is not None and said.number == number and said.tag != call.tag and watch.place is place:
-            texts = only_differences({watch.rank: watch.answer().text, rank: said.text})
-            abort.end_job(f"CollectiveMismatchError: the ranks entered different collectives:{lines(texts)}")
+        rank = (self.watch.rank + 1) % self.watch.size
+        said = self.watch.answers.get(rank)
+        if said is not None:
+            self._compare(place, rank, said)
         if now - self.asked_next > _NEIGHBOUR:
             self.asked_next = now
             self._ask([rank])
+
+    def _compare(self, place: tuple[float, Call, int], rank: int, said: Answer) -> None:
+        """End the job where another rank did something else in this rank's collective, or failed in it or before it."""
+        watch, (_, call, number) = self.watch, place
+        failed = said.about == number and said.ago > _NEIGHBOUR and not watch.on_flags and watch.strayed(said.failed)
+        differs = said.number == number and said.tag != call.tag
+        differed = said.about == number and said.print not in (0, fingerprint(call.text))
+        if not (failed or differs or differed) or watch.place is not place:
+            return
+        texts = {watch.rank: watch.answer().text, rank: said.text}
+        if failed:
+            texts[rank] += f"; #{said.failed} ended there {said.ago:.1f} s before by {said.error}"
+            what = (
+                f"{call.text} can never end: an error ended #{said.failed} on rank {rank}, which went on:{lines(texts)}"
+            )
+        else:
+            what = f"the ranks entered different collectives:{lines(only_differences(texts))}"
+        abort.end_job(f"CollectiveMismatchError: {what}")
 
     def _report(self, fresh: dict[int, Answer], late: bool, waited: float, call: Call) -> None:
         """The lowest rank that waits tells the story; the others do if it does not."""
@@ -351,7 +373,7 @@ class Watchdog:
         for patrol in cls.instance._patrols:
             if patrol.watch is watch:
                 for rank in ranks:
-                    patrol.send(_LEFT, _HEAD.pack(watch.number, abort.exit_status(), 0.0, False), rank)
+                    patrol.send(_LEFT, _LAST.pack(watch.number, watch.failed(watch.number), abort.exit_status()), rank)
 
     @classmethod
     def tell_end(cls, text: str, reason: str) -> str | None:

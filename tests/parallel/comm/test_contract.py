@@ -69,6 +69,13 @@ def test_every_fifth_collective_compares(group):
         use(group, mine[4])
 
 
+def test_a_rank_ahead_is_compared_by_the_number_of_its_calls(group):
+    use(group, "a")
+    use(group, *["a"] * (group.topology.rank == 0))
+    with pytest.raises(CollectiveMismatchError, match=r"1 collective ago: rank 0: assign 'a'; ranks? 1.*: assign 'c'"):
+        use(group, "c")
+
+
 def test_how_long_a_rank_waits_is_its_own_affair(group):
     for turn in range(7):
         enter(group, "assign", "a", timeout=5.0 if group.topology.rank == 0 and turn % 2 else None)

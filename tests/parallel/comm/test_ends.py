@@ -190,6 +190,52 @@ def test_skipped_collective(job):
     assert "takes longer than 1 s" in result.stderr, result
 
 
+CAUGHT = """
+import sys, time
+import numpy as np
+from mpi4py import MPI
+from mpistrat.cluster.topology import Topology
+from mpistrat.comm.process_group import ProcessGroup
+from mpistrat.errors import CollectiveMismatchError
+from mpistrat.options import Environment
+from variables_stand import pretend_nodes
+
+topology = Topology.create(pretend_nodes(MPI, {nodes}))
+group = ProcessGroup.create(topology, Environment(abort_after=60.0))
+
+def all_reduce(shape=(3,)):
+    with group.collective("all_reduce", "w", np.float32, shape):
+        if group.inter is not None:
+            group.inter.Allreduce(np.ones(100), np.ones(100))
+
+for _ in range(3):
+    all_reduce()
+try:
+    all_reduce((4,) if topology.rank == 1 else (3,))  # the ranks of the first node see it, those of the other one wait
+except CollectiveMismatchError:
+    pass
+"""
+HOW_ON = {
+    "and call on": ("all_reduce(); time.sleep(40)", "an error ended #4 on rank 0, which went on"),
+    "and work": ("time.sleep(40)", "an error ended #4 on rank 0, which went on"),
+    "and call a last time": ("all_reduce()", "left the program"),
+    "and end": ("", "left the program"),
+}
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1], [0, 0, 1, 1]], ids=["3 ranks", "4 ranks"])
+@pytest.mark.parametrize("how", HOW_ON)
+def test_other_nodes_wait_where_one_caught_the_error(mpi_run, nodes, how):
+    """They are told by name, and not by the time limit."""
+    program, words = HOW_ON[how]
+    result = mpi_run(CAUGHT.format(nodes=nodes) + program, len(nodes), 40.0)
+    assert result.returncode not in (0, None), result
+    assert words in result.stderr and "all_reduce 'w' float32 (3,)" in result.stderr, result
+    if "error" in words:
+        assert "#4 ended there" in result.stderr, result
+        assert "rank 1: all_reduce 'w' float32 (4,)" in result.stderr, result
+
+
 def test_much_to_do_is_no_warning(shared_job):
     """All ranks are in the same collective: nobody is missing."""
     result = shared_job("with group.collective('slow'): time.sleep(1.6)")
