@@ -93,9 +93,9 @@ class _Patrol:
                 self.send(_PLACE, _HEAD.pack(*said[1:-2]) + texts, source)
             elif kind == _PLACE:
                 text, _, error = data[_HEAD.size :].decode(errors="replace").partition("\0")
-                watch.answers[source] = Answer(monotonic(), *_HEAD.unpack_from(data), text, error)
+                watch.answers[source] = Answer._make((monotonic(), *_HEAD.unpack_from(data), text, error))
             elif kind == _LEFT:
-                watch.left[source] = Left(*_LAST.unpack(data), monotonic())
+                watch.left[source] = Left._make((*_LAST.unpack(data), monotonic()))
             elif kind == _STOP:
                 watch.stop = True
             elif kind == _END:
