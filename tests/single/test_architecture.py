@@ -10,6 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from house_rules import RULES, circles, exceptions, found
+
 import mpistrat as ms
 from launcher import ROOT
 
@@ -188,3 +191,12 @@ def test_what_is_collective_says_so():
 def test_what_is_not_collective_says_nothing_of_it():
     tagged = [where(path) for path in FILES if re.search(r"\bNot collective\b", path.read_text())]
     assert not tagged, "only collective calls are tagged"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_there_are_only_known_exceptions(rule):
+    known, there = exceptions()[rule], found(rule)
+    assert not there - known, (
+        f"{rule}: mend {dict(there - known)} of {sorted(circles()) if 'circle' in rule else 'these'}"
+    )
+    assert not known - there, f"{rule}: `python tests/house_rules.py` takes {dict(known - there)} out, as is due"
