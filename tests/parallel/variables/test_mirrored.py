@@ -164,7 +164,7 @@ def test_ranks_that_make_different_variables_are_told(mine, theirs, words):
 def test_rank_0_says_what_the_initial_value_is(shared, monkeypatch):
     from mpi4py import MPI
 
-    monkeypatch.setattr("mpistrat.variables.create.PIECE", 1000)
+    monkeypatch.setattr("mpistrat.variables.create.CHUNK", 1000)
     rank = MPI.COMM_WORLD.rank
     calls = []
 
