@@ -59,7 +59,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=2,sched_min_interval=0
 KillWait=5
-NodeName={nodes} CPUs={cpus} RealMemory=4000 State=UNKNOWN
+GresTypes=gpu
+NodeName={nodes} CPUs={cpus} Gres=gpu:{gpus} RealMemory=4000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=20
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=10
 """
@@ -103,15 +104,19 @@ class Reply:
 
 
 class Slurm:
-    """A SLURM over `hosts`; `close()` ends it."""
+    """A SLURM over `hosts`, each with so many CPUs and GPUs as far as SLURM counts them; `close()` ends it."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: Hosts, cpus: int = CPUS, gpus: int = 0) -> None:
         self.hosts, self.folder = hosts, hosts.folder / "slurm"
         self._processes: list[subprocess.Popen[bytes]] = []
         for name in ("state", *hosts.names, *(f"tmp.{host}" for host in hosts.names)):
             (self.folder / name).mkdir(parents=True)
-        words = {"folder": self.folder, "network": NETWORK, "nodes": ",".join(hosts.names), "cpus": CPUS}
+        words = {"folder": self.folder, "network": NETWORK, "nodes": ",".join(hosts.names)}
+        words |= {"cpus": cpus, "gpus": gpus}
         self._write("slurm.conf", CONF.format(**words))
+        for i in range(gpus):  # any file is a device to SLURM
+            self._write(f"gpu{i}", "")
+        self._write("gres.conf", f"Name=gpu File={self.folder}/gpu[0-{gpus - 1}]\n" if gpus else "")
         self._write("cgroup.conf", "CgroupPlugin=cgroup/v1\n")  # the other one asks systemd at once
         self._write("task_prolog", TASK_PROLOG.format(**words)).chmod(0o755)
         try:
