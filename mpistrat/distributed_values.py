@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import nest
+from ._util import nest
 from .errors import explain
 
 __all__ = ["DistributedValues", "Mirrored", "PerReplica", "regroup", "select_replica"]

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import numpy as np
 
-from . import nest
+from ._util import nest
 from .distributed_values import DistributedValues
 from .errors import ContextError, explain
 

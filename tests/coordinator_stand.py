@@ -12,7 +12,7 @@ class Stand:
     def __init__(self, servers=0, **settings):
         from mpistrat.cluster.topology import Topology
         from mpistrat.comm.process_group import ProcessGroup
-        from mpistrat.options import Environment
+        from mpistrat.environment import Environment
 
         self.topology = Topology.create()
         group = ProcessGroup.create(self.topology, Environment(**{"abort_after": 20.0, **settings}))

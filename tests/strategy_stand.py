@@ -10,7 +10,7 @@ import mpistrat as ms
 from mpistrat.cluster import Topology
 from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.cross_device.auto import AutoAllReduce
-from mpistrat.options import Environment
+from mpistrat.environment import Environment
 from mpistrat.strategy.assemble import Parts
 from mpistrat.strategy.layout import MIRRORED
 

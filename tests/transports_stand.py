@@ -16,7 +16,7 @@ def parameter_servers(transport, specs=(), servers=1, abort_after=30.0, **settin
     """Servers on the last ranks, workers on the others, with variables: (shape, dtype) on server 0, or whole specs."""
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
-    from mpistrat.options import Environment
+    from mpistrat.environment import Environment
     from mpistrat.parameter_server.layout import VariableSpec
     from mpistrat.parameter_server.parameter_servers import ParameterServers
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..environment import STRATEGIES
 from ..errors import LayoutError, explain
-from ..options import STRATEGIES
 
 __all__ = ["check_fit"]
 

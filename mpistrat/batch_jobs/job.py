@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from ..environment import STRATEGIES
 from ..errors import explain
-from ..options import STRATEGIES
 from .checks import chosen, matching, text, whole
 from .fit import check_fit
 

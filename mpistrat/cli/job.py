@@ -19,8 +19,8 @@ from ..batch_jobs.schedulers import LAUNCHERS
 from ..cluster.launchers import MPILibrary, loaded_library
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from ..comm.agree import Ranks
+from ..environment import STRATEGIES
 from ..errors import ClusterError
-from ..options import STRATEGIES
 from .command import DONE, Command
 
 __all__ = ["COMMAND"]

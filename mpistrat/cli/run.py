@@ -23,8 +23,8 @@ from ..cluster.launchers import USER, MPILibrary, choose_launcher, find_launcher
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
 from ..comm import leftovers
 from ..comm.agree import Ranks
+from ..environment import STRATEGIES
 from ..errors import ClusterError, explain
-from ..options import STRATEGIES
 from . import rank_output
 from .command import DONE, PROBLEM, Command
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import progress_bar, reaches_terminal
+from .._util.terminal import progress_bar, reaches_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console

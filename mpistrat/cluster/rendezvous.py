@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import log
+from .._util import log
 from ..comm.waiting import Backoff
+from ..environment import Environment
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, by_rank
-from ..options import Environment
 
 __all__ = ["meet"]
 

@@ -16,7 +16,7 @@ import threading
 from time import monotonic
 from typing import Any
 
-from ..options import Environment
+from ..environment import Environment
 from .launcher_variables import launched_rank, launched_size
 
 __all__ = ["end_before_mpi", "import_mpi", "running"]

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from ..cluster import start
 from ..cluster.launcher_variables import launched_rank, launched_size
-from ..options import Environment
+from ..environment import Environment
 from . import obituary
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._util.log import once
 from ..errors import explain
-from ..log import once
 from .arrays import is_gpu, synchronize
 from .dtypes import accumulation_dtype, check_reducible, mpi_datatype
 

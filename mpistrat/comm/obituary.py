@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import log
+from .._util import log
 
 if TYPE_CHECKING:
     from ..cluster.topology import Topology

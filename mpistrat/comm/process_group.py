@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol, final
 
 import numpy as np
 
-from .. import log
+from .._util import log
 from ..cluster.topology import Topology
+from ..environment import Environment
 from ..errors import ClosedError, CollectiveMismatchError, by_rank
-from ..options import Environment
 from . import abort, agree, contract, obituary
 from .contract import Call, Comparison
 from .node import Node

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from time import monotonic, sleep
 from typing import Any, Protocol, final
 
-from .. import log
+from .._util import log
+from ..environment import Environment
 from ..errors import CollectiveTimeoutError, PeerExitError
-from ..options import Environment
 
 __all__ = ["CEILING", "Backoff", "Deadline", "PeerWait", "wait_until"]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .. import log
+from .._util import log
 from . import abort, obituary
 from .agree import only_differences
 from .contract import fingerprint

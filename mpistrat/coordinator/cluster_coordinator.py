@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from .. import nest
+from .._util import nest
 from ..errors import ClosedError, ContextError, explain
 from .closure import RemoteValue
 from .cluster import Cluster, check_workers

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 from typing import Any, final
 
-from .. import log
+from .._util import log
 from ..comm.process_group import ProcessGroup
 from ..errors import CollectiveTimeoutError, PeerExitError
 from ..parameter_server.waiting import Backoff

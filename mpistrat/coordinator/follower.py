@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any, final
 
-from .. import log
+from .._util import log
 from ..comm.process_group import ProcessGroup
 from ..errors import ContextError, PeerExitError, explain
 from ..parameter_server.waiting import Backoff, Patience

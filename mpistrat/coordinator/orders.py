@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
-from .. import log
+from .._util import log
 from ..optimizers import Optimizer
 from ..optimizers import optimizer as optimizers
 from ..strategy.show_config import show_config

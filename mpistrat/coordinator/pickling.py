@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, final
 
-from .. import log
+from .._util import log
 from ..errors import MissingDependencyError, explain
 
 __all__ = ["Reduced", "Reducer", "dumps", "load_cloudpickle", "loads", "plain", "token"]

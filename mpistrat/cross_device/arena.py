@@ -12,9 +12,9 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
+from .._util.partition import aligned_bounds, blocks, merge
 from ..comm.buffers import all_reduce
 from ..comm.process_group import ProcessGroup
-from ..partition import aligned_bounds, blocks, merge
 from ..types import ReduceOp
 from .arithmetic import Arithmetic, arithmetic, combine
 

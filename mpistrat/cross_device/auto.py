@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from .._util.log import once
 from ..comm.arrays import is_gpu
 from ..comm.nccl import nccl_available
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import PerReplica
 from ..errors import explain
-from ..log import once
 from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, ReduceOp
 from .arena import Consume, GradientArena

@@ -18,7 +18,8 @@ from typing import Any, final
 
 import numpy as np
 
-from ..buffer_pool import BufferPool
+from .._util.buffers import BufferPool
+from .._util.partition import aligned_bounds
 from ..comm.arrays import is_gpu
 from ..comm.buffers import all_reduce
 from ..comm.packing import pack_sizes
@@ -26,7 +27,6 @@ from ..comm.process_group import ProcessGroup
 from ..distributed_values import PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
-from ..partition import aligned_bounds
 from ..types import CommunicationImplementation, ReduceOp
 from .arena import ArenaSum, Consume, Destination, GradientArena
 from .arithmetic import Arithmetic, combine, finish

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..buffer_pool import BufferPool
+from .._util.buffers import BufferPool
 from ..comm.arrays import is_gpu
 from ..comm.buffers import all_reduce, all_reduce_gpu, cuda_aware
 from ..distributed_values import PerReplica

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any, final
 
+from .._util.log import once
 from ..comm.arrays import array_module, is_gpu, on_device_of
 from ..comm.nccl import NcclCommunicator, nccl_datatype_name, require_nccl
 from ..comm.packing import pack_sizes, plan_packs
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import Mirrored, PerReplica
 from ..errors import explain
-from ..log import once
 from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, ReduceOp
 from .arithmetic import Arithmetic, finish

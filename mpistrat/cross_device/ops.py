@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from .._util.partition import blocks
 from ..comm.arrays import array_module, as_array
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import Mirrored, PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
-from ..partition import blocks
 from ..types import CommunicationImplementation, IndexedSlices, ReduceOp
 from .arena import BLOCK, Consume, GradientArena
 from .arithmetic import Arithmetic, arithmetic

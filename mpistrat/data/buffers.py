@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..buffer_pool import BufferPool
+from .._util.buffers import BufferPool
 
 __all__ = ["RowBuffers"]
 

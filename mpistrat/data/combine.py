@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .. import nest
+from .._util import nest
+from .._util.arguments import integer
 from ..errors import explain
-from .arguments import integer
 from .dataset import Dataset
 from .permutation import DEFAULT_SEED
 

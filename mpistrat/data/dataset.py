@@ -9,13 +9,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .. import nest
+from .._util import nest
+from .._util.arguments import integer, tensorflow_names
 from ..errors import explain
-from ..tensorflow_names import tensorflow_names
-from .arguments import integer, number_of_calls
 from .iterator import DatasetIterator
 from .nodes.node import INFINITE, UNKNOWN, Addresses, Chain
-from .options import AUTOTUNE, SHARD_HINT, Options
+from .options import AUTOTUNE, SHARD_HINT, Options, number_of_calls
 
 __all__ = ["INFINITE", "UNKNOWN", "Addresses", "Dataset"]
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
-from .. import nest
+from .._util import nest
 from ..errors import explain
 from .dataset import UNKNOWN, Dataset
 from .nodes.stage import RowSource

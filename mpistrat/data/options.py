@@ -7,9 +7,18 @@ import functools
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from .._util.arguments import integer
 from ..errors import explain
 
-__all__ = ["AUTOTUNE", "SHARD_HINT", "AutoShardPolicy", "InputOptions", "InputReplicationMode", "Options"]
+__all__ = [
+    "AUTOTUNE",
+    "SHARD_HINT",
+    "AutoShardPolicy",
+    "InputOptions",
+    "InputReplicationMode",
+    "Options",
+    "number_of_calls",
+]
 
 AUTOTUNE = -1  # tf.data.AUTOTUNE: numbers of calls and of elements read ahead that are chosen here
 SHARD_HINT = -1  # tf.data.experimental.SHARD_HINT: in Dataset.shard, "the number of workers" and "this worker"
@@ -163,3 +172,15 @@ class InputOptions:
         if not isinstance(self.per_replica_buffer_size, int) or self.per_replica_buffer_size < 0:
             got = repr(self.per_replica_buffer_size)
             raise ValueError(explain("InputOptions", "per_replica_buffer_size", expected="at least 0", got=got))
+
+
+def number_of_calls(function: str, value: Any) -> int | None:
+    """Return `num_parallel_calls`: None, AUTOTUNE or a number of at least 1.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is another number.
+    """
+    if value is None or value == AUTOTUNE:
+        return None if value is None else AUTOTUNE
+    return integer(function, "num_parallel_calls", value, 1, "Or ms.data.AUTOTUNE, or None for the thread that reads.")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .. import nest
+from .._util import nest
 from ..errors import explain
 from .buffers import RowBuffers
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import nest
+from .._util import nest
 from .look_ahead import Located, LookAhead
 from .permutation import by_locality
 from .spec import row_nbytes

@@ -11,8 +11,8 @@ from ..cluster.devices import gpu_identities
 from ..cluster.resolvers.tf_config import TFConfigClusterResolver
 from ..cluster.topology import Topology
 from ..comm.nccl import nccl_available
+from ..environment import Environment
 from ..errors import ClusterError
-from ..options import Environment
 from ..parameter_server.roles import Roles
 from .cores import blas_threads, core_ranges
 from .interpreter import versions

@@ -15,7 +15,7 @@ from ..cluster.pmi import pmi2_remedy
 from ..cluster.topology import Topology
 from ..comm.agree import gather_text
 from ..comm.process_group import ProcessGroup
-from ..options import Environment
+from ..environment import Environment
 from .clocks import check_clocks
 from .compare import compare
 from .facts import facts

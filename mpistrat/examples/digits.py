@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import mpistrat as ms
-from mpistrat.options import Environment
+from mpistrat.environment import Environment
 
 from . import digits_data, plots, resume
 from .digits_model import Digits

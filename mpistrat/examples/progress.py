@@ -10,7 +10,7 @@ from typing import Any
 
 import mpistrat as ms
 
-from ..terminal import progress_bar, reaches_terminal
+from .._util.terminal import progress_bar, reaches_terminal
 
 __all__ = ["PARTS", "Clock", "Progress"]
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
+from .._util.partition import blocks, merge
 from ..comm.arrays import to_host
 from ..cross_device.arena import BLOCK, Consume
 from ..errors import CollectiveMismatchError, by_rank, explain
-from ..partition import blocks, merge
 from ..variables.arena import ALIGNMENT_BYTES, Arena
 from ..variables.values import checksum, move_like, quick_digest
 from ..variables.variable import Variable

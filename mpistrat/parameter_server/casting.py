@@ -6,7 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, final
 
-from .. import log
+from .._util import log
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
 from ..cluster.tasks import own_task
 from ..comm.process_group import ProcessGroup

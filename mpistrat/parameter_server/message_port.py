@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..buffer_pool import BufferPool
+from .._util.buffers import BufferPool
 from .layout import LINE, MailboxLayout
 from .memory import ServerMemory
 from .message_transport import ACKNOWLEDGE, DATA, PAYLOAD, REPLY, REQUEST, SHORT, chunks

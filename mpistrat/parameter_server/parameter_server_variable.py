@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ..buffer_pool import BufferPool
+from .._util.arguments import tensorflow_names
+from .._util.buffers import BufferPool
 from ..cluster.devices import parse
-from ..tensorflow_names import tensorflow_names
 from ..types import IndexedSlices
 from ..variables.kinds import OnWriteVariable
 from ..variables.scatter import row_numbers

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, final
 
-from .. import log
+from .._util import log
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space
 from ..errors import ClosedError, LayoutError, explain

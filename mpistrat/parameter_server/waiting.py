@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from time import monotonic, sleep
 from typing import final
 
-from .. import log
+from .._util import log
 from ..comm.process_group import ProcessGroup
 from ..comm.watch import lines
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, PeerExitError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from .. import log
+from .._util import log
 from ..cluster.cores import set_blas_threads
 from ..cluster.devices import check_devices
 from ..cluster.topology import Topology
@@ -16,8 +16,9 @@ from ..comm.agree import gather_text, together
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
 from ..cross_device.ops import CrossDeviceOps
+from ..environment import Environment
 from ..errors import CollectiveTimeoutError, LayoutError, PeerExitError, explain
-from ..options import CommunicationOptions, Environment
+from ..options import CommunicationOptions
 from ..variables import ArenaAllocator, Placement
 from .extended import StrategyExtended
 from .layout import Layout, check_layout

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .. import context, log
+from .. import context
+from .._util import log
 from ..comm.agree import as_told, same, together
 from ..comm.dtypes import accumulation_dtype
 from ..comm.process_group import ProcessGroup

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 
-from .. import log
+from .._util import log
+from .._util.files import algorithm_of, digest_of_array, digest_of_bytes, replacing
 from ..data.shards.links import Refused, find, find_group
 from ..data.shards.supported import check_storage
-from ..digests import algorithm_of, digest_of_array, digest_of_bytes
-from ..part_file import replacing
 from ..variables.values import parse_dtype
 
 __all__ = ["CheckpointFile", "DamagedError", "Form", "Piece", "write_checkpoint"]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, final
 
-from .. import context, nest
+from .. import context
+from .._util import nest
 from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
 from ..context import Frame

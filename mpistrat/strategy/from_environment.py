@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from ..environment import STRATEGIES, Environment
 from ..errors import explain
-from ..options import STRATEGIES, Environment
 from .central_storage import CentralStorageStrategy
 from .mirrored import MirroredStrategy
 from .multi_worker_mirrored import MultiWorkerMirroredStrategy

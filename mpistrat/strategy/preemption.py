@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .. import log
+from .._util import log
 from ..comm.process_group import ProcessGroup
 from ..comm.waiting import wait_until
 from ..errors import explain

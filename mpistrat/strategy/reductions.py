@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import nest
+from .._util import nest
 from ..comm.arrays import array_module, as_array, on_device_of
 from ..comm.dtypes import accumulation_dtype, check_reducible, mean_dtype
 from ..cross_device.arithmetic import arithmetic

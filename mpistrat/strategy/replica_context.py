@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .. import context, nest, random
+from .. import context, random
+from .._util import nest
 from ..context import Frame
 from ..distributed_values import PerReplica, regroup, select_replica
 from ..errors import ContextError, explain

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster.cores import usable_cores
 from ..cross_device.auto import Chooser
-from ..options import Environment
+from ..environment import Environment
 
 if TYPE_CHECKING:
     from .strategy import Strategy

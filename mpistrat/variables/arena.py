@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .. import partition
+from .._util import partition
 from ..cluster.devices import parse
 from ..comm.arrays import import_cupy
 from ..comm.process_group import ProcessGroup

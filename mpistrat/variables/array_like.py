@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from .._util.arguments import tensorflow_names
 from ..comm.arrays import to_host
 from ..errors import explain
-from ..tensorflow_names import tensorflow_names
 from .scatter import ScatterMethods
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from .._util.partition import bounds
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
-from ..partition import bounds
 from ..types import VariableAggregation, VariableSynchronization
 from .kinds import MirroredVariable, SyncOnReadVariable, check_kind
 from .partitioners import check_partitions

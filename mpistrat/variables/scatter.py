@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._util.arguments import tensorflow_names
 from ..comm.arrays import as_array, to_host
 from ..errors import explain
-from ..tensorflow_names import tensorflow_names
 from ..types import IndexedSlices
 from .values import convert
 

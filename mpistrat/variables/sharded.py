@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from .._util.arguments import tensorflow_names
 from ..comm.arrays import array_module, as_array, on_device_of, to_host
 from ..errors import explain
-from ..tensorflow_names import tensorflow_names
 from ..types import IndexedSlices, VariableAggregation, VariableSynchronization
 from .array_like import ArrayVariable
 from .scatter import row_numbers, row_ranges, rows_of

@@ -8,7 +8,7 @@ import sys, time
 import numpy as np
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.options import Environment
+from mpistrat.environment import Environment
 
 topology = Topology.create()
 group = ProcessGroup.create(topology, Environment(abort_after=3.0, warn_after=1.5))
@@ -28,8 +28,8 @@ all_reduce()
 def test_group_over_two_hosts():
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
+    from mpistrat.environment import Environment
     from mpistrat.errors import CollectiveMismatchError
-    from mpistrat.options import Environment
 
     topology = Topology.create()
     group = ProcessGroup.create(topology, Environment(abort_after=20.0))

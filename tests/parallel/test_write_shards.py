@@ -50,8 +50,8 @@ def test_the_set_is_the_ranks_rows_in_rank_order(mpi_tmp_path, options):
 def test_a_function_of_the_rank_and_strings(mpi_tmp_path):
     from mpi4py import MPI
 
+    from mpistrat._util.partition import block
     from mpistrat.data import HDF5Dataset, write_shards
-    from mpistrat.partition import block
 
     comm = MPI.COMM_WORLD
     write_shards(

@@ -20,8 +20,9 @@ PACKAGE = ROOT / "mpistrat"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The floor of each folder; files beside the folders are floor 0, or front doors that only re-export, which floor 8 uses.
+# _util, below them all, may use of them only what needs nothing itself: errors, types, environment.
 FLOORS = {
-    "cluster": 1, "batch_jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4,
+    "_util": -1, "cluster": 1, "batch_jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4,
     "parameter_server": 5, "optimizers": 5,
     "strategy": 6, "coordinator": 7, "training": 7, "adapters": 8, "bench": 8, "doctor": 8, "examples": 8,
     "cli": 9,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import mpistrat as ms
-from mpistrat.options import CommunicationOptions, Environment
+from mpistrat.environment import Environment
+from mpistrat.options import CommunicationOptions
 from mpistrat.types import CommunicationImplementation, ReduceOp, VariableAggregation
 
 

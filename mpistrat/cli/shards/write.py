@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ..._util.partition import block
 from ...comm.agree import Ranks
 from ...data.shards.convert import Conversion, convert, open_source
 from ...data.shards.files import manifest_path
 from ...data.shards.set_writer import SetWriter, set_pattern
 from ...data.shards.settings import ShardSettings
 from ...errors import explain
-from ...partition import block
 from ..command import DONE, Command
 from ..terminal import Meter, names, size_text
 

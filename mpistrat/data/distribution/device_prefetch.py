@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import nest
+from ..._util import nest
 from ...distributed_values import regroup
 from ...errors import explain
 from ..spec import empty_rows

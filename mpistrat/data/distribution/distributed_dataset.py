@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+from ..._util.arguments import integer
 from ...errors import explain
 from ...global_batch import HandedOut
-from ..arguments import integer
 from ..dataset import INFINITE, UNKNOWN, Dataset
 from ..iterator import PATIENCE, PositionReader
 from ..options import InputOptions

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ... import nest, partition
+from ..._util import nest, partition
 from ...errors import explain
 
 __all__ = ["Workers", "cut"]

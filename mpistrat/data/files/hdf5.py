@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import nest
+from ..._util import nest
 from ...errors import explain
 from ..arrays import row_content
 from ..buffers import RowBuffers

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import nest
+from ..._util import nest
 from ...errors import explain
 from ..buffers import RowBuffers
 from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset

@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, final
 
-from ... import partition
+from ..._util import partition
 from ...cluster.cores import usable_cores
 from ...errors import explain
 from ..options import AUTOTUNE

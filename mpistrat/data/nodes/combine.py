@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import nest
+from ..._util import nest
 from ...errors import explain
 from ..buffers import RowBuffers
 from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset

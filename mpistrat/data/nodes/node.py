@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import nest
+from ..._util import nest
 from ..look_ahead import LookAhead
 from ..options import Options
 from ..spec import batch_spec, unstack_rows

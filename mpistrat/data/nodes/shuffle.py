@@ -12,9 +12,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import log, nest
+from ..._util import log, nest
+from ..._util.arguments import integer
 from ...errors import explain
-from ..arguments import integer
 from ..dataset import INFINITE, Addresses, Dataset
 from ..permutation import DEFAULT_SEED, BlockOrder, random_words
 from ..spec import ArraySpec

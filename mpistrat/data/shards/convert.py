@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import partition
+from ..._util import partition
 from ...comm.agree import Ranks
 from ...errors import explain
 from .columns import Columns

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
-from ...digests import algorithm_of, digest_of_ends, digest_of_file
+from ..._util.files import algorithm_of, digest_of_ends, digest_of_file
 from ...errors import ShardError, explain
 from .manifest import Field, Manifest, ShardEntry, read_manifest
 

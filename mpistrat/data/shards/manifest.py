@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ..._util.files import replacing
 from ...errors import ShardError, explain
-from ...part_file import replacing
 
 __all__ = [
     "Field",

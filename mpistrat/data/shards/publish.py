@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..._util.files import flush_folder
 from ...comm.agree import Ranks
 from ...errors import CollectiveMismatchError, explain
-from ...part_file import flush_folder
 from .files import manifest_path
 from .manifest import (
     Field,

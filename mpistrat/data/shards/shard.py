@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ... import log
+from ..._util import log
 from ...errors import ShardError, explain
 from ..files.handles import ShardFile, open_hdf5
 from ..files.storage import Chunks, Contiguous, Layout, OnlyHDF5, Pointers, Storage

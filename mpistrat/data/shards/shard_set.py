@@ -9,7 +9,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from ... import log
+from ..._util import log
 from ...errors import ShardError, explain
 from ..files.handles import ShardFile
 from .files import FileSet, check_ends

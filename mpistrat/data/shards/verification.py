@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ... import log
-from ...digests import algorithm_of
+from ..._util import log
+from ..._util.files import algorithm_of
 from ...errors import ShardError
 from ..files.handles import ShardFile
 from ..memory_limit import in_words

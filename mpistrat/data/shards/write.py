@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ... import partition
+from ..._util import partition
 from ...errors import explain
 from ..dataset import INFINITE, Dataset
 from ..spec import stack_rows

@@ -8,7 +8,7 @@ def make_group():
     """`make_group(shared_memory=..., abort_after=..., ...)` is a group over all ranks, closed after the test."""
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
-    from mpistrat.options import Environment
+    from mpistrat.environment import Environment
 
     made = []
 

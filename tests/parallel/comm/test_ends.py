@@ -18,7 +18,7 @@ import sys, threading, time
 import numpy as np
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.options import Environment
+from mpistrat.environment import Environment
 
 topology = Topology.create()
 group = ProcessGroup.create(topology, Environment(shared_memory={shared}, abort_after=2.0, warn_after=1.0))

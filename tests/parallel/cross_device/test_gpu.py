@@ -14,7 +14,7 @@ def ops(request):
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
     from mpistrat.cross_device.auto import make_cross_device_ops
-    from mpistrat.options import Environment
+    from mpistrat.environment import Environment
 
     if request.param == "nccl" and cupy.cuda.runtime.getDeviceCount() < MPI.COMM_WORLD.size:
         pytest.skip("NCCL needs a GPU for each rank")

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks(2, 3)
 def group():
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
-    from mpistrat.options import Environment
+    from mpistrat.environment import Environment
 
     topology = Topology.create(devices=["cpu:0"])
     group = ProcessGroup.create(topology, Environment(abort_after=20.0))

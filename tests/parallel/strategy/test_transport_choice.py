@@ -11,7 +11,7 @@ def choose(monkeypatch, knows):
     """What each rank chooses for rank 0, a worker, and the last, a server; `knows(rank)`: what its environment says."""
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
-    from mpistrat.options import Environment
+    from mpistrat.environment import Environment
 
     topology = Topology.create()
     group = ProcessGroup.create(topology, Environment(shared_memory=False, abort_after=20.0))

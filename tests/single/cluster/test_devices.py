@@ -6,9 +6,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from mpistrat._util.log import once
 from mpistrat.cluster import devices
 from mpistrat.errors import DeviceError
-from mpistrat.log import once
 
 
 @pytest.mark.parametrize(

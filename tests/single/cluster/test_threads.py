@@ -8,9 +8,9 @@ import pytest
 import threadpoolctl
 
 import mpistrat as ms
+from mpistrat._util.log import once
 from mpistrat.cluster import cores as machine_cores
 from mpistrat.cluster.cores import set_blas_threads
-from mpistrat.log import once
 
 
 @pytest.fixture

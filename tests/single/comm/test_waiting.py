@@ -11,8 +11,8 @@ import pytest
 
 from mpistrat.comm import waiting
 from mpistrat.comm.waiting import Backoff, Deadline, PeerWait, wait_until
+from mpistrat.environment import Environment
 from mpistrat.errors import CollectiveTimeoutError, PeerExitError
-from mpistrat.options import Environment
 
 
 @pytest.fixture

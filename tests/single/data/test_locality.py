@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat import nest
+from mpistrat._util import nest
 from mpistrat.data import Dataset, HDF5Dataset, from_arrays, sample_from_datasets
 from mpistrat.data import zip as zip_datasets
 from mpistrat.data.distribution.distributed_dataset import distribute

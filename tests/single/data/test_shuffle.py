@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat import log
+from mpistrat._util import log
 from mpistrat.data import Dataset, HDF5Dataset, from_arrays, successive
 from mpistrat.data.distribution.distributed_dataset import distribute
 from mpistrat.data.distribution.workers import Workers

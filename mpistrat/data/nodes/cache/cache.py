@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from .... import log, nest
+from ...._util import log, nest
 from ....errors import explain
 from ...dataset import INFINITE, Addresses, Dataset
 from ...memory_limit import available_memory, in_words, require_memory

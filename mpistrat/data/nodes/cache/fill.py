@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from .... import nest
+from ...._util import nest
 from ....comm import shared_memory
 from ....comm.shared_memory import SharedBlock
 from ....errors import ClosedError, CollectiveTimeoutError

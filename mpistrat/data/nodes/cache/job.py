@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from .... import nest
+from ...._util import nest
 from ....errors import ClosedError, ShardError, explain
 from ...buffers import RowBuffers
 from ...memory_limit import in_words

@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from .... import nest
+from ...._util import nest
 from ....errors import explain
 from ...arrays import take_rows
 from ...buffers import RowBuffers

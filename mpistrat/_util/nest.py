@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .types import IndexedSlices
+from ..types import IndexedSlices
 
 __all__ = ["flatten", "form", "is_nested", "map_structure", "pack_like", "paths"]
 

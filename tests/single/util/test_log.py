@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from mpistrat import log
+from mpistrat._util import log
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from .options import Environment
+from ..environment import Environment
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat import nest
+from mpistrat._util import nest
 
 Point = collections.namedtuple("Point", ["x", "y"])
 

@@ -1,16 +1,43 @@
-"""TensorFlow's names of arguments, beside this package's own."""
+"""Arguments of public functions: TensorFlow's names beside this package's own, and whole numbers."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .errors import explain
+from ..errors import explain
 
-__all__ = ["tensorflow_names"]
+__all__ = ["integer", "tensorflow_names"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def integer(function: str, argument: str, value: Any, least: int | None = None, remedy: str = "") -> int:
+    """Return a value as an integer.
+
+    Args:
+        function, argument: for the error.
+        value: what was given.
+        least: the smallest that is legal; None for any.
+        remedy: what to do where it is no integer.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is smaller.
+
+    Example:
+        >>> integer("f", "n", np.int64(3), 1)
+        3
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(explain(function, argument, expected="an integer", got=repr(value), remedy=remedy)) from None
+    if least is not None and number < least:
+        raise ValueError(explain(function, argument, expected=f"at least {least}", got=number))
+    return number
 
 
 def tensorflow_names(*unused: str, **ours: str) -> Callable[[F], F]:

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from mpistrat.part_file import replacing
+from mpistrat._util.files import replacing
 
 
 def beside(folder):

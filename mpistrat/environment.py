@@ -1,0 +1,113 @@
+"""What the environment variables of the package say; the one table of them.
+
+| variable | default | meaning |
+|---|---|---|
+| MPISTRAT_WARN_AFTER | 10 | seconds in a collective after which a warning names who is missing |
+| MPISTRAT_ABORT_AFTER | 600 | seconds after which a collective fails with an error |
+| MPISTRAT_CHECK_EVERY | 64 | between nodes, each how many collectives the ranks compare what they are doing |
+| MPISTRAT_SHARED_MEMORY | 1 | 0 keeps a private copy of the variables in every rank |
+| MPISTRAT_CHOOSER | | JSON file with a table for the chooser, in place of the one that ships |
+| MPISTRAT_TRANSPORT | | between workers and servers: shared_window, one_sided or messages, in place of the choice |
+| MPISTRAT_STRATEGY | | the strategy that `strategy_from_environment` makes: one_device, mirrored, multi_worker_mirrored, … |
+| MPISTRAT_NUM_PS | 1 | with MPISTRAT_STRATEGY=parameter_server: so many ranks, the last ones, are servers |
+| MPISTRAT_END_TIME | | when the job's time ends, in seconds since 1970, where the scheduler does not say |
+| MPISTRAT_STOP_BEFORE | | seconds before that at which `should_stop` says so; default 60, but at most a tenth of the time left |
+| MPISTRAT_LOG | warning | level of the package's log: debug, info, warning, error |
+| MPISTRAT_TERMINAL | | which of stdout and stderr, `stdout,stderr`, a launcher shows on a terminal; `mpistrat run` sets it |
+| MPISTRAT_TRACEBACK | short | full: when an exception ends the job, its traceback has the lines inside this package, too |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import explain
+
+__all__ = ["STRATEGIES", "Environment"]
+
+STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server")
+
+
+def _number(env: Mapping[str, str], name: str, default: float, low: float) -> float:
+    text = env.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = low - 1
+    if not value >= low:
+        raise ValueError(explain("environment", name, expected=f"a number of at least {low:g}", got=repr(text)))
+    return value
+
+
+def _number_or_none(env: Mapping[str, str], name: str) -> float | None:
+    return _number(env, name, 0.0, 0.0) if env.get(name) else None
+
+
+def _word(env: Mapping[str, str], name: str, default: str, legal: tuple[str, ...]) -> str:
+    word = (env.get(name) or default).lower()
+    if word not in legal:
+        expected = f"{', '.join(legal[:-1])} or {legal[-1]}"
+        raise ValueError(explain("environment", name, expected=expected, got=repr(word)))
+    return word
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the environment variables of the table above say."""
+
+    warn_after: float = 10.0
+    abort_after: float = 600.0
+    check_every: int = 64
+    shared_memory: bool = True
+    chooser: str = ""
+    transport: str = ""
+    strategy: str = ""
+    num_ps: int | None = None
+    log: str = "warning"
+    traceback: str = "short"
+    terminal: tuple[str, ...] = ()
+    end_time: float | None = None
+    stop_before: float | None = None
+
+    @classmethod
+    def read(cls, env: Mapping[str, str] | None = None) -> Environment:
+        """Return the settings that environment variables give.
+
+        Raises:
+            ValueError: naming the variable, when a value is not legal.
+
+        Example:
+            >>> Environment.read({"MPISTRAT_ABORT_AFTER": "5"}).abort_after
+            5.0
+        """
+        env = os.environ if env is None else env
+        shared = env.get("MPISTRAT_SHARED_MEMORY", "1")
+        if shared not in ("0", "1"):
+            raise ValueError(explain("environment", "MPISTRAT_SHARED_MEMORY", expected="0 or 1", got=repr(shared)))
+        level = _word(env, "MPISTRAT_LOG", "warning", ("debug", "info", "warning", "error"))
+        strategy = env.get("MPISTRAT_STRATEGY", "")
+        if strategy and strategy not in STRATEGIES:
+            legal = ", ".join(STRATEGIES)
+            raise ValueError(
+                explain("environment", "MPISTRAT_STRATEGY", expected=f"one of {legal}", got=repr(strategy))
+            )
+        servers = env.get("MPISTRAT_NUM_PS", "")
+        if servers and not (servers.isascii() and servers.isdigit() and 0 < int(servers) < 1 << 20):
+            raise ValueError(explain("environment", "MPISTRAT_NUM_PS", expected="a number ≥ 1", got=repr(servers)))
+        return cls(
+            warn_after=_number(env, "MPISTRAT_WARN_AFTER", 10.0, 0.001),
+            abort_after=_number(env, "MPISTRAT_ABORT_AFTER", 600.0, 0.001),
+            check_every=int(_number(env, "MPISTRAT_CHECK_EVERY", 64, 1)),
+            shared_memory=shared == "1",
+            chooser=env.get("MPISTRAT_CHOOSER", ""),
+            transport=env.get("MPISTRAT_TRANSPORT", ""),
+            strategy=strategy,
+            num_ps=int(servers) if servers else None,
+            log=level,
+            terminal=tuple(filter(None, env.get("MPISTRAT_TERMINAL", "").split(","))),
+            traceback=_word(env, "MPISTRAT_TRACEBACK", "short", ("short", "full")),
+            end_time=_number_or_none(env, "MPISTRAT_END_TIME"),
+            stop_before=_number_or_none(env, "MPISTRAT_STOP_BEFORE"),
+        )
