@@ -14,12 +14,14 @@ import numpy as np
 from .._util import log
 from ..comm.waiting import Backoff
 from ..environment import Environment
-from ..errors import CollectiveMismatchError, CollectiveTimeoutError, by_rank
+from ..errors import CollectiveMismatchError, CollectiveTimeoutError, PeerExitError, by_rank
+from .start import ranks_of_launcher
 
 __all__ = ["meet"]
 
 _NAME_BYTES, _VERDICT_BYTES = 64, 1024
 _GRACE = 5.0  # seconds after the time limit in which rank 0, who knows more, may tell first
+_LOOK = 1.0  # seconds between two looks whether a rank of this node has finished its program
 _abandoned: list[Any] = []  # requests that never ended, and what MPI may still write to
 
 
@@ -33,16 +35,26 @@ def meet(comm: Any, function: str) -> None:
     Raises:
         CollectiveMismatchError: on every rank, when they make different things.
         CollectiveTimeoutError: a rank did not come within MPISTRAT_ABORT_AFTER seconds.
+        PeerExitError: a rank of this node has finished its program.
     """
     if comm.size == 1:
         return
     environment = Environment.read()
     meeting = _Meeting(comm, function)
     start, backoff, warned = monotonic(), Backoff(5e-3), False
+    look, finished = _LOOK, set[int]()
     while not meeting.over():
         if not backoff.pause():
             continue
         waited = monotonic() - start
+        if waited > look:
+            before, finished, look = finished, _finished(comm), waited + _LOOK
+            if before & finished and not meeting.over():
+                _abandoned.append(meeting)
+                raise PeerExitError(
+                    f"{function}: rank {comm.rank} of {comm.size} waits for rank {min(before & finished)}, which has finished"
+                    " its program. All ranks of a communicator make the strategy: look on that rank for an exit or an `if`"
+                )
         if not warned and waited > environment.warn_after:
             warned = True
             if meeting.tells:
@@ -59,6 +71,20 @@ def meet(comm: Any, function: str) -> None:
             )
     if meeting.verdict:
         raise CollectiveMismatchError(meeting.verdict)
+
+
+def _finished(comm: Any) -> set[int]:
+    """Return the ranks of a communicator that are on this node and have finished their program."""
+    from mpi4py import MPI
+
+    finished = sorted(ranks_of_launcher()[0])
+    if not finished or finished[-1] >= MPI.COMM_WORLD.size:
+        return set()
+    world, group = MPI.COMM_WORLD.Get_group(), comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(world, finished, group)
+    world.Free()
+    group.Free()
+    return {rank for rank in ranks if rank != MPI.UNDEFINED}
 
 
 class _Meeting:

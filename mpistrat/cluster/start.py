@@ -2,6 +2,11 @@
 
 MPI_Init waits for the other ranks, and mpi4py holds Python's lock meanwhile. So where this package is the one that starts
 MPI, it calls MPI_Init_thread through ctypes, which lets go of the lock, and a thread tells and ends what takes too long.
+
+A rank that has finished its program will never come. Before MPI could tell, the operating system does, on the same node: the
+ranks are children of one launcher process (with what the user starts between the two, a shell for instance), and each has its
+number in its environment. One that was there and is gone has finished; so has one that says so in its process name while it
+waits for the others in MPI's end.
 """
 
 from __future__ import annotations
@@ -13,16 +18,24 @@ import os
 import stat
 import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from ..environment import Environment
-from .launcher_variables import launched_rank, launched_size
+from .launcher_variables import RANK_VARIABLES, launched_rank, launched_size
 
-__all__ = ["end_before_mpi", "import_mpi", "running"]
+__all__ = ["end_before_mpi", "import_mpi", "mark_finished", "ranks_of_launcher", "running"]
 
 _LEVELS = {"single": 0, "funneled": 1, "serialized": 2, "multiple": 3}  # as MPI numbers them: in this order
 _PMI = "PMI_FD"
+_LOOK = 0.5  # seconds between two looks at the other ranks of the node
+_STARTING = 2.0  # seconds in which the launcher starts processes
+_PRINTING = 1.0  # seconds in which one rank of the node tells why the job ends
+_LOCAL_SIZES = "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"
+_FINISHED = "mpistrat: left"  # a process's name has at most 15 characters
+_seen: set[int] = set()  # ranks of this node that have lived
 
 
 def running() -> Any:
@@ -82,23 +95,40 @@ class _Limit:
 
     def _watch(self) -> None:
         environment, start = self._environment, monotonic()
-        if environment.warn_after < environment.abort_after:
-            if self._done.wait(environment.warn_after):
-                return
-            if launched_rank() in (0, self._size - 1):  # two speak for all: one of them may be the one that is missing
-                self._say(f"mpistrat WARNING: {self._where(environment.warn_after)}")
-        if self._done.wait(max(0.0, environment.abort_after - (monotonic() - start))):
+        warned, finished = environment.warn_after >= environment.abort_after, set[int]()
+        while not self._done.wait(min(_LOOK, max(0.0, environment.abort_after - (monotonic() - start)))):
+            waited = monotonic() - start
+            if waited > _STARTING:
+                before, (finished, living) = finished, ranks_of_launcher()
+                if before & finished:
+                    who = f"rank{'s' * (len(finished) > 1)} {', '.join(map(str, sorted(finished)))}"
+                    first = launched_rank() == min(living, default=None)
+                    where = self._where(waited)
+                    self._end(f"PeerExitError: {where}: {who} ended without starting it, and the job ends", first)
+            if waited >= environment.abort_after:
+                self._end(
+                    f"CollectiveTimeoutError: {self._where(environment.abort_after)}, and the job ends. Look in the program"
+                    " for an exit, an `if` or long work that keeps ranks from making the strategy, or for ranks that run another"
+                    " program"
+                )
+            if not warned and waited >= environment.warn_after:
+                warned = True
+                if launched_rank() in (
+                    0,
+                    self._size - 1,
+                ):  # two speak for all: one of them may be the one that is missing
+                    self._say(f"mpistrat WARNING: {self._where(environment.warn_after)}")
+
+    def _end(self, text: str, first: bool = True) -> None:
+        if not first and self._done.wait(_PRINTING):
             return
-        self._say(
-            f"CollectiveTimeoutError: {self._where(environment.abort_after)}, and the job ends. Look in the program for an exit,"
-            " an `if` or long work that keeps ranks from making the strategy, or for ranks that run another program"
-        )
+        self._say(text)
         end_before_mpi(1)
         os._exit(1)
 
     def _where(self, seconds: float) -> str:
         who = f"rank {launched_rank()} of {self._size}"
-        return f"{who} has been in MPI_Init for {seconds:g} s, where it waits for ranks that have not started MPI"
+        return f"{who} has been in MPI_Init for {seconds:.3g} s, where it waits for ranks that have not started MPI"
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -117,3 +147,63 @@ def end_before_mpi(status: int) -> None:
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(number)).st_mode):
                 os.write(int(number), f"cmd=abort exitcode={status}\n".encode())
+
+
+def mark_finished() -> None:
+    """Show the other ranks of this node that this one has finished its program."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(_FINISHED)
+
+
+def ranks_of_launcher() -> tuple[set[int], set[int]]:
+    """Return the ranks of this node, as the launcher counts, that have finished their program, and those that have not.
+
+    A rank that had gone before the first call is seen where all ranks are on this node. The launcher may still be starting
+    processes: who acts upon it looks twice. Both are empty where the system does not show it.
+    """
+    launched, rank = launched_size(), launched_rank()
+    if launched is None or rank is None:
+        return set(), set()
+    variable, process = RANK_VARIABLES[launched[1]], os.getpid()
+    while _rank_of(parent := _parent(process), variable) == rank:
+        process = parent
+    living = {number: child for child in _children(parent) if (number := _rank_of(child, variable)) is not None}
+    if living.get(rank) != process:
+        return set(), set()
+    _seen.update(living)
+    if any(os.environ.get(name) == str(launched[0]) for name in _LOCAL_SIZES):
+        _seen.update(range(launched[0]))
+    here = {number for number, child in living.items() if not _has_finished(child)}
+    return _seen - here, here
+
+
+def _rank_of(process: int, variable: str) -> int | None:
+    """Return the rank in a process's environment; None without one, and of a process that has ended or is another user's."""
+    with contextlib.suppress(OSError):
+        for setting in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            name, _, value = setting.partition(b"=")
+            if name == variable.encode() and value.isdigit():
+                return int(value)
+    return None
+
+
+def _parent(process: int) -> int:
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    return 0
+
+
+def _children(process: int) -> Iterator[int]:
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from map(int, path.read_text().split())
+
+
+def _has_finished(process: int) -> bool:
+    """Tell whether a rank's process, or the Python that a shell of it has started, says that it has finished."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{process}/comm").read_text().rstrip("\n") == _FINISHED:
+            return True
+        if not os.path.basename(os.readlink(f"/proc/{process}/exe")).startswith("python"):
+            return any(map(_has_finished, _children(process)))
+    return False

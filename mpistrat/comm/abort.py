@@ -182,6 +182,7 @@ def install_under_launcher() -> None:
         return
     process = str(os.getpid())
     if os.environ.setdefault(_RANK_PROCESS, process) == process:
+        start.ranks_of_launcher()  # a first look: who lives now
         _hook()
 
 
@@ -226,9 +227,12 @@ def exit(status: Any = None, /) -> NoReturn:
 
 
 def _at_exit() -> None:
-    """Others may wait in MPI's start for a rank that ends with an error before it starts MPI."""
+    """Others may wait for this rank before a strategy exists; in MPI's start, where it ends with an error before that."""
+    if os.getpid() != _process:
+        return
     mpi = sys.modules.get("mpi4py.MPI")
-    if exit_status() and os.getpid() == _process and not ending and (mpi is None or not mpi.Is_initialized()):
+    start.mark_finished()
+    if exit_status() and not ending and (mpi is None or not mpi.Is_initialized()):
         end_job(f"{_who()}: the job ends: it called sys.exit({exit_status()}) before MPI was started", exit_status())
 
 
