@@ -69,13 +69,7 @@ class Destination:
 
     @classmethod
     def find(cls, group: ProcessGroup, values: Sequence[Any], variable: Any) -> Destination | None:
-        """Return where the values lie if they are the gradient memory of a Variable, else None.
-
-        Args:
-            group: the ranks.
-            values: one array for each local replica.
-            variable: what the caller named as destination of the reduction.
-        """
+        """Return where the local replicas' values lie if they are the gradient memory of a Variable, else None."""
         if not hasattr(variable, "arena") or type(values[0]) is not np.ndarray or group.node.locate(values[0]) is None:
             return None
         gradients: GradientArena | None = getattr(variable.arena, "gradients", None)
@@ -116,7 +110,6 @@ class ArenaSum:
         """Call consume(low, high, sum) for this rank's ranges. Collective over `group.inter`.
 
         Args:
-            arena: the gradients of all replicas.
             ranges: element ranges that this rank owns; its peers on other nodes own the same.
             how: the function and the dtype; the divisor is left to `consume`.
             consume: gets blocks of at most 64 K elements.
@@ -139,7 +132,6 @@ class ArenaSum:
 
         Args:
             destinations: the same on every rank; the ranks of the node have arrived.
-            reduce_op: any.
             call: what the closing barrier carries and compares.
         """
         arenas = {id(destination.arena): destination.arena for destination in destinations}

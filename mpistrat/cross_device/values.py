@@ -274,12 +274,7 @@ def _rank_of_replica(replicas_per_rank: Sequence[int], replica: int) -> tuple[in
 
 
 def broadcast(group: ProcessGroup, values: Sequence[Any], root: int) -> Any:
-    """Return the array of global replica `root`, a new one. Collective, inside one.
-
-    Args:
-        group: the ranks.
-        values: one array for each local replica, of the same shape and dtype everywhere.
-        root: a global replica.
+    """Return global replica `root`'s array of those that the local replicas have, a new one. Collective, inside one.
 
     Raises:
         TypeError: Python objects or structured arrays.
@@ -356,11 +351,7 @@ def reduce_slices(
 ) -> IndexedSlices:
     """Return the rows and indices of all replicas in replica order; MEAN divides the rows. Collective, inside one.
 
-    Args:
-        group: the ranks.
-        reduce_op: SUM or MEAN over the replicas.
-        values: the local replicas' slices, from `checked_slices`.
-        function: the public caller to name in errors.
+    `values` come from `checked_slices`.
     """
     rows = gather(group, [value.values for value in values], 0, function)
     indices = gather(group, [value.indices for value in values], 0, function)

@@ -10,6 +10,7 @@ import numpy as np
 from ..comm.arrays import array_module, as_array, is_gpu, on_device_of
 from ..errors import explain
 from ..types import IndexedSlices
+from ..variables.scatter import checked_slices
 from ..variables.values import move_like
 from ..variables.variable import Variable, explain_foreign
 
@@ -78,7 +79,9 @@ def checked(gradient: Any, variable: Variable) -> Any:
         TypeError: numbers that do not fit.
     """
     if isinstance(gradient, IndexedSlices):
-        return _checked_slices(gradient, variable)
+        slices = checked_slices(gradient, variable, _FUNCTION)
+        _check_dtype(slices.values, variable)
+        return slices
     array = as_array(gradient, _FUNCTION, variable.name)
     if array.shape != variable.shape:
         expected, got = f"a gradient of shape {variable.shape}", f"shape {tuple(array.shape)}"
@@ -108,22 +111,6 @@ def _check_dtype(array: Any, variable: Variable) -> None:
     if array.dtype.kind != "V" and not np.can_cast(array.dtype, variable.dtype, "same_kind"):
         expected = f"a gradient that {variable.dtype} can hold"
         raise TypeError(explain(_FUNCTION, variable.name, expected=expected, got=str(array.dtype)))
-
-
-def _checked_slices(slices: IndexedSlices, variable: Variable) -> IndexedSlices:
-    values = as_array(slices.values, _FUNCTION, variable.name)
-    indices = as_array(slices.indices, _FUNCTION, variable.name)
-    shape = variable.shape
-    if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (indices.size, *shape[1:]):
-        expected = f"IndexedSlices with rows of shape {shape[1:]}"
-        got = f"values of shape {tuple(values.shape)}, indices of shape {tuple(indices.shape)}"
-        raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got))
-    if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < shape[0]):
-        expected = f"indices from 0 to {shape[0] - 1}"
-        got = f"{int(indices.min())} to {int(indices.max())}"
-        raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got))
-    _check_dtype(values, variable)
-    return IndexedSlices(values, indices, shape)
 
 
 def _scatter(slices: IndexedSlices, target: Any) -> None:

@@ -21,7 +21,7 @@ from .values import convert
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ScatterMethods", "row_numbers", "row_ranges", "rows_of", "scatter"]
+__all__ = ["ScatterMethods", "checked_slices", "row_numbers", "row_ranges", "rows_of", "scatter"]
 
 _UFUNCS = {
     "add": np.add,
@@ -64,6 +64,26 @@ def row_numbers(shape: tuple[int, ...], indices: Any, function: str) -> tuple[np
     """
     array = _integers(indices, function)
     return _flat_indices(shape, array[..., np.newaxis], function), array.shape + shape[1:]
+
+
+def checked_slices(slices: IndexedSlices, variable: Any, function: str) -> IndexedSlices:
+    """Return IndexedSlices of arrays that fit a variable.
+
+    Raises:
+        ValueError: rows of another shape, or rows that are not there.
+        TypeError: no arrays.
+    """
+    shape, name = variable.shape, variable.name
+    values = as_array(slices.values, function, name)
+    indices = as_array(slices.indices, function, name)
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (indices.size, *shape[1:]):
+        expected = f"IndexedSlices with rows of shape {shape[1:]}"
+        got = f"values of shape {tuple(values.shape)}, indices of shape {tuple(indices.shape)}"
+        raise ValueError(explain(function, name, expected=expected, got=got))
+    if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < shape[0]):
+        expected, got = f"indices from 0 to {shape[0] - 1}", f"{int(indices.min())} to {int(indices.max())}"
+        raise ValueError(explain(function, name, expected=expected, got=got))
+    return IndexedSlices(values, indices, shape)
 
 
 class ScatterMethods(ABC):

@@ -12,7 +12,7 @@ from ..comm.arrays import array_module, as_array, on_device_of, to_host
 from ..errors import explain
 from ..types import IndexedSlices, VariableAggregation, VariableSynchronization
 from .array_like import ArrayVariable
-from .scatter import row_numbers, row_ranges, rows_of
+from .scatter import checked_slices, row_numbers, row_ranges, rows_of
 from .values import as_flat, one_value, read_only, zeros
 from .variable import Variable
 
@@ -281,17 +281,9 @@ class ShardedVariable(ArrayVariable):
         return [array[low:high] for low, high in self._bounds]
 
     def _cut_slices(self, gradient: IndexedSlices) -> list[tuple[Any, Variable]]:
-        values = as_array(gradient.values, "apply_gradients", self.name)
-        indices = to_host(as_array(gradient.indices, "apply_gradients", self.name))
-        if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (indices.size, *self.shape[1:]):
-            expected = f"IndexedSlices with rows of shape {self.shape[1:]}"
-            got = f"values of shape {tuple(values.shape)}, indices of shape {indices.shape}"
-            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got))
-        if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < self.shape[0]):
-            expected, got = f"indices from 0 to {self.shape[0] - 1}", f"{int(indices.min())} to {int(indices.max())}"
-            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got))
-        found = self._by_part(indices.astype(np.int64, copy=False))
-        return [(IndexedSlices(values[at], local, variable.shape), variable) for variable, at, local in found]
+        slices = checked_slices(gradient, self, "apply_gradients")
+        found = self._by_part(to_host(slices.indices).astype(np.int64, copy=False))
+        return [(IndexedSlices(slices.values[at], local, variable.shape), variable) for variable, at, local in found]
 
     # where it is used
 
