@@ -1,4 +1,4 @@
-"""Array conversion: user values to NumPy or CuPy arrays, and the few operations that differ between the two.
+"""Arrays of NumPy and CuPy: conversion, the dtypes that can be sent and summed, and sums over a communicator.
 
 CuPy is imported only when an array is on a GPU. The GPU branches have not yet been run on a GPU.
 """
@@ -6,19 +6,37 @@ CuPy is imported only when an array is on a GPU. The GPU branches have not yet b
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._util.log import once
 from ..errors import MissingDependencyError, explain
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 __all__ = [
+    "CHUNK_ELEMENTS",
+    "accumulation_dtype",
+    "all_reduce",
+    "all_reduce_gpu",
     "array_module",
     "as_array",
+    "check_movable",
+    "check_reducible",
+    "cuda_aware",
     "import_cupy",
+    "is_bfloat16",
     "is_gpu",
+    "mean_dtype",
+    "mpi_datatype",
     "on_device_of",
     "pinned_empty",
     "synchronize",
@@ -144,3 +162,217 @@ def to_host(value: Any) -> np.ndarray:
         flat.get(out=host)
         cupy.cuda.get_current_stream().synchronize()
     return host.reshape(array.shape)
+
+
+_MOVABLE_KINDS = "biufcmMSU"  # bool, integers, floats, complex, dates, fixed-length strings
+_REDUCIBLE_KINDS = "iufc"
+
+
+def is_bfloat16(dtype: np.dtype) -> bool:
+    """Return whether a dtype is bfloat16, which NumPy knows only through ml_dtypes."""
+    return dtype.kind == "V" and dtype.name == "bfloat16"
+
+
+@functools.cache
+def accumulation_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype in which values are summed: float32 for float16 and bfloat16, else the same.
+
+    Example:
+        >>> accumulation_dtype(np.dtype(np.float16)).name, accumulation_dtype(np.dtype(np.int8)).name
+        ('float32', 'int8')
+    """
+    if dtype == np.float16 or is_bfloat16(dtype):
+        return np.dtype(np.float32)
+    return dtype
+
+
+@functools.cache
+def mean_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of a mean: float64 for integers, else the same.
+
+    Example:
+        >>> mean_dtype(np.dtype(np.uint8)).name
+        'float64'
+    """
+    return np.dtype(np.float64) if dtype.kind in "iu" else dtype
+
+
+@functools.cache
+def _reducible(dtype: np.dtype) -> bool:
+    return dtype.kind in _REDUCIBLE_KINDS or is_bfloat16(dtype)
+
+
+def check_reducible(dtype: np.dtype, function: str, argument: str = "value") -> None:
+    """Do nothing if values of a dtype can be summed over ranks.
+
+    Raises:
+        TypeError: for bool, structured and every other dtype that is no number, with the remedy.
+    """
+    if _reducible(dtype):
+        return
+    if dtype.kind == "b":
+        remedy = "To count, cast it first: value.astype(np.int64)"
+    elif dtype.names:
+        remedy = "Reduce the fields one by one"
+    else:
+        remedy = ""
+    got = f"dtype {dtype}"
+    raise TypeError(explain(function, argument, expected="an array of numbers", got=got, remedy=remedy))
+
+
+def check_movable(dtype: np.dtype, function: str, argument: str = "value") -> None:
+    """Do nothing if values of a dtype can be sent as bytes.
+
+    Raises:
+        TypeError: for structured dtypes and Python objects.
+    """
+    if dtype.kind in _MOVABLE_KINDS or is_bfloat16(dtype):
+        return
+    remedy = "Send the fields one by one" if dtype.names else "Python objects are not sent between ranks"
+    expected = "an array of numbers, bools, dates or fixed-length strings"
+    raise TypeError(explain(function, argument, expected=expected, got=f"dtype {dtype}", remedy=remedy))
+
+
+@functools.cache
+def mpi_datatype(dtype: np.dtype) -> MPI.Datatype:
+    """Return the MPI datatype of a NumPy dtype; float16 and bfloat16 move as 16-bit integers.
+
+    Sums of those two are formed in `accumulation_dtype`, never in this type.
+
+    Raises:
+        TypeError: when MPI has no such type.
+    """
+    from mpi4py import MPI
+
+    if dtype == np.float16 or is_bfloat16(dtype):
+        return MPI.UINT16_T
+    if dtype.kind in "biufc" and dtype.isnative:
+        return MPI.Datatype.fromcode(dtype.char)
+    expected = "a dtype of NumPy that MPI knows, in this machine's byte order"
+    raise TypeError(explain("mpi_datatype", "dtype", expected=expected, got=str(dtype)))
+
+
+# MPI counts are 32-bit before MPI 4, and in some libraries after. Constants: other chunks give other bits.
+CHUNK_ELEMENTS = 1 << 30
+NARROW_CHUNK_ELEMENTS = 1 << 20  # for float16 and bfloat16, each through 4 MiB of float32
+
+
+def all_reduce(
+    comm: MPI.Intracomm, array: np.ndarray, source: np.ndarray | None = None, ufunc: np.ufunc = np.add
+) -> None:
+    """Sum an array, or combine it by another function, over the ranks of a communicator. Collective over `comm`.
+
+    float16 and bfloat16 are combined in float32 and rounded once. The result has the same bits on every rank.
+
+    Args:
+        comm: an intracommunicator.
+        array: C-contiguous host array; receives the result, and holds this rank's part unless `source` does.
+        source: C-contiguous array of the same dtype and size with this rank's part, left as it is.
+        ufunc: np.add, np.multiply, np.minimum or np.maximum; the latter two not for complex numbers.
+
+    Raises:
+        TypeError: bool, structured, or another dtype that MPI cannot sum.
+        ValueError: an array is not C-contiguous.
+    """
+    check_reducible(array.dtype, "all_reduce", "array")
+    target = _flat(array, "array")
+    part = target if source is None else _flat(source, "source")
+    if accumulation_dtype(array.dtype) != array.dtype:
+        _all_reduce_narrow(comm, target, part, ufunc)
+        return
+    from mpi4py import MPI
+
+    datatype, op = mpi_datatype(array.dtype), _mpi_op(ufunc, array.dtype.kind)
+    for low in range(0, target.size, CHUNK_ELEMENTS):
+        chunk = slice(low, low + CHUNK_ELEMENTS)
+        send: Any = MPI.IN_PLACE if part is target else [part[chunk], datatype]
+        comm.Allreduce(send, [target[chunk], datatype], op=op)
+
+
+@functools.cache
+def _mpi_op(ufunc: np.ufunc, kind: str) -> MPI.Op:
+    """The MPI operation of a function for dtypes of a kind, kept as long as the program runs.
+
+    What MPI_MIN and MPI_MAX make of NaN and of 0.0 and -0.0 depends on the order of the operands, so floats need NumPy's.
+    Which zero NumPy takes depends on the order too: the operation is not commutative, and MPI keeps to the order of ranks.
+    """
+    from mpi4py import MPI
+
+    if ufunc in (np.minimum, np.maximum) and kind == "f":
+
+        def of_buffers(first: Any, second: Any, datatype: MPI.Datatype) -> None:
+            dtype = np.dtype(datatype.tocode())
+            target = np.frombuffer(second, dtype)
+            ufunc(np.frombuffer(first, dtype), target, out=target)
+
+        return MPI.Op.Create(of_buffers, commute=False)
+    ops: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.multiply: MPI.PROD, np.minimum: MPI.MIN, np.maximum: MPI.MAX}
+    return ops[ufunc]
+
+
+def _flat(array: np.ndarray, argument: str) -> np.ndarray:
+    if not array.flags.c_contiguous:
+        raise ValueError(explain("all_reduce", argument, expected="a C-contiguous array", got="another memory order"))
+    return array.reshape(-1)
+
+
+def _all_reduce_narrow(comm: MPI.Intracomm, target: np.ndarray, part: np.ndarray, ufunc: np.ufunc) -> None:
+    from mpi4py import MPI
+
+    op = _mpi_op(ufunc, "f")
+    wide = np.empty(min(target.size, NARROW_CHUNK_ELEMENTS), np.float32)
+    for low in range(0, target.size, NARROW_CHUNK_ELEMENTS):
+        chunk = slice(low, min(low + NARROW_CHUNK_ELEMENTS, target.size))
+        piece = wide[: chunk.stop - low]
+        np.copyto(piece, part[chunk], casting="unsafe")
+        comm.Allreduce(MPI.IN_PLACE, piece, op=op)
+        np.copyto(target[chunk], piece, casting="unsafe")
+
+
+def all_reduce_gpu(comm: MPI.Intracomm, array: Any) -> None:
+    """Sum a contiguous CuPy array over the ranks, in place, by a CUDA-aware MPI. Collective over `comm`.
+
+    The stream is synchronised first, because MPI does not know it. The dtype must be one that MPI sums. Not yet run on
+    a GPU.
+    """
+    from mpi4py import MPI
+
+    if not is_gpu(array) or accumulation_dtype(array.dtype) != array.dtype:
+        raise TypeError(explain("all_reduce_gpu", "array", expected="a GPU array MPI can sum", got=str(array.dtype)))
+    flat = array.reshape(-1)
+    synchronize(flat)
+    datatype = mpi_datatype(array.dtype)
+    for low in range(0, flat.size, CHUNK_ELEMENTS):
+        comm.Allreduce(MPI.IN_PLACE, [flat[low : low + CHUNK_ELEMENTS], datatype], op=MPI.SUM)
+
+
+@functools.lru_cache(maxsize=1)
+def cuda_aware() -> bool:
+    """Return whether the MPI library says that it takes GPU memory.
+
+    Asks `MPIX_Query_cuda_support`, which Open MPI and some MPICH builds have; a library that does not say is taken to
+    have no support.
+    """
+    for library in _mpi_libraries():
+        try:
+            query = ctypes.CDLL(library).MPIX_Query_cuda_support
+        except (OSError, AttributeError):
+            continue
+        query.argtypes, query.restype = [], ctypes.c_int
+        return bool(query())
+    once(logging.DEBUG, "MPI does not answer MPIX_Query_cuda_support: GPU arrays go through pinned host memory")
+    return False
+
+
+def _mpi_libraries() -> list[str]:
+    """The extension module of mpi4py, whose dependencies are searched too, then every MPI library that is loaded."""
+    from mpi4py import MPI
+
+    loaded = []
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        for line in maps.read_text().splitlines():
+            path = line.split(maxsplit=5)[5:]
+            if path and Path(path[0]).name.startswith(("libmpi.", "libmpich", "libmpi_abi")):
+                loaded.append(path[0])
+    return [str(MPI.__file__), *dict.fromkeys(loaded)]

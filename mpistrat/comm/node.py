@@ -22,6 +22,7 @@ from .draws import Draws
 from .shared_memory import SharedBlock
 from .waiting import Backoff, Deadline
 from .watch import ALL
+from .window import SharedWindow
 
 if TYPE_CHECKING:
     from .watch import Watch
@@ -74,35 +75,25 @@ class Node:
         self.draws = Draws()
         self._laid: list[bytes | None] = [None, None]
         self._plain = Call("barrier of the node", watch.default_timeout, watch, self)
-        self._window: Any = None
+        self._control: SharedWindow | None = None
         if self.shared:
             self._open_control()
         elif world is not None and world.size > 1:  # other nodes share memory, and check theirs
-            shared_memory.check_space(world, True, 0, "the ranks' flags")
-            shared_memory.check_windows(world, "", "the ranks' flags")
+            shared_memory.check_others(world, "the ranks' flags")
         self._halves = self._open_staging()
 
     def _open_control(self) -> None:
-        from mpi4py import MPI
-
-        nbytes = self.size * _PAGE
-        shared_memory.check_space(self._world, self.rank == 0, nbytes, "the ranks' flags")
-        nbytes_here = nbytes if self.rank == 0 else 0
-        self._window = shared_memory.open_window(self._comm, self._world, nbytes_here, "the ranks' flags")
-        self._window.Lock_all(MPI.MODE_NOCHECK)  # kept open: Sync needs it
-        self._sync = self._window.Sync
-        self._bytes = memoryview(self._window.Shared_query(0)[0]).cast("B")[:nbytes]
+        sizes = [self.size * _PAGE] + [0] * (self.size - 1)
+        self._control = control = SharedWindow(self._comm, self._world, sizes, "the ranks' flags")
+        self._sync = control.sync
+        memory: Any = control.segments[0]
+        self._bytes = memoryview(memory)
         self._flags = self._bytes.cast("q")
         words = _PAGE // 8
         self._own = self.rank * words
         self._others = [rank * words for rank in range(self.size) if rank != self.rank]
         self._other_tags = [[i + _TAG + half for i in self._others] for half in (0, 1)]
         self._by_flags = self.size <= FLAG_RANKS
-        if self.rank == 0:
-            self._bytes[:] = bytes(nbytes)
-        self._sync()
-        self._comm.Barrier()
-        self._sync()
 
     def _open_staging(self) -> list[list[np.ndarray]]:
         block = self.allocate([2 * STAGING_BYTES] * self.size, "the ranks' staging room")
@@ -256,13 +247,13 @@ class Node:
         Args:
             status: with which it exits, as far as it knows.
         """
-        if self.shared and self._window is not None:
+        if self._control is not None:
             self._flags[self._own + _STATE] = _LEFT + _STATES * status
             self._sync()
 
     def has_left(self, index: int) -> bool:
         """Return whether a rank of the node, by its rank there, has left the program."""
-        return self._window is not None and self._flags[index * _PAGE // 8 + _STATE] % _STATES == _LEFT
+        return self._control is not None and self._flags[index * _PAGE // 8 + _STATE] % _STATES == _LEFT
 
     # memory
 
@@ -271,7 +262,7 @@ class Node:
 
         Who fills memory calls it before it stores the flag that says so; who has seen the flag, before it reads.
         """
-        if self.shared and self._window is not None:
+        if self._control is not None:
             self._sync()
 
     def staging(self) -> list[np.ndarray]:
@@ -300,8 +291,7 @@ class Node:
             block = shared_memory.allocate_shared(self._comm, self._world, sizes, what)
         else:
             if self._world is not None:  # other nodes share memory, and check theirs
-                shared_memory.check_space(self._world, True, 0, what)
-                shared_memory.check_windows(self._world, "", what)
+                shared_memory.check_others(self._world, what)
             block = shared_memory.allocate_private(sizes[0], what)
         self._blocks.append(block)
         for index, segment in enumerate(block.segments):
@@ -343,11 +333,10 @@ class Node:
         for block in self._blocks:
             block.close()
         self._blocks = []
-        if self._window is not None:
+        if self._control is not None:
             self._comm.Barrier()
-            window, self._window = self._window, None
+            control, self._control = self._control, None
             self._sync = lambda: None
             self._flags.release()
             self._bytes.release()
-            window.Unlock_all()
-            window.Free()
+            control.close()

@@ -14,13 +14,14 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from ..errors import SharedMemoryError
-from .agree import gather_text
+from .agree import as_told, gather_text, together
 
 __all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "free_space"]
 
@@ -106,7 +107,8 @@ def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> 
         SharedMemoryError: on every rank, where the memory of any node is too small.
     """
     check_space(world, node.rank == 0, sum(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE + _MARGIN for n in nbytes), what)
-    window = open_window(node, world, nbytes[node.rank], what)
+    with together(partial(gather_text, world), as_told):
+        window = _window(node, world, nbytes[node.rank], what)
     segments = []
     for rank, size in enumerate(nbytes):
         memory: Any = window.Shared_query(rank)[0]
@@ -114,35 +116,28 @@ def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> 
     return SharedBlock(segments, what, window, node)
 
 
-def open_window(node: Any, world: Any, nbytes: int, what: str) -> Any:
-    """Return MPI's window of shared memory with a segment of `nbytes` bytes of this rank. Collective over `world`.
+def check_others(world: Any, what: str) -> None:
+    """Take part in `allocate_shared` of the other nodes without memory of this rank's own. Collective over `world`.
 
     Raises:
-        SharedMemoryError: on every rank, where MPI refuses it on any.
+        SharedMemoryError: as there.
     """
+    check_space(world, True, 0, what)
+    with together(partial(gather_text, world), as_told):
+        pass
+
+
+def _window(node: Any, world: Any, nbytes: int, what: str) -> Any:
     from mpi4py import MPI
 
-    window, problem = None, ""
     try:
-        window = _allocate(node, nbytes)
+        return _allocate(node, nbytes)
     except MPI.Exception as error:
-        problem = f"{error}" or "an error without a text"
-    check_windows(world, problem, what)
-    return window
-
-
-def check_windows(world: Any, problem: str, what: str) -> None:
-    """Check that MPI made every node's window; `problem` is what it said here, "" where there was none. Collective over `world`.
-
-    Raises:
-        SharedMemoryError: on every rank, where it refused one.
-    """
-    for rank, text in enumerate(gather_text(world, problem)):
-        if text:
-            raise SharedMemoryError(
-                f"MPI cannot share memory for {what} on the node of rank {rank}: {' '.join(text.split())[:300]}. Look whether"
-                f" {SHARED_FOLDER} is full (df {SHARED_FOLDER}), or something removes files there. To enlarge it: {ENLARGE}"
-            )
+        said = " ".join(f"{error}".split())[:300] or "an error without a text"
+        raise SharedMemoryError(
+            f"MPI cannot share memory for {what} on the node of rank {world.rank}: {said}. Look whether"
+            f" {SHARED_FOLDER} is full (df {SHARED_FOLDER}), or something removes files there. To enlarge it: {ENLARGE}"
+        ) from None
 
 
 def _allocate(node: Any, nbytes: int) -> Any:

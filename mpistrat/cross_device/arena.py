@@ -13,7 +13,7 @@ from typing import Any, Protocol, final
 import numpy as np
 
 from .._util.partition import aligned_bounds, blocks, merge
-from ..comm.buffers import all_reduce
+from ..comm.arrays import all_reduce
 from ..comm.process_group import ProcessGroup
 from ..types import ReduceOp
 from .arithmetic import Arithmetic, arithmetic, combine

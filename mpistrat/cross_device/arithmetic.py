@@ -9,7 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..comm.dtypes import accumulation_dtype, check_reducible, mean_dtype
+from ..comm.arrays import accumulation_dtype, check_reducible, mean_dtype
 from ..errors import explain
 from ..types import ReduceOp
 

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from .._util.log import once
 from ..comm.arrays import is_gpu
-from ..comm.nccl import nccl_available
+from ..comm.gpu import nccl_available
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import PerReplica
 from ..errors import explain

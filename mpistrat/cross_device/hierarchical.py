@@ -20,8 +20,7 @@ import numpy as np
 
 from .._util.buffers import BufferPool
 from .._util.partition import aligned_bounds
-from ..comm.arrays import is_gpu
-from ..comm.buffers import all_reduce
+from ..comm.arrays import all_reduce, is_gpu
 from ..comm.packing import pack_sizes
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import PerReplica

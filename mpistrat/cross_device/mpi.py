@@ -8,8 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from .._util.buffers import BufferPool
-from ..comm.arrays import is_gpu
-from ..comm.buffers import all_reduce, all_reduce_gpu, cuda_aware
+from ..comm.arrays import all_reduce, all_reduce_gpu, cuda_aware, is_gpu
 from ..distributed_values import PerReplica
 from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, ReduceOp

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from .._util.log import once
 from ..comm.arrays import array_module, is_gpu, on_device_of
-from ..comm.nccl import NcclCommunicator, nccl_datatype_name, require_nccl
+from ..comm.gpu import NcclCommunicator, nccl_datatype_name, require_nccl
 from ..comm.packing import pack_sizes, plan_packs
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import Mirrored, PerReplica

@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from ..cluster.devices import canonical
-from ..comm.dtypes import mpi_datatype
+from ..comm.arrays import mpi_datatype
 from ..distributed_values import PerReplica
 from ..options import CommunicationOptions
 from ..types import ReduceOp

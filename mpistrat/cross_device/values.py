@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster.devices import parse
-from ..comm.arrays import array_module, as_array, import_cupy, is_gpu, on_device_of, to_host
-from ..comm.dtypes import check_movable
+from ..comm.arrays import array_module, as_array, check_movable, import_cupy, is_gpu, on_device_of, to_host
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import DistributedValues, Mirrored
 from ..errors import CollectiveMismatchError, explain

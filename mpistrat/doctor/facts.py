@@ -10,7 +10,7 @@ from ..cluster.cores import available_cores, threads_per_core, usable_cores
 from ..cluster.devices import gpu_identities
 from ..cluster.resolvers.tf_config import TFConfigClusterResolver
 from ..cluster.topology import Topology
-from ..comm.nccl import nccl_available
+from ..comm.gpu import nccl_available
 from ..environment import Environment
 from ..errors import ClusterError
 from ..parameter_server.roles import Roles

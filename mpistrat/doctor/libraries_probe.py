@@ -23,7 +23,7 @@ def main() -> None:
     gpus, reason = gpu_identities()
     say(gpus=[list(gpu) for gpu in gpus], no_gpu=reason)
     step("asking CuPy for NCCL")
-    from ..comm.nccl import nccl_available
+    from ..comm.gpu import nccl_available
 
     say(no_nccl=nccl_available())
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ..cluster.cores import available_cores
-from ..comm.arrays import as_array
-from ..comm.dtypes import accumulation_dtype
+from ..comm.arrays import accumulation_dtype, as_array
 from ..cross_device.arena import BLOCK
 from ..cross_device.arithmetic import combine
 from ..errors import explain

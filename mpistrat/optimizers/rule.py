@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ..comm.dtypes import accumulation_dtype
+from ..comm.arrays import accumulation_dtype
 from .gradients import Pairs
 from .hyperparameters import AVERAGE, Hyperparameters
 

@@ -7,8 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..comm.arrays import array_module, as_array, on_device_of, to_host
-from ..comm.dtypes import accumulation_dtype
+from ..comm.arrays import accumulation_dtype, array_module, as_array, on_device_of, to_host
 from ..cross_device.arena import BLOCK
 from ..errors import explain
 from ..variables.arena import Arena

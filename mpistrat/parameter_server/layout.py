@@ -22,7 +22,7 @@ from typing import final
 
 import numpy as np
 
-from ..comm.dtypes import check_movable
+from ..comm.arrays import check_movable
 
 __all__ = ["LINE", "MailboxLayout", "Place", "VariableSpec", "aligned"]
 
@@ -49,7 +49,7 @@ class VariableSpec:
     Args:
         name: for errors.
         shape: its shape.
-        dtype: any that can be moved as bytes (`comm.dtypes`).
+        dtype: any that can be moved as bytes (`comm.arrays`).
         server: which server holds it, counted from 0.
 
     Raises:

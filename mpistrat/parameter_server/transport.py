@@ -20,7 +20,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from ..comm.dtypes import accumulation_dtype, check_reducible
+from ..comm.arrays import accumulation_dtype, check_reducible
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
 from .layout import MailboxLayout, Place, VariableSpec

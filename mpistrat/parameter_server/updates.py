@@ -8,7 +8,7 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
-from ..comm.dtypes import accumulation_dtype
+from ..comm.arrays import accumulation_dtype
 from ..errors import MpistratError
 from ..variables.values import as_flat, read_only
 from .operations import Operation, apply_operation, unpack

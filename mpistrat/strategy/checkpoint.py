@@ -20,7 +20,7 @@ import numpy as np
 from .. import context
 from .._util import log
 from ..comm.agree import as_told, same, together
-from ..comm.dtypes import accumulation_dtype
+from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..errors import CollectiveMismatchError, by_rank, explain
 from ..variables.values import parse_dtype

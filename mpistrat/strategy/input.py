@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from ..cluster.devices import parse
 from ..comm.agree import same, together
-from ..comm.device_copy import DeviceCopy
 from ..comm.draws import Draws
+from ..comm.gpu import DeviceCopy
 from ..comm.process_group import ProcessGroup
 from ..comm.watch import user_place
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions, InputReplicationMode

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._util import nest
-from ..comm.arrays import array_module, as_array, on_device_of
-from ..comm.dtypes import accumulation_dtype, check_reducible, mean_dtype
+from ..comm.arrays import accumulation_dtype, array_module, as_array, check_reducible, mean_dtype, on_device_of
 from ..cross_device.arithmetic import arithmetic
 from ..distributed_values import DistributedValues, Mirrored, PerReplica
 from ..errors import explain

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cross_device_stand import Gradients, local, open_group
 
-from mpistrat.comm.dtypes import accumulation_dtype
+from mpistrat.comm.arrays import accumulation_dtype
 from mpistrat.cross_device.arithmetic import arithmetic
 from mpistrat.cross_device.auto import AutoAllReduce
 from mpistrat.cross_device.hierarchical import HierarchicalAllReduce

@@ -1,12 +1,10 @@
 """Windows: what is written arrives, whole words, atomic sums, and memory that outlives its window."""
 
 import gc
-import time
 
 import numpy as np
 import pytest
 
-from mpistrat.comm.lease import Lease
 from mpistrat.comm.window import RemoteWindow, SharedWindow
 
 pytestmark = pytest.mark.ranks(1, 3)
@@ -110,76 +108,6 @@ def test_one_rank_wins_a_swap(window):
     assert comm.allgather(winner) == [winner] * comm.size
     assert seen in (0, winner)
     comm.Barrier()
-
-
-@every_kind
-def test_a_lease_excludes(window):
-    """Each rank adds to a number that nothing but the lease protects."""
-    comm = window.comm
-    lease = Lease(window, 0, 32, comm.rank, term=30.0)
-    comm.Barrier()
-    tokens = []
-    for _ in range(10):
-        assert lease.acquire(timeout=30.0)
-        tokens.append(lease.token)
-        assert lease.renew()
-        value = window.get_word(0, 40)
-        window.put_word(0, 40, value + 1)
-        assert lease.release()
-    assert tokens == sorted(set(tokens))
-    comm.Barrier()
-    assert window.get_word(0, 40) == 10 * comm.size
-    comm.Barrier()
-
-
-@every_kind
-def test_a_lease_expires_when_nobody_renews_it(window):
-    comm = window.comm
-    first, last = comm.rank == 0, comm.rank == comm.size - 1
-    lease = Lease(window, 0, 48, comm.rank, term=0.2)
-    other = Lease(window, 0, 48, 1000, term=0.2)
-    comm.Barrier()
-    if first:
-        assert lease.acquire()
-    comm.Barrier()
-    if last:
-        assert not other.acquire(timeout=0.05)
-        assert other.acquire(timeout=5.0)
-    comm.Barrier()
-    if first:
-        token = lease.token
-        assert not lease.renew()
-        assert not lease.release()
-        assert not lease.acquire()
-        assert token > 0
-    comm.Barrier()
-    if last:
-        assert other.renew()
-        assert other.release()
-    comm.Barrier()
-
-
-@every_kind
-def test_a_lease_expires_for_one_who_only_looks_again_and_again(window):
-    comm = window.comm
-    lease = Lease(window, 0, 56, comm.rank, term=0.2)
-    if comm.rank == 0:
-        assert lease.acquire()
-    comm.Barrier()
-    if comm.rank == comm.size - 1:
-        other, start = Lease(window, 0, 56, 1000, term=0.2), time.monotonic()
-        while not (taken := other.acquire()) and time.monotonic() < start + 5:
-            time.sleep(0.01)
-        assert taken
-        assert time.monotonic() - start > 0.2
-        assert other.release()
-    comm.Barrier()
-
-
-@pytest.mark.parametrize(("owner", "term"), [(-1, 1.0), (1 << 20, 1.0), (0, 0.0)])
-def test_lease_arguments(owner, term):
-    with pytest.raises(ValueError, match=r"^Lease: (owner|term): expected"):
-        Lease(None, 0, 0, owner, term)
 
 
 @pytest.mark.parametrize("kind", KINDS)

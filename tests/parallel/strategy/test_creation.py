@@ -115,7 +115,7 @@ def test_ranks_that_make_different_strategies():
 
 @pytest.mark.ranks(2)
 def test_nccl_by_name_without_a_gpu():
-    from mpistrat.comm.nccl import nccl_available
+    from mpistrat.comm.gpu import nccl_available
 
     if not nccl_available():
         pytest.skip("NCCL is here")

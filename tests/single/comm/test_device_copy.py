@@ -11,7 +11,7 @@ from fake_gpu import FakeGpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpistrat.comm.device_copy import DeviceCopy
+from mpistrat.comm.gpu import DeviceCopy
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mpistrat.comm.dtypes import accumulation_dtype, check_movable, check_reducible, is_bfloat16, mean_dtype
+from mpistrat.comm.arrays import accumulation_dtype, check_movable, check_reducible, is_bfloat16, mean_dtype
 
 
 def test_narrow_floats_are_summed_in_float32():

@@ -4,7 +4,7 @@ import logging
 import numpy as np
 import pytest
 
-from mpistrat.comm import nccl
+from mpistrat.comm.gpu import nccl_datatype_name
 from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.cross_device.auto import AutoAllReduce, Chooser, make_cross_device_ops
 from mpistrat.cross_device.hierarchical import HierarchicalAllReduce, HierarchicalCopyAllReduce
@@ -17,7 +17,7 @@ from mpistrat.types import CommunicationImplementation
 
 @pytest.fixture
 def no_nccl(monkeypatch):
-    for module in ("mpistrat.comm.nccl", "mpistrat.cross_device.auto"):
+    for module in ("mpistrat.comm.gpu", "mpistrat.cross_device.auto"):
         monkeypatch.setattr(f"{module}.nccl_available", lambda: "CuPy is not installed: pip install it")
 
 
@@ -54,7 +54,7 @@ def test_auto_without_nccl_falls_back_and_says_so_once(no_nccl, caplog):
 
 
 def test_nccl_types():
-    names = {name: nccl.nccl_datatype_name(np.dtype(name)) for name in ("float16", "complex128", "int16", "bool")}
+    names = {name: nccl_datatype_name(np.dtype(name)) for name in ("float16", "complex128", "int16", "bool")}
     assert names == {"float16": "NCCL_FLOAT16", "complex128": "NCCL_FLOAT64", "int16": None, "bool": None}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 
-from mpistrat.comm.device_copy import DeviceCopy
+from mpistrat.comm.gpu import DeviceCopy
 from mpistrat.data import DistributedDataset, from_arrays
 from mpistrat.data.distribution.distributed_dataset import distribute
 from mpistrat.data.distribution.from_function import FunctionSteps
