@@ -33,11 +33,16 @@ def listed(elements: Any) -> list[Any]:
     return [np.asarray(element).tolist() for element in elements]
 
 
-class Chunks(type(Dataset.range(1))):  # type: ignore[misc]
+class Chunks(type(Dataset.range(1).node)):  # type: ignore[misc]
     """Rows that are read in chunks of three, as those of compressed files are."""
 
     def chunk_starts(self) -> np.ndarray:
-        return np.append(np.arange(0, len(self), 3), len(self))
+        return np.append(np.arange(0, self.cardinality(), 3), self.cardinality())
+
+
+def made_anew(node: Any) -> Any:
+    """Every node of a chain made anew over those below."""
+    return node.rebuild([made_anew(parent) for parent in node.parents])
 
 
 def begin(n: int, source: str, factor: int = 1) -> Both:
@@ -46,7 +51,7 @@ def begin(n: int, source: str, factor: int = 1) -> Both:
     if source == "generator":
         numbers = from_generator(lambda epoch: iter(rows + 1000 * epoch), NUMBER)
         return numbers, lambda epoch: (rows + 1000 * epoch).tolist()
-    return Chunks(rows, n) if source == "chunks" else from_arrays(rows), lambda epoch: rows.tolist()
+    return Dataset(Chunks(rows, n)) if source == "chunks" else from_arrays(rows), lambda epoch: rows.tolist()
 
 
 def chained(n: int, source: str, chain: Chain) -> Both:
@@ -123,15 +128,15 @@ def through_buffer(elements: list[Any], size: int, seed: int, epoch: int) -> lis
 
 def shuffle(dataset: Dataset, model: Model, a: int, b: int) -> Both:
     """Full, in blocks or in a buffer; with and without a buffer_size, a mode, and orders that differ between epochs."""
-    block, anew = dataset.random_access and a == 2, a != 3
-    size = b + 1 if a in (1, 2) or not dataset.random_access else None
+    block, anew = dataset.node.random_access and a == 2, a != 3
+    size = b + 1 if a in (1, 2) or not dataset.node.random_access else None
     made = dataset.shuffle(size, seed=b, reshuffle_each_epoch=anew, mode="block" if block else "auto")
-    chunks = dataset.chunk_starts() if dataset.batching is None else None
+    chunks = dataset.node.chunk_starts() if dataset.node.batching is None else None
 
     def shuffled(epoch: int) -> list[Any]:
         elements, key = model(epoch), epoch if anew else 0
         every = np.arange(len(elements))
-        if not dataset.random_access:
+        if not dataset.node.random_access:
             return through_buffer(elements, b + 1, b, key)
         if chunks is None and not block:
             order = permute(every, every.size, seed=b, epoch=key)
@@ -157,7 +162,9 @@ def sample(both: Sequence[Both], weights: Sequence[float], seed: int, stop: bool
     def sampled(epoch: int) -> list[Any]:
         pieces = [model(epoch) for _, model in both]
         numbers = [who(number, rows) for number, rows in enumerate(pieces)]
-        draws = ms.data.sample_from_datasets(numbers, weights, seed=seed, stop_on_empty_dataset=stop).elements(epoch)
+        draws = ms.data.sample_from_datasets(numbers, weights, seed=seed, stop_on_empty_dataset=stop).node.elements(
+            epoch
+        )
         drawn = [int(number) for number in itertools.islice(draws, ENOUGH if INFINITE in counts else None)]
         found = collections.Counter(drawn)
         for number, rows in enumerate(pieces):  # without a stop everything comes
@@ -205,7 +212,7 @@ def apply(dataset: Dataset, model: Model, name: str, a: int, b: int) -> Both:
 
 
 def _apply(dataset: Dataset, model: Model, name: str, a: int, b: int) -> Both:
-    batched = dataset.batching is not None
+    batched = dataset.node.batching is not None
     other, others = begin(b + 2, SOURCES[a % 3], 7)
     if batched:
         other, others = other.batch(3), lambda epoch, rows=others: cut(rows(epoch), 3)
@@ -233,7 +240,7 @@ def _apply(dataset: Dataset, model: Model, name: str, a: int, b: int) -> Both:
     if name == "with_options":
         return dataset.with_options(Options("data" if a else None)), model
     if name == "cache":
-        whole_rows = dataset.random_access and not batched
+        whole_rows = dataset.node.random_access and not batched
         return dataset.cache(("rank", "node", "job", "rank")[a] if whole_rows else "rank"), lambda epoch: model(0)
     if name == "concatenate":
         return dataset.concatenate(other, other), lambda epoch: model(epoch) + others(epoch) + others(epoch)

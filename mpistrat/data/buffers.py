@@ -1,4 +1,4 @@
-"""Memory for batches, used again when nobody holds it any more."""
+"""Memory for batches, used again when nobody holds it any more; and the copy of rows into it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .._util.buffers import BufferPool
 
-__all__ = ["RowBuffers"]
+__all__ = ["RowBuffers", "take_rows"]
 
 KEPT = 6  # batches of a field: those read ahead, the one in use, the one before
 
@@ -29,3 +29,16 @@ class RowBuffers:
         if pool is None:
             pool = self._pools.setdefault(field, BufferPool(KEPT))
         return pool.empty(math.prod(shape), dtype).reshape(shape)
+
+
+def take_rows(array: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """Copy rows of an array, in range and in any order, into a buffer: one memory copy where they are consecutive."""
+    if rows.size == 0 or out.nbytes == 0:
+        return
+    first, last = rows.item(0), rows.item(-1)
+    if last - first == rows.size - 1 and (rows.size < 3 or bool((np.diff(rows) == 1).all())):
+        out[...] = array[first : last + 1]
+    elif array.flags.c_contiguous and array.flags.aligned:
+        array.take(rows, axis=0, out=out, mode="clip")  # "raise" would go through a second buffer
+    else:
+        out[...] = array[rows]  # take would first copy the whole array

@@ -1,4 +1,4 @@
-"""Dataset: a lazily composed chain from a source of rows, through stages, to elements. How chains work: nodes/node.py."""
+"""Dataset: what users hold of a chain of nodes, from a source of rows to elements. How chains work: nodes/node.py."""
 
 from __future__ import annotations
 
@@ -13,10 +13,20 @@ from .._util import nest
 from .._util.arguments import integer, tensorflow_names
 from ..errors import explain
 from .iterator import DatasetIterator
-from .nodes.node import INFINITE, UNKNOWN, Addresses, Chain
+from .nodes.batch import Batched, Padded, Padding, Unbatched
+from .nodes.cache.cache import cache
+from .nodes.calls import Calls
+from .nodes.combine import Concatenate, Interleaved, Joined, Zipped
+from .nodes.map import Enumerated, Filtered, Mapped
+from .nodes.node import INFINITE, Batching, Node
+from .nodes.order import Configured, Prefetched, Reindexed, Repeat, Shard, Skip, Take, options_of
+from .nodes.sample import sampled
+from .nodes.shuffle import shuffled
+from .nodes.sources import array_rows, generated, plain_lists
 from .options import AUTOTUNE, SHARD_HINT, Options, number_of_calls
+from .spec import batch_spec
 
-__all__ = ["INFINITE", "UNKNOWN", "Addresses", "Dataset"]
+__all__ = ["Dataset"]
 
 
 def _callable(function: str, argument: str, value: Any) -> None:
@@ -24,14 +34,16 @@ def _callable(function: str, argument: str, value: Any) -> None:
         raise TypeError(explain(function, argument, expected="a callable", got=repr(value)))
 
 
-def _datasets(function: str, values: Sequence[Any]) -> list[Dataset]:
-    for value in values:
+def _nodes(function: str, datasets: Sequence[Any]) -> list[Node]:
+    for value in datasets:
         if not isinstance(value, Dataset):
             raise TypeError(explain(function, "datasets", expected="Datasets", got=type(value).__name__))
-    return list(values)
+    if not datasets:
+        raise ValueError(explain(function, "datasets", expected="at least one Dataset", got="none"))
+    return [dataset.node for dataset in datasets]
 
 
-class Dataset(Chain):
+class Dataset:
     """A sequence of elements: rows of a source or, after `batch`, batches of rows (TF: tf.data.Dataset).
 
     Datasets are immutable: each stage returns a new one. Iterating is cheap to begin; each `iter()` is the next epoch.
@@ -41,7 +53,9 @@ class Dataset(Chain):
     function, `reshuffle_each_iteration` for reshuffle_each_epoch. `name` is taken and not used.
     """
 
-    _epoch = 0
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._epoch = 0
 
     def rows(self, indices: ArrayLike, *, epoch: int = 0) -> Any:
         """Return the rows at some positions of an epoch's order, stacked along a first axis.
@@ -55,13 +69,13 @@ class Dataset(Chain):
             IndexError: for an index out of range.
             ShardError: for files that have changed.
         """
-        if self.batching is not None:
+        if self.node.batching is not None:
             raise ValueError(
                 explain(
                     "Dataset.rows", "", expected="a dataset of rows", got="batches", remedy="Call rows before batch."
                 )
             )
-        if not self.random_access:
+        if not self.node.random_access:
             got = f"one that reads in order, for {self.describe()}"
             raise ValueError(explain("Dataset.rows", "", expected="a dataset with random access", got=got))
         positions = np.atleast_1d(np.asarray(indices))
@@ -75,17 +89,19 @@ class Dataset(Chain):
         if positions.size and (positions.min() < 0 or 0 <= length <= positions.max()):
             got = f"{positions.min()} to {positions.max()}"
             raise IndexError(explain("Dataset.rows", "indices", expected=f"integers in [0, {length})", got=got))
-        self.check()
-        return self.gather(np.full(positions.size, epoch, np.int64), positions)
+        self.node.check()
+        return self.node.gather(np.full(positions.size, epoch, np.int64), positions)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next `iter()` of this dataset begin that epoch. Do it on every rank alike."""
         self._epoch = integer("Dataset.set_epoch", "epoch", epoch, 0)
 
     def __iter__(self) -> DatasetIterator:
-        self.check()
-        depth = self.prefetch_depth or 0
-        iterator = DatasetIterator(self.elements, self.cardinality(), self._epoch, depth, self.set_epoch, self)
+        self.node.check()
+        depth = self.node.prefetch_depth or 0
+        iterator = DatasetIterator(
+            self.node.elements, self.cardinality(), self._epoch, depth, self.set_epoch, self.node
+        )
         self._epoch += 1
         return iterator
 
@@ -99,7 +115,39 @@ class Dataset(Chain):
     def __bool__(self) -> bool:
         return True  # else an endless dataset has no truth value
 
-    # The stages.
+    def cardinality(self) -> int:
+        """Return the number of elements of one epoch; `INFINITE` without an end, or `UNKNOWN`."""
+        return self.node.cardinality()
+
+    @property
+    def element_spec(self) -> Any:
+        """The elements' structure with an `ArraySpec` for every array."""
+        spec, batching = self.node.row_spec, self.node.batching
+        return spec if batching is None else batch_spec(spec, batching.size if batching.drop_remainder else None)
+
+    def element(self, epoch: int, position: int) -> Any:
+        """Return one element of an epoch, wherever iteration stands."""
+        self.node.check()
+        if not self.node.random_access:
+            return next(self.node.elements(epoch, position))
+        rows = self.node.gather(*self.node.locate(epoch, position))
+        return rows if self.node.batching is not None else nest.map_structure(lambda leaf: leaf[0], rows)
+
+    def options(self) -> Options:
+        """Return what `with_options` has said about this dataset (TF: tf.data.Dataset.options)."""
+        return options_of(self.node)
+
+    def describe(self) -> str:
+        """Return one line about the last operator, or the source."""
+        return self.node.describe()
+
+    def __str__(self) -> str:
+        return str(self.node)
+
+    def __repr__(self) -> str:
+        return repr(self.node)
+
+    # The operators.
 
     @tensorflow_names(reshuffle_each_iteration="reshuffle_each_epoch")
     def shuffle(
@@ -130,9 +178,7 @@ class Dataset(Chain):
             >>> sorted(int(row) for row in rows)
             [0, 1, 2, 3, 4, 5]
         """
-        from .nodes.shuffle import shuffled
-
-        return shuffled(self, buffer_size, seed, bool(reshuffle_each_epoch), mode, window_bytes)
+        return Dataset(shuffled(self.node, buffer_size, seed, bool(reshuffle_each_epoch), mode, window_bytes))
 
     @tensorflow_names(batch_size="global_batch_size")
     def batch(
@@ -150,12 +196,10 @@ class Dataset(Chain):
         Raises:
             ValueError: for a size below 1, and for a dataset that is batched already.
         """
-        from .nodes.batch import Batched, Batching
-
         self._refuse_batches("batch")
         number_of_calls("Dataset.batch", num_parallel_calls)
         size = integer("Dataset.batch", "global_batch_size", global_batch_size, 1)
-        return Batched(self, Batching(size, bool(drop_remainder)))
+        return Dataset(Batched(self.node, Batching(size, bool(drop_remainder))))
 
     @tensorflow_names(batch_size="global_batch_size")
     def padded_batch(
@@ -182,11 +226,10 @@ class Dataset(Chain):
             >>> next(iter(words.padded_batch(2))).tolist()
             [[1, 2], [3, 0]]
         """
-        from .nodes.batch import Batching, Padded, Padding
-
         self._refuse_batches("padded_batch")
         size = integer("Dataset.padded_batch", "global_batch_size", global_batch_size, 1)
-        return Padded(self, Batching(size, bool(drop_remainder)), Padding(padded_shapes, padding_values))
+        batching, padding = Batching(size, bool(drop_remainder)), Padding(padded_shapes, padding_values)
+        return Dataset(Padded(self.node, batching, padding))
 
     @tensorflow_names()
     def unbatch(self) -> Dataset:
@@ -195,9 +238,7 @@ class Dataset(Chain):
         Right after `batch` it keeps random access; else the rows are read in order, and an iterator that is restored
         makes those before its position again.
         """
-        from .nodes.batch import Unbatched
-
-        return Unbatched(self)
+        return Dataset(Unbatched(self.node))
 
     @tensorflow_names(map_func="function")
     def map(
@@ -231,13 +272,10 @@ class Dataset(Chain):
             TypeError: for what cannot be called, or cannot be sent to a process.
             RuntimeError: while reading, when a process has died; its number, pid and exit code are named.
         """
-        from .nodes.calls import Calls
-        from .nodes.map import Mapped
-
         _callable("Dataset.map", "function", function)
         parallel = number_of_calls("Dataset.map", num_parallel_calls)
         ordered = deterministic is None or bool(deterministic)
-        return Mapped(self, Calls(function, parallel, ordered, bool(processes)), element_spec)
+        return Dataset(Mapped(self.node, Calls(function, parallel, ordered, bool(processes)), element_spec))
 
     @tensorflow_names()
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
@@ -246,10 +284,8 @@ class Dataset(Chain):
         From here on elements are read in order: every rank reads all of them, and an iterator that is restored makes
         those before its position again.
         """
-        from .nodes.map import Filtered
-
         _callable("Dataset.filter", "predicate", predicate)
-        return Filtered(self, predicate)
+        return Dataset(Filtered(self.node, predicate))
 
     @tensorflow_names()
     def interleave(
@@ -271,15 +307,13 @@ class Dataset(Chain):
             >>> [int(row) for row in rows]
             [0, 1, 0, 1, 2, 2]
         """
-        from .nodes.combine import Interleaved
-
         _callable("Dataset.interleave", "map_func", map_func)
         number_of_calls("Dataset.interleave", num_parallel_calls)
         if cycle_length is None or cycle_length == AUTOTUNE:
             cycle_length = 2
         cycle = integer("Dataset.interleave", "cycle_length", cycle_length, 1)
         block = 1 if block_length is None else integer("Dataset.interleave", "block_length", block_length, 1)
-        return Interleaved(self, map_func, cycle, block)
+        return Dataset(Interleaved(self.node, map_func, cycle, block))
 
     @tensorflow_names()
     def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
@@ -289,10 +323,8 @@ class Dataset(Chain):
     @tensorflow_names()
     def concatenate(self, *datasets: Dataset, dataset: Dataset | None = None) -> Dataset:
         """Put other datasets behind this one. Their elements must look alike."""
-        from .nodes.combine import Concatenate, Joined
-
         behind = datasets if dataset is None else [*datasets, dataset]
-        return Joined(_datasets("Dataset.concatenate", [self, *behind]), Concatenate())
+        return Dataset(Joined(_nodes("Dataset.concatenate", [self, *behind]), Concatenate()))
 
     @tensorflow_names()
     def enumerate(self, start: int = 0) -> Dataset:
@@ -303,35 +335,27 @@ class Dataset(Chain):
         Raises:
             ValueError: for a dataset that is batched already.
         """
-        from .nodes.map import Enumerated
-
-        if self.batching is not None:
+        if self.node.batching is not None:
             raise ValueError("Dataset.enumerate: expected a dataset of rows, got batches: enumerate before batch")
-        return Enumerated(self, integer("Dataset.enumerate", "start", start))
+        return Dataset(Enumerated(self.node, integer("Dataset.enumerate", "start", start)))
 
     @tensorflow_names()
     def take(self, count: int) -> Dataset:
         """Keep the first `count` elements; -1 for all."""
-        from .nodes.order import Reindexed, Take
-
         number = integer("Dataset.take", "count", count, -1)
-        return self.skip(0) if number < 0 else Reindexed(self, Take(number))
+        return self.skip(0) if number < 0 else Dataset(Reindexed(self.node, Take(number)))
 
     @tensorflow_names()
     def skip(self, count: int) -> Dataset:
         """Leave out the first `count` elements; -1 for all."""
-        from .nodes.order import Reindexed, Skip
-
         number = integer("Dataset.skip", "count", count, -1)
-        return self.take(0) if number < 0 else Reindexed(self, Skip(number))
+        return self.take(0) if number < 0 else Dataset(Reindexed(self.node, Skip(number)))
 
     @tensorflow_names()
     def repeat(self, count: int | None = None) -> Dataset:
         """Give the elements `count` times, each pass an epoch of what is below; None or -1 for ever."""
-        from .nodes.order import Reindexed, Repeat
-
         number = -1 if count is None else integer("Dataset.repeat", "count", count, -1)
-        return Reindexed(self, Repeat(None if number < 0 else number))
+        return Dataset(Reindexed(self.node, Repeat(None if number < 0 else number)))
 
     @tensorflow_names()
     def shard(self, num_shards: int, index: int) -> Dataset:
@@ -342,14 +366,12 @@ class Dataset(Chain):
         Raises:
             ValueError: for an index out of range.
         """
-        from .nodes.order import Reindexed, Shard
-
         if num_shards != SHARD_HINT or index != SHARD_HINT:
             num_shards = integer("Dataset.shard", "num_shards", num_shards, 1)
             index = integer("Dataset.shard", "index", index, 0)
             if index >= num_shards:
                 raise ValueError(explain("Dataset.shard", "index", expected=f"0 <= index < {num_shards}", got=index))
-        return Reindexed(self, Shard(num_shards, index))
+        return Dataset(Reindexed(self.node, Shard(num_shards, index)))
 
     @tensorflow_names()
     def prefetch(self, buffer_size: int) -> Dataset:
@@ -358,10 +380,8 @@ class Dataset(Chain):
         The thread reads what stands here and what comes later in the chain, and ends with its iterator. Without it an
         undistributed dataset is read by who iterates, and a distributed one is read 2 steps ahead.
         """
-        from .nodes.order import Prefetched
-
         depth = 2 if buffer_size == AUTOTUNE else integer("Dataset.prefetch", "buffer_size", buffer_size, 0)
-        return Prefetched(self, depth)
+        return Dataset(Prefetched(self.node, depth))
 
     @tensorflow_names()
     def with_options(self, options: Options) -> Dataset:
@@ -371,13 +391,11 @@ class Dataset(Chain):
             >>> ms.data.from_arrays(np.arange(4)).with_options(ms.data.Options("off")).options().auto_shard_policy.name
             'OFF'
         """
-        from .nodes.order import Configured
-
         given: object = options
         if not isinstance(given, Options):
             got = type(given).__name__
             raise TypeError(explain("Dataset.with_options", "options", expected="ms.data.Options", got=got))
-        return Configured(self, Options().merge(options))
+        return Dataset(Configured(self.node, Options().merge(options)))
 
     @tensorflow_names(filename="scope")
     def cache(
@@ -410,9 +428,7 @@ class Dataset(Chain):
             >>> [int(x) for x in dataset], sorted(int(x) for x in dataset.shuffle(seed=2))
             ([0, 1, 4, 9], [0, 1, 4, 9])
         """
-        from .nodes.cache.cache import cache
-
-        return cache(self, scope, transport)
+        return Dataset(cache(self.node, scope, transport))
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
         """Return what a function makes of this dataset."""
@@ -428,13 +444,13 @@ class Dataset(Chain):
         Raises:
             ValueError: for an empty dataset.
         """
-        self.check()
-        for element in self.elements(self._epoch):
+        self.node.check()
+        for element in self.node.elements(self._epoch):
             return element
         raise ValueError(explain("Dataset.peek", "", expected="a dataset with an element", got="an empty one"))
 
     def _refuse_batches(self, method: str) -> None:
-        if self.batching is not None:
+        if self.node.batching is not None:
             expected, got = "a dataset of rows", "one that is batched already"
             raise ValueError(explain(f"Dataset.{method}", "", expected=expected, got=got))
 
@@ -444,17 +460,14 @@ class Dataset(Chain):
     @tensorflow_names()
     def from_tensor_slices(tensors: Any) -> Dataset:
         """The same as `ms.data.from_arrays`."""
-        from .arrays import from_arrays
-
-        return from_arrays(tensors)
+        return Dataset(array_rows(tensors))
 
     @staticmethod
     @tensorflow_names()
     def from_tensors(tensors: Any) -> Dataset:
         """A dataset of one element, a nest of arrays."""
-        from .arrays import from_arrays, plain_lists
-
-        return from_arrays(nest.map_structure(lambda leaf: np.asarray(leaf)[np.newaxis], plain_lists(tensors)))
+        one = nest.map_structure(lambda leaf: np.asarray(leaf)[np.newaxis], plain_lists(tensors))
+        return Dataset(array_rows(one))
 
     @staticmethod
     @tensorflow_names(generator="function", output_signature="element_spec")
@@ -462,29 +475,25 @@ class Dataset(Chain):
         function: Callable[..., Any], element_spec: Any = None, *, args: Sequence[Any] | None = None
     ) -> Dataset:
         """The same as `ms.data.from_generator`, of a function that gets `args` first."""
-        from .generator import from_generator
-
-        return from_generator(functools.partial(function, *args) if args else function, element_spec)
+        return Dataset(generated(functools.partial(function, *args) if args else function, element_spec))
 
     @staticmethod
     @tensorflow_names(output_type="dtype")
     def range(*args: int, dtype: Any = np.int64) -> Dataset:
         """A dataset of the integers of Python's `range`."""
-        from .arrays import from_arrays
-
-        return from_arrays(np.arange(*args, dtype=dtype))
+        return Dataset(array_rows(np.arange(*args, dtype=dtype)))
 
     @staticmethod
     @tensorflow_names()
     def zip(*args: Any, datasets: Any = None) -> Dataset:
         """The same as `ms.data.zip`."""
-        from .combine import zip as zip_datasets
-
-        return zip_datasets(*args) if datasets is None else zip_datasets(datasets)
+        given = args if datasets is None else (datasets,)
+        structure = given[0] if len(given) == 1 and not isinstance(given[0], Dataset) else given
+        return Dataset(Zipped(nest.pack_like(structure, _nodes("zip", nest.flatten(structure)))))
 
     @staticmethod
-    def sample_from_datasets(datasets: Sequence[Dataset], *args: Any, **kwargs: Any) -> Dataset:
+    def sample_from_datasets(
+        datasets: Sequence[Dataset], weights: Any = None, seed: int | None = None, stop_on_empty_dataset: bool = False,
+    ) -> Dataset:  # fmt: skip
         """The same as `ms.data.sample_from_datasets`."""
-        from .combine import sample_from_datasets
-
-        return sample_from_datasets(datasets, *args, **kwargs)
+        return Dataset(sampled(_nodes("sample_from_datasets", datasets), weights, seed, stop_on_empty_dataset))

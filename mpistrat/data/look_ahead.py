@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from .nodes.node import Addresses, Chain
+    from .nodes.node import Addresses, Node
 
 __all__ = ["LOOK_AHEAD", "Located", "LookAhead"]
 
@@ -23,7 +23,7 @@ class Located(NamedTuple):
 
     totals: Sequence[int]  # rows of each whole batch
     ends: Sequence[int]  # where our part of each ends
-    source: Chain
+    source: Node
     epochs: NDArray[np.int64]
     positions: NDArray[np.int64]
 
@@ -35,7 +35,7 @@ class LookAhead:
         dataset: what is read.
     """
 
-    def __init__(self, dataset: Chain) -> None:
+    def __init__(self, dataset: Node) -> None:
         self._dataset = dataset
         self._useful = dataset.random_access and _reads_chunks(dataset)
 
@@ -60,5 +60,5 @@ class LookAhead:
             self._dataset.expect(*addresses)
 
 
-def _reads_chunks(dataset: Chain) -> bool:
+def _reads_chunks(dataset: Node) -> bool:
     return dataset.chunk_starts() is not None or any(map(_reads_chunks, dataset.parents))

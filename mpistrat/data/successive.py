@@ -21,7 +21,7 @@ from .permutation import by_locality
 from .spec import row_nbytes
 
 if TYPE_CHECKING:
-    from .nodes.node import Chain
+    from .nodes.node import Node
 
 __all__ = ["Part", "successive_batches"]
 
@@ -32,7 +32,7 @@ TOGETHER_SECONDS = 1e-3
 Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are ours
 
 
-def successive_batches(dataset: Chain, epoch: int, start: int, part: Part | None = None) -> Iterator[tuple[int, Any]]:
+def successive_batches(dataset: Node, epoch: int, start: int, part: Part | None = None) -> Iterator[tuple[int, Any]]:
     """Yield the batches of an epoch from one on, each as its number of rows and the rows that are ours.
 
     Args:
@@ -52,7 +52,7 @@ class _Pace:
     def __init__(self) -> None:
         self._seconds = 0.0  # of a row, in the latest call
 
-    def gather(self, source: Chain, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+    def gather(self, source: Node, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         started = perf_counter()
         rows = source.gather(epochs, positions)
         self._seconds = (perf_counter() - started) / max(1, positions.size)
@@ -63,9 +63,9 @@ class _Pace:
         return int(min(most, TOGETHER_SECONDS / max(self._seconds, 1e-9)) // rows)
 
 
-def _rows_together(source: Chain) -> int:
+def _rows_together(source: Node) -> int:
     """How many rows of several batches TOGETHER_BYTES allow in a call; 0 where a function, or another rank, would see it."""
-    alone = source.calls_functions or source.shares_memory or source.batching is not None
+    alone = source.traits.calls_functions or source.traits.shares_memory or source.batching is not None
     nbytes = 0 if alone else row_nbytes(source.row_spec)
     return TOGETHER_BYTES // nbytes if nbytes else 0
 
@@ -86,7 +86,7 @@ def _gathered(batches: Located, pace: _Pace) -> Iterator[tuple[int, Any]]:
         yield total, pace.gather(source, epochs[own], positions[own])
 
 
-def _located(dataset: Chain, epoch: int, start: int, part: Part | None, pace: _Pace) -> Iterator[Located]:
+def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pace) -> Iterator[Located]:
     """Where the rows of the batches, or our part of each, are made."""
     length = dataset.cardinality()
     nothing = np.empty(0, np.int64)
@@ -108,7 +108,7 @@ def _located(dataset: Chain, epoch: int, start: int, part: Part | None, pace: _P
             if ends[-1] < positions.size:
                 own = np.concatenate([np.arange(first + low, first + high) for first, low, high in ranges])
                 epochs, positions = epochs[own], positions[own]
-        source, epochs, positions = dataset.source(epochs, positions)
+        source, epochs, positions = dataset.read_plan(epochs, positions)
         most = functools.partial(pace.batches, _rows_together(source), max(1, ends[-1] // len(ends)))
         for some in _groups(ends, epochs, most):
             low, high = ends[some.start - 1] if some.start else 0, ends[some.stop - 1]

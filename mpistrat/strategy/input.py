@@ -25,6 +25,7 @@ from ..data.distribution.distributed_iterator import Drawn, Passes
 from ..data.distribution.from_function import FunctionSteps, call_dataset_fn
 from ..data.distribution.steps import NoSteps
 from ..data.distribution.workers import Workers
+from ..data.nodes.node import Node
 from ..errors import CollectiveMismatchError, by_rank, explain
 
 __all__ = ["Division", "distribute_dataset", "distribute_datasets_from_function"]
@@ -100,7 +101,7 @@ def distribute_dataset(
             raise ValueError(explain(function, "options", expected="PER_WORKER", got=got, remedy=remedy))
         told = _settings(group, settings, division, drawn)
         made = distribute(dataset, division.workers, division.divide, **told)
-        if division.separate and dataset.shares_memory:
+        if division.separate and dataset.node.traits.shares_memory:
             expected = "no shared cache: workers that step alone share none"
             remedy = "Use cache(), which every worker keeps for itself."
             shared = 'cache("node") or cache("job")'
@@ -110,12 +111,12 @@ def distribute_dataset(
     def described(made: DistributedDataset) -> tuple[str, str]:
         steps = dataset.cardinality() if division.separate else made.cardinality()
         elements = f"elements {made.element_spec}, {steps} steps in an epoch"
-        alike, shown = zip(*_chain(dataset), (elements, elements), strict=True)
+        alike, shown = zip(*_chain(dataset.node), (elements, elements), strict=True)
         return "\n".join(alike), "\n".join(shown)
 
     made = _agreed(group, function, make, described)
-    bound = dataset.bind(group)
-    return made if bound is dataset else make(bound)
+    bound = dataset.node.bind(group)
+    return made if bound is dataset.node else make(Dataset(bound))
 
 
 def distribute_datasets_from_function(
@@ -185,17 +186,16 @@ def _sum_over_ranks(group: ProcessGroup) -> Callable[[NDArray[np.int64]], NDArra
     return total
 
 
-def _chain(dataset: Dataset) -> Iterator[tuple[str, str]]:
+def _chain(node: Node) -> Iterator[tuple[str, str]]:
     """What the ranks must have alike of each stage, and what it looks like in words."""
-    for parent in dataset.parents:
+    for parent in node.parents:
         yield from _chain(parent)
-    text = re.sub(r" at 0x[0-9a-fA-F]+", "", dataset.describe())  # where a function without a name lies
-    fingerprint = getattr(dataset, "fingerprint", None)
-    if fingerprint is None:
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", node.describe())  # where a function without a name lies
+    number = node.fingerprint()
+    if number is None:
         yield text, text
     else:
-        number = fingerprint()
-        yield f"{type(dataset).__name__} {number}", f"{text} (fingerprint {number})"
+        yield f"{type(node).__name__} {number}", f"{text} (fingerprint {number})"
 
 
 def _agreed(

@@ -72,7 +72,7 @@ import numpy as np
 import mpistrat as ms
 strategy = ms.MultiWorkerMirroredStrategy(devices=["cpu:0"])
 data = ms.data.from_arrays(np.arange(1000)).cache("job", transport="messages")
-data = data.bind(strategy.extended.process_group)
+data = ms.data.Dataset(data.node.bind(strategy.extended.process_group))
 """
 
 

@@ -38,7 +38,7 @@ def test_ranks_share_the_order_of_a_block_shuffle(strategy, mpi_tmp_path):
             assert together.tolist() == expected.tolist()
             seen += together.tolist()
         assert sorted(seen) == list(range(500))
-    assert 0 < files.counters.chunk_reads <= len(files.chunk_starts()) - 1  # all of it fits into what is kept
+    assert 0 < files.node.counters.chunk_reads <= len(files.node.chunk_starts()) - 1  # all of it fits into what is kept
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -51,7 +51,7 @@ def test_ranks_divide_the_chunks_of_a_window(strategy, mpi_tmp_path):
     files = HDF5Dataset(mpi_tmp_path / "rows", "x")
     for _ in strategy.distribute_dataset(files.shuffle(1600, seed=3).batch(128)):
         pass
-    read = files.counters.chunk_reads  # of 400 chunks, in 4 windows of 100
+    read = files.node.counters.chunk_reads  # of 400 chunks, in 4 windows of 100
     assert 400 / strategy.size <= read <= 400 / strategy.size + (strategy.size > 1) * 4 * 20
     total = np.array([read], np.int64)
     strategy.comm.Allreduce(np.array([read], np.int64), total)

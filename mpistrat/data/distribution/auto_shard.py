@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ...errors import explain
-from ..dataset import Dataset
-from ..files.hdf5 import HDF5Dataset
+from ..files.hdf5 import HDF5Rows
 from ..nodes.batch import Batched, Padded
+from ..nodes.node import Node
+from ..nodes.order import Reindexed, Shard, options_of, with_shard
 from ..options import AutoShardPolicy
 from .file_shard import FileShard
 from .steps import GlobalSteps, NoSteps, Steps, WorkerSteps
@@ -17,7 +18,7 @@ from .workers import Workers
 __all__ = ["auto_shard", "deal_out", "serve_only"]
 
 
-def auto_shard(dataset: Dataset, workers: Workers) -> Steps:
+def auto_shard(dataset: Node, workers: Workers) -> Steps:
     """Return the steps of a dataset under the policy that its options name.
 
     Raises:
@@ -25,7 +26,7 @@ def auto_shard(dataset: Dataset, workers: Workers) -> Steps:
     """
     policy = _policy(dataset)
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
-        if workers.count > 1 and not (dataset.random_access or dataset.deterministic):
+        if workers.count > 1 and not (dataset.random_access or dataset.traits.deterministic):
             remedy = "Map with deterministic=True, or let each worker read its own: FILE, OFF or HINT."
             raise _refusal(
                 "the same elements in the same order on every worker", "a map that is free to choose", remedy
@@ -34,13 +35,13 @@ def auto_shard(dataset: Dataset, workers: Workers) -> Steps:
     if policy is AutoShardPolicy.OFF:
         shards = [dataset] * workers.count
     elif policy is AutoShardPolicy.HINT:
-        shards = [dataset.with_shard(workers.count, worker) for worker in range(workers.count)]
+        shards = [with_shard(dataset, workers.count, worker) for worker in range(workers.count)]
     else:
         shards = [_own_files(dataset, workers.count, worker) for worker in range(workers.count)]
     return WorkerSteps(_rebatched(shards, workers, policy.name), workers, policy.name)
 
 
-def deal_out(dataset: Dataset, workers: Workers, within: Workers) -> Steps:
+def deal_out(dataset: Node, workers: Workers, within: Workers) -> Steps:
     """Return the steps of a worker that steps alone: whole batches, in turn under AUTO and DATA.
 
     A batch is what one worker's replicas take together. With FILE, OFF and HINT a worker reads batches of the files or
@@ -56,31 +57,31 @@ def deal_out(dataset: Dataset, workers: Workers, within: Workers) -> Steps:
     """
     policy = _policy(dataset)
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
-        own = dataset.shard(workers.count, workers.index)
+        own: Node = Reindexed(dataset, Shard(workers.count, workers.index))
     elif policy is AutoShardPolicy.OFF:
         own = dataset
     elif policy is AutoShardPolicy.HINT:
-        own = dataset.with_shard(workers.count, workers.index)
+        own = with_shard(dataset, workers.count, workers.index)
     else:
         own = _own_files(dataset, workers.count, workers.index)
     return GlobalSteps(own, within, f"dealt out by {policy.name}: worker {workers.index} of {workers.count}")
 
 
-def serve_only(dataset: Dataset, workers: Workers) -> Steps:
+def serve_only(dataset: Node, workers: Workers) -> Steps:
     """Return the steps of a rank that reads nothing, after the checks of one that does."""
     hinted = _policy(dataset) is AutoShardPolicy.HINT
-    return NoSteps(dataset.with_shard(workers.count, 0) if hinted else dataset, workers)
+    return NoSteps(with_shard(dataset, workers.count, 0) if hinted else dataset, workers)
 
 
-def _policy(dataset: Dataset) -> AutoShardPolicy:
+def _policy(dataset: Node) -> AutoShardPolicy:
     """The policy that the dataset's options name, for a dataset that can have it."""
     if dataset.batching is None:
         remedy = "Add .batch(global_batch_size), the rows of all replicas together."
         raise _refusal("batches", "rows that are not batched", remedy)
-    policy = cast(AutoShardPolicy, dataset.options().auto_shard_policy or AutoShardPolicy.AUTO)
-    if dataset.shard_hinted != (policy is AutoShardPolicy.HINT):
+    policy = cast(AutoShardPolicy, options_of(dataset).auto_shard_policy or AutoShardPolicy.AUTO)
+    if dataset.traits.shard_hinted != (policy is AutoShardPolicy.HINT):
         expected = "shard(SHARD_HINT, SHARD_HINT) in the dataset under AutoShardPolicy.HINT, and only there"
-        raise _refusal(expected, f"{'it' if dataset.shard_hinted else 'none'} under {policy.name}")
+        raise _refusal(expected, f"{'it' if dataset.traits.shard_hinted else 'none'} under {policy.name}")
     return policy
 
 
@@ -88,18 +89,18 @@ def _refusal(expected: str, got: str, remedy: str = "") -> ValueError:
     return ValueError(explain("distribute_dataset", "dataset", expected=expected, got=got, remedy=remedy))
 
 
-def _replaced(dataset: Dataset, replacements: Mapping[Dataset, Dataset]) -> Dataset:
+def _replaced(dataset: Node, replacements: Mapping[Node, Node]) -> Node:
     """The chain with others in the places of some stages and all that is below them."""
     if dataset in replacements:
         return replacements[dataset]
     return dataset.rebuild([_replaced(parent, replacements) for parent in dataset.parents])
 
 
-def _own_files(dataset: Dataset, workers: int, worker: int) -> Dataset:
+def _own_files(dataset: Node, workers: int, worker: int) -> Node:
     """FILE: the chain over files worker, worker + workers, … of its source."""
     sources = list(_sources(dataset))
     source = sources[0]
-    if len(sources) > 1 or not isinstance(source, HDF5Dataset):
+    if len(sources) > 1 or not isinstance(source, HDF5Rows):
         got = ", ".join(each.describe() for each in sources)
         remedy = "Use DATA, or HINT with shard() where each worker's part begins."
         raise _refusal("one HDF5Dataset as the source under FILE", got, remedy)
@@ -110,13 +111,13 @@ def _own_files(dataset: Dataset, workers: int, worker: int) -> Dataset:
     return _replaced(dataset, {source: FileShard(source, workers, worker)})
 
 
-def _sources(dataset: Dataset) -> Sequence[Dataset]:
+def _sources(dataset: Node) -> Sequence[Node]:
     return [source for parent in dataset.parents for source in _sources(parent)] or [dataset]
 
 
-def _rebatched(shards: Sequence[Dataset], workers: Workers, policy: str) -> list[Dataset]:
+def _rebatched(shards: Sequence[Node], workers: Workers, policy: str) -> list[Node]:
     """Each worker's dataset in batches of its share; equal ones are one object."""
-    made: dict[tuple[Any, ...], Dataset] = {}
+    made: dict[tuple[Any, ...], Node] = {}
     result = []
     for worker, dataset in enumerate(shards):
         stages = _batch_stages(dataset)
@@ -129,14 +130,14 @@ def _rebatched(shards: Sequence[Dataset], workers: Workers, policy: str) -> list
     return result
 
 
-def _batch_stages(dataset: Dataset) -> list[Any]:
+def _batch_stages(dataset: Node) -> list[Any]:
     """The stages in which rows become the batches that come out: several where datasets were joined afterwards."""
     if all(parent.batching is None for parent in dataset.parents):
         return [dataset]
     return [stage for parent in dataset.parents for stage in _batch_stages(parent)]
 
 
-def _share(stage: Dataset, workers: Workers, worker: int, policy: str) -> int:
+def _share(stage: Node, workers: Workers, worker: int, policy: str) -> int:
     """The rows that a worker takes of each batch."""
     if stage.batching is None or not isinstance(stage, (Batched, Padded)):
         raise _refusal(f"batch() under {policy}", stage.describe(), "Use AutoShardPolicy.DATA.")

@@ -8,8 +8,9 @@ from typing import Any, final
 from ..._util.arguments import integer
 from ...errors import explain
 from ...global_batch import HandedOut
-from ..dataset import INFINITE, UNKNOWN, Dataset
+from ..dataset import Dataset
 from ..iterator import PATIENCE, PositionReader
+from ..nodes.node import INFINITE, UNKNOWN, Node
 from ..options import InputOptions
 from ..spec import batch_spec
 from ..stats import InputStats, StageStats
@@ -29,7 +30,7 @@ _WITHOUT_LENGTH = {
     ),
 }
 
-Divide = Callable[[Dataset, Workers], Steps]
+Divide = Callable[[Node, Workers], Steps]
 
 
 @final
@@ -162,7 +163,7 @@ def distribute(dataset: Dataset, workers: Workers, divide: Divide = auto_shard, 
         got = type(given).__name__
         remedy = "Make one with ms.data.from_arrays or ms.data.HDF5Dataset."
         raise TypeError(explain("distribute_dataset", "dataset", expected="a Dataset", got=got, remedy=remedy))
-    steps = divide(dataset, workers)
+    steps = divide(dataset.node, workers)
     _ = steps.row_spec, steps.cardinality()  # open the files
     return DistributedDataset(steps, **settings)
 
@@ -171,7 +172,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _stages(datasets: Sequence[Dataset]) -> Iterator[tuple[str, StageStats | None]]:
+def _stages(datasets: Sequence[Node]) -> Iterator[tuple[str, StageStats | None]]:
     """Each stage's description and counters, sources first."""
     for dataset in datasets:
         yield from _stages(dataset.parents)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dataset import Addresses, Dataset
-from ..files.hdf5 import HDF5Dataset
+from ..files.hdf5 import HDF5Rows
+from ..nodes.stage import InputRows
 from ..stats import StageStats
 
 __all__ = ["FileShard"]
 
 
-class FileShard(Dataset):
+class FileShard(InputRows):
     """The rows of files index, index + num_shards, … of an HDF5 dataset. It is a source: no stage lies below it.
 
     Args:
@@ -24,7 +23,7 @@ class FileShard(Dataset):
         index: which of them.
     """
 
-    def __init__(self, source: HDF5Dataset, num_shards: int, index: int) -> None:
+    def __init__(self, source: HDF5Rows, num_shards: int, index: int) -> None:
         self._source = source
         self._num_shards, self._index = num_shards, index
         starts = source.file_starts()
@@ -34,16 +33,8 @@ class FileShard(Dataset):
         self._files = starts.size - 1
 
     @property
-    def parents(self) -> tuple[Dataset, ...]:
-        return ()
-
-    @property
     def counters(self) -> StageStats | None:
         return self._source.counters
-
-    @property
-    def batching(self) -> None:
-        return None
 
     @property
     def row_spec(self) -> Any:
@@ -51,9 +42,6 @@ class FileShard(Dataset):
 
     def cardinality(self) -> int:
         return int(self._starts[-1])
-
-    def locate(self, epoch: int, position: int) -> Addresses:
-        return np.array([epoch], np.int64), np.array([position], np.int64)
 
     def _rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The source's numbers of our rows."""
@@ -81,9 +69,6 @@ class FileShard(Dataset):
 
     def check(self) -> None:
         self._source.check()
-
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        return self
 
     def describe(self) -> str:
         shown = ", ".join(map(str, range(self._files)[self._index :: self._num_shards][:3]))

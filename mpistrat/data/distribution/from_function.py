@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from ..._util import nest
 from ...errors import explain
-from ..dataset import INFINITE, UNKNOWN, Dataset
+from ..dataset import Dataset
+from ..nodes.node import INFINITE, UNKNOWN, Node
 from ..options import InputReplicationMode
 from ..spec import empty_rows, spec_of_rows
 from .distributed_iterator import SumOverRanks
@@ -125,12 +126,12 @@ class FunctionSteps(Steps):
         self._cardinality = UNKNOWN  # until the workers have told each other
         first = self._iterables[0]
         if isinstance(first, Dataset):
-            self._row_spec = first.row_spec
+            self._row_spec = first.node.row_spec
         self._own_cardinality = self._count_steps()  # opens all files, while the other workers can still be told
 
     @property
-    def datasets(self) -> tuple[Dataset, ...]:
-        return tuple(iterable for iterable in self._iterables if isinstance(iterable, Dataset))
+    def datasets(self) -> tuple[Node, ...]:
+        return tuple(iterable.node for iterable in self._iterables if isinstance(iterable, Dataset))
 
     @property
     def row_spec(self) -> Any:
@@ -185,7 +186,7 @@ class FunctionSteps(Steps):
 
     def _begin(self, iterable: Iterable[Any], epoch: int, start: int) -> Iterator[Any]:
         if isinstance(iterable, Dataset):
-            return iterable.elements(epoch, start)
+            return iterable.node.elements(epoch, start)
         if start:
             expected = "a Dataset from the dataset function, to begin anywhere but at the start"
             remedy = "Return one made with ms.data.from_generator, for example."
@@ -211,7 +212,7 @@ def _checked(iterable: Any) -> Iterable[Any]:
     if not isinstance(iterable, Iterable):
         expected = "an iterable of batches from the dataset function"
         raise TypeError(explain(FUNCTION, "dataset_fn", expected=expected, got=type(iterable).__name__))
-    if isinstance(iterable, Dataset) and iterable.batching is None:
+    if isinstance(iterable, Dataset) and iterable.node.batching is None:
         remedy = "Add .batch(context.get_per_replica_batch_size(global_batch_size))."
         raise ValueError(explain(FUNCTION, "dataset_fn", expected="batches", got="rows", remedy=remedy))
     return iterable

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dataset import INFINITE, UNKNOWN, Dataset
+from ..nodes.node import INFINITE, UNKNOWN, Node
 from ..spec import row_count
 from ..successive import successive_batches
 from .workers import Workers, cut
@@ -51,7 +51,7 @@ class Steps(ABC):
 
     @property
     @abstractmethod
-    def datasets(self) -> tuple[Dataset, ...]:
+    def datasets(self) -> tuple[Node, ...]:
         """What this worker reads, as far as it is made of datasets of ours."""
 
     def check(self) -> None:
@@ -98,12 +98,12 @@ class GlobalSteps(Steps):
         dealt: which global batches they are, in words.
     """
 
-    def __init__(self, dataset: Dataset, workers: Workers, dealt: str = "DATA") -> None:
+    def __init__(self, dataset: Node, workers: Workers, dealt: str = "DATA") -> None:
         super().__init__(workers)
         self._dataset, self._dealt = dataset, dealt
 
     @property
-    def datasets(self) -> tuple[Dataset, ...]:
+    def datasets(self) -> tuple[Node, ...]:
         return (self._dataset,)
 
     @property
@@ -147,12 +147,12 @@ class GlobalSteps(Steps):
 class NoSteps(Steps):
     """No steps at all, of a rank that only serves. It knows the dataset, so that its ranks can be compared."""
 
-    def __init__(self, dataset: Dataset | None, workers: Workers) -> None:
+    def __init__(self, dataset: Node | None, workers: Workers) -> None:
         super().__init__(workers)
         self._dataset = dataset
 
     @property
-    def datasets(self) -> tuple[Dataset, ...]:
+    def datasets(self) -> tuple[Node, ...]:
         return () if self._dataset is None else (self._dataset,)
 
     @property
@@ -181,7 +181,7 @@ class WorkerSteps(Steps):
         policy: its name.
     """
 
-    def __init__(self, of_workers: Sequence[Dataset], workers: Workers, policy: str) -> None:
+    def __init__(self, of_workers: Sequence[Node], workers: Workers, policy: str) -> None:
         self._own = of_workers[workers.index]
         batching = self._own.batching
         whole = batching is not None and batching.drop_remainder
@@ -194,7 +194,7 @@ class WorkerSteps(Steps):
         self._known = all(dataset.random_access for dataset in of_workers)
 
     @property
-    def datasets(self) -> tuple[Dataset, ...]:
+    def datasets(self) -> tuple[Node, ...]:
         return (self._own,)
 
     @property
@@ -238,12 +238,12 @@ class WorkerSteps(Steps):
         return f"each worker its own batches ({self._policy})"
 
 
-def has_element(dataset: Dataset, position: int) -> bool:
+def has_element(dataset: Node, position: int) -> bool:
     """Whether a dataset of known length has an element there."""
     length = dataset.cardinality()
     return length == INFINITE or position < length
 
 
-def rows_in(dataset: Dataset, epoch: int, position: int) -> int:
+def rows_in(dataset: Node, epoch: int, position: int) -> int:
     """The rows of the batch there, of a dataset with random access; 0 behind its end."""
     return int(np.size(dataset.locate(epoch, position)[0])) if has_element(dataset, position) else 0

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShardError, explain
-from ..arrays import take_rows
+from ..buffers import take_rows
 from ..stats import StageStats
 from .codecs import DecodeError
 from .handles import open_bytes

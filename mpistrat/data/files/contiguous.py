@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShardError, explain
-from ..arrays import take_rows
+from ..buffers import take_rows
 from ..stats import StageStats
 from .handles import Descriptor, ShardFile, open_bytes
 from .storage import Contiguous, RowIndex, Storage

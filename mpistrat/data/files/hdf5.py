@@ -9,16 +9,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
 from ...errors import explain
-from ..arrays import row_content
 from ..buffers import RowBuffers
-from ..nodes.stage import RowSource
+from ..dataset import Dataset
+from ..nodes.node import Node
+from ..nodes.sources import row_content
+from ..nodes.stage import InputRows
 from ..shards.files import PathLike, resolve
 from ..shards.shard_set import ShardSet, open_shards
 from ..shards.verification import is_small, verify_alone, verify_together
@@ -30,9 +32,8 @@ from .storage import Contiguous, Storage
 
 if TYPE_CHECKING:
     from ...comm.process_group import ProcessGroup
-    from ..dataset import Dataset
 
-__all__ = ["HDF5Dataset"]
+__all__ = ["HDF5Dataset", "HDF5Rows"]
 
 _NAMED = 5  # things left out that are named
 _COMPARED = 64  # rows of a field that ranks compare, where single rows are cheap to read
@@ -66,53 +67,9 @@ class _Opened:
         return found[max(costly, key=lambda name: self.storages[name][0].row_bytes)] if costly else None
 
 
-class HDF5Dataset(RowSource):
-    """The rows of HDF5 files, one file after the other. Every rank opens the files by itself.
-
-    The files may be shards that `write_shards` wrote, or others: any datasets with a common first axis, in any groups.
-    Structures (compound types) come as structured arrays, strings as `str` in object arrays, numbers of varying length
-    as arrays in an object array. Files are looked at when something is first asked of them, and must not change while
-    they are read. `print(dataset)` names how each field is read, and why not in a quicker way.
-
-    Virtual datasets may draw from these files only. A file that the wanted fields of another one draw from, be it a few
-    of its rows, is a source and gives no rows of its own: they would come twice. `print` says how many such files are.
-
-    Args:
-        files: a file; a directory; a pattern like `data/train-*.h5`; or a list of files, read in the list's order.
-            Others are read in the manifest's order, else in natural order (2 before 10).
-        fields: None for a dict of all datasets that have rows (`print` names what else there is); a list of names for a
-            dict of these; a tuple of names for a tuple; a dict from new names to names in the file; one name for that
-            array alone. A name is like "x" or "group/x".
-        verify: whether to compare the files' bytes with the digests in the manifest. True: all of them before HDF5 opens a file,
-            on every rank. False: none. "auto": the first and last 64 KiB of every file as it is opened, and all of a set of at
-            most 1 GiB (256 MiB without xxhash), once a job: in `distribute_dataset` by the ranks of a node together, else as
-            the first epoch begins.
-        reader: how contiguous uncompressed data is read: "auto" or "mmap" through a memory map, "pread" by reads, for
-            file systems where a file may be cut while it is read (under a map, that kills the process). What is stored
-            otherwise is read in the same way under all of these. "h5py": everything through h5py.
-        on_error: "raise", or "skip" to leave out files that cannot be opened or do not match the others; `skipped`
-            names them. Every rank must see the same files: `fingerprint` tells whether two ranks do.
-        driver: "mpio" to read everything through h5py and MPI-IO, each rank by itself, where h5py was built with MPI.
-            MPI must be running, with MPI_THREAD_MULTIPLE; nothing is read after its end. No virtual datasets.
-
-    Raises:
-        ShardError: for a missing, truncated or damaged file, for one that does not match the others or the manifest,
-            and for data that lies in other files; naming the file, what was expected and what came; at once where no
-            file need be opened for it, else when something is first asked of the dataset.
-        MissingDependencyError: for driver="mpio" where h5py was built without MPI.
-        LayoutError: for driver="mpio" where MPI is not running, or was started for fewer threads.
-
-    Example:
-        >>> import tempfile
-        >>> from mpistrat.data import write_shards
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     paths = write_shards(directory, {"x": np.eye(4), "label": np.arange(4)}, num_shards=2)
-        ...     dataset = HDF5Dataset(directory, fields=("x", "label"))
-        ...     for x, label in dataset.batch(3):
-        ...         print(x.shape, label)
-        (3, 4) [0 1 2]
-        (1, 4) [3]
-    """
+@final
+class HDF5Rows(InputRows):
+    """The rows of HDF5 files, one file after the other; see `HDF5Dataset`."""
 
     def __init__(
         self,
@@ -141,7 +98,7 @@ class HDF5Dataset(RowSource):
         self._opened: _Opened | None = None
         self._lock = threading.Lock()
         self._counters = StageStats()
-        self._pass: int | None = None  # the last epoch that was read since the files were looked at
+        self._epoch_read: int | None = None  # the last epoch that was read since the files were looked at
 
     def _open(self) -> _Opened:
         if self._opened is not None:
@@ -223,7 +180,7 @@ class HDF5Dataset(RowSource):
         """Return the numbers of the rows with which the files begin; behind them, that of all rows."""
         return np.cumsum([0, *(shard.rows for shard in self._open().shards)])
 
-    def bind(self, group: ProcessGroup) -> Dataset:
+    def bind(self, group: ProcessGroup) -> Node:
         # Whatever this rank has looked at already, the others may not have.
         verify_together(self._files if self._to_verify else None, group)
         self._to_verify = False
@@ -238,14 +195,14 @@ class HDF5Dataset(RowSource):
             shard.check()
         for source in opened.sources:
             source.check()
-        self._pass = None
+        self._epoch_read = None
 
-    def _begin_pass(self, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         """Look at the files before each further pass of a repetition: one that was cut under a map kills the process."""
-        if self._pass is not None and epoch > self._pass:
+        if self._epoch_read is not None and epoch > self._epoch_read:
             self.check()
-        if self._pass is None:
-            self._pass = epoch
+        if self._epoch_read is None:
+            self._epoch_read = epoch
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         opened = self._open()
@@ -254,7 +211,7 @@ class HDF5Dataset(RowSource):
             got = f"{positions.min()} to {positions.max()}"
             raise IndexError(explain("HDF5Dataset", "rows", expected=f"rows in [0, {opened.rows})", got=got))
         if positions.size:
-            self._begin_pass(int(epochs[-1]))
+            self._begin_epoch(int(epochs[-1]))
         began = time.perf_counter()
         if isinstance(self._structure, str):
             rows: Any = self._read(opened, self._structure, positions)
@@ -359,3 +316,77 @@ def _structure(fields: Fields) -> Any:
         expected = "None, a name, a list or tuple of names, or a dict of names"
         raise ValueError(explain("HDF5Dataset", "fields", expected=expected, got=repr(fields)))
     return nest.map_structure(lambda name: name.strip("/"), structure) if structure is not None else None
+
+
+class HDF5Dataset(Dataset):
+    """The rows of HDF5 files, one file after the other. Every rank opens the files by itself.
+
+    The files may be shards that `write_shards` wrote, or others: any datasets with a common first axis, in any groups.
+    Structures (compound types) come as structured arrays, strings as `str` in object arrays, numbers of varying length
+    as arrays in an object array. Files are looked at when something is first asked of them, and must not change while
+    they are read. `print(dataset)` names how each field is read, and why not in a quicker way.
+
+    Virtual datasets may draw from these files only. A file that the wanted fields of another one draw from, be it a few
+    of its rows, is a source and gives no rows of its own: they would come twice. `print` says how many such files are.
+
+    Args:
+        files: a file; a directory; a pattern like `data/train-*.h5`; or a list of files, read in the list's order.
+            Others are read in the manifest's order, else in natural order (2 before 10).
+        fields: None for a dict of all datasets that have rows (`print` names what else there is); a list of names for a
+            dict of these; a tuple of names for a tuple; a dict from new names to names in the file; one name for that
+            array alone. A name is like "x" or "group/x".
+        verify: whether to compare the files' bytes with the digests in the manifest. True: all of them before HDF5 opens a file,
+            on every rank. False: none. "auto": the first and last 64 KiB of every file as it is opened, and all of a set of at
+            most 1 GiB (256 MiB without xxhash), once a job: in `distribute_dataset` by the ranks of a node together, else as
+            the first epoch begins.
+        reader: how contiguous uncompressed data is read: "auto" or "mmap" through a memory map, "pread" by reads, for
+            file systems where a file may be cut while it is read (under a map, that kills the process). What is stored
+            otherwise is read in the same way under all of these. "h5py": everything through h5py.
+        on_error: "raise", or "skip" to leave out files that cannot be opened or do not match the others; `skipped`
+            names them. Every rank must see the same files: `fingerprint` tells whether two ranks do.
+        driver: "mpio" to read everything through h5py and MPI-IO, each rank by itself, where h5py was built with MPI.
+            MPI must be running, with MPI_THREAD_MULTIPLE; nothing is read after its end. No virtual datasets.
+
+    Raises:
+        ShardError: for a missing, truncated or damaged file, for one that does not match the others or the manifest,
+            and for data that lies in other files; naming the file, what was expected and what came; at once where no
+            file need be opened for it, else when something is first asked of the dataset.
+        MissingDependencyError: for driver="mpio" where h5py was built without MPI.
+        LayoutError: for driver="mpio" where MPI is not running, or was started for fewer threads.
+
+    Example:
+        >>> import tempfile
+        >>> from mpistrat.data import write_shards
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     paths = write_shards(directory, {"x": np.eye(4), "label": np.arange(4)}, num_shards=2)
+        ...     dataset = HDF5Dataset(directory, fields=("x", "label"))
+        ...     for x, label in dataset.batch(3):
+        ...         print(x.shape, label)
+        (3, 4) [0 1 2]
+        (1, 4) [3]
+    """
+
+    def __init__(
+        self,
+        files: PathLike | Sequence[PathLike],
+        fields: Fields = None,
+        *,
+        verify: bool | Literal["auto"] = "auto",
+        reader: str = "auto",
+        on_error: str = "raise",
+        driver: str | None = None,
+    ) -> None:
+        self._rows = HDF5Rows(files, fields, verify=verify, reader=reader, on_error=on_error, driver=driver)
+        super().__init__(self._rows)
+
+    @property
+    def skipped(self) -> tuple[tuple[Path, str], ...]:
+        """The files that on_error="skip" left out, each with the reason."""
+        return self._rows.skipped
+
+    def fingerprint(self) -> int:
+        """Return a number below 2**63 that is the same wherever the same rows are read."""
+        return self._rows.fingerprint()
+
+    def __repr__(self) -> str:
+        return f"<HDF5Dataset {self.describe()}>"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MpistratError, ShardError, explain
-from ..arrays import take_rows
+from ..buffers import take_rows
 from ..stats import StageStats
 from .handles import OpenFiles
 from .storage import OnlyHDF5, RowIndex, Storage

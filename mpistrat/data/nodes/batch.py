@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -14,20 +14,11 @@ from numpy.typing import NDArray
 from ..._util import nest
 from ...errors import explain
 from ..buffers import RowBuffers
-from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset
 from ..spec import ArraySpec, empty_rows, is_ragged, row_count, stack_rows, unstack_rows
-from .node import Source
+from .node import INFINITE, UNKNOWN, Addresses, Batching, Node, ReadPlan
 from .stage import Stage, cut_chunks
 
-__all__ = ["Batched", "Batches", "Batching", "Padded", "Padding", "Unbatched"]
-
-
-@dataclass(frozen=True)
-class Batching:
-    """How many rows a batch has, and whether a smaller last one is left out."""
-
-    size: int
-    drop_remainder: bool
+__all__ = ["Batched", "Batches", "Padded", "Padding", "Unbatched"]
 
 
 class Batches(Stage):
@@ -35,13 +26,13 @@ class Batches(Stage):
 
     _function: str  # of Dataset, that makes it
 
-    def __init__(self, parent: Dataset, batching: Batching) -> None:
+    def __init__(self, parent: Node, batching: Batching) -> None:
         super().__init__(parent)
         self._batching = batching
         self._buffers = RowBuffers()
 
     @abstractmethod
-    def _over(self, parent: Dataset, batching: Batching) -> Dataset:
+    def _over(self, parent: Node, batching: Batching) -> Node:
         """The same stage over another parent or of another size."""
 
     @abstractmethod
@@ -80,11 +71,11 @@ class Batches(Stage):
     def chunk_starts(self) -> None:
         return None
 
-    def resized(self, size: int) -> Dataset:
+    def resized(self, size: int) -> Node:
         """The same stage with batches of another size."""
         return self._over(self._parent, replace(self._batching, size=size))
 
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return self._over(parents[0], self._batching)
 
     def describe(self) -> str:
@@ -97,7 +88,7 @@ class Batched(Batches):
 
     _function = "batch"
 
-    def __init__(self, parent: Dataset, batching: Batching) -> None:
+    def __init__(self, parent: Node, batching: Batching) -> None:
         super().__init__(parent, batching)
         self._checked = False
 
@@ -118,12 +109,12 @@ class Batched(Batches):
             _ = self.row_spec  # raises for ragged rows
         return self._parent.gather(epochs, positions)
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
+    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
         if not self._checked:
             _ = self.row_spec  # raises for ragged rows
-        return self._parent.source(epochs, positions)
+        return self._parent.read_plan(epochs, positions)
 
-    def _over(self, parent: Dataset, batching: Batching) -> Dataset:
+    def _over(self, parent: Node, batching: Batching) -> Node:
         return Batched(parent, batching)
 
     def _stack(self, rows: list[Any]) -> Any:
@@ -214,7 +205,7 @@ class Padded(Batches):
 
     _function = "padded_batch"
 
-    def __init__(self, parent: Dataset, batching: Batching, padding: Padding) -> None:
+    def __init__(self, parent: Node, batching: Batching, padding: Padding) -> None:
         super().__init__(parent, batching)
         self._padding = padding
 
@@ -261,7 +252,7 @@ class Padded(Batches):
             out[i][tuple(slice(n) for n in row.shape)] = row
         return out
 
-    def _over(self, parent: Dataset, batching: Batching) -> Dataset:
+    def _over(self, parent: Node, batching: Batching) -> Node:
         return Padded(parent, batching, self._padding)
 
     def _stack(self, rows: list[Any]) -> Any:
@@ -272,7 +263,7 @@ class Padded(Batches):
 class Unbatched(Stage):
     """The rows of batches, or of arrays with a first axis. Right after `batch` they are the rows below it."""
 
-    def __init__(self, parent: Dataset) -> None:
+    def __init__(self, parent: Node) -> None:
         super().__init__(parent)
         self._rows = parent.parents[0] if isinstance(parent, Batched) else None
 
@@ -315,7 +306,7 @@ class Unbatched(Stage):
     def gather(self, epochs: NDArray[Any], positions: NDArray[Any]) -> Any:
         return self._rows_below().gather(epochs, positions)
 
-    def _rows_below(self) -> Dataset:
+    def _rows_below(self) -> Node:
         if self._rows is None:
             raise NotImplementedError(f"{self.describe()} reads in order")
         return self._rows
@@ -342,7 +333,7 @@ class Unbatched(Stage):
             if row_count(batch):
                 yield from unstack_rows(batch)
 
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return Unbatched(parents[0])
 
     def describe(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +13,10 @@ from numpy.typing import NDArray
 from ..._util import nest
 from ...errors import explain
 from ..buffers import RowBuffers
-from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset
 from ..spec import row_count
 from .calls import call, name_of
-from .stage import Combined, Stage, cut_chunks
-
-if TYPE_CHECKING:
-    from .batch import Batching
+from .node import INFINITE, UNKNOWN, Addresses, Batching, Node, Traits
+from .stage import Combined, InOrder, cut_chunks
 
 __all__ = ["Concatenate", "Interleaved", "Join", "Joined", "Zipped", "compare_specs", "total"]
 
@@ -60,7 +57,7 @@ class Zipped(Combined):
         rows = counts.pop()
         return np.full(rows, epoch, np.int64), position * self._batching.size + np.arange(rows)
 
-    def _gathers(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Iterator[tuple[Dataset, Addresses]]:
+    def _gathers(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Iterator[tuple[Node, Addresses]]:
         """What each dataset is asked for."""
         if self._batching is None:
             yield from ((parent, (epochs, positions)) for parent in self._parents)
@@ -101,7 +98,7 @@ class Zipped(Combined):
                 raise _uneven(position, sorted(counts))
             yield self._pack(elements)
 
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return Zipped(self._pack(parents))
 
     def describe(self) -> str:
@@ -123,10 +120,10 @@ class Join(Protocol):
     def cardinality(self, below: Sequence[int]) -> int:
         """How many elements, from how many each dataset has."""
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: Sequence[int]) -> Choices:
+    def choices(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: Sequence[int]) -> Choices:
         """Which dataset and which of its elements, for random access."""
 
-    def elements(self, parents: Sequence[Dataset], epoch: int, start: int) -> Iterator[Any]:
+    def elements(self, parents: Sequence[Node], epoch: int, start: int) -> Iterator[Any]:
         """The elements from a position on, where a dataset reads in order."""
 
     def chunks(self, starts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64] | None:
@@ -147,13 +144,13 @@ class Concatenate:
     def cardinality(self, below: Sequence[int]) -> int:
         return total(below)
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: Sequence[int]) -> Choices:
+    def choices(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: Sequence[int]) -> Choices:
         finite = below[: below.index(INFINITE)] if INFINITE in below else below[:-1]
         ends = np.cumsum(finite, dtype=np.int64)
         which = np.searchsorted(ends, positions, side="right")
         return which, epochs, positions - np.concatenate(([0], ends))[which]
 
-    def elements(self, parents: Sequence[Dataset], epoch: int, start: int) -> Iterator[Any]:
+    def elements(self, parents: Sequence[Node], epoch: int, start: int) -> Iterator[Any]:
         for parent in parents:
             length = parent.cardinality()
             if 0 <= length <= start:
@@ -179,7 +176,7 @@ class Concatenate:
 class Joined(Combined):
     """Several datasets as one."""
 
-    def __init__(self, parents: Sequence[Dataset], join: Join) -> None:
+    def __init__(self, parents: Sequence[Node], join: Join) -> None:
         super().__init__(str(join), parents)
         self._join = join
         self._buffers = RowBuffers()
@@ -197,10 +194,10 @@ class Joined(Combined):
     def cardinality(self) -> int:
         return self._join.cardinality([parent.cardinality() for parent in self._parents])
 
-    def _source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Choices:
+    def _choices(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Choices:
         """Of rows it is computed; the addresses of batches' rows say it: `locate` put the dataset into the epoch."""
         if self._batching is None:
-            return self._join.source(epochs, positions, [parent.cardinality() for parent in self._parents])
+            return self._join.choices(epochs, positions, [parent.cardinality() for parent in self._parents])
         own, which = np.divmod(epochs, len(self._parents))
         return which, own, positions
 
@@ -209,13 +206,13 @@ class Joined(Combined):
         if self._batching is None:
             return here
         below = [parent.cardinality() for parent in self._parents]
-        which, own, inside = (int(value[0]) for value in self._join.source(*here, below))
+        which, own, inside = (int(value[0]) for value in self._join.choices(*here, below))
         epochs, positions = self._parents[which].locate(own, inside)
         return epochs * len(self._parents) + which, positions
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         _ = self.row_spec  # raises where the datasets do not match
-        which, own, inside = self._source(epochs, positions)
+        which, own, inside = self._choices(epochs, positions)
         numbers = np.unique(which)
         if numbers.size <= 1:
             return self._parents[int(numbers[0]) if numbers.size else 0].gather(own, inside)
@@ -230,7 +227,7 @@ class Joined(Combined):
         return nest.pack_like(self._parents[0].row_spec, out)
 
     def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        which, own, inside = self._source(epochs, positions)
+        which, own, inside = self._choices(epochs, positions)
         out = np.empty(positions.size, np.int64)
         for number, parent in enumerate(self._parents):
             places = np.flatnonzero(which == number)
@@ -241,7 +238,7 @@ class Joined(Combined):
         return out
 
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        which, own, inside = self._source(epochs, positions)
+        which, own, inside = self._choices(epochs, positions)
         for number in np.unique(which):
             places = np.flatnonzero(which == number)
             self._parents[number].expect(own[places], inside[places])
@@ -258,7 +255,7 @@ class Joined(Combined):
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return self._join.elements(self._parents, epoch, start)
 
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return Joined(parents, self._join)
 
     def describe(self) -> str:
@@ -279,32 +276,29 @@ def compare_specs(function: str, first: Any, other: Any, number: int) -> None:
             raise ValueError(explain(function, "datasets", expected=expected, got=got, remedy=remedy))
 
 
-class Interleaved(Stage):
+class Interleaved(InOrder):
     """Blocks of elements from each of several open datasets in turn. They are known in order only."""
 
-    def __init__(self, parent: Dataset, function: Callable[..., Any], cycle_length: int, block_length: int) -> None:
+    def __init__(self, parent: Node, function: Callable[..., Any], cycle_length: int, block_length: int) -> None:
         super().__init__(parent)
         self._function = function
         self._cycle_length = cycle_length
         self._block_length = block_length
-        self._first: Dataset | None = None
+        self._first: Node | None = None
         self._lock = threading.Lock()
 
-    @property
-    def random_access(self) -> bool:
-        return False
-
-    def _known(self) -> Dataset | None:
+    def _known(self) -> Node | None:
         """The dataset that the first element becomes, which says what all look like; None without an element."""
         if self._first is None:
             element = next(self._parent.elements(0), None)
             return None if element is None else self._make(element, 0)
         return self._first
 
-    def _make(self, element: Any, number: int) -> Dataset:
-        made = call(self._function, element)
-        if not isinstance(made, Dataset):
-            got = type(made).__name__
+    def _make(self, element: Any, number: int) -> Node:
+        dataset = call(self._function, element)
+        made = getattr(dataset, "node", None)
+        if not isinstance(made, Node):
+            got = type(dataset).__name__
             raise TypeError(
                 explain(f"Dataset.{self._name}", "map_func", expected="a function that returns a Dataset", got=got)
             )
@@ -332,15 +326,12 @@ class Interleaved(Stage):
         return known.row_spec
 
     @property
-    def deterministic(self) -> bool:
-        known = self._known()
-        return super().deterministic and (known is None or known.deterministic)
+    def traits(self) -> Traits:
+        known, below = self._known(), self._parent.traits
+        return below._replace(deterministic=below.deterministic and (known is None or known.traits.deterministic))
 
     def cardinality(self) -> int:
         return 0 if self._parent.cardinality() == 0 else UNKNOWN
-
-    def chunk_starts(self) -> None:
-        return None
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return itertools.islice(self._all(epoch), start, None)
@@ -368,7 +359,7 @@ class Interleaved(Stage):
     def _name(self) -> str:
         return "flat_map" if self._cycle_length == 1 else "interleave"
 
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return Interleaved(parents[0], self._function, self._cycle_length, self._block_length)
 
     def describe(self) -> str:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from ..._util import nest
 from ...errors import explain
 from ..buffers import RowBuffers
-from ..dataset import UNKNOWN, Dataset
 from ..spec import ArraySpec, conform, empty_rows, spec_of_element, spec_of_rows, stack_rows, unstack_rows
 from ..stats import StageStats
 from .calls import CallError, Calls, call, name_of
-from .stage import Stage
+from .node import UNKNOWN, Node, Traits
+from .stage import InOrder, Stage
 
 __all__ = ["Enumerated", "Filtered", "Mapped"]
 
@@ -24,7 +24,7 @@ __all__ = ["Enumerated", "Filtered", "Mapped"]
 class Mapped(Stage):
     """A function of every element."""
 
-    def __init__(self, parent: Dataset, calls: Calls, row_spec: Any = None) -> None:
+    def __init__(self, parent: Node, calls: Calls, row_spec: Any = None) -> None:
         super().__init__(parent)
         self._calls = calls
         self._given = row_spec
@@ -36,13 +36,11 @@ class Mapped(Stage):
         return self._calls.counters
 
     @property
-    def calls_functions(self) -> bool:
-        return True
-
-    @property
-    def deterministic(self) -> bool:
+    def traits(self) -> Traits:
+        below = self._parent.traits
         free = self._calls.parallel is not None and not self._calls.deterministic
-        return super().deterministic and (self.random_access or not free)
+        deterministic = below.deterministic and (self.random_access or not free)
+        return below._replace(deterministic=deterministic, calls_functions=True)
 
     @property
     def row_spec(self) -> Any:
@@ -187,7 +185,7 @@ class Mapped(Stage):
             else:
                 yield self._checked(result, counts.pop(position), position)
 
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return Mapped(parents[0], self._calls, self._given)
 
     def describe(self) -> str:
@@ -196,22 +194,15 @@ class Mapped(Stage):
         return f"map({name_of(calls.function)}{more})"
 
 
-class Filtered(Stage):
+class Filtered(InOrder):
     """The elements for which a function is true. They are known in order only."""
 
-    def __init__(self, parent: Dataset, predicate: Callable[..., Any]) -> None:
+    def __init__(self, parent: Node, predicate: Callable[..., Any]) -> None:
         super().__init__(parent)
         self._predicate = predicate
 
-    @property
-    def random_access(self) -> bool:
-        return False
-
     def cardinality(self) -> int:
         return 0 if self._parent.cardinality() == 0 else UNKNOWN
-
-    def chunk_starts(self) -> None:
-        return None
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return itertools.islice(filter(self._keeps, self._parent.elements(epoch)), start, None)
@@ -226,7 +217,7 @@ class Filtered(Stage):
             raise TypeError(explain("Dataset.filter", "predicate", expected="a function that returns a bool", got=got))
         return bool(answer.item())
 
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return Filtered(parents[0], self._predicate)
 
     def describe(self) -> str:
@@ -236,7 +227,7 @@ class Filtered(Stage):
 class Enumerated(Stage):
     """Rows with their positions, counted from a start, in front."""
 
-    def __init__(self, parent: Dataset, start: int = 0) -> None:
+    def __init__(self, parent: Node, start: int = 0) -> None:
         super().__init__(parent)
         self._start = start
 
@@ -250,7 +241,7 @@ class Enumerated(Stage):
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
         return ((np.int64(self._start + i), row) for i, row in enumerate(self._parent.elements(epoch, start), start))
 
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return Enumerated(parents[0], self._start)
 
     def describe(self) -> str:

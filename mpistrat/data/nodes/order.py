@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import explain
-from ..dataset import INFINITE, UNKNOWN, Addresses, Dataset
 from ..options import SHARD_HINT, Options
 from ..permutation import localities, permute
 from ..stats import StageStats
-from .node import Source
-from .stage import Stage, cut_chunks
+from .node import INFINITE, UNKNOWN, Addresses, Node, ReadPlan, Traits
+from .stage import SameElements, Stage, cut_chunks
 
 __all__ = [
     "Configured",
@@ -31,6 +30,8 @@ __all__ = [
     "ShuffleSettings",
     "Skip",
     "Take",
+    "options_of",
+    "with_shard",
 ]
 
 
@@ -40,10 +41,10 @@ class Order(Protocol):
     def cardinality(self, below: int) -> int:
         """How many elements, from how many there are below."""
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
+    def addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
         """The addresses below, for random access."""
 
-    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+    def elements(self, parent: Node, epoch: int, start: int) -> Iterator[Any]:
         """The elements from a position on, of a parent that reads in order."""
 
     def chunks(self, starts: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
@@ -83,10 +84,10 @@ class Shuffle(ShuffleSettings):
     def cardinality(self, below: int) -> int:
         return below
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
+    def addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
         return self.rows(epochs, positions, lambda key, own: permute(own, below, seed=self.seed, epoch=key))
 
-    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+    def elements(self, parent: Node, epoch: int, start: int) -> Iterator[Any]:
         raise NotImplementedError("a full shuffle needs random access")
 
     def chunks(self, starts: NDArray[np.int64] | None) -> None:
@@ -107,10 +108,10 @@ class Take:
             return UNKNOWN
         return self.count if below < 0 else min(self.count, below)
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
+    def addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
         return epochs, positions
 
-    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+    def elements(self, parent: Node, epoch: int, start: int) -> Iterator[Any]:
         return itertools.islice(parent.elements(epoch, start), max(0, self.count - start))
 
     def chunks(self, starts: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
@@ -129,10 +130,10 @@ class Skip:
     def cardinality(self, below: int) -> int:
         return below if below < 0 else max(0, below - self.count)
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
+    def addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
         return epochs, positions + self.count
 
-    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+    def elements(self, parent: Node, epoch: int, start: int) -> Iterator[Any]:
         return parent.elements(epoch, start + self.count)
 
     def chunks(self, starts: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
@@ -155,13 +156,13 @@ class Repeat:
             return UNKNOWN  # without end too: it ends at once where nothing is below
         return INFINITE if self.count is None or below == INFINITE else below * self.count
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
+    def addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
         if below in (0, INFINITE):
             return epochs, positions
         passes, inside = np.divmod(positions, below)
         return epochs * (1 if self.count is None else self.count) + passes, inside
 
-    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+    def elements(self, parent: Node, epoch: int, start: int) -> Iterator[Any]:
         first = epoch * (1 if self.count is None else self.count)
         below = parent.cardinality()
         if below == INFINITE:
@@ -211,11 +212,11 @@ class Shard:
                 explain("Dataset.shard", "", expected="numbers, to read elements", got="SHARD_HINT", remedy=remedy)
             )
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
+    def addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
         self.check()
         return epochs, positions * self.num_shards + self.index
 
-    def elements(self, parent: Dataset, epoch: int, start: int) -> Iterator[Any]:
+    def elements(self, parent: Node, epoch: int, start: int) -> Iterator[Any]:
         self.check()
         return itertools.islice(parent.elements(epoch, start * self.num_shards + self.index), 0, None, self.num_shards)
 
@@ -231,17 +232,17 @@ class Reordered(Stage):
     """The elements of a parent in another order. Rows of batches have the addresses that they have below."""
 
     @abstractmethod
-    def _source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
+    def _addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
         """Which elements below stand at some positions."""
 
     def _below(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
-        return self._source(epochs, positions) if self.batching is None else (epochs, positions)
+        return self._addresses(epochs, positions) if self.batching is None else (epochs, positions)
 
     def locate(self, epoch: int, position: int) -> Addresses:
         here = np.array([epoch], np.int64), np.array([position], np.int64)
         if self.batching is None:
             return here
-        epochs, positions = self._source(*here)
+        epochs, positions = self._addresses(*here)
         return self._parent.locate(int(epochs[0]), int(positions[0]))
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
@@ -258,79 +259,65 @@ class Reordered(Stage):
 class Reindexed(Reordered):
     """The elements in an `Order`, which takes no notice of what they are."""
 
-    def __init__(self, parent: Dataset, order: Order) -> None:
+    def __init__(self, parent: Node, order: Order) -> None:
         super().__init__(parent)
-        self._order = order
+        self.order = order
 
     def cardinality(self) -> int:
-        return self._order.cardinality(self._parent.cardinality())
+        return self.order.cardinality(self._parent.cardinality())
 
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        return Reindexed(parents[0], self._order)
+    def rebuild(self, parents: Sequence[Node]) -> Node:
+        return Reindexed(parents[0], self.order)
 
     @property
-    def shard_hinted(self) -> bool:
-        return (isinstance(self._order, Shard) and self._order.hinted) or super().shard_hinted
+    def traits(self) -> Traits:
+        below = self._parent.traits
+        return below._replace(shard_hinted=True) if isinstance(self.order, Shard) and self.order.hinted else below
 
-    def with_shard(self, num_shards: int, index: int) -> Dataset:
-        order = self._order
-        if isinstance(order, Shard) and order.hinted:
-            order = Shard(num_shards, index)
-        return Reindexed(self._parent.with_shard(num_shards, index), order)
+    def _addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
+        return self.order.addresses(epochs, positions, self._parent.cardinality())
 
-    def _source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
-        return self._order.source(epochs, positions, self._parent.cardinality())
-
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
-        return self._parent.source(*self._below(epochs, positions))
+    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
+        return self._parent.read_plan(*self._below(epochs, positions))
 
     def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        if isinstance(self._order, Shuffle) and self.batching is None and self._parent.chunk_starts() is not None:
-            return localities(self._source(epochs, positions)[1], self._parent.cardinality())
+        if isinstance(self.order, Shuffle) and self.batching is None and self._parent.chunk_starts() is not None:
+            return localities(self._addresses(epochs, positions)[1], self._parent.cardinality())
         return super().locality(epochs, positions)
 
     def check(self) -> None:
-        if isinstance(self._order, Shard):
-            self._order.check()
+        if isinstance(self.order, Shard):
+            self.order.check()
         super().check()
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
-        return self._order.chunks(self._parent.chunk_starts())
+        return self.order.chunks(self._parent.chunk_starts())
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
-        return self._order.elements(self._parent, epoch, start)
+        return self.order.elements(self._parent, epoch, start)
 
     def describe(self) -> str:
-        return str(self._order)
+        return str(self.order)
 
 
-class Configured(Stage):
+class Configured(SameElements):
     """The same elements, and settings that hold for the whole chain."""
 
-    def __init__(self, parent: Dataset, options: Options) -> None:
+    def __init__(self, parent: Node, options: Options) -> None:
         super().__init__(parent)
-        self._options = options
+        self.options = options
 
-    def options(self) -> Options:
-        return super().options().merge(self._options)
-
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
-        return self._parent.source(epochs, positions)
-
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        return self._parent.elements(epoch, start)
-
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        return Configured(parents[0], self._options)
+    def rebuild(self, parents: Sequence[Node]) -> Node:
+        return Configured(parents[0], self.options)
 
     def describe(self) -> str:
-        return f"with_options({self._options})"
+        return f"with_options({self.options})"
 
 
-class Prefetched(Stage):
+class Prefetched(SameElements):
     """The same elements, and the word that a thread should read so many ahead. Who iterates starts that thread."""
 
-    def __init__(self, parent: Dataset, depth: int) -> None:
+    def __init__(self, parent: Node, depth: int) -> None:
         super().__init__(parent)
         self._depth = depth
         self._counters = StageStats()
@@ -346,14 +333,26 @@ class Prefetched(Stage):
     def prefetch_depth(self) -> int:
         return self._depth
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Source:
-        return self._parent.source(epochs, positions)
-
-    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        return self._parent.elements(epoch, start)
-
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return Prefetched(parents[0], self._depth)
 
     def describe(self) -> str:
         return f"prefetch({self._depth})"
+
+
+def options_of(node: Node) -> Options:
+    """Return what `with_options` has said about a chain, what was said last over what was said before."""
+    merged = Options()
+    for parent in node.parents:
+        merged = merged.merge(options_of(parent))
+    return merged.merge(node.options) if isinstance(node, Configured) else merged
+
+
+def with_shard(node: Node, num_shards: int, index: int) -> Node:
+    """Return a chain with these numbers in every `shard` that has SHARD_HINT."""
+    if not node.traits.shard_hinted:
+        return node
+    parents = [with_shard(parent, num_shards, index) for parent in node.parents]
+    if isinstance(node, Reindexed) and isinstance(node.order, Shard) and node.order.hinted:
+        return Reindexed(parents[0], Shard(num_shards, index))
+    return node.rebuild(parents)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, final
@@ -17,11 +18,13 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dataset import INFINITE, UNKNOWN, Dataset
-from ..permutation import permute
-from .combine import Choices, total
+from ..._util.arguments import integer
+from ...errors import explain
+from ..permutation import DEFAULT_SEED, permute
+from .combine import Choices, Joined, total
+from .node import INFINITE, UNKNOWN, Node
 
-__all__ = ["Sample"]
+__all__ = ["Sample", "sampled"]
 
 BLOCK = 256  # draws whose order is permuted together
 
@@ -146,7 +149,7 @@ class Sample:
         length = self._phases(counted)[0].length
         return INFINITE if length is None else length
 
-    def source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: Sequence[int]) -> Choices:
+    def choices(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: Sequence[int]) -> Choices:
         phases = self._phases(self._counted(below))
         starts = np.array([phase.start for phase in phases], np.int64)
         phase_of = np.searchsorted(starts, positions, side="right") - 1
@@ -162,11 +165,11 @@ class Sample:
                 which[places], inside[places] = (column[draws[places] - block * BLOCK] for column in chosen)
         return which, epochs, inside
 
-    def elements(self, parents: Sequence[Dataset], epoch: int, start: int) -> Iterator[Any]:
+    def elements(self, parents: Sequence[Node], epoch: int, start: int) -> Iterator[Any]:
         return itertools.islice(self._drawn(parents, epoch), start, None)
 
-    def _drawn(self, parents: Sequence[Dataset], epoch: int) -> Iterator[Any]:
-        """As `source` has them where all lengths are known; else a phase ends when a dataset turns out to have ended."""
+    def _drawn(self, parents: Sequence[Node], epoch: int) -> Iterator[Any]:
+        """As `choices` has them where all lengths are known; else a phase ends when a dataset turns out to have ended."""
         counts = self._counted([parent.cardinality() for parent in parents])
         iterators = [parent.elements(epoch) for parent in parents]
         if UNKNOWN not in counts:
@@ -190,3 +193,20 @@ class Sample:
 
     def __str__(self) -> str:
         return f"sample_from_datasets(weights={list(self._given)}, seed={self._seed})"
+
+
+def sampled(
+    parents: Sequence[Node], weights: Sequence[float] | None, seed: int | None, stop_on_empty_dataset: bool
+) -> Node:
+    """Elements drawn from several nodes; see `sample_from_datasets`."""
+    if weights is None:
+        weights = [1.0] * len(parents)
+    values = [float(weight) for weight in weights]
+    if len(values) != len(parents):
+        expected = f"one weight for each of the {len(parents)} datasets"
+        raise ValueError(explain("sample_from_datasets", "weights", expected=expected, got=len(values)))
+    if not all(math.isfinite(value) and value >= 0 for value in values) or not any(values):
+        expected = "finite numbers of at least 0, not all 0"
+        raise ValueError(explain("sample_from_datasets", "weights", expected=expected, got=repr(values)))
+    seed = integer("sample_from_datasets", "seed", DEFAULT_SEED if seed is None else seed)
+    return Joined(parents, Sample(values, seed, bool(stop_on_empty_dataset)))

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from ..._util import log, nest
 from ..._util.arguments import integer
 from ...errors import explain
-from ..dataset import INFINITE, Addresses, Dataset
 from ..permutation import DEFAULT_SEED, BlockOrder, random_words
 from ..spec import ArraySpec
+from .node import INFINITE, Addresses, Node
 from .order import Reindexed, Reordered, Shuffle, ShuffleSettings
-from .stage import Stage
+from .stage import InOrder
 
 __all__ = ["PSEUDO_CHUNK", "WINDOW_BYTES", "BlockShuffle", "BlockShuffled", "BufferShuffled", "shuffled"]
 
@@ -43,7 +43,7 @@ class BlockShuffle(ShuffleSettings):
 class BlockShuffled(Reordered):
     """Elements in the order of a block shuffle."""
 
-    def __init__(self, parent: Dataset, shuffle: BlockShuffle) -> None:
+    def __init__(self, parent: Node, shuffle: BlockShuffle) -> None:
         super().__init__(parent)
         self._shuffle = shuffle
         self._made: BlockOrder | None = None
@@ -70,7 +70,7 @@ class BlockShuffled(Reordered):
                 self._made = BlockOrder(starts, window, self._shuffle.seed)
             return self._made
 
-    def _source(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
+    def _addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
         return self._shuffle.rows(epochs, positions, self._order.rows)
 
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
@@ -124,14 +124,14 @@ class BlockShuffled(Reordered):
     def chunk_starts(self) -> None:
         return None
 
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return BlockShuffled(parents[0], self._shuffle)
 
     def describe(self) -> str:
         return str(self._shuffle)
 
 
-def _element_bytes(dataset: Dataset) -> int:
+def _element_bytes(dataset: Node) -> int:
     """The bytes of an element; what varies counts as one."""
 
     def size(spec: ArraySpec) -> int:
@@ -141,18 +141,14 @@ def _element_bytes(dataset: Dataset) -> int:
     return rows * sum(size(spec) for spec in nest.flatten(dataset.row_spec))
 
 
-class BufferShuffled(Stage):
+class BufferShuffled(InOrder):
     """A buffer is filled; then each element of it goes at random, and the next one takes its place."""
 
-    def __init__(self, parent: Dataset, buffer_size: int, seed: int, reshuffle_each_epoch: bool) -> None:
+    def __init__(self, parent: Node, buffer_size: int, seed: int, reshuffle_each_epoch: bool) -> None:
         super().__init__(parent)
         self._buffer_size = buffer_size
         self._seed = seed
         self._reshuffle_each_epoch = reshuffle_each_epoch
-
-    @property
-    def random_access(self) -> bool:
-        return False
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         return itertools.islice(self._all(epoch), start, None)
@@ -170,10 +166,7 @@ class BufferShuffled(Stage):
             buffer[place], buffer[-1] = buffer[-1], buffer[place]
             yield buffer.pop()
 
-    def chunk_starts(self) -> None:
-        return None
-
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return BufferShuffled(parents[0], self._buffer_size, self._seed, self._reshuffle_each_epoch)
 
     def describe(self) -> str:
@@ -187,13 +180,13 @@ _MODES = ("auto", "full", "block")
 
 
 def shuffled(
-    dataset: Dataset,
+    dataset: Node,
     buffer_size: int | None,
     seed: int | None,
     reshuffle_each_epoch: bool,
     mode: str,
     window_bytes: int | None,
-) -> Dataset:
+) -> Node:
     """Return the dataset shuffled; see `Dataset.shuffle`."""
     seed = integer(
         "Dataset.shuffle", "seed", DEFAULT_SEED if seed is None else seed, remedy="All ranks must name the same seed."
@@ -239,7 +232,7 @@ def shuffled(
     )
 
 
-def _in_order(dataset: Dataset, buffer_size: int | None, seed: int, reshuffle_each_epoch: bool, mode: str) -> Dataset:
+def _in_order(dataset: Node, buffer_size: int | None, seed: int, reshuffle_each_epoch: bool, mode: str) -> Node:
     if mode != "auto":
         remedy = "Shuffle before the stage that reads in order, or leave mode out and give a buffer_size."
         raise ValueError(

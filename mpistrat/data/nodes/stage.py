@@ -1,24 +1,57 @@
-"""What nodes have in common: sources, one parent whose rows and addresses they pass on, or several."""
+"""Base classes of nodes: a source of rows, a node over one parent, one over several. They give what a node leaves unsaid."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import explain
-from ..dataset import Addresses, Dataset
+from ..look_ahead import LookAhead
+from ..spec import unstack_rows
+from ..successive import successive_batches
+from .node import Addresses, Batching, Node, ReadPlan, Traits
 
-if TYPE_CHECKING:
-    from .batch import Batching
+__all__ = ["Combined", "InOrder", "InputRows", "SameElements", "Stage", "cut_chunks"]
 
-__all__ = ["Combined", "RowSource", "Stage", "cut_chunks"]
+_ROWS = 64  # single rows that are read together where they are asked for one after the other
+
+
+def _successive(node: Node, epoch: int, start: int) -> Iterator[Any]:
+    """An epoch's elements from a position on, of a node with random access."""
+    if node.batching is None:
+        return _successive_rows(node, epoch, start)
+    return map(operator.itemgetter(1), successive_batches(node, epoch, start))  # no generator: it would hold a batch
+
+
+def _successive_rows(node: Node, epoch: int, start: int) -> Iterator[Any]:
+    length = node.cardinality()
+    position, together = start, 1
+    ahead = LookAhead(node)
+    while length < 0 or position < length:
+        stop = position + together if length < 0 else min(position + together, length)
+        ahead.rows(_addresses(epoch, stop, stop + _ROWS if length < 0 else min(stop + _ROWS, length)))
+        try:
+            rows = unstack_rows(node.gather(*_addresses(epoch, position, stop)))
+        except Exception:
+            if together == 1:
+                raise
+            together = 1  # the rows in front of the one that raises come first
+            continue
+        yield from rows
+        position, together = stop, min(2 * together, _ROWS)
+
+
+def _addresses(epoch: int, start: int, stop: int) -> Addresses:
+    positions = np.arange(start, stop, dtype=np.int64)
+    return np.full(positions.size, epoch, np.int64), positions
 
 
 def cut_chunks(starts: NDArray[np.int64] | None, low: int, high: int) -> NDArray[np.int64] | None:
-    """The starts of chunks (see `Dataset.chunk_starts`) of the rows from low to high, counted from low."""
+    """The starts of chunks (see `Node.chunk_starts`) of the rows from low to high, counted from low."""
     if starts is None or starts.size == 0:
         return starts
     high = min(high, int(starts[-1]))
@@ -28,14 +61,45 @@ def cut_chunks(starts: NDArray[np.int64] | None, low: int, high: int) -> NDArray
     return np.concatenate(([low], inside, [high])).astype(np.int64) - low
 
 
-class Stage(Dataset):
-    """A stage over one parent. What it does not say otherwise is as the parent has it."""
+class _Readable(Node):
+    """A node that is read by addresses where it has random access, and else as `_in_order` says."""
 
-    def __init__(self, parent: Dataset) -> None:
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        return _successive(self, epoch, start) if self.random_access else self._in_order(epoch, start)
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
+        """The elements without random access: those before `start` are made for nothing."""
+        raise NotImplementedError(f"{self.describe()} needs random access")
+
+
+class InputRows(_Readable):
+    """Rows that come from no other node; each is an element, and has its position for an address."""
+
+    traits = Traits()
+
+    @property
+    def parents(self) -> tuple[Node, ...]:
+        return ()
+
+    @property
+    def batching(self) -> None:
+        return None
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        return np.array([epoch], np.int64), np.array([position], np.int64)
+
+    def rebuild(self, parents: Sequence[Node]) -> Node:
+        return self
+
+
+class Stage(_Readable):
+    """A node over one parent. What it does not say otherwise is as the parent has it."""
+
+    def __init__(self, parent: Node) -> None:
         self._parent = parent
 
     @property
-    def parents(self) -> tuple[Dataset, ...]:
+    def parents(self) -> tuple[Node, ...]:
         return (self._parent,)
 
     @property
@@ -68,15 +132,36 @@ class Stage(Dataset):
         self._parent.keep(rows)
 
 
-class Combined(Dataset):
-    """A stage over several parents, whose elements are all rows or all batches; `function` is for errors."""
+class SameElements(Stage):
+    """A node over one parent with the very same elements, which says something about the whole chain."""
 
-    def __init__(self, function: str, parents: Sequence[Dataset]) -> None:
+    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
+        return self._parent.read_plan(epochs, positions)
+
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        return self._parent.elements(epoch, start)
+
+
+class InOrder(Stage):
+    """A node over one parent that makes its elements one after the other, whatever the parent can do."""
+
+    @property
+    def random_access(self) -> bool:
+        return False
+
+    def chunk_starts(self) -> None:
+        return None
+
+
+class Combined(_Readable):
+    """A node over several parents, whose elements are all rows or all batches; `function` is for errors."""
+
+    def __init__(self, function: str, parents: Sequence[Node]) -> None:
         self._parents = tuple(parents)
         self._batching = _common_batching(function, parents)
 
     @property
-    def parents(self) -> tuple[Dataset, ...]:
+    def parents(self) -> tuple[Node, ...]:
         return self._parents
 
     @property
@@ -88,8 +173,8 @@ class Combined(Dataset):
             parent.keep(rows)
 
 
-def _common_batching(function: str, parents: Sequence[Dataset]) -> Batching | None:
-    """How the elements of all these datasets are batched; ValueError where some are rows and some are batches."""
+def _common_batching(function: str, parents: Sequence[Node]) -> Batching | None:
+    """How the elements of all these nodes are batched; ValueError where some are rows and some are batches."""
     batchings = [parent.batching for parent in parents]
     first = batchings[0]
     if all(batching == first for batching in batchings):
@@ -99,24 +184,4 @@ def _common_batching(function: str, parents: Sequence[Dataset]) -> Batching | No
         raise ValueError(
             explain(function, "", expected="all rows or all batches", got="rows and batches", remedy=remedy)
         )
-    from .batch import Batching
-
     return Batching(max(batching.size for batching in batchings if batching is not None), drop_remainder=False)
-
-
-class RowSource(Dataset):
-    """Rows that come from no other dataset; each is an element, and has its position for an address."""
-
-    @property
-    def parents(self) -> tuple[Dataset, ...]:
-        return ()
-
-    @property
-    def batching(self) -> None:
-        return None
-
-    def locate(self, epoch: int, position: int) -> Addresses:
-        return np.array([epoch], np.int64), np.array([position], np.int64)
-
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
-        return self

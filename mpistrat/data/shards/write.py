@@ -121,10 +121,10 @@ def _write_dataset(writer: SetWriter, dataset: Dataset) -> None:
     if dataset.cardinality() == INFINITE:
         remedy = "Write the dataset without repeat(), or take() what is wanted."
         raise ValueError(explain(_NAME, "data", expected="a dataset with an end", got="one without", remedy=remedy))
-    if not isinstance(dataset.row_spec, Mapping):
-        got, remedy = f"elements of {dataset.row_spec}", 'Name the arrays: .map(lambda x, y: {"x": x, "y": y}).'
+    if not isinstance(dataset.node.row_spec, Mapping):
+        got, remedy = f"elements of {dataset.node.row_spec}", 'Name the arrays: .map(lambda x, y: {"x": x, "y": y}).'
         raise ValueError(explain(_NAME, "data", expected="a dataset of dicts", got=got, remedy=remedy))
-    if dataset.batching is not None:
+    if dataset.node.batching is not None:
         for batch in dataset:
             writer.write(batch, *_DATA)
         return
@@ -132,10 +132,10 @@ def _write_dataset(writer: SetWriter, dataset: Dataset) -> None:
     for row in dataset:
         waiting.append(row)
         if len(waiting) == _ROWS:
-            writer.write(stack_rows(waiting, dataset.row_spec), *_DATA)
+            writer.write(stack_rows(waiting, dataset.node.row_spec), *_DATA)
             waiting = []
     if waiting or not dataset.cardinality():
-        writer.write(stack_rows(waiting, dataset.row_spec), *_DATA)
+        writer.write(stack_rows(waiting, dataset.node.row_spec), *_DATA)
 
 
 def _write_items(writer: SetWriter, items: Any, batched: bool) -> None:

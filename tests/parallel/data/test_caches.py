@@ -12,6 +12,13 @@ def arrays(count=ROWS):
     return {"x": np.arange(3.0 * count).reshape(count, 3), "y": np.arange(count, dtype=np.int16)}
 
 
+def bound_to(strategy, dataset):
+    """The dataset as `distribute_dataset` makes it before it divides it. Collective."""
+    import mpistrat as ms
+
+    return ms.data.Dataset(dataset.node.bind(strategy.extended.process_group))
+
+
 @pytest.fixture
 def strategy(monkeypatch, request):
     """One replica a rank; with the parameter "private" no rank shares memory, as if each were on a node of its own."""
@@ -88,7 +95,7 @@ def test_chunks_are_read_once(strategy, scope, mpi_tmp_path):
         assert all_sum(strategy, [len(seen), sum(seen)]) == [ROWS, sum(range(ROWS))], epoch
     # 335, 334 and 334 rows in chunks of 20, of two fields; where each rank is a node, each reads all for "node".
     readers = strategy.size if scope == "node" and strategy.extended.process_group.num_nodes > 1 else 1
-    assert all_sum(strategy, [source.counters.chunk_reads]) == [readers * 3 * 17 * 2]
+    assert all_sum(strategy, [source.node.counters.chunk_reads]) == [readers * 3 * 17 * 2]
     assert all_sum(strategy, [cache_of(data).rows]) == [readers * ROWS]
     if scope == "job":
         assert abs(cache_of(data).rows - ROWS / strategy.size) <= 20
@@ -146,12 +153,12 @@ def test_ranks_need_not_be_in_step(strategy):
     import mpistrat as ms
 
     data = ms.data.from_arrays(arrays()).cache("job", transport="messages")
-    bound = data.bind(strategy.extended.process_group)
+    bound = bound_to(strategy, data)
     if strategy.rank == 1:
         picked = np.random.default_rng(1).integers(0, ROWS, 500)
         assert bound.rows(picked)["y"].tolist() == picked.tolist()
         assert bound.rows([])["x"].shape == (0, 3)
-    assert bound is data.bind(strategy.extended.process_group)  # one cache, however often it is distributed
+    assert bound.node is bound_to(strategy, data).node  # one cache, however often it is distributed
 
 
 @pytest.mark.ranks(2)
@@ -180,7 +187,7 @@ def test_a_failed_reading_reaches_every_rank_that_needs_the_rows_under_node(stra
             raise ShardError("shard-7.h5: x: damaged")
         return row
 
-    data = ms.data.from_arrays(arrays()).map(function).cache("node").bind(strategy.extended.process_group)
+    data = bound_to(strategy, ms.data.from_arrays(arrays()).map(function).cache("node"))
     with pytest.raises(ShardError, match=r"shard-7.h5: x: damaged"):
         data.rows([0, ROWS // 2])
 
@@ -220,7 +227,7 @@ def test_different_rows_are_found(strategy):
 
     data = ms.data.from_arrays(arrays(ROWS + strategy.rank)).cache("node")
     with pytest.raises(CollectiveMismatchError, match="1003 rows"):
-        data.bind(strategy.extended.process_group)
+        bound_to(strategy, data)
 
 
 @pytest.mark.ranks(2)
@@ -267,7 +274,7 @@ def test_a_closed_strategy(strategy, scope):
     import mpistrat as ms
     from mpistrat.errors import ClosedError
 
-    bound = ms.data.from_arrays(arrays()).cache(scope).bind(strategy.extended.process_group)
+    bound = bound_to(strategy, ms.data.from_arrays(arrays()).cache(scope))
     assert bound.rows([5])["y"].tolist() == [5]
     strategy.close()
     with pytest.raises(ClosedError, match="cache"):
@@ -279,9 +286,8 @@ def test_a_dead_wait_names_the_rank(strategy, monkeypatch):
     import mpistrat as ms
     from mpistrat.errors import CollectiveTimeoutError
 
-    group = strategy.extended.process_group
-    bound = ms.data.from_arrays(arrays()).cache("node").bind(group)
-    claims = bound._memory._claims
+    bound = bound_to(strategy, ms.data.from_arrays(arrays()).cache("node"))
+    claims = bound.node._memory._claims
     if strategy.rank == 0:
         assert claims.claim(np.array([0])).tolist() == [0]
     strategy.comm.Barrier()

@@ -59,7 +59,7 @@ def test_a_cache_changes_no_element(count, names, place):
         for number, name in enumerate([*names, None]):
             if cache and number == min(place, len(names)):
                 dataset = dataset.cache()
-            if name is not None and not (dataset.batching is not None and "batch" in name):
+            if name is not None and not (dataset.node.batching is not None and "batch" in name):
                 dataset = STAGES[name](dataset)
         return dataset
 
@@ -92,7 +92,7 @@ def test_only_rows_that_are_asked_for_are_made():
     assert dataset.rows([3, 40, 3])["y"].tolist() == [3, 40, 3]
     assert dataset.rows([40, 5])["y"].tolist() == [40, 5]
     assert watched.seen[1:] == [3, 40, 5]
-    assert dataset.counters.rows == 3
+    assert dataset.node.counters.rows == 3
 
 
 def test_chunks_are_read_whole_and_once(tmp_path):
@@ -100,11 +100,11 @@ def test_chunks_are_read_whole_and_once(tmp_path):
     source = ms.data.HDF5Dataset(tmp_path, fields="x")
     dataset = source.cache()
     assert dataset.rows([17])[0, 0] == 51.0
-    assert (dataset.counters.chunk_reads, dataset.counters.rows) == (1, 16)
+    assert (dataset.node.counters.chunk_reads, dataset.node.counters.rows) == (1, 16)
     for _ in range(2):
         assert np.concatenate(list(dataset.shuffle(seed=1).batch(9))).shape == (100, 3)
-    assert (dataset.counters.chunk_reads, dataset.counters.rows) == (7, 100)
-    assert source.counters.chunk_reads == 7
+    assert (dataset.node.counters.chunk_reads, dataset.node.counters.rows) == (7, 100)
+    assert source.node.counters.chunk_reads == 7
 
 
 def test_a_shuffle_below_keeps_the_order_of_its_first_epoch():
@@ -330,9 +330,9 @@ def test_time_that_is_waited_for_another_thread_is_counted():
     assert started.wait(5)
     assert dataset.rows([0]).tolist() == [0]
     first.join(5)
-    assert dataset.counters.waits == 1
-    assert 0.02 < dataset.counters.wait_seconds < 5
-    assert "1 wait, 0.0" in str(dataset.counters)
+    assert dataset.node.counters.waits == 1
+    assert 0.02 < dataset.node.counters.wait_seconds < 5
+    assert "1 wait, 0.0" in str(dataset.node.counters)
 
 
 def test_a_wait_has_an_end():

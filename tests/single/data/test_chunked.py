@@ -35,7 +35,7 @@ OPTIONS = [
 
 
 def reader_of(dataset: HDF5Dataset, name: str = "x") -> ChunkedReader:
-    found = dataset._open().readers[name]
+    found = dataset.node._open().readers[name]
     assert isinstance(found, ChunkedReader), found.kind
     return found
 
@@ -69,9 +69,9 @@ def test_any_layout_gives_the_rows(
         for _ in range(3):
             rows = np.array(data.draw(st.lists(st.integers(0, total - 1), max_size=80)), np.int64)
             hints = np.array(data.draw(st.lists(st.integers(0, total - 1), max_size=80)), np.int64)
-            dataset.expect(np.zeros_like(hints), hints)
+            dataset.node.expect(np.zeros_like(hints), hints)
             assert np.array_equal(dataset.rows(rows), whole[rows])
-    starts = dataset.chunk_starts()
+    starts = dataset.node.chunk_starts()
     if starts is not None:
         assert starts[0] == 0
         assert starts[-1] == total
@@ -169,7 +169,7 @@ def test_windows_that_are_to_be_kept_are(tmp_path: Path, monkeypatch: pytest.Mon
     array = np.arange(1000)
     write(tmp_path / "f.h5", array, 10, compression="gzip")
     dataset = HDF5Dataset(tmp_path / "f.h5", "x")
-    dataset.keep(200)
+    dataset.node.keep(200)
     for start in range(0, 1000, 200):  # each window of 20 chunks is read row by row, in a wild order
         for row in np.random.default_rng(start).permutation(200):
             assert dataset.rows([start + row]).tolist() == [start + row]
@@ -180,7 +180,7 @@ def test_memory_goes_with_the_reader(tmp_path: Path) -> None:
     write(tmp_path / "f.h5", np.arange(1000), 10, compression="gzip")
     dataset = HDF5Dataset(tmp_path / "f.h5", "x")
     dataset.rows(np.arange(1000))
-    reader = ChunkedReader([shard.storages["x"] for shard in dataset._open().shards])
+    reader = ChunkedReader([shard.storages["x"] for shard in dataset.node._open().shards])
     reader.read(np.arange(1000), np.empty(1000, np.int64))
     assert reader._cache is not None
     settle(reader._cache)
@@ -211,7 +211,7 @@ def test_a_damaged_chunk_is_named_and_the_others_are_read(tmp_path: Path) -> Non
     damaged(tmp_path / "f.h5", 3)
     dataset = HDF5Dataset(tmp_path / "f.h5", "x")
     zeros = np.zeros(100, np.int64)
-    dataset.expect(zeros, np.arange(100))  # a hint raises nothing
+    dataset.node.expect(zeros, np.arange(100))  # a hint raises nothing
     assert np.array_equal(dataset.rows(np.arange(30)), array[:30])
     for _ in range(2):  # and is tried again
         with pytest.raises(ShardError, match=r"f\.h5: x: expected chunk 3 \(rows 30 to 39\).*decompress"):
@@ -264,7 +264,7 @@ def test_threads_may_read_and_hint_at_once(tmp_path: Path, monkeypatch: pytest.M
             rows = rng.integers(0, 3000, rng.integers(1, 40))
             try:
                 hints = rng.integers(0, 3000, 3)
-                dataset.expect(np.zeros_like(hints), hints)
+                dataset.node.expect(np.zeros_like(hints), hints)
                 if not np.array_equal(dataset.rows(rows), rows):
                     wrong.append(rows)
             except Exception as error:
@@ -371,7 +371,7 @@ import numpy as np
 from mpistrat.data import HDF5Dataset
 if __name__ == "__main__":
     dataset = HDF5Dataset(sys.argv[1], "x")
-    dataset.expect(np.zeros(1000, int), np.arange(1000))
+    dataset.node.expect(np.zeros(1000, int), np.arange(1000))
     assert dataset.rows([7]) == 7
     assert any("mpistrat-decode" in thread.name for thread in threading.enumerate())
     child = os.fork()
@@ -379,7 +379,7 @@ if __name__ == "__main__":
         assert HDF5Dataset(sys.argv[1], "x").rows(np.arange(20000)).sum() == 20000 * 19999 // 2
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    dataset.expect(np.zeros(3000, int), np.arange(10000, 13000))
+    dataset.node.expect(np.zeros(3000, int), np.arange(10000, 13000))
     print("end")
 """
 

@@ -604,7 +604,7 @@ def test_files_without_digests_are_told_apart_by_some_rows(tmp_path: Path) -> No
     prints = [HDF5Dataset(tmp_path / name).fingerprint() for name in ("one", "two", "first", "last")]
     assert prints[0] == prints[1] == dataset.fingerprint()
     assert len({*prints}) == 3
-    assert dataset.counters.bytes_read == 0  # what is compared is no row of an epoch
+    assert dataset.node.counters.bytes_read == 0  # what is compared is no row of an epoch
 
 
 @pytest.mark.parametrize("kind", ["gzip", "chunks", "tiles", "strings", "ragged", "structures"])
@@ -648,4 +648,4 @@ def test_few_chunks_are_decoded_to_compare_and_no_large_ones(tmp_path: Path, mon
     dataset.fingerprint()
     assert 4 <= len(decoded) <= 8
     assert max(decoded) < 1 << 20
-    assert dataset.counters.chunk_reads == 0  # what is compared is no row of an epoch
+    assert dataset.node.counters.chunk_reads == 0  # what is compared is no row of an epoch

@@ -270,13 +270,14 @@ def test_damage_found_while_reading_ahead_names_the_file(tmp_path: Any) -> None:
 def test_each_rank_gathers_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = from_arrays(np.arange(12))
     gathered: list[list[int]] = []
-    original = type(dataset).gather
+    source = type(dataset.node)
+    original = source.gather
 
     def spy(self: Any, epochs: np.ndarray, positions: np.ndarray) -> Any:
         gathered.append(positions.tolist())
         return original(self, epochs, positions)
 
-    monkeypatch.setattr(type(dataset), "gather", spy)
+    monkeypatch.setattr(source, "gather", spy)
     list(parts(dataset.batch(6), 3)[1])
     assert gathered == [[2, 3], [8, 9]]
 

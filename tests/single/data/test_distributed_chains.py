@@ -60,7 +60,7 @@ def test_each_row_once_and_in_one_order(
     assume(has_spec(made(n, source, chain, size)[0]))
     dataset, model = made(n, source, chain, size)
     expected = model(epoch)
-    if dataset.random_access and dataset.locality(*np.empty((2, 0), np.int64)) is not None:
+    if dataset.node.random_access and dataset.node.locality(*np.empty((2, 0), np.int64)) is not None:
         # Rows of chunks have an order of their own within a batch: that of one rank.
         alone = begun(lambda: dataset, [1], {"epoch": epoch, "next": 0}, 0)
         ordered = [step_of(alone, [1]) for _ in expected]

@@ -37,7 +37,7 @@ def test_strings_of_varying_length(tmp_path: Path, options: dict[str, Any], enco
 
     two_files(tmp_path, write)
     dataset = HDF5Dataset(tmp_path, "group/text", reader=reader)
-    assert dataset.row_spec == ArraySpec((), object)
+    assert dataset.node.row_spec == ArraySpec((), object)
     rows = dataset.rows(ORDER)
     assert rows.dtype == object
     assert rows.tolist() == [texts[i] for i in ORDER]
@@ -85,7 +85,7 @@ def test_rows_of_varying_length(tmp_path: Path, reader: str) -> None:
 
     two_files(tmp_path, write)
     dataset = HDF5Dataset(tmp_path, ("r", "label"), reader=reader)
-    assert dataset.row_spec == (ArraySpec((None,), np.int16), ArraySpec((), np.int64))
+    assert dataset.node.row_spec == (ArraySpec((None,), np.int16), ArraySpec((), np.int64))
     rows, labels = dataset.rows(ORDER)
     assert rows.dtype == object
     assert rows.shape == (6,)
@@ -122,7 +122,7 @@ def test_structures_enums_and_other_numbers(tmp_path: Path) -> None:
     rows = dataset.rows(ORDER)
     for name, array in arrays.items():
         found = rows[f"g/{name}"]
-        assert found.dtype == array.dtype.newbyteorder("=") == dataset.row_spec[f"g/{name}"].dtype
+        assert found.dtype == array.dtype.newbyteorder("=") == dataset.node.row_spec[f"g/{name}"].dtype
         assert np.array_equal(found, array[ORDER])
     assert rows["g/colour"].tolist() == [i % 2 for i in ORDER]
     assert rows["g/colour"].dtype == np.int8
@@ -142,7 +142,7 @@ def test_files_that_store_a_field_in_different_ways(tmp_path: Path) -> None:
     assert "memory map for 2 files" in str(dataset)
     assert "h5py for 1 file: " in str(dataset)
     assert "not of whole rows" in str(dataset)
-    starts = dataset.chunk_starts()
+    starts = dataset.node.chunk_starts()
     assert starts is None or (starts[0] == 0 and starts[-1] == 40 and (np.diff(starts) > 0).all())
 
 
@@ -199,11 +199,11 @@ def test_collections_are_read_once_in_order_and_not_all_are_kept(
     monkeypatch.setattr(varying, "_KEPT", 20_000)
     dataset = HDF5Dataset(tmp_path, "text")
     assert [text for batch in dataset.batch(100) for text in batch] == texts
-    once = dataset.counters.chunk_reads
+    once = dataset.node.counters.chunk_reads
     assert once * 4096 < (tmp_path / "a.h5").stat().st_size
     order = np.random.default_rng(0).permutation(2000)
     assert dataset.rows(order[:50]).tolist() == [texts[i] for i in order[:50]]
-    assert dataset.counters.chunk_reads > once
+    assert dataset.node.counters.chunk_reads > once
 
 
 # Virtual datasets.

@@ -123,14 +123,14 @@ def test_rows_out_of_range_are_refused(written: Path) -> None:
     dataset = HDF5Dataset(written)
     for row in (-1, ROWS, 2**62):
         with pytest.raises(IndexError, match=f"expected rows in \\[0, {ROWS}\\), got"):
-            dataset.gather(np.zeros(2, np.int64), np.array([0, row]))
+            dataset.node.gather(np.zeros(2, np.int64), np.array([0, row]))
 
 
 def test_what_was_read_is_counted(tmp_path: Path) -> None:
     write_shards(tmp_path, {"x": np.zeros((100, 4))}, num_shards=4)
     dataset = HDF5Dataset(tmp_path, "x")
     list(dataset.batch(10))
-    counted = dataset.counters
+    counted = dataset.node.counters
     assert (counted.rows, counted.bytes_read, counted.files) == (100, 3200, 4)
     assert counted.seconds > 0
 

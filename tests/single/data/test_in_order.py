@@ -48,7 +48,7 @@ def test_every_epoch_calls_the_function_again() -> None:
     assert calls == [0, 1, 2]  # an iterator that has ended does not begin anew
     assert [x.tolist() for x in dataset.batch(3)] == [[0, 10]]
     assert dataset.cardinality() == UNKNOWN
-    assert not dataset.random_access
+    assert not dataset.node.random_access
     with pytest.raises(TypeError, match="reads in order"):
         len(dataset)
     with pytest.raises(ValueError, match="random access"):
@@ -211,10 +211,10 @@ def test_padding_against_lists(lengths: list[int], size: int, fixed: bool, drop:
     assert dataset.element_spec == ArraySpec((size if drop else None, 6 if fixed else None), np.int64)
     if random:
         for number, batch in enumerate(expected):  # part of a batch, as a rank of several reads it
-            epochs, positions = dataset.locate(0, number)
+            epochs, positions = dataset.node.locate(0, number)
             for low in range(len(batch)):
-                assert dataset.gather(epochs[low:], positions[low:]).tolist() == batch[low:]
-                assert dataset.gather(epochs[low:low], positions[low:low]).shape[0] == 0
+                assert dataset.node.gather(epochs[low:], positions[low:]).tolist() == batch[low:]
+                assert dataset.node.gather(epochs[low:low], positions[low:low]).shape[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def chunk_reads(path: Path, ranks: int, rank: int, window: int, batch: int) -> t
     source = HDF5Dataset(path, "x")
     data = distribute(source.shuffle(window * CHUNK, seed=1).batch(batch * ranks), Workers([1] * ranks, rank))
     rows = np.concatenate(list(data))
-    return source.counters.chunk_reads, np.unique(rows // CHUNK).size
+    return source.node.counters.chunk_reads, np.unique(rows // CHUNK).size
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16, 64])

@@ -13,6 +13,7 @@ import pytest
 from mpistrat.data import Dataset, HDF5Dataset, from_arrays, successive
 from mpistrat.data.distribution.distributed_dataset import distribute
 from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.files.hdf5 import HDF5Rows
 from mpistrat.data.look_ahead import LOOK_AHEAD
 
 
@@ -29,13 +30,13 @@ def calls(source: Dataset, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, l
     monkeypatch.setattr(successive, "TOGETHER_BYTES", 0)
     seen: list[tuple[str, list[int]]] = []
     for name in ("expect", "gather"):
-        original = getattr(HDF5Dataset, name)
+        original = getattr(HDF5Rows, name)
 
         def note(self: Any, epochs: Any, positions: Any, name: str = name, original: Any = original) -> Any:
             seen.append((name, positions.tolist()))
             return original(self, epochs, positions)
 
-        monkeypatch.setattr(HDF5Dataset, name, note)
+        monkeypatch.setattr(HDF5Rows, name, note)
     return seen
 
 
@@ -85,7 +86,7 @@ def test_where_rows_are_cheap_nothing_is_expected(monkeypatch: pytest.MonkeyPatc
     def unexpected(*arguments: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(type(dataset), "expect", unexpected)
+    monkeypatch.setattr(type(dataset.node), "expect", unexpected)
     assert sum(len(batch) for batch in dataset) == 100
     assert sum(len(batch) for batch in distribute(dataset, Workers([1], 0))) == 100
 
@@ -95,7 +96,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows the sources are asked for, call by call, however long one takes."""
     monkeypatch.setattr(successive, "TOGETHER_SECONDS", 1e9)
     seen: list[int] = []
-    for kind in (HDF5Dataset, type(from_arrays(np.zeros(1)))):
+    for kind in (HDF5Rows, type(from_arrays(np.zeros(1)).node)):
         original = kind.gather
 
         def note(self: Any, epochs: Any, positions: Any, original: Any = original) -> Any:
@@ -143,7 +144,7 @@ def test_what_is_slow_to_read_is_gathered_alone(
 ) -> None:
     """Who reads ahead would be in one long call while the loop waits. 1 ms a row here, and calls of at most 4 ms, or 1 s."""
     monkeypatch.setattr(successive, "TOGETHER_SECONDS", 4e-3 if slow else 1.0)
-    source = type(from_arrays(np.zeros(1)))
+    source = type(from_arrays(np.zeros(1)).node)
     noted = source.gather
 
     def gather(self: Any, epochs: Any, positions: Any) -> Any:
@@ -167,20 +168,20 @@ def test_passes_are_gathered_apart(gathered: list[int]) -> None:
 def test_batches_in_front_of_one_that_cannot_be_read_come_first(
     source: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = HDF5Dataset.gather
+    original = HDF5Rows.gather
 
     def gather(self: Any, epochs: Any, positions: Any) -> Any:
         if 57 in positions:
             raise OSError("a cable")
         return original(self, epochs, positions)
 
-    monkeypatch.setattr(HDF5Dataset, "gather", gather)
+    monkeypatch.setattr(HDF5Rows, "gather", gather)
     iterator = iter(source.batch(10))
     for first in range(0, 50, 10):
         assert next(iterator).tolist() == list(range(first, first + 10))
     with pytest.raises(OSError, match="a cable"):
         next(iterator)
-    monkeypatch.setattr(HDF5Dataset, "gather", original)
+    monkeypatch.setattr(HDF5Rows, "gather", original)
     assert [batch.tolist()[0] for batch in iterator] == [50, 60, 70, 80, 90]
 
 

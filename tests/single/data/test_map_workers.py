@@ -98,14 +98,14 @@ def test_results_may_come_as_they_are_ready() -> None:
 
     spec = ArraySpec((), np.int64)
     mapped = numbers(6).map(wait_at_first, num_parallel_calls=2, deterministic=False, element_spec=spec)
-    assert not mapped.batch(2).deterministic
+    assert not mapped.batch(2).node.traits.deterministic
     iterator = iter(mapped)
     assert [int(x) for x in itertools.islice(iterator, 4)] == [1, 2, 3, 4]
     others.set()
     assert sorted(int(x) for x in iterator) == [0, 5]
-    assert Dataset.range(6).map(wait_at_first, num_parallel_calls=2, deterministic=False).deterministic
-    assert not Dataset.range(2).flat_map(lambda x: mapped).deterministic
-    assert numbers(6).map(wait_at_first, deterministic=False).deterministic
+    assert Dataset.range(6).map(wait_at_first, num_parallel_calls=2, deterministic=False).node.traits.deterministic
+    assert not Dataset.range(2).flat_map(lambda x: mapped).node.traits.deterministic
+    assert numbers(6).map(wait_at_first, deterministic=False).node.traits.deterministic
 
 
 @SOURCES

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataset_model import NAMES, SOURCES, Chain, apply, begin, chained, endless, has_spec, listed
+from dataset_model import NAMES, SOURCES, Chain, apply, begin, chained, endless, has_spec, listed, made_anew
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import mpistrat as ms
 from mpistrat.data import INFINITE, UNKNOWN, Dataset, from_arrays
+from mpistrat.data.nodes.order import with_shard
 
 chains = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=6)
 
@@ -31,14 +32,14 @@ def test_any_chain_is_what_lists_are(n: int, source: str, chain: Chain, stops: l
     assert (listed(dataset), listed(dataset)) == expected
     for epoch, elements in enumerate(expected):
         assert dataset.cardinality() in (len(elements), UNKNOWN)
-        assert dataset.cardinality() == len(elements) or not dataset.random_access
+        assert dataset.cardinality() == len(elements) or not dataset.node.random_access
         for position in range(0, len(elements), 3):
             assert np.asarray(dataset.element(epoch, position)).tolist() == elements[position]
-        if dataset.random_access and dataset.batching is None and elements:
+        if dataset.node.random_access and dataset.node.batching is None and elements:
             order = np.arange(2 * len(elements))[::-1] % len(elements)
             assert dataset.rows(order, epoch=epoch).tolist() == [elements[i] for i in order]
-    rebuilt = dataset.with_shard(1, 0)  # every stage made anew over those below
-    assert listed(rebuilt.elements(1)) == expected[1]
+    rebuilt = Dataset(made_anew(dataset.node))  # every node made anew over those below
+    assert listed(rebuilt.node.elements(1)) == expected[1]
 
     # An iterator is left in the middle of epoch 1, another goes on there for a while, and so on.
     dataset.set_epoch(1)
@@ -92,7 +93,7 @@ def test_every_operator_from_every_position_on(name: str, source: str) -> None:
         for epoch in (0, 2):
             expected = model(epoch)
             for start in (*range(0, len(expected), 2), len(expected)):
-                assert listed(dataset.elements(epoch, start)) == expected[start:], (str(dataset), epoch, start)
+                assert listed(dataset.node.elements(epoch, start)) == expected[start:], (str(dataset), epoch, start)
 
 
 @pytest.mark.parametrize("first", NAMES)
@@ -104,9 +105,9 @@ def test_every_operator_on_every_other(first: str) -> None:
             dataset, model = chained(9, source, chain)
             expected = model(2)
             for start in (0, 1, 3):
-                assert listed(dataset.elements(2, start)) == expected[start:], (source, chain, start)
-            rebuilt = dataset.with_shard(1, 0)  # every stage made anew over those below
-            assert listed(rebuilt.elements(2)) == expected, (source, chain)
+                assert listed(dataset.node.elements(2, start)) == expected[start:], (source, chain, start)
+            rebuilt = Dataset(made_anew(dataset.node))  # every node made anew over those below
+            assert listed(rebuilt.node.elements(2)) == expected, (source, chain)
 
 
 def test_no_operator_is_left_out() -> None:
@@ -178,9 +179,9 @@ def test_wrong_functions_are_explained() -> None:
 
 def test_unbatch_keeps_random_access_right_after_batch_only() -> None:
     rows = Dataset.range(10).shuffle(seed=1)
-    assert rows.batch(3).unbatch().random_access
+    assert rows.batch(3).unbatch().node.random_access
     assert len(rows.batch(3, drop_remainder=True).unbatch()) == 9
-    assert not rows.batch(3).map(lambda x: x).unbatch().random_access
+    assert not rows.batch(3).map(lambda x: x).unbatch().node.random_access
     arrays = from_arrays(np.arange(12).reshape(2, 3, 2)).unbatch()
     assert arrays.element_spec == ms.data.ArraySpec((2,), np.int64)
     assert listed(arrays) == np.arange(12).reshape(6, 2).tolist()
@@ -201,12 +202,12 @@ def test_repeat_without_end_ends_where_nothing_is_below() -> None:
 def test_repeat_a_number_of_times_goes_on_behind_a_pass_without_elements() -> None:
     rows, _ = begin(1, "generator")  # 0, then 1000, then 2000
     assert listed(rows.filter(lambda x: x % 3 != 0).repeat(3)) == [1000, 2000]
-    assert listed(rows.filter(lambda x: x == 2000).repeat(4).elements(0)) == [2000]
+    assert listed(rows.filter(lambda x: x == 2000).repeat(4).node.elements(0)) == [2000]
 
 
 def test_shard_hint_waits_for_its_numbers() -> None:
     hinted = Dataset.range(7).shard(ms.data.SHARD_HINT, ms.data.SHARD_HINT).batch(2)
-    assert hinted.shard_hinted
+    assert hinted.node.traits.shard_hinted
     assert "shard(SHARD_HINT, SHARD_HINT)" in str(hinted)
     rows = Dataset.range(7).shard(ms.data.SHARD_HINT, ms.data.SHARD_HINT)
     in_order = Dataset.range(7).filter(bool).shard(ms.data.SHARD_HINT, ms.data.SHARD_HINT)
@@ -221,16 +222,16 @@ def test_shard_hint_waits_for_its_numbers() -> None:
         lambda: rows.map(lambda x: x + 1).element_spec,
         lambda: hinted.map(lambda x: x + 1).element_spec,
         lambda: rows.map(lambda x: x + 1).batch(2).element(0, 0),
-        lambda: next(rows.elements(0)),
+        lambda: next(rows.node.elements(0)),
         lambda: in_order.element(0, 0),
-        lambda: next(in_order.batch(2).elements(0)),
+        lambda: next(in_order.batch(2).node.elements(0)),
         lambda: in_order.map(lambda x: x + 1).element_spec,
     ]
     for use in uses:
         with pytest.raises(ValueError, match=r"got SHARD_HINT.*AutoShardPolicy\.HINT"):
             use()
-    filled = hinted.with_shard(3, 1)
-    assert not filled.shard_hinted
+    filled = Dataset(with_shard(hinted.node, 3, 1))
+    assert not filled.node.traits.shard_hinted
     assert listed(filled) == [[1, 4]]
     with pytest.raises(ValueError, match="0 <= index < 3, got 3"):
         Dataset.range(7).shard(3, 3)
@@ -273,8 +274,8 @@ def test_parts_of_zipped_and_joined_batches() -> None:
     for dataset in (zipped, joined):
         for position in range(len(dataset)):
             whole = np.asarray(dataset.element(0, position))
-            epochs, positions = dataset.locate(0, position)
-            part = np.asarray(dataset.gather(epochs[1:3], positions[1:3]))
+            epochs, positions = dataset.node.locate(0, position)
+            part = np.asarray(dataset.node.gather(epochs[1:3], positions[1:3]))
             assert np.array_equal(part, whole[..., 1:3])
 
 
@@ -293,11 +294,11 @@ def test_concatenate_wants_like_elements() -> None:
 
 
 def test_chunks_are_passed_on() -> None:
-    class Chunky(type(Dataset.range(1))):  # type: ignore[misc]
+    class Chunky(type(Dataset.range(1).node)):  # type: ignore[misc]
         def chunk_starts(self) -> np.ndarray:
             return np.array([0, 4, 8, 10])
 
-    rows = Chunky(np.arange(10), 10)
+    rows = Dataset(Chunky(np.arange(10), 10))
     for dataset, expected in [
         (rows.map(lambda x: x), [0, 4, 8, 10]),
         (rows.take(6), [0, 4, 6]),
@@ -310,7 +311,7 @@ def test_chunks_are_passed_on() -> None:
         (rows.filter(bool), None),
         (rows.repeat(2), None),
     ]:
-        starts = dataset.chunk_starts()
+        starts = dataset.node.chunk_starts()
         assert (None if starts is None else starts.tolist()) == expected, str(dataset)
 
 
@@ -330,12 +331,12 @@ def test_print_draws_a_tree() -> None:
 
 def test_prefetch_depth_counts_elements_of_the_chain() -> None:
     rows = Dataset.range(10)
-    assert rows.prefetch_depth is None
-    assert rows.prefetch(5).map(abs).prefetch_depth == 5
-    assert rows.prefetch(5).batch(2).prefetch_depth == 3
-    assert rows.batch(4).prefetch(2).unbatch().prefetch_depth == 8
-    assert rows.prefetch(5).prefetch(0).prefetch_depth == 0
-    assert ms.data.zip(rows.prefetch(1), rows.prefetch(2)).prefetch_depth == 2
+    assert rows.node.prefetch_depth is None
+    assert rows.prefetch(5).map(abs).node.prefetch_depth == 5
+    assert rows.prefetch(5).batch(2).node.prefetch_depth == 3
+    assert rows.batch(4).prefetch(2).unbatch().node.prefetch_depth == 8
+    assert rows.prefetch(5).prefetch(0).node.prefetch_depth == 0
+    assert ms.data.zip(rows.prefetch(1), rows.prefetch(2)).node.prefetch_depth == 2
     with pytest.raises(ValueError, match="buffer_size: expected at least 0"):
         rows.prefetch(-2)
 
@@ -407,7 +408,7 @@ def test_arguments_as_tensorflow_documents_them() -> None:
     assert listed(rows.take(2).concatenate(dataset=rows.take(1))) == [0, 1, 0]
     assert listed(Dataset.zip(datasets=(rows.take(1), rows.take(1)))) == [[0, 0]]
     assert [(int(i), int(x)) for i, x in rows.skip(3).enumerate(start=5)] == [(5, 3), (6, 4)]
-    assert [int(i) for i, x in rows.filter(lambda x: x > 2).enumerate(5).elements(0, 1)] == [6]
+    assert [int(i) for i, x in rows.filter(lambda x: x > 2).enumerate(5).node.elements(0, 1)] == [6]
     spec = ms.data.ArraySpec((), np.int64)
     found = Dataset.from_generator(generator=lambda n: iter(range(n)), args=(2,), output_signature=spec)
     assert listed(found) == [0, 1]

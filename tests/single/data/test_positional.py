@@ -71,7 +71,7 @@ def test_a_file_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
 
     def inside(*rows: int) -> np.ndarray:
         """What an iterator does within a pass, in which nobody looks at the files."""
-        return dataset.gather(np.zeros(len(rows), np.int64), np.array(rows))
+        return dataset.node.gather(np.zeros(len(rows), np.int64), np.array(rows))
 
     assert np.array_equal(inside(0, 499), DATA[[0, 499]])
     os.truncate(paths[1], paths[1].stat().st_size - 10)

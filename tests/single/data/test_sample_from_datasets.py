@@ -85,7 +85,7 @@ def test_datasets_that_read_in_order(case: Any, seed: int, stop: bool, start: in
         assert rows == list(range(len(rows)))
         if not stop:
             assert len(rows) == (n if w else 0)
-    assert [int(x) for x in dataset.elements(0, start)] == drawn[start:]
+    assert [int(x) for x in dataset.node.elements(0, start)] == drawn[start:]
 
 
 def test_the_first_draws_do_not_depend_on_how_datasets_are_read() -> None:

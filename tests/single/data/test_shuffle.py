@@ -191,7 +191,7 @@ def test_each_chunk_is_decoded_once_a_pass_and_rank(
         iterator = iter(distribute(dataset, Workers([1] * ranks, rank)))
         for _ in iterator:
             pass
-        for reader in source._open().readers.values():
+        for reader in source.node._open().readers.values():
             chunks = 39 + 25  # 610 / 16 and 390 / 16, rounded up
             if ranks == 1:
                 assert reader.counters.chunk_reads == chunks
@@ -208,18 +208,18 @@ def test_batches_as_large_as_windows_decode_few_chunks_again(
     monkeypatch.setattr(successive, "TOGETHER_BYTES", 0)  # which are more than these windows
     source = HDF5Dataset(compressed, "x")
     assert sorted(batches(source.shuffle(100, seed=1).batch(batch))) == list(range(ROWS))
-    assert source.counters.chunk_reads < 1.25 * (39 + 25)
+    assert source.node.counters.chunk_reads < 1.25 * (39 + 25)
 
 
 def test_the_next_window_is_decoded_while_one_is_read(compressed: Path) -> None:
     source = HDF5Dataset(compressed, "x")
     dataset = source.shuffle(200, seed=1)
-    order = dataset._order  # type: ignore[attr-defined]
+    order = dataset.node._order  # type: ignore[attr-defined]
     first_window = int(order._epoch(0).window_starts[1])
     addresses = np.zeros(first_window, np.int64), np.arange(first_window)
-    dataset.expect(*addresses)
-    dataset.gather(*addresses)
-    reader = source._open().readers["x"]
+    dataset.node.expect(*addresses)
+    dataset.node.gather(*addresses)
+    reader = source.node._open().readers["x"]
     present = set(np.flatnonzero(reader._cache._slot_of >= 0).tolist())
     expected = {
         row // 16 if row < 610 else 39 + (row - 610) // 16 for row in dataset.rows(np.arange(first_window + 150))
@@ -248,10 +248,10 @@ def in_order(length: int) -> Dataset:
 @given(length=st.integers(0, 60), buffer=st.integers(1, 80), seed=st.integers(), start=st.integers(0, 70))
 def test_a_buffer_mixes_as_far_as_it_reaches(length: int, buffer: int, seed: int, start: int) -> None:
     shuffled = in_order(length).shuffle(buffer, seed=seed)
-    rows = [int(row) for row in shuffled.elements(0)]
+    rows = [int(row) for row in shuffled.node.elements(0)]
     assert sorted(rows) == list(range(length))
     assert all(row < place + buffer for place, row in enumerate(rows))  # row r enters when r - buffer + 1 have gone
-    assert [int(row) for row in shuffled.elements(0, start)] == rows[start:]
+    assert [int(row) for row in shuffled.node.elements(0, start)] == rows[start:]
     if buffer == 1:
         assert rows == list(range(length))
 

@@ -140,16 +140,16 @@ def test_prefetch_counts_the_time_that_it_is_waited_for(distributed: bool) -> No
     dataset = below.map(lambda x: x).prefetch(2)
     for _ in distribute(dataset, Workers()) if distributed else dataset:
         pass
-    counters: Any = dataset.counters
+    counters: Any = dataset.node.counters
     assert 0.15 <= counters.wait_seconds < 2
-    assert below.counters == StageStats()
+    assert below.node.counters == StageStats()
 
 
 def test_a_loop_that_computes_does_not_wait_for_prefetch() -> None:
     dataset = from_arrays(np.zeros(40)).batch(4).prefetch(2)
     for _ in dataset:
         time.sleep(0.02)
-    counters: Any = dataset.counters
+    counters: Any = dataset.node.counters
     assert counters.wait_seconds < 0.1
 
 

@@ -207,7 +207,7 @@ def test_structures_come_back(
         assert file["x"].dtype == dtype
     found = dataset.rows(range(7))
     assert found.dtype.isnative
-    assert dataset.row_spec.dtype == dtype.newbyteorder("=")
+    assert dataset.node.row_spec.dtype == dtype.newbyteorder("=")
     assert same_members(found, rows)
     assert same_members(dataset.rows([6, 0]), rows[[6, 0]])
 

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from ...._util import log, nest
 from ....errors import explain
-from ...dataset import INFINITE, Addresses, Dataset
 from ...memory_limit import available_memory, in_words, require_memory
 from ...spec import is_ragged
 from ...stats import StageStats
-from ..stage import Stage
+from ..node import INFINITE, Addresses, Node, Traits
+from ..stage import InOrder, Stage
 from .fill import Claims, FilledMemory
-from .rows import Pieces, RowMemory, SourceRows
+from .rows import ParentRows, Pieces, RowMemory
 
 if TYPE_CHECKING:
     from ....comm.process_group import ProcessGroup
@@ -31,7 +31,7 @@ Transport = Literal["auto", "messages", "get"]
 FUNCTION = "Dataset.cache"
 
 
-def cache(dataset: Dataset, scope: Scope, transport: Transport) -> Dataset:
+def cache(dataset: Node, scope: Scope, transport: Transport) -> Node:
     """The cache that suits a dataset; see `Dataset.cache`."""
     file: object = scope
     if file == "":  # TensorFlow's name of a cache in memory
@@ -86,12 +86,12 @@ class Cached(Stage):
         memory: what `bind` made for a group; None makes memory of this process alone at first use.
     """
 
-    def __init__(self, parent: Dataset, scope: Scope, transport: Transport, memory: Memory | None = None) -> None:
+    def __init__(self, parent: Node, scope: Scope, transport: Transport, memory: Memory | None = None) -> None:
         super().__init__(parent)
         self._scope, self._transport = scope, transport
         self._memory = memory
         self._shared = memory is not None
-        self._source: SourceRows | None = None
+        self._source: ParentRows | None = None
         self._lock = threading.Lock()
         self._bound: tuple[ProcessGroup, Cached] | None = None
         self._sharers = 1  # ranks of this node that keep as much
@@ -102,12 +102,13 @@ class Cached(Stage):
         return self._counters
 
     @property
-    def shares_memory(self) -> bool:
-        return self._scope != "rank" or super().shares_memory
+    def traits(self) -> Traits:
+        below = self._parent.traits
+        return below if self._scope == "rank" else below._replace(shares_memory=True)
 
-    def _rows(self) -> SourceRows:
+    def _rows(self) -> ParentRows:
         if self._source is None:
-            self._source = SourceRows(self._parent)
+            self._source = ParentRows(self._parent)
         return self._source
 
     def _open(self) -> Memory:
@@ -150,7 +151,7 @@ class Cached(Stage):
     def keep(self, rows: int) -> None:
         """Nothing: pieces are read once, whole."""
 
-    def bind(self, group: ProcessGroup) -> Dataset:
+    def bind(self, group: ProcessGroup) -> Node:
         """Make the memory that the ranks share. Collective, except for scope "rank"."""
         if self._shared:
             return self
@@ -183,7 +184,7 @@ class Cached(Stage):
 
         return job_memory(source, group, self._transport, self._counters)
 
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         if parents[0] is self._parent:
             return self
         if self._shared:
@@ -195,11 +196,7 @@ class Cached(Stage):
         rebuilt._sharers = self._sharers
         return rebuilt
 
-    def with_shard(self, num_shards: int, index: int) -> Dataset:
-        return super().with_shard(num_shards, index) if self.shard_hinted else self  # the same rows: the same memory
-
     def fingerprint(self) -> str:
-        """What the ranks must have alike, whatever each of them has read."""
         return f"{self._scope} {self._transport}"
 
     def describe(self) -> str:
@@ -210,10 +207,10 @@ class Cached(Stage):
 
 
 @final
-class CachedInOrder(Stage):
+class CachedInOrder(InOrder):
     """Elements of a dataset that reads in order, kept in the first complete pass."""
 
-    def __init__(self, parent: Dataset) -> None:
+    def __init__(self, parent: Node) -> None:
         super().__init__(parent)
         self._kept: list[Any] | None = None
         self._counters = StageStats()
@@ -221,10 +218,6 @@ class CachedInOrder(Stage):
     @property
     def counters(self) -> StageStats:
         return self._counters
-
-    @property
-    def random_access(self) -> bool:
-        return False
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         kept = self._kept
@@ -256,14 +249,10 @@ class CachedInOrder(Stage):
                     "anew. Put take after cache only where the whole dataset has been read once",
                 )
 
-    def chunk_starts(self) -> None:
-        return None
-
-    def rebuild(self, parents: Sequence[Dataset]) -> Dataset:
+    def rebuild(self, parents: Sequence[Node]) -> Node:
         return self if parents[0] is self._parent else CachedInOrder(parents[0])
 
     def fingerprint(self) -> str:
-        """What the ranks must have alike, whatever each of them has read."""
         return "rank"
 
     def describe(self) -> str:

@@ -28,7 +28,7 @@ from ....errors import ClosedError, CollectiveTimeoutError
 from ...buffers import RowBuffers
 from ...memory_limit import available_memory, in_words, require_memory
 from ...stats import StageStats
-from .rows import READ_BYTES, Pieces, RowMemory, SourceRows
+from .rows import READ_BYTES, ParentRows, Pieces, RowMemory
 
 if TYPE_CHECKING:
     from ....comm.process_group import ProcessGroup
@@ -162,7 +162,7 @@ class FilledMemory:
 
     def __init__(
         self,
-        source: SourceRows,
+        source: ParentRows,
         memory: RowMemory,
         pieces: Pieces,
         claims: Claims,
@@ -258,7 +258,7 @@ class FilledMemory:
 PIECE_BYTES = 256 << 10  # read as a whole where the source has no pieces of its own
 
 
-def node_memory(source: SourceRows, group: ProcessGroup, counters: StageStats) -> FilledMemory:
+def node_memory(source: ParentRows, group: ProcessGroup, counters: StageStats) -> FilledMemory:
     """Make the memory of this node, and of every other one. Collective.
 
     Raises:

@@ -17,7 +17,7 @@ from ...buffers import RowBuffers
 from ...memory_limit import in_words
 from ...stats import StageStats
 from .fill import agree_memory, provider
-from .rows import READ_BYTES, Pieces, RowMemory, SourceRows
+from .rows import READ_BYTES, ParentRows, Pieces, RowMemory
 from .transport import Reply, RowGets, RowMessages, nap
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Parts:
         return self.borders[place], self.borders[place + 1]
 
 
-def job_memory(source: SourceRows, group: ProcessGroup, transport: str, counters: StageStats) -> JobMemory:
+def job_memory(source: ParentRows, group: ProcessGroup, transport: str, counters: StageStats) -> JobMemory:
     """Make the memory of all nodes and read everything into it. Collective.
 
     Raises:
@@ -130,7 +130,7 @@ def _domains(group: ProcessGroup) -> list[list[int]]:
 
 
 def _fill(
-    source: SourceRows,
+    source: ParentRows,
     pieces: Pieces,
     memory: RowMemory,
     own: tuple[int, int],
@@ -246,7 +246,7 @@ class JobMemory:
 
     def __init__(
         self,
-        source: SourceRows,
+        source: ParentRows,
         parts: Parts,
         own_node: int,
         memory: RowMemory,

@@ -10,19 +10,18 @@ from numpy.typing import NDArray
 
 from ...._util import nest
 from ....errors import explain
-from ...arrays import take_rows
-from ...buffers import RowBuffers
-from ...dataset import Addresses, Dataset
+from ...buffers import RowBuffers, take_rows
 from ...spec import ArraySpec, is_ragged, stacked_nbytes
+from ..node import Addresses, Node
 
-__all__ = ["Pieces", "RowMemory", "SourceRows"]
+__all__ = ["Pieces", "RowMemory", "ParentRows"]
 
 _ALIGNMENT = 64  # bytes, of each array in shared memory
 READ_BYTES = 8 << 20  # about what is read at a time
 
 
 @final
-class SourceRows:
+class ParentRows:
     """The rows of a dataset's epoch 0 by number. After `batch`, batch i has the numbers from i × batch size on.
 
     Attributes:
@@ -31,7 +30,7 @@ class SourceRows:
         count: numbers in all. A batch that is smaller than the batch size leaves its last ones unused.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Node) -> None:
         self.dataset = dataset
         self.row_spec = dataset.row_spec
         self.slot = 1 if dataset.batching is None else dataset.batching.size
@@ -171,7 +170,7 @@ class Pieces:
         self.count = -(-count // size) if starts is None else len(starts) - 1
 
     @classmethod
-    def of(cls, source: SourceRows, nbytes: int) -> Pieces:
+    def of(cls, source: ParentRows, nbytes: int) -> Pieces:
         """The pieces of a source, of about so many bytes at least; with 0, as small as is good for the source."""
         starts = source.dataset.chunk_starts() if source.dataset.batching is None else None
         least = max(1, nbytes // source.row_bytes)
@@ -213,7 +212,7 @@ class Pieces:
         part = (np.cumsum(lengths) - 1) // rows
         yield from np.split(pieces, np.flatnonzero(np.diff(part)) + 1)
 
-    def all_rows(self, pieces: NDArray[np.int64], source: SourceRows) -> NDArray[np.int64]:
+    def all_rows(self, pieces: NDArray[np.int64], source: ParentRows) -> NDArray[np.int64]:
         """The numbers of the rows of ascending pieces."""
         if self._starts is None and self._size == 1:
             return pieces

@@ -1,0 +1,105 @@
+"""The functions that make datasets: of arrays, of a generator, of several datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from .dataset import Dataset
+
+__all__ = ["from_arrays", "from_generator", "sample_from_datasets", "zip"]
+
+
+def from_arrays(arrays: Any) -> Dataset:
+    """Make a dataset of the rows of arrays in memory (TF: tf.data.Dataset.from_tensor_slices).
+
+    The arrays are not copied: leave them as they are while the dataset is in use. Batches are copies.
+
+    Args:
+        arrays: a nest of arrays with the same length along their first axis; elements have its structure. A list of
+            numbers or strings, or of such lists, is one array. Rows of different shapes are a 1-D object array of arrays,
+            strings one of `str`.
+
+    Raises:
+        ValueError: for a scalar, for different lengths, for rows of different dtypes and for an empty nest.
+
+    Example:
+        >>> dataset = from_arrays({"x": np.arange(6.0).reshape(3, 2), "y": np.array([7, 8, 9])}).batch(2)
+        >>> [batch["y"].tolist() for batch in dataset]
+        [[7, 8], [9]]
+    """
+    return Dataset.from_tensor_slices(arrays)
+
+
+def from_generator(function: Callable[..., Iterable[Any]], element_spec: Any = None) -> Dataset:
+    """Make a dataset of what a function's iterator gives (TF: tf.data.Dataset.from_generator).
+
+    It reads in order: every rank runs the whole iterator, which must give the same elements everywhere, and an iterator
+    over the dataset that is restored runs it again up to its position.
+
+    Args:
+        function: returns a fresh iterator at every call, for one epoch. Called with the epoch if it must have an
+            argument or has one of that name.
+        element_spec: a nest of `ArraySpec`, with None in a shape for a length that varies. Without it the first element
+            says what all look like, and the iterator is begun once more for it where that is asked before reading.
+
+    Raises:
+        TypeError: for what is no function, or no nest of ArraySpec.
+        ValueError: while reading, for an element that does not fit, naming its position. Lists are structures here:
+            make arrays of those that are not.
+
+    Example:
+        >>> dataset = from_generator(lambda epoch: (10 * epoch + i for i in range(3)))
+        >>> [int(x) for x in dataset], [int(x) for x in dataset]
+        ([0, 1, 2], [10, 11, 12])
+    """
+    return Dataset.from_generator(function, element_spec)
+
+
+def zip(*datasets: Any) -> Dataset:
+    """Put datasets side by side: an element is made of one element of each (TF: tf.data.Dataset.zip).
+
+    There are as many elements as the shortest dataset has.
+
+    Args:
+        datasets: datasets, for tuples; or one nest of datasets, whose structure the elements have.
+
+    Raises:
+        ValueError: for rows beside batches, and while reading for batches of different lengths.
+
+    Example:
+        >>> numbers = ms.data.from_arrays(np.arange(3))
+        >>> [int(a + b) for a, b in ms.data.zip(numbers, numbers.skip(1))]
+        [1, 3]
+    """
+    return Dataset.zip(*datasets)
+
+
+def sample_from_datasets(
+    datasets: Sequence[Dataset], weights: Sequence[float] | None = None, seed: int | None = None,
+    stop_on_empty_dataset: bool = False,
+) -> Dataset:  # fmt: skip
+    """Draw each element from one of several datasets (TF: tf.data.Dataset.sample_from_datasets).
+
+    The proportions are those of the weights, exactly: after any multiple of 256 draws each dataset is off by less than
+    one draw for each dataset. Which draw is whose depends on the seed and the epoch only. A dataset's own elements stay
+    in their order.
+
+    Args:
+        datasets: their elements must look alike.
+        weights: one for each dataset, finite, at least 0 and not all 0; None for equal ones. A dataset of weight 0 is
+            never drawn from.
+        seed: any integer, the same on every rank. None is 0, in every run.
+        stop_on_empty_dataset: end before a dataset would be drawn from that has no element left; else go on with the
+            others, so that all elements come.
+
+    Raises:
+        ValueError: for impossible weights.
+
+    Example:
+        >>> tens, ones = ms.data.from_arrays(np.arange(10, 16)), ms.data.from_arrays(np.arange(2))
+        >>> both = sample_from_datasets([tens, ones], [0.75, 0.25], seed=1)
+        >>> sorted(int(x) for x in both)
+        [0, 1, 10, 11, 12, 13, 14, 15]
+    """
+    return Dataset.sample_from_datasets(datasets, weights, seed, stop_on_empty_dataset)

@@ -1,0 +1,191 @@
+"""Sources in memory: the rows of arrays, and what a Python generator gives."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._util import nest
+from ...errors import explain
+from ..buffers import RowBuffers, take_rows
+from ..spec import ArraySpec, conform, spec_of_element, spec_of_rows
+from .node import UNKNOWN, Node
+from .stage import InputRows
+
+__all__ = ["array_rows", "generated", "plain_lists", "row_content"]
+
+_COMPARED, _ELEMENTS = 64, 4096  # rows that ranks compare, and about as many elements of each
+
+
+@final
+class _Arrays(InputRows):
+    """Rows of arrays in memory."""
+
+    def __init__(self, arrays: Any, length: int) -> None:
+        self._arrays = arrays
+        self._length = length
+        self._row_spec = spec_of_rows(arrays)
+        self._buffers = RowBuffers()
+
+    @property
+    def row_spec(self) -> Any:
+        return self._row_spec
+
+    def cardinality(self) -> int:
+        return self._length
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        picked = []
+        for field, array in enumerate(nest.flatten(self._arrays)):
+            picked.append(self._buffers.empty(field, (positions.size, *array.shape[1:]), array.dtype))
+            take_rows(array, positions, picked[-1])
+        return nest.pack_like(self._arrays, picked)
+
+    def describe(self) -> str:
+        leaves = zip(nest.paths(self._arrays), nest.flatten(self.row_spec), strict=True)
+        fields = ", ".join(f"{name.strip('[]')} {spec}".strip() for name, spec in leaves)
+        return f"from_arrays: {self._length} rows of {fields}"
+
+    def fingerprint(self) -> int:
+        """Return a number below 2**63 that differs where some of 64 rows at fixed places do."""
+        hasher = hashlib.sha256(self.describe().encode())
+        for array in nest.flatten(self._arrays):
+            for row in np.unique(np.linspace(0, self._length - 1, _COMPARED, dtype=np.int64)) if self._length else ():
+                hasher.update(row_content(array[row]))
+        return int.from_bytes(hasher.digest()[:8], "big") >> 1
+
+
+def row_content(row: Any) -> bytes:
+    """Return what tells a row from others: some of its elements, in words where bytes are not the same in every process."""
+    values = np.asarray(row)
+    some = values.reshape(1) if values.ndim == 0 else values.flat[:: max(1, values.size // _ELEMENTS)]
+    if some.dtype.kind in "OV":  # pointers, padding
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(some.tolist())).encode()
+    return some.astype(some.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def array_rows(arrays: Any) -> Node:
+    """The rows of a nest of arrays; see `from_arrays`."""
+    held = nest.map_structure(np.asarray, plain_lists(arrays))
+    leaves = nest.flatten(held)
+    if not leaves:
+        raise ValueError(explain("from_arrays", "arrays", expected="at least one array", got=repr(arrays)))
+    for name, leaf in zip(nest.paths(held), leaves, strict=True):
+        if leaf.ndim == 0:
+            raise ValueError(
+                explain("from_arrays", f"arrays{name}", expected="rows along a first axis", got="a scalar")
+            )
+        if len(leaf) != len(leaves[0]):
+            expected = f"{len(leaves[0])} rows, as arrays{nest.paths(held)[0]} has"
+            raise ValueError(explain("from_arrays", f"arrays{name}", expected=expected, got=f"{len(leaf)} rows"))
+    return _Arrays(held, len(leaves[0]))
+
+
+def plain_lists(arrays: Any) -> Any:
+    """Return a nest in which lists of numbers and strings are arrays, not structures."""
+    if isinstance(arrays, list) and arrays and _plain(arrays):
+        try:
+            return np.asarray(arrays)
+        except ValueError:
+            expected, remedy = "lists of one length", "Rows of different shapes are a 1-D object array of arrays."
+            got = "lists of different lengths"
+            raise ValueError(explain("from_arrays", "arrays", expected=expected, got=got, remedy=remedy)) from None
+    if type(arrays) is tuple:
+        return tuple(plain_lists(each) for each in arrays)
+    if type(arrays) is dict:
+        return {name: plain_lists(each) for name, each in arrays.items()}
+    return arrays
+
+
+def _plain(values: list[Any]) -> bool:
+    kinds = (int, float, complex, str, bytes, np.generic)
+    return all(isinstance(each, kinds) or (isinstance(each, list) and _plain(each)) for each in values)
+
+
+@final
+class _Generated(InputRows):
+    """What a function's iterator gives."""
+
+    def __init__(self, function: Callable[..., Iterable[Any]], element_spec: Any) -> None:
+        self._function = function
+        self._given = element_spec is not None
+        self._spec = element_spec
+        self._start = _epoch_argument(function)
+
+    @property
+    def random_access(self) -> bool:
+        return False
+
+    @property
+    def row_spec(self) -> Any:
+        if self._spec is None and next(self.elements(0), None) is None:
+            remedy = "Give element_spec."
+            expected = "a first element, to learn what elements look like"
+            raise ValueError(explain("from_generator", "function", expected=expected, got="none", remedy=remedy))
+        return self._spec
+
+    def cardinality(self) -> int:
+        return UNKNOWN
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
+        return itertools.islice(self._all(epoch), start, None)
+
+    def _all(self, epoch: int) -> Iterator[Any]:
+        made: object = self._start(epoch)
+        if not isinstance(made, Iterable):
+            expected, got = "a function that returns an iterator", type(made).__name__
+            raise TypeError(explain("from_generator", "function", expected=expected, got=got))
+        for position, element in enumerate(made):
+            if self._spec is None:
+                self._spec = spec_of_element(element)
+            try:
+                arrays = conform(element, self._spec)
+            except ValueError as error:
+                why = "as element_spec says" if self._given else "as the first element was: give element_spec otherwise"
+                raise ValueError(f"from_generator: element {position}: {error} ({why})") from None
+            yield arrays
+
+    def describe(self) -> str:
+        name = getattr(self._function, "__name__", None) or type(self._function).__name__
+        if self._spec is None:
+            return f"from_generator({name})"
+        leaves = zip(nest.paths(self._spec), nest.flatten(self._spec), strict=True)
+        fields = ", ".join(f"{path.strip('[]')} {spec}".strip() for path, spec in leaves)
+        return f"from_generator({name}): {fields}"
+
+
+def _epoch_argument(function: Callable[..., Any]) -> Callable[[int], Any]:
+    """The function of an epoch. It is given the epoch as a parameter of that name, or as the one it cannot do without."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return lambda epoch: function()
+    if "epoch" in signature.parameters:
+        return lambda epoch: function(epoch=epoch)
+    try:
+        signature.bind()
+    except TypeError:
+        return function
+    return lambda epoch: function()
+
+
+def generated(function: Callable[..., Iterable[Any]], element_spec: Any = None) -> Node:
+    """What a function's iterator gives; see `from_generator`."""
+    given: object = function
+    if not callable(given):
+        remedy = "Give the function itself, not what it returns: every epoch calls it again."
+        got = type(given).__name__
+        raise TypeError(explain("from_generator", "function", expected="a callable", got=got, remedy=remedy))
+    if element_spec is not None:
+        for name, leaf in zip(nest.paths(element_spec), nest.flatten(element_spec), strict=True):
+            if not isinstance(leaf, ArraySpec):
+                place = f"element_spec{name}"
+                raise TypeError(explain("from_generator", place, expected="an ArraySpec", got=repr(leaf)))
+    return _Generated(function, element_spec)
