@@ -102,12 +102,12 @@ def site(slurm, slurm_mpi) -> Iterator[MpiEnv]:
         yield slurm_mpi
 
 
-def submit(slurm, mpi: MpiEnv, folder: Path, name: str, program: str = TRAIN, **env: str):
+def submit(slurm, mpi: MpiEnv, folder: Path, name: str, *options: str, program: str = TRAIN, **env: str):
     """Submit a script as a user does, from a folder with the program and its environment."""
     (folder / ".venv").symlink_to(Path(mpi.python).parent.parent)
     (folder / "train.py").write_text(START + program)
     shutil.copy(ROOT / "jobscripts" / name, folder)
-    return slurm.submit(folder / name, env=dict.fromkeys(WITHOUT) | env)
+    return slurm.submit(folder / name, *options, env=dict.fromkeys(WITHOUT) | env)
 
 
 def ranks(job, role: str = "worker") -> list[list[str]]:
@@ -162,13 +162,13 @@ def test_parameter_servers(slurm, site, tmp_path) -> None:
 
 
 def test_array(slurm, site, tmp_path) -> None:
-    """Ten tasks, four at a time: on two cores they take their time."""
+    """Two of the ten tasks: all of them take minutes on two cores. What sbatch is given goes before what the script says."""
     if site.name != "mpich":
         pytest.skip("one MPI is enough")
-    job = submit(slurm, site, tmp_path, "slurm-array.sh")
-    text = job.completed(500)
-    assert len(job.states()) == 10
-    for seed in range(10):
+    job = submit(slurm, site, tmp_path, "slurm-array.sh", "--array=3,9%4")
+    text = job.completed(300)
+    assert len(job.states()) == 2
+    for seed in (3, 9):
         assert f"seed {seed}: [-960.0, -960.0]\n" in text
         assert (tmp_path / "results" / str(seed) / "w.h5").exists()
 
@@ -178,7 +178,7 @@ def test_preemptible(slurm, site, tmp_path, name: str) -> None:
     """Signalled as the script asks for two minutes before the end of its time, here by hand; its second run has the rest."""
     if "mpirun" in name and site.name != "openmpi":
         pytest.skip("a script for Open MPI's mpirun")
-    job = submit(slurm, site, tmp_path, name, STOPPED + TRAIN)
+    job = submit(slurm, site, tmp_path, name, program=STOPPED + TRAIN)
     job.wait_until("the wait of all ranks", lambda: job.output().count("waits\n") == 8, 300)
     slurm.ok("scancel", *(["--batch"] if "mpirun" in name else []), "--signal=USR1", job.number)
     assert "seed 0: [-960.0, -960.0]\n" in job.completed(300)
