@@ -1,7 +1,8 @@
 """Tests inside a job that runs already: `srun -n 4 python -m pytest --with-mpi tests`, without an mpiexec within.
 
-Every rank runs the same pytest. Tests that are marked for as many ranks as the job has run where they are, the others are
-skipped with the reason. Rank 0 shows the run; another rank shows what failed on it.
+Every rank runs the same pytest. Tests that are marked for as many ranks as the job has, and for as many hosts as those are on,
+run where they are; the others are skipped with the reason. On other hosts than theirs some take other ways on each rank, and
+hang. Rank 0 shows the run; another rank shows what failed on it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class InPlace:
 
         self._comm = MPI.COMM_WORLD.Dup()
         self.size, self.vendor = self._comm.size, MPI.get_vendor()[0]
+        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self._by_host = sorted(size for size in self._comm.allgather(0 if node.rank else node.size) if size)
+        node.Free()
         self._failed, self._config = False, config
 
     def pytest_sessionstart(self) -> None:
@@ -47,9 +51,11 @@ class InPlace:
     def _why_not(self, item: pytest.Item) -> str:
         layout = item.callspec.params.get("_layout") if hasattr(item, "callspec") else None
         if layout is not None:
-            return (
-                "" if layout.ranks == self.size and not layout.hosts else f"for other ranks than {self.size} of a job"
-            )
+            if layout.ranks != self.size:
+                return f"for other ranks than {self.size} of a job"
+            hosts = layout.hosts or 1
+            wanted = [self.size // hosts] * hosts
+            return "" if self._by_host == wanted else f"for {hosts} host{'s' * (hosts > 1)} with {wanted[0]} ranks each"
         return {"pure": "needs no ranks", "program": "starts programs on ranks itself"}.get(
             kind(item), "needs hosts of its own"
         )
