@@ -54,17 +54,17 @@ PYTEST = $(ENV_$(firstword $(TEST_MPIS)))/bin/python -m pytest \
 
 check: lint $(ENV)/.test-$(KEY)  ## lint, types and the tests without ranks: a minute or two
 	@echo "mypy, and beside it pytest --tier check"; $(ENV)/bin/python -m mypy >.mypy_cache.txt 2>&1 & types=$$!; \
-	  $(ENV)/bin/python -m pytest -q --tier check $(PYTEST_ARGS) tests/single; tests=$$?; \
+	  $(ENV)/bin/python -m pytest -q --tier check --beside $(PYTEST_ARGS) tests/single; tests=$$?; \
 	  wait $$types; types=$$?; cat .mypy_cache.txt; rm .mypy_cache.txt; exit $$((tests | types))
 
 test: $(ENVS_test)  ## the tests in a quarter of an hour at most: those on ranks by a pairwise cover of all combinations
-	$(PYTEST) --tier test $(PYTEST_ARGS)
+	$(PYTEST) --tier test --beside $(PYTEST_ARGS)
 
 test-change: $(ENVS_test)  ## beyond make test, BUDGET=20 minutes of what a change since SINCE=main can break
-	$(PYTEST) --tier change --budget $(BUDGET) $(if $(SINCE),--since $(SINCE)) $(PYTEST_ARGS)
+	$(PYTEST) --tier change --beside --budget $(BUDGET) $(if $(SINCE),--since $(SINCE)) $(PYTEST_ARGS)
 
 test-all: $(ENVS_test)  ## every test, which takes most of an hour
-	$(PYTEST) --tier all $(PYTEST_ARGS)
+	$(PYTEST) --tier all --beside $(PYTEST_ARGS)
 
 lint: $(ENV)/.lint-$(KEY)  ## ruff: rules and format
 	$(ENV)/bin/python -m ruff check

@@ -32,15 +32,19 @@ class Stopwatch:
 
     def __init__(self, config: pytest.Config) -> None:
         self._cache = getattr(config, "cache", None)
-        self._since = 0.0
+        self._elsewhere: dict[str, float] = defaultdict(float)
         self._seconds: dict[str, float] = {}
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item):
         since = time.monotonic()
         result = yield
-        self._seconds[item.nodeid] = round(time.monotonic() - since, 3)
+        self._seconds[item.nodeid] = round(self._elsewhere.get(item.nodeid, time.monotonic() - since), 3)
         return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if getattr(report, "elsewhere", False):  # by a process beside this one, which may have been waited for, or not
+            self._elsewhere[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self) -> None:
         if self._cache is not None and self._seconds:

@@ -44,6 +44,8 @@ class MpiEnv:
         """The words that start `ranks` ranks of what follows them."""
         if hosts is not None:
             return hosts.mpiexec(self, ranks)
+        if not self.mpiexec:
+            return []  # one process alone
         return [*self.mpiexec, *self.flags, "-n", str(ranks)]
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -18,13 +19,14 @@ from typing import Any
 
 import pytest
 
-from launcher import ROOT, Job, MpiEnv, texts
+from launcher import Job, MpiEnv, texts
 
 STARTUP = 120.0  # seconds until the first test starts: interpreters, imports, MPI_Init, collection
 AFTER_FAILURE = 5.0  # seconds the other ranks get to finish a test that failed on one
 LOOK = 2.0  # seconds between two counts of the ranks that live
 ENDING = 30.0  # seconds from the last test to the end of the ranks
 RESTARTS = 8
+RANK = str(Path(__file__).with_name("launcher_rank.py"))  # the program of each rank
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Layout:
     hosts: int = 0
 
     def __str__(self) -> str:
+        if not self.mpi:
+            return "the process beside"
         shape = f"{self.hosts}x{self.ranks // self.hosts}" if self.hosts else f"np{self.ranks}"
         return f"{self.mpi}-{shape}"
 
@@ -71,7 +75,7 @@ class Batch:
         self._job: Job | None = None
         self._starts = 0
 
-    def outcome(self, nodeid: str, mpi: MpiEnv, hosts: Any, names: dict[str, str]) -> Outcome:
+    def outcome(self, nodeid: str, mpi: MpiEnv | None = None, hosts: Any = None, names: Any = None) -> Outcome:
         """Wait until every rank has finished this test, or cannot."""
         if self._job is None:
             if self._starts > RESTARTS:
@@ -94,27 +98,33 @@ class Batch:
             shutil.rmtree(self._job.folder, ignore_errors=True)
             self._job = None
 
-    def _start(self, mpi: MpiEnv, hosts: Any, names: dict[str, str]) -> None:
+    def _start(self, mpi: MpiEnv | None, hosts: Any, names: dict[str, str]) -> None:
+        assert mpi is not None
+        folder = self._described("--capture=tee-sys", "--with-mpi")
+        env = {"MPISTRAT_TEST_MPIS": json.dumps(names)}
+        program = [mpi.python, "-m", "mpi4py", RANK, str(folder)]
+        self._job = Job(program, self.layout.ranks, mpi, folder, env=env, hosts=hosts, cwd=self._config.rootpath)
+
+    def _described(self, *words: str) -> Path:
+        """A new folder with what the ranks read: which tests to run, and how."""
         self._starts += 1
         folder = Path(tempfile.mkdtemp(prefix="mpistrat-batch-"))
         option = self._config.option
         arguments = [
             "-q", "--no-header", "--no-summary", f"--tb={option.tbstyle if option.tbstyle != 'no' else 'short'}",
-            "--capture=tee-sys", "--with-mpi", "-p", "no:cacheprovider", "-p", "launcher_plugin",
+            "-p", "no:cacheprovider", "-p", "launcher_plugin", *words,
             "--continue-on-collection-errors", "--tier", option.tier, f"--rootdir={self._config.rootpath}",
             *(["-c", str(self._config.inipath)] if self._config.inipath else []),
         ]  # fmt: skip
         batch = {
+            "mpi": self.layout.mpi,
             "nodeids": self._pending,
             "files": list(dict.fromkeys(self._files[nodeid] for nodeid in self._pending)),
             "arguments": arguments,
         }
         (folder / "batch.json").write_text(json.dumps(batch))
         self._ranks = [_Rank() for _ in range(self.layout.ranks)]
-        self._since = time.monotonic()
-        env = {"MPISTRAT_TEST_MPIS": json.dumps(names)}
-        program = [mpi.python, "-m", "mpi4py", str(ROOT / "tests" / "launcher_rank.py"), str(folder)]
-        self._job = Job(program, self.layout.ranks, mpi, folder, env=env, hosts=hosts, cwd=self._config.rootpath)
+        return folder
 
     def _follow(self, nodeid: str) -> str | None:
         """Read what the ranks tell until this test is done on all; otherwise say why it never will be."""
@@ -189,3 +199,26 @@ class Batch:
                 else:
                     known = getattr(rank, {"start": "started"}.get(event, event))
                     known.update(what if event == "missing" else [what])
+
+
+class Beside(Batch):
+    """Tests without ranks, run in one other process while this one follows ranks: on two cores, in half the time."""
+
+    def __init__(self, items: Sequence[pytest.Item], limits: dict[str, float]) -> None:
+        super().__init__(Layout("", 1), items, limits)
+
+    def begin(self) -> None:
+        """Start the process. It sees the environment that this one sees."""
+        option = self._config.option
+        mpis = [f"--mpi-env={word}" for word in option.mpi_env] + [f"--mpi-only={word}" for word in option.mpi_only]
+        folder = self._described("--chosen", *mpis)
+        names = ("TMPDIR", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS", "OMPI_MCA_osc")
+        env = {name: os.environ.get(name) for name in names}
+        alone = MpiEnv("", sys.executable, (), "")
+        self._job = Job([sys.executable, RANK, str(folder)], 1, alone, folder, env=env, cwd=self._config.rootpath)
+
+    def _start(self, mpi: MpiEnv | None, hosts: Any, names: dict[str, str]) -> None:
+        self.begin()
+
+    def _failed(self, nodeid: str) -> bool:
+        return False  # nobody waits for it

@@ -20,7 +20,7 @@ import launcher_reports
 import pytest
 import tiers
 from durations import Stopwatch
-from launcher_batch import Batch, Layout
+from launcher_batch import Batch, Beside, Layout
 
 from launcher import MpiEnv, Result, launch, mpi_env, remove_dead_shared_memory
 
@@ -91,6 +91,7 @@ class _Envs:
 ENVS = pytest.StashKey[_Envs]()
 BATCHES = pytest.StashKey[dict[str, Batch]]()
 LEFT_OUT = pytest.StashKey[str]()
+BESIDE = pytest.StashKey[set[str]]()  # node ids of tests that a second process runs
 JOB = pytest.StashKey[in_place.InPlace]()  # there where this process is a rank of a job that the user started
 
 
@@ -139,17 +140,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     choice = tiers.choose(config, items)
     if choice.dropped:
         config.hook.pytest_deselected(items=choice.dropped)
-    items[:], config.stash[LEFT_OUT] = choice.kept, choice.words
-    groups: dict[Layout | None, list[pytest.Item]] = {None: []}
-    for item in items:
-        groups.setdefault(_layout(item), []).append(item)
-    for item in groups[None]:
+    config.stash[LEFT_OUT] = choice.words
+    beside = tiers.share(choice.kept) if config.option.beside and config.option.capture != "no" else set()
+    groups: dict[Layout | str | None, list[pytest.Item]] = {None: []}
+    for item in choice.kept:
+        if item.nodeid not in beside:
+            groups.setdefault(_layout(item), []).append(item)
+    groups["beside"] = [item for item in choice.kept if item.nodeid in beside]
+    for item in groups[None] + groups["beside"]:
         if item.get_closest_marker("timeout") is None and config.pluginmanager.hasplugin("timeout"):
             item.add_marker(pytest.mark.timeout(SINGLE_TIMEOUT))
     items[:] = [item for group in groups.values() for item in group]
     for layout, group in groups.items():
-        if layout is not None:
+        if isinstance(layout, Layout):
             _make_batches(config, layout, group)
+    config.stash[BESIDE] = beside
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the second process once it is known what runs: --last-failed has left out the others by now."""
+    config = session.config
+    mine = [item for item in session.items if item.nodeid in config.stash.get(BESIDE, ())]
+    if mine and not config.option.collectonly:
+        batch = Beside(mine, {item.nodeid: _limit_alone(item) for item in mine})
+        config.stash[BATCHES].update((item.nodeid, batch) for item in mine)
+        batch.begin()
+
+
+def _limit_alone(item: pytest.Item) -> float:
+    """When the second process is taken to hang: later than pytest-timeout in it."""
+    mark = item.get_closest_marker("timeout")
+    return 60 + float([*mark.args, *mark.kwargs.values(), SINGLE_TIMEOUT][0] if mark else SINGLE_TIMEOUT)
 
 
 def _limit_in_place(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -181,14 +202,21 @@ def _limit(item: pytest.Item) -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    layout = _layout(item)
-    if layout is None or ON_RANKS is not None or JOB in item.config.stash:
+    layout, beside = _layout(item), item.nodeid in item.config.stash.get(BESIDE, ())
+    if not beside and (layout is None or ON_RANKS is not None or JOB in item.config.stash):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in _reports(item, layout):
+    for report in _reports_beside(item) if layout is None else _reports(item, layout):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def _reports_beside(item: pytest.Item) -> list[pytest.TestReport]:
+    reports = launcher_reports.merged(item, item.config.stash[BATCHES][item.nodeid].outcome(item.nodeid))
+    for report in reports:
+        report.elsewhere = True
+    return reports
 
 
 def _reports(item: pytest.Item, layout: Layout) -> list[pytest.TestReport]:

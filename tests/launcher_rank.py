@@ -1,4 +1,4 @@
-"""One rank of a batch: the program that `mpiexec` starts on every rank to run tests there.
+"""One rank of a batch: the program that `mpiexec` starts on every rank to run tests there, or a process beside them.
 
 It collects the files of the batch, runs the tests it was told, in the order it was told, and appends what happens to
 `rank<k>.jsonl` line by line, so that the parent can follow and nothing is lost when the rank dies.
@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 
-class RankReporter:
-    """The pytest plugin of a rank. A barrier after each test keeps the ranks together, so a hang is found where it is."""
+class Reporter:
+    """The pytest plugin of a process that runs tests for another one."""
 
-    def __init__(self, folder: Path, nodeids: list[str]) -> None:
-        from mpi4py import MPI
-
-        self._comm = MPI.COMM_WORLD.Dup()
-        self._finalized = MPI.Is_finalized
+    def __init__(self, folder: Path, nodeids: list[str], rank: int = 0) -> None:
+        self.rank = rank
         self._nodeids = nodeids
-        self._lines = open(folder / f"rank{self._comm.rank}.jsonl", "a", buffering=1)  # noqa: SIM115
+        self._lines = open(folder / f"rank{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
+
+    def meet(self) -> None:
+        """Wait for the others that run the same test."""
 
     def _tell(self, event: str, what: Any) -> None:
         self._lines.write(json.dumps([event, what], default=repr) + "\n")
@@ -39,8 +39,7 @@ class RankReporter:
         self._tell("start", item.nodeid)
         result = yield
         self._tell("done", item.nodeid)
-        if not self._finalized():
-            self._comm.Barrier()
+        self.meet()
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -50,11 +49,26 @@ class RankReporter:
         self._config = config
 
 
+class RankReporter(Reporter):
+    """That of a rank. A barrier after each test keeps the ranks together, so a hang is found where it is."""
+
+    def __init__(self, folder: Path, nodeids: list[str]) -> None:
+        from mpi4py import MPI
+
+        self._comm = MPI.COMM_WORLD.Dup()
+        self._finalized = MPI.Is_finalized
+        super().__init__(folder, nodeids, self._comm.rank)
+
+    def meet(self) -> None:
+        if not self._finalized():
+            self._comm.Barrier()
+
+
 def main(folder: Path) -> int:
     """Run the batch that `folder/batch.json` describes; tests that fail are no failure of this program."""
     batch = json.loads((folder / "batch.json").read_text())
-    reporter = RankReporter(folder, batch["nodeids"])
-    basetemp = folder / f"tmp{reporter._comm.rank}"
+    reporter = (RankReporter if batch["mpi"] else Reporter)(folder, batch["nodeids"])
+    basetemp = folder / f"tmp{reporter.rank}"
     status = pytest.main([*batch["arguments"], "--basetemp", str(basetemp), *batch["files"]], plugins=[reporter])
     return 0 if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) else int(status)
 

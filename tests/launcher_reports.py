@@ -15,11 +15,12 @@ def merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
     ranks = [[_restored(item.config, data) for data in reports] for reports in outcome.reports]
     if outcome.problem is not None:
         return [_lost(item, ranks, outcome.problem)]
+    named = "_layout" in getattr(getattr(item, "callspec", None), "params", {})
     phases = []
     for when in SERIALIZED:
         found = {rank: report for rank, reports in enumerate(ranks) for report in reports if report.when == when}
         if found:
-            phases.append(_phase(item, found, len(ranks)))
+            phases.append(_phase(item, found, len(ranks)) if named else found[0])
     return phases
 
 

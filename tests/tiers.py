@@ -6,7 +6,7 @@ A run without `--tier` runs all that it was asked for. What a tier leaves out is
 from __future__ import annotations
 
 import importlib.util
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,10 @@ def add_options(group: Any) -> None:
         help="check: pure tests; test: also a pairwise cover of those on ranks; "
         "change: what a change can break beyond `test`; all (default)",
     )  # fmt: skip
+    group.addoption("--chosen", action="store_true", help="what is named was chosen for the tier before")
+    group.addoption(
+        "--beside", action="store_true", help="run tests without ranks in a second process, on the second core"
+    )
     group.addoption("--since", metavar="COMMIT", help="for --tier change: the commit that the change starts from")
     group.addoption("--budget", type=float, metavar="MINUTES", help="for --tier change: take no more items than fit")
 
@@ -64,7 +68,7 @@ def kind(item: pytest.Item) -> str:
 def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
     """The items of the tier that the command line names, in their order."""
     tier = config.option.tier
-    if tier == "all":
+    if tier == "all" or config.option.chosen:
         return Choice(items)
     kinds = {item.nodeid: kind(item) for item in items}
     table = Table()
@@ -163,3 +167,20 @@ def cap_examples(item: pytest.Item) -> None:
         from hypothesis import settings
 
         function._hypothesis_internal_use_settings = settings(wanted, max_examples=QUICK_EXAMPLES)
+
+
+def share(items: list[pytest.Item]) -> set[str]:
+    """The node ids that a second process takes, so that both take as long: whole files, those without programs first."""
+    table, seconds, of_file = Table(), {}, defaultdict(list)
+    for item in items:
+        seconds[item.nodeid] = table.expected(item.nodeid, kind(item))
+        of_file[item.path].append(item)
+    kinds = {path: {kind(item) for item in group} for path, group in of_file.items()}
+    left, taken = sum(seconds.values()) / 2, set()
+    for path in sorted(
+        (path for path in kinds if kinds[path] <= {"pure", "program"}), key=lambda path: len(kinds[path])
+    ):
+        if left > 0:
+            taken |= {item.nodeid for item in of_file[path]}
+            left -= sum(seconds[item.nodeid] for item in of_file[path])
+    return taken

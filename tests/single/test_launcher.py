@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,12 @@ def run_file(tmp_path: Path, request):
     except LookupError as error:
         pytest.skip(str(error))
 
-    def run(body: str, limit: float = 20, start: dict[str, str] | None = None) -> str | subprocess.Popen:
+    def run(
+        body: str, limit: float = 20, start: dict[str, str] | None = None, words: Sequence[str] = ()
+    ) -> str | subprocess.Popen:
         (tmp_path / "test_it.py").write_text(FILE.format(body=body))
         (tmp_path / "pytest.ini").write_text(f"[pytest]\nranks_timeout = {limit}\n")
-        command = [sys.executable, "-m", "pytest", "-p", "launcher_plugin", "-rA", "-v", "test_it.py"]
+        command = [sys.executable, "-m", "pytest", "-p", "launcher_plugin", "-rA", "-v", *words, "test_it.py"]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
         if start:
             return subprocess.Popen(command, cwd=tmp_path, env={**env, **start}, stdout=subprocess.DEVNULL)
@@ -165,6 +168,42 @@ def test_waits():
     assert "why the others wait" in text
 
 
+def test_a_second_process_runs_tests_without_ranks(run_file):
+    """It reports as the first would, and what ends it is a failure of the test that does."""
+    body = f"""
+def test_passes(tmp_path):
+    tmp_path.joinpath("file").write_text("")
+    assert os.environ.get("OMP_NUM_THREADS") == {os.environ.get("OMP_NUM_THREADS")!r}
+
+def test_is_elsewhere():
+    assert os.getppid() != {os.getpid()} and "launcher_rank" in sys.argv[0]
+
+def test_fails():
+    print("words of it")
+    assert 1 == 2, "as it should"
+
+def test_skips():
+    pytest.skip("the reason for it")
+
+@pytest.mark.xfail(reason="known", strict=True)
+def test_expected_failure():
+    assert 1 == 2
+
+def test_dies():
+    os._exit(3)
+
+def test_next():
+    pass
+"""
+    text = run_file(body, words=["--beside"])
+    assert "2 failed, 3 passed, 1 skipped, 1 xfailed" in text
+    assert "AssertionError: as it should" in text and "words of it" in text and "the reason for it" in text
+    assert "test_dies - a rank died" in text
+    assert "rank 0" not in text.split("test_dies - a rank died")[0].split("short test summary")[1]
+    again = run_file(body.replace("1 == 2, ", "1 == 1, "), words=["--beside", "--last-failed", "-x"])
+    assert "1 failed, 1 passed" in again
+
+
 def test_ranks_that_do_not_end_are_reported(run_file):
     text = run_file(
         """
@@ -177,16 +216,22 @@ def test_leaves_a_bad_exit():
     assert "but then mpiexec ended with status 5" in text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_the_pytest_that_started_them(run_file, tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGTERM, []), (signal.SIGKILL, []), (signal.SIGINT, ["--beside"])]
+)
+def test_ranks_end_with_the_pytest_that_started_them(run_file, tmp_path, number, words):
+    mark = "" if words else "@pytest.mark.ranks(2)"
     process = run_file(
-        """
-@pytest.mark.ranks(2)
+        f"""
+{mark}
 def test_writes_then_waits():
-    open(f"{rank()}.here", "w").close()
+    open(f"{{rank()}}.here", "w").close()
+    if {bool(words)}:
+        open("1.here", "w").close()
     time.sleep(100)
 """,
         start={"MPISTRAT_TEST_RUN": tmp_path.name},
+        words=words,
     )
     until = time.monotonic() + 60
     while not all((tmp_path / f"{rank}.here").exists() for rank in range(2)):
