@@ -52,12 +52,12 @@ ENVS_test := $(foreach mpi,$(TEST_MPIS),$(ENV_$(mpi))/.test-$(KEY))
 PYTEST = $(ENV_$(firstword $(TEST_MPIS)))/bin/python -m pytest \
   $(foreach mpi,$(TEST_MPIS),--mpi-env $(mpi)=$(ENV_$(mpi))/bin/python)
 
-check: lint $(ENV)/.test-$(KEY)  ## lint, types and the tests without ranks: a minute or two
+check: lint $(ENV)/.test-$(KEY)  ## lint, types and the tests without ranks: two or three minutes
 	@echo "mypy, and beside it pytest --tier check"; $(ENV)/bin/python -m mypy >.mypy_cache.txt 2>&1 & types=$$!; \
 	  $(ENV)/bin/python -m pytest -q --tier check --beside $(PYTEST_ARGS) tests/single; tests=$$?; \
 	  wait $$types; types=$$?; cat .mypy_cache.txt; rm .mypy_cache.txt; exit $$((tests | types))
 
-test: $(ENVS_test)  ## the tests in a quarter of an hour at most: those on ranks by a pairwise cover of all combinations
+test: $(ENVS_test)  ## the tests in some eight minutes: those on ranks by a pairwise cover of all combinations
 	$(PYTEST) --tier test --beside $(PYTEST_ARGS)
 
 test-change: $(ENVS_test)  ## beyond make test, BUDGET=20 minutes of what a change since SINCE=main can break
