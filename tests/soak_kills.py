@@ -26,7 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher import ROOT, Job, MpiEnv, mpi_env
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "helpers" / "launch")]
+
+from launcher import Job, MpiEnv, mpi_env  # noqa: E402
 
 if TYPE_CHECKING:
     from integration.hosts import Hosts
@@ -201,5 +203,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "tests"))
     sys.exit(main())

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher import ROOT, end_with_parent
+from launcher import PLACES, end_with_parent
 
 from .hosts import NETWORK, Hosts, why_no_hosts
 
@@ -169,7 +169,7 @@ class Slurm:
 
     def environment(self, extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
         """What a user of this cluster has, and one BLAS thread a rank; then `extra`."""
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        path = os.pathsep.join(PLACES)
         wanted: dict[str, str | None] = {
             "SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1", "OMPI_MCA_osc": "^ucx", "PRTE_MCA_hwloc_default_binding_policy": "none",

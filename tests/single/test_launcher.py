@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import ROOT, launch, mpi_env, with_variable
+from launcher import PLACES, launch, mpi_env, with_variable
 
 FILE = """
 import os, sys, time
@@ -40,7 +40,7 @@ def run_file(tmp_path: Path, request):
         (tmp_path / "test_it.py").write_text(FILE.format(body=body))
         (tmp_path / "pytest.ini").write_text(f"[pytest]\nranks_timeout = {limit}\n")
         command = [sys.executable, "-m", "pytest", "-p", "launcher_plugin", "-rA", "-v", *words, "test_it.py"]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(PLACES)}
         if start:
             return subprocess.Popen(command, cwd=tmp_path, env={**env, **start}, stdout=subprocess.DEVNULL)
         reply = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)

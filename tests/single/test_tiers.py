@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import QUICK_EXAMPLES, cap_examples
 
-from launcher import ROOT
+from launcher import PLACES
 
 FILE = """
 import pytest
@@ -50,7 +50,7 @@ def collect(tmp_path: Path):
         (tmp_path / "test_it.py").write_text(FILE.format(examples=examples))
         (tmp_path / "pytest.ini").write_text("[pytest]\n")
         command = [sys.executable, "-m", "pytest", "-p", "launcher_plugin", "-q", *words, "test_it.py"]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(PLACES)}
         reply = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
         lines = reply.stdout.splitlines()
         named = [line.removeprefix("PASSED ").split("::") for line in lines]

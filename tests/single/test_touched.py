@@ -10,7 +10,7 @@ FILES = {
     "mpistrat/middle.py": "from mpistrat.low import X",
     "mpistrat/late.py": "def f():\n    from .middle import X",
     "mpistrat/alone.py": "",
-    "tests/helper.py": "from mpistrat.late import f",
+    "tests/helpers/models/helper.py": "from mpistrat.late import f",
     "tests/test_low.py": "import mpistrat.low",
     "tests/test_late.py": "from mpistrat.late import f",
     "tests/test_helped.py": "import helper",
@@ -22,7 +22,7 @@ FILES = {
 @pytest.fixture
 def touched(tmp_path: Path, monkeypatch):
     for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
     def run(*changed: str) -> dict[str, int]:
@@ -41,7 +41,7 @@ def test_what_imports_it_counts_by_distance(touched):
 
 def test_tests_and_their_helpers_count(touched):
     assert touched("tests/test_alone.py") == {"alone": 0}
-    assert touched("tests/helper.py") == {"helped": 1}
+    assert touched("tests/helpers/models/helper.py") == {"helped": 1}
 
 
 def test_without_a_change_there_is_none(touched):

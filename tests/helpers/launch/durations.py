@@ -1,7 +1,7 @@
 """How long tests take. Every run writes the seconds of each item into pytest's cache (`.pytest_cache/v/durations`).
 
-`python tests/durations.py` condenses them into `durations.json`, which is kept with the tests and which choices within a
-budget of time go by: the seconds of an item by its function, where that is not what is usual for its kind.
+`python tests/helpers/launch/durations.py` condenses them into `durations.json`, which is kept with the tests and which choices within
+a budget of time go by: the seconds of an item by its function, where that is not what is usual for its kind.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pytest
 TABLE = Path(__file__).with_name("durations.json")
 CACHE = "durations"
 USUAL = {
-    "pure": 0.03,
-    "ranks": 0.15,
+    "pure": 0.04,
+    "ranks": 0.1,
     "program": 2.5,
     "hosts": 4.0,
     "slurm": 6.0,

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 LANGUAGES = {"bash", "c", "console", "diff", "ini", "json", "python", "text", "toml", "yaml"}
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}|:{3,})(.*)$")
 COMMENT = re.compile(r"^ *<!-- *(ranks: *\d+|not run:.*?|raises \w+|exit status \d+) *-->$")

@@ -25,7 +25,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from integration.hosts import Hosts
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
+PLACES = [
+    str(ROOT / place) for place in (".", "tests", *(f"tests/helpers/{n}" for n in ("launch", "harness", "models")))
+]
 MARK = "MPISTRAT_TEST_JOB"
 # Each rank writes into files of its own; `exec` leaves no shell between the launcher and the program.
 RANK_SHELL = 'r=${PMI_RANK:-${PMIX_RANK:-0}}; ulimit -c 0; exec "$@" >"$0/$r.out" 2>"$0/$r.err"'
@@ -246,7 +249,7 @@ def launch(
 
 def job_environment(mark: str, folder: Path, extra: Mapping[str, str | None] | None) -> dict[str, str]:
     """One BLAS thread a rank, output as it comes, stacks on a crash, this mpistrat, temporary files in `folder`; then `extra`."""
-    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [*PLACES, os.environ.get("PYTHONPATH")]))
     wanted: dict[str, str | None] = {
         "TMPDIR": str(folder),
         "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1",

@@ -103,8 +103,8 @@ def _reached(root: Path, test: Path) -> set[Path]:
             names += [f"{base}.{name.strip()}" for name in imported.split(",")]
         found |= {module for name in names if (module := _module(root, name))}
         for helper in re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE):
-            path = root / "tests" / f"{helper}.py"
-            if path.exists() and path not in found:
-                found.add(path)
-                files.append(path)
+            for path in (root / "tests" / "helpers").glob(f"*/{helper}.py"):
+                if path not in found:
+                    found.add(path)
+                    files.append(path)
     return found
