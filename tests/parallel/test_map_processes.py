@@ -41,9 +41,9 @@ if __name__ == "__main__":
 def test_a_job_with_processes_ends(mpi_run, tmp_path, how, ranks):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM.replace("{how}", how))
-    from launcher import ROOT
+    from launcher import PLACES
 
-    result = mpi_run([str(path)], ranks, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    result = mpi_run([str(path)], ranks, env={"PYTHONPATH": ":".join(PLACES)})
     assert (result.returncode == 0) == (how != "error"), result
     for rank in range(ranks):
         lines = result.out[rank].splitlines()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import ROOT, launch
+from launcher import PLACES, launch
 
 FILE = """
 import os
@@ -49,7 +49,7 @@ def run(mpi, tmp_path: Path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nranks_timeout = 20\n")
 
     def run(*words: str):
-        path = f"{ROOT / 'tests'}:{ROOT}"
+        path = ":".join(PLACES)
         program = ["-m", "pytest", "-p", "launcher_plugin", "-rs", *words, "test_it.py"]
         return launch(program, 2, mpi, 60, cwd=tmp_path, env={"PYTHONPATH": path})
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from pairwise import Combination, cover, one_of_each
 
-from launcher import ROOT
+from launcher import PLACES, ROOT
 
 MPIS, RANKS = ("mpich", "openmpi"), (1, 2, 3, 4)
 
@@ -96,7 +96,7 @@ def test_the_order_of_the_combinations_does_not_matter():
 
 def test_every_process_chooses_the_same():
     program = (
-        f"import sys; sys.path[:0] = [{str(ROOT / 'tests')!r}, {str(ROOT / 'tests' / 'single')!r}]\n"
+        f"import sys; sys.path[:0] = {[*PLACES, str(ROOT / 'tests' / 'single')]}\n"
         "import test_pairwise\n"
         "for case in test_pairwise.CASES.values(): print(sorted(test_pairwise.cover(case)))"
     )

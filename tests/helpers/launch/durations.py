@@ -1,7 +1,7 @@
 """How long tests take. Every run writes the seconds of each item into pytest's cache (`.pytest_cache/v/durations`).
 
-`python tests/helpers/launch/durations.py` condenses them into `durations.json`, which is kept with the tests and which choices within
-a budget of time go by: the seconds of an item by its function, where that is not what is usual for its kind.
+`python tests/helpers/launch/durations.py` condenses them into `durations.json`, which is kept with the tests; choices within a
+budget of time go by it: the seconds of an item by its function, where that is not what is usual for its kind.
 """
 
 from __future__ import annotations
