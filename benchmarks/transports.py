@@ -20,12 +20,12 @@ import numpy as np
 
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.parameter_server.choice import TRANSPORTS
+from mpistrat.parameter_server.connections import ParameterServers
 from mpistrat.parameter_server.layout import VariableSpec
-from mpistrat.parameter_server.parameter_servers import ParameterServers
-from mpistrat.parameter_server.push import Push
-from mpistrat.parameter_server.server import Server
-from mpistrat.parameter_server.transport import Port, Transport
+from mpistrat.parameter_server.operations import Push
+from mpistrat.parameter_server.server.server import Server
+from mpistrat.parameter_server.wire.choice import TRANSPORTS
+from mpistrat.parameter_server.wire.transport import Port, Transport
 
 READS = {"4 KB": 1 << 10, "32 MB": 1 << 23}
 PUSHES = {"4 KB": 1 << 10, "1 MB": 1 << 18, "67 MB": 1 << 24}

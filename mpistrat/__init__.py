@@ -29,6 +29,7 @@ from .cross_device.to_one import ReductionToOneDevice
 from .data import InputContext, InputOptions, InputReplicationMode
 from .distributed_values import DistributedValues, Mirrored, PerReplica
 from .options import CommunicationOptions, RunOptions
+from .parameter_server.strategy import ParameterServerStrategy
 from .random import rng
 from .strategy import (
     RESTART_EXIT_CODE,
@@ -36,7 +37,6 @@ from .strategy import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
-    ParameterServerStrategy,
     ReplicaContext,
     Strategy,
     StrategyExtended,

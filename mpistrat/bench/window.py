@@ -6,8 +6,8 @@ import numpy as np
 
 from ..errors import LayoutError, SharedMemoryError
 from ..optimizers import SGD
-from ..parameter_server.choice import TRANSPORTS
-from ..strategy import ParameterServerStrategy
+from ..parameter_server.strategy import ParameterServerStrategy
+from ..parameter_server.wire.choice import TRANSPORTS
 from ..variables import Variable
 from .measure import Operation, median_rate
 from .result import Result, Setting

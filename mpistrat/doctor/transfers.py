@@ -11,7 +11,7 @@ import numpy as np
 from ..comm.process_group import ProcessGroup
 from ..comm.window import RemoteWindow, SharedWindow, Window
 from ..cross_device.auto import make_cross_device_ops
-from ..parameter_server.choice import known_to_finish
+from ..parameter_server.wire.choice import known_to_finish
 from .finding import Finding, ok, problem, warning
 
 __all__ = ["check_all_reduce", "check_windows"]

@@ -1,15 +1,17 @@
-"""Memory layout of a server: the words and slots of its workers, and its variables. Pure arithmetic.
+"""Memory layout of a server: the words and slots of its workers, and its variables; which server a variable comes to.
+
+Pure arithmetic, with the same result on every rank.
 
 The mailbox of a server, in bytes:
 
 | what | written by | words |
 |---|---|---|
-| a line for each worker | that worker | gate, posted, left, clock, signed |
+| a line for each worker | that worker | announced, posted, left, clock, signed |
 | a line for each worker | the server | taken, applied |
-| slots for each worker | that worker | header and payload of one part of a message |
+| slots for each worker | that worker | header and payload of one fragment of a message |
 
 A line is 64 bytes, so that no two writers share a cache line. A slab holds variables: a line with the version word and those
-of `rooms.py`, then the bytes of the variable. A large one that workers of the same node may read in place has a
+of `snapshots.py`, then the bytes of the variable. A large one that workers of the same node may read in place has a
 word for each of them before that line, and after it further buffers like the first, and one for the gradient of each of them.
 """
 
@@ -17,17 +19,30 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
 from ..comm.arrays import check_movable
+from ..errors import explain
 
-__all__ = ["LINE", "MailboxLayout", "Place", "VariableSpec", "aligned"]
+__all__ = [
+    "LINE",
+    "PLACEMENTS",
+    "Balanced",
+    "MailboxLayout",
+    "Address",
+    "ServerAssignment",
+    "RoundRobin",
+    "VariableSpec",
+    "aligned",
+]
 
 LINE = 64
-_GATE, _POSTED, _LEFT, _CLOCK, _SIGNED = 0, 8, 16, 24, 32
+_ANNOUNCED, _POSTED, _LEFT, _CLOCK, _SIGNED = 0, 8, 16, 24, 32
 _TAKEN, _APPLIED = 0, 8
 
 
@@ -79,7 +94,7 @@ class VariableSpec:
 
 @final
 @dataclass(frozen=True)
-class Place:
+class Address:
     """Where a variable lies.
 
     Attributes:
@@ -87,7 +102,7 @@ class Place:
         spec: what it is.
         slab: the number of the slab.
         offset: of its bytes in its server's segment of the slab.
-        near: the workers that may hold rooms of the variable, in ascending order.
+        near: the workers that may hold buffers of the variable, in ascending order.
         version: offset of the version word.
     """
 
@@ -98,7 +113,7 @@ class Place:
     near: tuple[int, ...] = ()
 
     @classmethod
-    def after(cls, start: int, index: int, spec: VariableSpec, slab: int, near: tuple[int, ...] = ()) -> Place:
+    def after(cls, start: int, index: int, spec: VariableSpec, slab: int, near: tuple[int, ...] = ()) -> Address:
         """Return the place of a variable whose memory begins at an offset."""
         return cls(index, spec, slab, start + aligned(8 * len(near)) + LINE, near)
 
@@ -113,35 +128,35 @@ class Place:
 
     @property
     def current(self) -> int:
-        """Offset of the word that says in which room the newest version lies."""
+        """Offset of the word that says in which buffer the newest version lies."""
         return self.version + 8
 
     @property
     def may_hold(self) -> int:
-        """Offset of the word that says whether workers may hold rooms."""
+        """Offset of the word that says whether workers may hold buffers."""
         return self.version + 16
 
     def held(self, worker: int) -> int:
-        """The word of a near worker: 1 + the number of the room that it holds."""
+        """The word of a near worker: 1 + the number of the buffer that it holds."""
         return self.start + 8 * self.near.index(worker)
 
     @property
-    def rooms(self) -> int:
+    def buffers(self) -> int:
         """How many there are: the current one, one for each worker to hold, and one in which the next version is written."""
         return len(self.near) + 2 if self.near else 1
 
-    def room(self, number: int) -> int:
-        """The first byte of a room; the variable lies in room 0 at first."""
+    def buffer(self, number: int) -> int:
+        """The first byte of a buffer; the variable lies in buffer 0 at first."""
         return self.offset + number * aligned(max(self.spec.nbytes, 1))
 
     def gradient(self, worker: int) -> int:
         """The first byte of the memory in which a near worker writes its gradient."""
-        return self.room(self.rooms + self.near.index(worker))
+        return self.buffer(self.buffers + self.near.index(worker))
 
     @property
     def end(self) -> int:
         """The first byte after the variable that another one may have."""
-        return self.room(self.rooms + len(self.near))
+        return self.buffer(self.buffers + len(self.near))
 
 
 @final
@@ -151,20 +166,20 @@ class MailboxLayout:
 
     Args:
         workers: their number.
-        slots: parts that a worker may post before the server takes one.
-        chunk_bytes: the largest payload of a part.
+        slots: fragments that a worker may post before the server takes one.
+        chunk_bytes: the largest payload of a fragment.
     """
 
     workers: int
     slots: int
     chunk_bytes: int
 
-    def gate(self, worker: int) -> int:
+    def announced(self, worker: int) -> int:
         """The word by which a reader announces itself: what it reads, and a number."""
-        return worker * LINE + _GATE
+        return worker * LINE + _ANNOUNCED
 
     def posted(self, worker: int) -> int:
-        """How many parts the worker has posted."""
+        """How many fragments the worker has posted."""
         return worker * LINE + _POSTED
 
     def left(self, worker: int) -> int:
@@ -180,16 +195,16 @@ class MailboxLayout:
         return worker * LINE + _SIGNED
 
     def taken(self, worker: int) -> int:
-        """How many parts of the worker the server has taken."""
+        """How many fragments of the worker the server has taken."""
         return (self.workers + worker) * LINE + _TAKEN
 
     def applied(self, worker: int) -> int:
         """The number of the worker's last push that is applied, as are all before it."""
         return (self.workers + worker) * LINE + _APPLIED
 
-    def slot(self, worker: int, part: int) -> int:
-        """The header of the worker's part of this number; the payload is a line further."""
-        return 2 * self.workers * LINE + (worker * self.slots + part % self.slots) * self._slot_bytes
+    def slot(self, worker: int, fragment: int) -> int:
+        """The header of the worker's fragment of this number; the payload is a line further."""
+        return 2 * self.workers * LINE + (worker * self.slots + fragment % self.slots) * self._slot_bytes
 
     @property
     def words_bytes(self) -> int:
@@ -204,3 +219,74 @@ class MailboxLayout:
     @property
     def _slot_bytes(self) -> int:
         return LINE + aligned(self.chunk_bytes)
+
+
+class ServerAssignment(ABC):
+    """Gives each new variable, or shard of one, its server. The same calls give the same servers on every rank.
+
+    Args:
+        num_servers: how many servers there are.
+
+    Raises:
+        ValueError: num_servers < 1.
+
+    Attributes:
+        nbytes: what each server has so far, in bytes.
+    """
+
+    def __init__(self, num_servers: int) -> None:
+        if num_servers < 1:
+            raise ValueError(explain(type(self).__name__, "num_servers", expected="≥ 1", got=num_servers))
+        self.nbytes = [0] * num_servers
+
+    def __call__(self, shape: Sequence[int], dtype: Any, server: int | None = None) -> int:
+        """Return the server of the next variable. Every rank must do it.
+
+        Args:
+            shape, dtype: of the variable.
+            server: where it must lie; that takes no other variable's turn.
+        """
+        server = self._next() if server is None else server
+        self.nbytes[server] += math.prod(shape) * np.dtype(dtype).itemsize
+        return server
+
+    @abstractmethod
+    def _next(self) -> int:
+        """Return which server's turn it is."""
+
+
+@final
+class RoundRobin(ServerAssignment):
+    """One server after the other, whatever the sizes (TF: what ParameterServerStrategy does).
+
+    Example:
+        >>> placing = RoundRobin(2)
+        >>> [placing((size,), "int8") for size in (100, 1, 100, 1)], placing.nbytes
+        ([0, 1, 0, 1], [200, 2])
+    """
+
+    def __init__(self, num_servers: int) -> None:
+        super().__init__(num_servers)
+        self._placed = 0
+
+    def _next(self) -> int:
+        server = self._placed % len(self.nbytes)
+        self._placed += 1
+        return server
+
+
+@final
+class Balanced(ServerAssignment):
+    """The server with the fewest bytes so far; of equals the first.
+
+    Example:
+        >>> placing = Balanced(2)
+        >>> [placing((size,), "int8") for size in (100, 1, 100, 1)], placing.nbytes
+        ([0, 1, 1, 0], [101, 101])
+    """
+
+    def _next(self) -> int:
+        return min(range(len(self.nbytes)), key=lambda server: self.nbytes[server])
+
+
+PLACEMENTS: dict[str, type[ServerAssignment]] = {"round_robin": RoundRobin, "bytes": Balanced}

@@ -1,19 +1,27 @@
-"""Roles: which ranks are workers and which are parameter servers."""
+"""Roles: which ranks are workers and which are parameter servers, agreed by all ranks with the settings of the strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
-from ..cluster import ClusterResolver
+from .._util import log
+from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
 from ..cluster.spec import validate
 from ..cluster.tasks import own_task, ranks_by_task
 from ..comm import obituary
 from ..comm.process_group import ProcessGroup
 from ..errors import ClusterError, explain
+from ..options import CommunicationOptions
+from .layout import PLACEMENTS
 
-__all__ = ["Roles", "is_server"]
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["RoleAssignment", "Roles", "Settings", "is_server"]
 
 _NAME = "ParameterServerStrategy"
 
@@ -145,3 +153,140 @@ def introduce(group: ProcessGroup, workers: Sequence[int], servers: Sequence[int
     kind, tasks = ("ps", servers) if rank in servers else ("worker", workers)
     role = f"{kind} {tasks.index(rank)}" if rank in tasks else "no role"
     obituary.introduce(f"rank {rank} of {topology.size} ({role}) on {topology.hostname}")
+
+
+_NAME = "ParameterServerStrategy"
+
+
+@final
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ParameterServerStrategy that are not one rank's own; see there."""
+
+    variable_partitioner: Callable[..., Sequence[int]] | None
+    num_ps: int | None
+    max_staleness: int | None
+    backup_workers: int
+    placement: str
+    transport: str
+    workers_in_sync: int
+    back_off: float
+    check_numerics: bool
+    communication_options: CommunicationOptions | None
+
+    def compared(self) -> tuple[Any, ...]:
+        """Return those that ranks compare: the resolver and the parts of the strategy see to the others."""
+        return (
+            self.max_staleness,
+            self.backup_workers,
+            self.placement,
+            self.transport,
+            self.workers_in_sync,
+            self.back_off,
+            self.check_numerics,
+        )
+
+    def check(self) -> None:
+        """Raise ValueError for one that can never be right."""
+        self._check_number("max_staleness", 0, optional=True)
+        self._check_number("backup_workers", 0)
+        self._check_number("workers_in_sync", 1)
+        if self.backup_workers and self.max_staleness != 0:
+            expected, got = "max_staleness=0 with backup workers", repr(self.max_staleness)
+            raise ValueError(explain(_NAME, "max_staleness", expected=expected, got=got))
+        if self.workers_in_sync > 1 and self.max_staleness == 0:
+            expected = "1 with max_staleness=0, where all workers step together"
+            raise ValueError(explain(_NAME, "workers_in_sync", expected=expected, got=self.workers_in_sync))
+        if self.placement not in PLACEMENTS:
+            expected = f"one of {', '.join(PLACEMENTS)}"
+            raise ValueError(explain(_NAME, "placement", expected=expected, got=repr(self.placement)))
+
+    def _check_number(self, name: str, least: int, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if not (value is None and optional) and (type(value) is not int or value < least):
+            expected = f"an integer of at least {least}{' or None' * optional}"
+            raise ValueError(explain(_NAME, name, expected=expected, got=repr(value)))
+
+
+_NAME = "ParameterServerStrategy"
+
+
+@final
+class RoleAssignment:
+    """The roles of all ranks, by number or by a resolver.
+
+    Args:
+        settings: of the strategy.
+        resolver: who is worker, chief or ps; default what TF_CONFIG says, if it is set and names ps tasks.
+    """
+
+    def __init__(self, settings: Settings, resolver: ClusterResolver | None) -> None:
+        self._settings, self._resolver = settings, resolver
+        self._problem: ClusterError | None = None  # raised by `check`, which all ranks hear of
+        try:
+            if resolver is None and settings.num_ps is None:
+                self._resolver = _from_environment()
+            self._serves = self._resolver is not None and is_server(self._resolver)
+        except ClusterError as error:
+            self._problem, self._serves = error, False
+        self._count = 1 if settings.num_ps is None else settings.num_ps
+
+    def serves(self, comm: MPI.Intracomm) -> bool:
+        """Return whether this rank will be a server, as far as it can be seen before the ranks have talked."""
+        if self._resolver is not None:
+            return self._serves
+        return type(self._count) is int and comm.rank >= comm.size - self._count
+
+    def check(self, topology: Topology) -> None:
+        """Raise what this rank finds wrong with the settings, its task and the number of ranks."""
+        if self._problem is not None:
+            raise self._problem
+        if self._resolver is not None and self._settings.num_ps is not None:
+            raise ValueError(explain(_NAME, "num_ps", expected="num_ps or cluster_resolver", got="both"))
+        if self._resolver is None:
+            Roles.of_counts(topology.size, self._count)
+        own_task(self._resolver)
+        self._settings.check()
+
+    def agree(self, group: ProcessGroup) -> Roles:
+        """Return the roles. Collective.
+
+        Raises:
+            ClusterError: on every rank, when the roles contradict each other, or there is no worker or no server.
+            CollectiveMismatchError: on every rank, when their settings differ.
+            ValueError: on every rank, when there are not more workers than backup workers.
+        """
+        with group.collective(_NAME, detail=self._settings.compared()):
+            pass
+        size, backup = group.topology.size, self._settings.backup_workers
+        roles = Roles.of_counts(size, self._count) if self._resolver is None else Roles.gather(group, self._resolver)
+        if not backup < len(roles.workers):
+            expected = f"less than the {len(roles.workers)} workers"
+            raise ValueError(explain(_NAME, "backup_workers", expected=expected, got=backup))
+        return roles
+
+    def tell(self, group: ProcessGroup, roles: Roles) -> ClusterResolver:
+        """Log who is where, warn where that is not what the resolver said, and return the resolver. Collective."""
+        resolver = self._resolver
+        if resolver is None:
+            jobs = {"worker": list(roles.workers), "ps": list(roles.servers)}
+            resolver = MPIClusterResolver(group.topology.comm, jobs)
+        host = group.topology.hostname
+        with group.collective(_NAME, "placement"):
+            told = [text.split("\n") for text in group.all_gather_text(f"{host}\n{elsewhere(resolver, host)}")]
+        placement = roles.describe([host for host, _ in told])
+        if group.topology.rank == 0:
+            log.once(logging.INFO, f"{_NAME}:\n{placement}")
+        wrong = [f"rank {rank} is on {host}, not on {asked}" for rank, (host, asked) in enumerate(told) if asked]
+        if wrong:
+            remedy = "check the launcher's host list (mpiexec --hosts, mpirun --host) against the cluster's addresses"
+            log.once(logging.WARNING, f"{_NAME}: other hosts than asked: {'; '.join(wrong)}: {remedy}\n{placement}")
+        return resolver
+
+
+def _from_environment() -> ClusterResolver | None:
+    """The resolver of TF_CONFIG, where that says who is a server."""
+    if not os.environ.get("TF_CONFIG"):
+        return None
+    resolver = TFConfigClusterResolver()
+    return resolver if "ps" in resolver.cluster_spec().jobs else None

@@ -8,7 +8,6 @@ from .loss import compute_average_loss, scale_regularization_loss
 from .mirrored import MirroredStrategy
 from .multi_worker_mirrored import MultiWorkerMirroredStrategy
 from .one_device import OneDeviceStrategy
-from .parameter_server import ParameterServerStrategy
 from .preemption import RESTART_EXIT_CODE, catch_stop_signals
 from .replica_context import ReplicaContext, ValueContext
 from .scope import set_strategy
@@ -16,13 +15,12 @@ from .show_config import show_config
 from .strategy import Strategy
 
 __all__ = [
+    "RESTART_EXIT_CODE",
     "CentralStorageStrategy",
     "DefaultStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
-    "ParameterServerStrategy",
-    "RESTART_EXIT_CODE",
     "ReplicaContext",
     "Strategy",
     "StrategyExtended",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from ..environment import STRATEGIES, Environment
@@ -12,25 +11,22 @@ from .central_storage import CentralStorageStrategy
 from .mirrored import MirroredStrategy
 from .multi_worker_mirrored import MultiWorkerMirroredStrategy
 from .one_device import OneDeviceStrategy
-from .parameter_server import ParameterServerStrategy
 from .strategy import Strategy
 
-__all__ = ["strategy_from_environment"]
+__all__ = ["add_strategy", "strategy_from_environment"]
 
 _NAME = "strategy_from_environment"
-_CLASSES: Mapping[str, type[Strategy]] = dict(
-    zip(
-        STRATEGIES,
-        (
-            OneDeviceStrategy,
-            MirroredStrategy,
-            MultiWorkerMirroredStrategy,
-            CentralStorageStrategy,
-            ParameterServerStrategy,
-        ),
-        strict=True,
-    )
-)
+_CLASSES: dict[str, type[Strategy]] = {
+    "one_device": OneDeviceStrategy,
+    "mirrored": MirroredStrategy,
+    "multi_worker_mirrored": MultiWorkerMirroredStrategy,
+    "central_storage": CentralStorageStrategy,
+}
+
+
+def add_strategy(name: str, kind: type[Strategy]) -> None:
+    """Let the environment name a strategy that is made above this floor, by one of `options.STRATEGIES`."""
+    _CLASSES[name] = kind
 
 
 def strategy_from_environment(default: str = "multi_worker_mirrored", **settings: Any) -> Strategy:
@@ -60,15 +56,15 @@ def strategy_from_environment(default: str = "multi_worker_mirrored", **settings
     if name not in _CLASSES:
         raise ValueError(explain(_NAME, "default", expected=f"one of {', '.join(STRATEGIES)}", got=repr(name)))
     kind = _CLASSES[name]
+    takes = [parameter for parameter in inspect.signature(kind).parameters if parameter != "self"]
     if environment.num_ps is not None:
-        if kind is not ParameterServerStrategy:
+        if "num_ps" not in takes:
             got = f"{environment.num_ps}, and the strategy is {name}"
             remedy = "Set MPISTRAT_STRATEGY=parameter_server, or unset MPISTRAT_NUM_PS"
             raise ValueError(
                 explain(_NAME, "MPISTRAT_NUM_PS", expected="a strategy with servers", got=got, remedy=remedy)
             )
         settings.setdefault("num_ps", environment.num_ps)
-    takes = [parameter for parameter in inspect.signature(kind).parameters if parameter != "self"]
     for setting in settings:
         if setting not in takes:
             because = "MPISTRAT_STRATEGY" if environment.strategy else "the default"

@@ -65,7 +65,7 @@ def test_the_servers_program_reads_and_writes_between_pushes(transport):
 
 @ranks(2, 3, 4)
 def test_variables_are_added_while_pushes_are_on_their_way(transport, monkeypatch):
-    monkeypatch.setattr("mpistrat.parameter_server.parameter_servers.FIRST_SLAB", 4096)
+    monkeypatch.setattr("mpistrat.parameter_server.connections.FIRST_SLAB", 4096)
     with parameter_servers(transport, [((400,), F4)]) as ps:
         from mpistrat.parameter_server.layout import VariableSpec
 

@@ -34,7 +34,7 @@ def test_pushes_are_exact(transport):
 @pytest.mark.parametrize("largest", [0, 1 << 26], ids=["in parts", "staged"])
 def test_large_pushes_are_exact(transport, largest, monkeypatch):
     """Pushes of many parts, or that lie whole where windows can hold them, of workers at the same time."""
-    monkeypatch.setattr("mpistrat.parameter_server.staging.LARGEST_AREA", largest)
+    monkeypatch.setattr("mpistrat.parameter_server.wire.memory.LARGEST_AREA", largest)
     with parameter_servers(transport, [((7, 1001), F4)], chunk_bytes=4096) as ps:
         check_exact(ps, 60)
 
@@ -207,7 +207,7 @@ def test_rows_of_a_large_table(transport):
 @pytest.mark.big(gib=1)
 def test_a_reader_that_stopped_does_not_hold_up_others_for_long(transport):
     """Worker 0 announces a reading of a variable of 200 MB and does not end it, worker 1 pushes rows meanwhile."""
-    from mpistrat.parameter_server.gate import _VARIABLES
+    from mpistrat.parameter_server.server.seqlock import _VARIABLES
 
     def work(worker, transports):
         link = transports[0]
@@ -359,7 +359,7 @@ def test_several_servers(transport):
 
 @ranks(2, 3, 4)
 def test_slabs_are_added_when_there_is_no_room(transport, monkeypatch):
-    monkeypatch.setattr("mpistrat.parameter_server.parameter_servers.FIRST_SLAB", 4096)
+    monkeypatch.setattr("mpistrat.parameter_server.connections.FIRST_SLAB", 4096)
 
     def work(worker, transports):
         for variable in range(6):
@@ -370,7 +370,7 @@ def test_slabs_are_added_when_there_is_no_room(transport, monkeypatch):
 
         for index in range(1, 6):
             assert ps.add_variables([VariableSpec(f"more{index}", (500,), F4)]) == [index]
-        assert len({place.slab for place in ps.places}) > 1
+        assert len({address.slab for address in ps.addresses}) > 1
         run(ps, work)
         if ps.server is not None:
             for variable in range(6):

@@ -27,7 +27,7 @@ def work(worker, transports):
             link._comm = type("Stopping", (), {n: getattr(comm, n) for n in ("Irecv", "Recv", "Iprobe", "Isend")})
             link._comm.Isend = staticmethod(lambda *a: (comm.Isend(*a), stop())[0])
         else:
-            slab = link._slab(link.pair.places[0])
+            slab = link._slab(link.pair.addresses[0])
             get = slab.get
             slab.get = lambda *a: (get(*a), stop(), setattr(slab, "get", get))
     start = time.monotonic()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.parameter_server.layout import LINE, MailboxLayout, Place, VariableSpec, aligned
-from mpistrat.parameter_server.memory import ServerMemory
+from mpistrat.parameter_server.layout import LINE, Address, MailboxLayout, VariableSpec, aligned
 from mpistrat.parameter_server.operations import Operation, pack
-from mpistrat.parameter_server.parts import Kind, Part
-from mpistrat.parameter_server.server import Server
-from mpistrat.parameter_server.transport import FOR_GOOD, Port
+from mpistrat.parameter_server.server.server import Server
+from mpistrat.parameter_server.wire.fragments import Fragment, MessageKind
+from mpistrat.parameter_server.wire.memory import ServerMemory
+from mpistrat.parameter_server.wire.transport import FOR_GOOD, Port
 
 
 class Weights:
@@ -46,14 +46,14 @@ class ServerStand:
         self.variables, self.sent = variables, [0] * workers
         self._layout = MailboxLayout(workers, 0, 16)
         self._mailbox = ServerMemory(group, None, [0], [self._layout.nbytes], False, False, "mailbox")
-        places, used = [], 0
+        addresses, used = [], 0
         for index, v in enumerate(variables):
             spec = VariableSpec(v.name, v.shape, v.dtype)
-            places.append(Place(index, spec, 0, used + LINE))
+            addresses.append(Address(index, spec, 0, used + LINE))
             used += LINE + aligned(max(spec.nbytes, 1))
         slab = ServerMemory(group, None, [0], [used], False, False, "variables")
         self.server = Server(
-            group, 0, [0] * workers, self._layout, places, self._mailbox, [slab], [], lambda: 0, 1e-3, threads=False
+            group, 0, [0] * workers, self._layout, addresses, self._mailbox, [slab], [], lambda: 0, 1e-3, threads=False
         )
         self.server.add_port(Silent(), range(workers))
         for index, v in enumerate(variables):
@@ -78,19 +78,19 @@ class ServerStand:
     ):
         values = np.ascontiguousarray(values, self.variables[variable].dtype)
         payload = values.reshape(-1).view(np.uint8).copy()
-        kind = Kind.PUSH
+        kind = MessageKind.PUSH
         if rows is not None:
             payload = np.concatenate([np.asarray(rows, np.int64).view(np.uint8), payload])
-            kind = Kind.PUSH_ROWS
+            kind = MessageKind.PUSH_ROWS
         if commit:
-            kind |= Kind.ENDS_STEP
+            kind |= MessageKind.ENDS_STEP
         self._deliver(
             worker, kind, variable, 0 if rows is None else len(rows), pack(operation, key), version, payload[:]
         )
         payload[...] = 0xAA  # it is valid during the call only
 
     def commit(self, worker, key=0):
-        self._deliver(worker, Kind.COMMIT, -1, 0, pack(Operation.GRADIENT, key), 0, np.empty(0, np.uint8))
+        self._deliver(worker, MessageKind.COMMIT, -1, 0, pack(Operation.GRADIENT, key), 0, np.empty(0, np.uint8))
 
     def step(self, worker, values, **options):
         """Push a gradient that ends a step."""
@@ -106,5 +106,5 @@ class ServerStand:
     def _deliver(self, worker, kind, variable, rows, what, version, payload):
         self.sent[worker] += 1
         size = payload.nbytes
-        part = Part(kind, variable, self.sent[worker], rows, what, version, nbytes=size, total=size)
-        self.server.deliver(worker, part, payload)
+        fragment = Fragment(kind, variable, self.sent[worker], rows, what, version, nbytes=size, total=size)
+        self.server.deliver(worker, fragment, payload)

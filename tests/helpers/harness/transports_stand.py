@@ -17,8 +17,8 @@ def parameter_servers(transport, specs=(), servers=1, abort_after=30.0, **settin
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
     from mpistrat.environment import Environment
+    from mpistrat.parameter_server.connections import ParameterServers
     from mpistrat.parameter_server.layout import VariableSpec
-    from mpistrat.parameter_server.parameter_servers import ParameterServers
 
     topology = Topology.create()
     group = ProcessGroup.create(topology, Environment(abort_after=abort_after))
@@ -77,7 +77,7 @@ def check_exact(ps, pushes):
     share = {w: pushes // workers + (w < pushes % workers) for w in range(workers)}
 
     def work(worker, transports):
-        one = np.ones(ps.places[0].spec.shape, ps.places[0].spec.dtype)
+        one = np.ones(ps.addresses[0].spec.shape, ps.addresses[0].spec.dtype)
         for number in range(1, share[worker] + 1):
             transports[0].push(0, number, one)
         transports[0].flush()
@@ -129,7 +129,7 @@ def check_views(ps, reads, seconds):
         ps.server.start(adding(ps.server)[0])
         ps.server.wait()
         return None
-    spec, transport = ps.places[0].spec, ps.transports[0]
+    spec, transport = ps.addresses[0].spec, ps.transports[0]
     out, last, views, kept = np.zeros(spec.shape, spec.dtype), 0, 0, None
     until = time.monotonic() + seconds
     for turn in itertools.count():
@@ -156,7 +156,7 @@ def check_whole_reads(ps, reads, seconds):
         ps.server.start(adding(ps.server)[0])
         ps.server.wait()
         return None
-    spec, transport = ps.places[0].spec, ps.transports[0]
+    spec, transport = ps.addresses[0].spec, ps.transports[0]
     out, last, accepted = np.zeros(spec.shape, spec.dtype), 0, 0
     until = time.monotonic() + seconds
     while (accepted < reads or last < 5) and time.monotonic() < until:
@@ -173,11 +173,11 @@ def check_whole_reads(ps, reads, seconds):
 
 def sees_a_mix(ps, seconds):
     """The positive control: whether a reader without gate and versions ever gets parts of two writes."""
-    place, transport = ps.places[0], ps.transports[0]
-    out = np.zeros(place.spec.shape, place.spec.dtype)
-    slab, until = transport._slab(place), time.monotonic() + seconds
+    address, transport = ps.addresses[0], ps.transports[0]
+    out = np.zeros(address.spec.shape, address.spec.dtype)
+    slab, until = transport._slab(address), time.monotonic() + seconds
     while time.monotonic() < until:
-        slab.get(transport._rank, place.offset, out.view(np.uint8))
+        slab.get(transport._rank, address.offset, out.view(np.uint8))
         if (out != out[0]).any():
             return True
     return False

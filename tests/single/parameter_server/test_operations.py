@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpistrat.parameter_server.operations import Operation, apply_operation, pack, unpack
-from mpistrat.parameter_server.parts import LARGEST_WHAT
+from mpistrat.parameter_server.wire.fragments import LARGEST_WHAT
 
 
 @pytest.mark.parametrize("operation", Operation)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpistrat.parameter_server.layout import VariableSpec
-from mpistrat.parameter_server.report import _combine
+from mpistrat.parameter_server.report import combine
 
 SPECS = [VariableSpec("w", (3,), np.dtype("f4"), 0), VariableSpec("b", (1,), np.dtype("f4"), 1)]
 
@@ -23,7 +23,7 @@ def test_counts_of_all_ranks_come_together():
         told([[[0, [4, 48]]], [[1, [2, 8]]]], [[[0, [4, 48]]], []]),
         server([[], []], busy=0.0),
     ]
-    stats = _combine(SPECS, workers=(1, 2), servers=(0, 3), told=ranks)
+    stats = combine(SPECS, workers=(1, 2), servers=(0, 3), told=ranks)
     found = [(e.variable, e.worker, e.pulls, e.pulled_bytes, e.pushes, e.pushed_bytes) for e in stats.exchanges]
     assert found == [("w", 1, 4, 48, 4, 48), ("b", 1, 2, 8, 0, 0)]
     assert dict(stats.exchanges[0].staleness) == {0: 3, 2: 1}

@@ -1,0 +1,283 @@
+"""The servers and workers of a group, their memory and their connections."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any, final
+
+from .._util import log
+from ..comm.process_group import ProcessGroup
+from ..comm.shared_memory import free_space
+from ..comm.waiting import CEILING
+from ..errors import ClosedError, LayoutError, explain
+from .layout import Address, MailboxLayout, VariableSpec, aligned
+from .report import ParameterServerStats, combine, of_server, of_worker
+from .roles import introduce
+from .server.server import Server
+from .wire.choice import choose, describe
+from .wire.memory import HALVES, ServerMemory, Staging, area_bytes
+from .wire.messages import MessagePort, MessageTransport
+from .wire.transport import Pair, Transport
+from .wire.windows import OneSidedTransport, SharedWindowTransport, WindowPort
+
+__all__ = ["ParameterServers"]
+
+FIRST_SLAB = 16 << 20
+LARGEST_SLAB = 1 << 30
+UNLIMITED = 1 << 62
+
+
+@final
+class ParameterServers:
+    """Ranks that hold variables, and ranks that read them and push updates. Collective over the group.
+
+    Args:
+        group: all ranks; some may be neither worker nor server.
+        workers, servers: ranks, the same lists on every rank.
+        transport: one for all pairs ("shared_window", "one_sided", "messages"); default the environment's, else chosen for
+            each pair (`choice.choose`).
+        slots: fragments of pushes that each worker may post before a server takes one.
+        chunk_bytes: the largest payload of a fragment. A server has slots × chunk_bytes of memory for each worker.
+        back_off: seconds of the longest sleep of a server with nothing to do: 1 ms costs up to 6 % of a core and a push
+            waits about 1 ms; shorter sleeps cost more and wait less.
+
+    Raises:
+        LayoutError: on every rank: no worker, no server, a rank that is both, or a transport that does not fit.
+        SharedMemoryError: on every rank, where there is no room.
+
+    Attributes:
+        workers, servers: ranks.
+        choice: the transport of each (worker, server).
+        addresses: the variables, by number.
+        server: on a server its variables and its service, to be started; else None.
+        transports: on a worker its connection with each server, else empty.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        workers: Sequence[int],
+        servers: Sequence[int],
+        *,
+        transport: str = "",
+        slots: int = 4,
+        chunk_bytes: int = 1 << 20,
+        back_off: float = CEILING,
+    ) -> None:
+        self.group, self.workers, self.servers = group, tuple(workers), tuple(servers)
+        _check_roles(group, self.workers, self.servers)
+        introduce(group, self.workers, self.servers)
+        _check_sizes(slots, chunk_bytes, back_off)
+        detail = (self.workers, self.servers, transport, slots, chunk_bytes)
+        with group.collective("ParameterServers", detail=detail):
+            self.choice = choose(group, self.workers, self.servers, transport or group.environment.transport)
+        log.once(logging.INFO, "parameter servers: " + self.describe())
+        self.addresses: list[Address] = []
+        self.server: Server | None = None
+        self._threads = _several_threads()
+        self.transports: list[Transport] = []
+        self._slabs: list[ServerMemory] = []
+        self._stagings: list[Staging] = []
+        self._used = self._room = [0] * len(self.servers)
+        self._next_slab = FIRST_SLAB
+        self._comm: Any = group.topology.comm.Dup()
+        used = set(self.choice.values())
+        self._windows = "shared_window" in used, "one_sided" in used
+        self._layout = MailboxLayout(len(self.workers), slots if any(self._windows) else 0, chunk_bytes)
+        self._posting = MailboxLayout(len(self.workers), slots, chunk_bytes)
+        sizes = [self._layout.nbytes] * len(self.servers)
+        self._mailbox = ServerMemory(group, self._comm, self.servers, sizes, *self._windows, "the servers' mailboxes")
+        self._mailbox.populate((0, self._mailbox.own.nbytes))
+        self._connect(back_off)
+        group.attach(self)
+        group.barrier("ParameterServers")
+
+    def _connect(self, back_off: float) -> None:
+        topology = self.group.topology
+        if topology.rank in self.servers:
+            self._open_ports(self.servers.index(topology.rank), back_off)
+            self.group.contacts.update(self.workers)
+        if topology.rank in self.workers:
+            worker = self.workers.index(topology.rank)
+            self.group.contacts.update(self.servers)
+            for server, rank in enumerate(self.servers):
+                pair = Pair(self.group, worker, server, rank, self._posting, self.addresses)
+                self.transports.append(self._transport(pair, self.choice[worker, server]))
+
+    def _transport(self, pair: Pair, name: str) -> Transport:
+        if name == "messages":
+            return MessageTransport(pair, self._comm)
+        kind = SharedWindowTransport if name == "shared_window" else OneSidedTransport
+        return kind(pair, self._mailbox, self._slabs, self._stagings)
+
+    def _open_ports(self, index: int, back_off: float) -> None:
+        by_messages = [w for w in range(len(self.workers)) if self.choice[w, index] == "messages"]
+        by_windows = [w for w in range(len(self.workers)) if w not in by_messages]
+        server = self.server = Server(
+            self.group, index, self.workers, self._layout, self.addresses, self._mailbox, self._slabs, by_windows,
+            self._comm.Iprobe, back_off, self._threads,
+        )  # fmt: skip
+        if by_windows:
+            memory = self._mailbox, self._stagings, self.addresses, self._slabs
+            windows = WindowPort(by_windows, self._layout, *memory, index, server.deliver, server.accepts)
+            server.add_port(windows, by_windows)
+        if by_messages:
+            ranks = {self.workers[w]: w for w in by_messages}
+            port = MessagePort(server, ranks, self._layout, self._mailbox, self._comm, server.deliver)
+            server.add_port(port, by_messages)
+
+    def add_variables(self, specs: Sequence[VariableSpec]) -> list[int]:
+        """Give variables a place on their servers, zeros at first, and return their numbers. Collective.
+
+        Add many at a time: memory comes in slabs, and each call is a meeting of all ranks.
+
+        Args:
+            specs: what they are, the same on every rank.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if they differ.
+            SharedMemoryError: on every rank, where there is no room.
+        """
+        self._check_open()
+        for spec in specs:
+            if not 0 <= spec.server < len(self.servers):
+                expected = f"0 <= server < {len(self.servers)}"
+                raise ValueError(
+                    explain("add_variables", f"server of {spec.name!r}", expected=expected, got=spec.server)
+                )
+        detail = tuple((s.name, s.shape, s.dtype.str, s.server) for s in specs)
+        with self.group.collective("add_variables", detail=detail):
+            needed, near = [0] * len(self.servers), self._near(specs)
+            for spec, workers in zip(specs, near, strict=True):
+                needed[spec.server] += Address.after(0, 0, spec, 0, workers).end
+            self._grow_staging(specs)
+            if not self._slabs or any(u + n > r for u, n, r in zip(self._used, needed, self._room, strict=True)):
+                self._add_slab(needed)
+            slab, own = len(self._slabs) - 1, []
+            for spec, workers in zip(specs, near, strict=True):
+                address = Address.after(self._used[spec.server], len(self.addresses), spec, slab, workers)
+                self.addresses.append(address)
+                self._used[spec.server] = address.end
+                if self.server is not None and self.server.index == spec.server:
+                    own.append((address.start, address.buffer(1)))
+            self._slabs[slab].populate(*own)
+        return list(range(len(self.addresses) - len(specs), len(self.addresses)))
+
+    def _near(self, specs: Sequence[VariableSpec]) -> list[tuple[int, ...]]:
+        """Return for each variable the workers that shall be able to read it where it lies: see `snapshots.py`. Collective.
+
+        None where there is little memory, and where a network may read it, which would take all of it at once.
+        """
+        sharing: list[tuple[int, ...]] = [
+            tuple(w for w in range(len(self.workers)) if self.choice[w, server] == "shared_window")
+            for server in range(len(self.servers))
+        ]
+        large = [s.nbytes > self._posting.chunk_bytes and not self._windows[1] for s in specs]
+        near = [sharing[spec.server] if wanted else () for spec, wanted in zip(specs, large, strict=True)]
+        more = sum(
+            Address.after(0, 0, spec, 0, workers).end for spec, workers in zip(specs, near, strict=True) if workers
+        )
+        if not more:
+            return near
+        free = free_space()
+        return near if self.group.agree(free is None or free // 4 > more, "min") else [()] * len(specs)
+
+    def _add_slab(self, needed: Sequence[int]) -> None:
+        free = free_space() if any(self._windows) else None
+        limit = self.group.agree(UNLIMITED if free is None else free // 4 // len(self.servers), "min")
+        wanted = min(self._next_slab, limit)
+        self._next_slab = min(2 * self._next_slab, LARGEST_SLAB)
+        self._room = [aligned(max(n, wanted)) for n in needed]
+        self._used = [0] * len(self.servers)
+        memory = ServerMemory(
+            self.group, self._comm, self.servers, self._room, *self._windows, "the servers' variables"
+        )
+        self._slabs.append(memory)
+
+    def _grow_staging(self, specs: Sequence[VariableSpec]) -> None:
+        """Make room for large pushes, where there is plenty; without it they come in fragments. Collective."""
+        now = self._stagings[-1].areas if self._stagings else [0] * len(self.servers)
+        largest = [max([s.nbytes for s in specs if s.server == i], default=0) for i in range(len(self.servers))]
+        wanted = [area_bytes(new, old, self._posting.chunk_bytes) for new, old in zip(largest, now, strict=True)]
+        if not any(self._windows) or wanted == list(now):
+            return
+        free, nbytes = free_space(), [area * HALVES * len(self.workers) for area in wanted]
+        if self.group.agree(free is None or free // 4 > sum(nbytes), "min"):
+            what = "large pushes to the servers"
+            memory = ServerMemory(self.group, self._comm, self.servers, nbytes, *self._windows, what)
+            memory.populate((0, memory.own.nbytes))
+            self._stagings.append(Staging(wanted, memory))
+
+    def stats(self, dropped: Sequence[int] = ()) -> ParameterServerStats:
+        """Return what all workers and servers have exchanged so far, on every rank. Collective.
+
+        Args:
+            dropped: on a server, each worker's steps that came too late.
+        """
+        self.group.barrier("ParameterServerStrategy.stats")  # what the workers have flushed by now is counted
+        server = self.server
+        mine = of_worker([t.stats for t in self.transports]) if server is None else of_server(server.stats, dropped)
+        with self.group.collective("ParameterServerStrategy.stats"):
+            told = [json.loads(text) for text in self.group.all_gather_text(json.dumps(mine))]
+        return combine([address.spec for address in self.addresses], self.workers, self.servers, told)
+
+    def describe(self) -> str:
+        """Return which transport each worker and server use, in words."""
+        return describe(self.choice, self.workers, self.servers)
+
+    def close(self) -> None:
+        """Have the workers sign off for good, end the servers, and free windows and communicator. Collective the first time.
+
+        Views of variables that a server kept stay valid memory. The group's `close()` calls it.
+        """
+        if self._comm is None:
+            return
+        with self.group.collective("ParameterServers.close"):
+            for transport in self.transports:
+                transport.leave(for_good=True)
+            self.transports.clear()
+            if self.server is not None:
+                self.server.wait(None)
+                self.server.close()
+                self.server = None
+            for memory in (*self._slabs, *[staging.memory for staging in self._stagings], self._mailbox):
+                memory.close()
+        self._slabs.clear()
+        self._stagings.clear()
+        comm, self._comm = self._comm, None
+        comm.Free()
+
+    def leave(self) -> None:
+        """Let go of the others, at the end of the program."""
+        self.transports.clear()
+        if self.server is not None:
+            self.server.stop()
+        self.server = self._comm = None
+
+    def _check_open(self) -> None:
+        if self._comm is None:
+            raise ClosedError("ParameterServers: closed")
+
+
+def _check_roles(group: ProcessGroup, workers: Sequence[int], servers: Sequence[int]) -> None:
+    for name, ranks in (("workers", workers), ("servers", servers)):
+        wrong = [rank for rank in ranks if not 0 <= rank < group.topology.size]
+        if not ranks or wrong or len(set(ranks)) != len(ranks):
+            expected = f"at least one rank below {group.topology.size}, none twice"
+            raise LayoutError(explain("ParameterServers", name, expected=expected, got=list(ranks)))
+    if both := sorted(set(workers) & set(servers)):
+        raise LayoutError(explain("ParameterServers", "servers", expected="other ranks than the workers", got=both))
+
+
+def _several_threads() -> bool:
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
+
+
+def _check_sizes(slots: int, chunk_bytes: int, back_off: float) -> None:
+    for name, value, low in (("slots", slots, 1), ("chunk_bytes", chunk_bytes, 16), ("back_off", back_off, 1e-6)):
+        if not value >= low:
+            raise ValueError(explain("ParameterServers", name, expected=f"at least {low:g}", got=value))

@@ -1,0 +1,239 @@
+"""The ranks of a strategy as a chief, and those that serve it: both ends over one communicator."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from ...errors import ContextError, LayoutError, explain
+from ...optimizers import Optimizer
+from ...optimizers import optimizer as optimizers
+from .dispatcher import Dispatcher
+from .messages import Channel
+from .registry import ObjectRegistry, dumps, load_cloudpickle, loads
+from .worker import Commands, WorkerLoop, command_of, get_current_worker_index
+
+if TYPE_CHECKING:
+    from ...strategy import Strategy
+
+__all__ = ["Cluster", "check_workers"]
+
+_REMEDY = "Let the chief do what all ranks do together: it takes those that serve along"
+
+_clusters: weakref.WeakKeyDictionary[Any, Cluster] = weakref.WeakKeyDictionary()
+
+
+@final
+class Cluster:
+    """The chief's dispatcher, or another rank's loop, over a communicator of their own. Collective over all ranks.
+
+    What the chief does together with all ranks, the strategy announces; those that serve are told to do it as well.
+
+    Args:
+        strategy: a ParameterServerStrategy.
+        joined: ranks that have no program of their own, and serve from now on.
+
+    Attributes:
+        chief: its rank.
+        workers: the ranks that run functions, by index.
+        dispatcher: on the chief.
+        loop: on all others.
+        registry: what tokens stand for on this rank.
+
+    Raises:
+        MissingDependencyError: cloudpickle is not installed.
+    """
+
+    def __init__(self, strategy: Strategy, joined: Sequence[int] = ()) -> None:
+        load_cloudpickle()
+        group, roles = strategy.extended.process_group, _roles(strategy)
+        self.chief, *self.workers = roles[0]
+        self.registry = ObjectRegistry(strategy)
+        self.dispatcher: Dispatcher | None = None
+        self.loop: WorkerLoop | None = None
+        self._strategy, self._joined = strategy, tuple(joined)
+        access = getattr(strategy, "_access", None)
+        self._flush: Callable[[], None] = getattr(access, "flush", _nothing_to_flush)
+        with group.collective("ClusterCoordinator"):
+            self._comm: Any = group.topology.comm.Dup()
+        channel, rank = Channel(self._comm), group.topology.rank
+        if rank == self.chief:
+            others = [*self.workers, *roles[1]]
+            self.dispatcher = Dispatcher(group, channel, self.workers, self._unpack)
+            self.dispatcher.listeners.update(self._joined)
+            group.contacts.update(others)
+            self._others = others
+        else:
+            index = self.workers.index(rank) if rank in self.workers else -1
+            execute = Commands(strategy).execute
+            self.loop = WorkerLoop(group, channel, self.chief, index, self.registry, self._alone, execute, self._flush)
+            group.contacts.add(self.chief)
+        self._group = group
+        group.attach(self)
+        _clusters[strategy] = self
+        extended: Any = strategy.extended
+        extended.announce = self.announce
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> Cluster:
+        """Return the cluster of a strategy. Collective, unless there is one."""
+        known = _clusters.get(strategy)
+        return cls(strategy) if known is None or known.closed else known
+
+    @property
+    def closed(self) -> bool:
+        """Whether its communicator was freed."""
+        return self._comm is None
+
+    # on the chief
+
+    def open(self, coordinator: Any, queue_size: int) -> None:
+        """Let a coordinator use the cluster. On every rank that makes one."""
+        self.registry.coordinator = coordinator
+        if self.dispatcher is not None:
+            self.dispatcher.queue_size = queue_size
+            self.dispatcher.listeners.update(self._others)
+            extended: Any = self._strategy.extended
+            extended.leads = True
+            if not self._joined:  # the same program made the same optimizers everywhere
+                self.registry.note_optimizers()
+
+    def release(self) -> None:
+        """End what `open` began; collective where no rank follows for good."""
+        extended: Any = self._strategy.extended
+        extended.leads = False
+        self.registry.coordinator = None
+        self.registry.resources.clear()
+        if not self._joined:
+            self.free()
+
+    def end_coordinator(self) -> None:
+        """Let those go on that have programs of their own. For the chief."""
+        if self.dispatcher is not None:
+            self.dispatcher.cancel("the coordinator was closed")
+            self.dispatcher.end(rank for rank in self._others if rank not in self._joined)
+            if not self._joined:
+                self.dispatcher.stop()
+
+    def announce(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Have those that serve take part in what this rank is about to do with all ranks.
+
+        Args:
+            name: "variable", "optimizer", "close", or a method of the strategy that all ranks call; or "step", of this rank
+                alone, for which those without a program must have its optimizers.
+            args, kwargs: of that.
+
+        Raises:
+            ContextError: in a scheduled function: only one rank runs it.
+        """
+        if self.dispatcher is None:
+            if name != "step":
+                _refuse_in_function(name)
+        elif name == "step":
+            if self._joined:
+                self._announce_optimizers(optimizers.known())
+        elif name == "close":
+            if self.registry.coordinator is not None:
+                self.registry.coordinator.close()
+            if self._joined:
+                self.dispatcher.end(self._joined)
+                self.dispatcher.stop()
+        elif self.dispatcher.listeners:
+            if name == "restore" and self._joined:  # which give optimizers their state as this rank does
+                self._announce_optimizers(optimizers.known())
+            self.dispatcher.command(dumps(command_of(name, args, kwargs), self.registry.reduce_command))
+
+    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make a function find what the chief wrote before, and the optimizers that it uses."""
+        self._flush()
+        self._announce_optimizers(optimizers)
+
+    def _announce_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have those that serve make the optimizers that a function uses, with the numbers of now."""
+        for optimizer in optimizers:
+            if self.registry.note_optimizer(optimizer):
+                self.announce("optimizer", optimizer)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The context of a function that this rank runs alone: what is collective over all ranks is refused."""
+        extended: Any = self._strategy.extended
+        watch, before = self._group.watch, self._group.watch.refusal
+        watch.refusal = before or ContextError(f"not in a scheduled function, which one rank runs. {_REMEDY}")
+        extended.scheduled = True
+        try:
+            with self._strategy.scope():
+                yield
+        finally:
+            extended.scheduled = False
+            watch.refusal = before
+
+    # the end
+
+    def free(self) -> None:
+        """Free the communicator. Collective; nothing is under way."""
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            extended: Any = self._strategy.extended
+            extended.announce = _nothing
+            comm.Free()
+
+    def close(self) -> None:
+        """Free the communicator, with the strategy. Collective; the group calls it."""
+        self.free()
+
+    def leave(self) -> Callable[[], None] | None:
+        """Let the others go, at the end of the program. The group calls it."""
+        if self.dispatcher is not None and self._comm is not None:
+            self.dispatcher.leave()
+        return None
+
+    def _unpack(self, data: bytes) -> Any:
+        return loads(data, self.registry.resolve)
+
+
+def _nothing(name: str, /, *args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _nothing_to_flush() -> None:
+    pass
+
+
+def _refuse_in_function(name: str) -> None:
+    try:
+        get_current_worker_index()
+    except ContextError:
+        return
+    raise ContextError(f"{name}: not in a scheduled function, which one rank runs. {_REMEDY}")
+
+
+def _roles(strategy: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks of the workers, the chief first, and of the servers."""
+    if not hasattr(strategy, "workers") or not hasattr(strategy, "servers"):
+        got = f"a {type(strategy).__name__}"
+        raise TypeError(explain("ClusterCoordinator", "strategy", expected="a ParameterServerStrategy", got=got))
+    return tuple(strategy.workers), tuple(strategy.servers)
+
+
+def check_workers(strategy: Strategy) -> None:
+    """Do nothing if functions can be scheduled with a strategy.
+
+    Raises:
+        LayoutError: there is no worker beside the chief.
+        ValueError: workers may wait for each other, and functions go where there is room.
+    """
+    workers, servers = _roles(strategy)
+    if len(workers) < 2:
+        remedy = "Start one rank more: the chief only schedules"
+        expected = "a chief and at least one worker beside it"
+        got = f"{len(workers)} beside {len(servers)} servers"
+        raise LayoutError(explain("ClusterCoordinator", "strategy", expected=expected, got=got, remedy=remedy))
+    for name, free in (("max_staleness", None), ("workers_in_sync", 1)):
+        given = getattr(strategy, name, free)
+        if given != free:
+            remedy = "Workers run what is scheduled, not the same number of steps each"
+            expected = f"a strategy with {name}={free}"
+            raise ValueError(explain("ClusterCoordinator", "strategy", expected=expected, got=given, remedy=remedy))

@@ -1,0 +1,345 @@
+"""ClusterCoordinator: the chief sends functions to workers, which run them and return what they return."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, final
+
+from ..._util import nest
+from ...errors import ClosedError, ContextError, explain
+from .closures import PerWorkerValues, RemoteValue
+from .cluster import Cluster, check_workers
+from .dispatcher import FIRST, Dispatcher
+from .executor import CoordinatorExecutor
+from .registry import dumps
+
+if TYPE_CHECKING:
+    from ...strategy import Strategy
+
+__all__ = ["ClusterCoordinator"]
+
+QUEUE_SIZE = 10_000
+
+
+@final
+class ClusterCoordinator:
+    """Runs functions on the workers of a ParameterServerStrategy (TF: tf.distribute.coordinator.ClusterCoordinator).
+
+    The same program runs on every rank, and creating the coordinator is collective over all of them. The chief
+    schedules; all others serve until it closes, in `serve()` or at the end of the `with` block::
+
+        with ms.coordinator.ClusterCoordinator(strategy) as coordinator:
+            if coordinator.is_chief:
+                for _ in range(steps):
+                    coordinator.schedule(step, args=(iterator,))
+                coordinator.join()
+
+    The chief is the strategy's first worker, and runs no functions itself. A scheduled function finds the worker's own
+    variables, optimizers and strategy where it refers to the chief's; whatever else it refers to is sent along, by
+    cloudpickle, and is the chief's of the moment of `schedule`. What it returns is sent back.
+
+    A function runs once, unless the worker that runs it leaves the program: then another worker runs it from the start.
+    Most MPIs end the job with any of its ranks, and the package's watchdog says why.
+
+    Args:
+        strategy: a ParameterServerStrategy with a worker beside the chief.
+        queue_size: scheduled functions that wait for a worker at most; `schedule` waits for room.
+
+    Raises:
+        LayoutError: on every rank: there is no worker beside the chief.
+        MissingDependencyError: cloudpickle is not installed.
+        TypeError: it is another strategy.
+        ValueError: the strategy has a coordinator already, or a bound of staleness.
+    """
+
+    def __init__(self, strategy: Strategy, *, queue_size: int = QUEUE_SIZE) -> None:
+        if type(queue_size) is not int or queue_size < 1:
+            raise ValueError(explain("ClusterCoordinator", "queue_size", expected="at least 1", got=queue_size))
+        check_workers(strategy)
+        self._cluster = Cluster.of(strategy)
+        if self._cluster.registry.coordinator is not None:
+            remedy = "Close it, or use that one"
+            expected, got = "a strategy without a coordinator", "one that has one"
+            raise ValueError(explain("ClusterCoordinator", "strategy", expected=expected, got=got, remedy=remedy))
+        self._strategy = strategy
+        self._closed = False
+        self._per_worker = 0
+        self._dropped: deque[int] = deque()  # numbers of per-worker values that nobody has any more
+        self._cluster.open(self, queue_size)
+
+    # who
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        return self._strategy
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank schedules; the others serve."""
+        return self._cluster.dispatcher is not None
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers that run functions: all but the chief."""
+        return len(self._cluster.workers)
+
+    # what the chief does
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        worker: int | None = None,
+        priority: float = 0,
+    ) -> RemoteValue:
+        """Have a worker call a function, and return at once, or when the queue has room. For the chief.
+
+        Args:
+            fn: the function. A function of the main program travels by value, one of a module by its name.
+            args, kwargs: its arguments. A RemoteValue among them is waited for and arrives as its value; a
+                PerWorkerValues arrives as the worker's own.
+            worker: the index of the only worker that may run it; default any.
+            priority: those with a larger one go first; then the order is that of scheduling.
+
+        Raises:
+            Exception: what a function scheduled before raised, once; then the functions that waited are cancelled, and this
+                one is not scheduled.
+            TypeError: the function, or what it refers to, cannot be pickled.
+            ContextError: on another rank than the chief, or in a scheduled function.
+            ClosedError: after `close()`.
+
+        Example:
+            >>> coordinator.schedule(lambda x: x + 1, args=(1,)).get()    # doctest: +SKIP
+            2
+        """
+        dispatcher = self._dispatcher("schedule")
+        dispatcher.raise_error()
+        self._check_worker(worker)
+        return self._submit(dispatcher, "schedule", fn, args, kwargs, worker=worker, priority=priority)
+
+    def join(self) -> None:
+        """Wait until all scheduled functions have run. For the chief.
+
+        Raises:
+            Exception: what the first function that failed raised, once, after those that run at the moment have ended. Those
+                that waited are cancelled: their values raise ClosureCancelledError. Then everything goes on as if new.
+        """
+        self._dispatcher("join").join()
+
+    def done(self) -> bool:
+        """Return whether all scheduled functions have run. For the chief."""
+        return self._dispatcher("done").done()
+
+    def fetch(self, values: Any) -> Any:
+        """Return a structure with the values of the RemoteValues in it. For the chief.
+
+        A PerWorkerValues becomes a tuple of the values of the workers that have not left; everything else is returned as it is.
+
+        Raises:
+            Exception: what the functions raised.
+        """
+        self._dispatcher("fetch")
+        asked = nest.map_structure(self._ask, values)
+        return nest.map_structure(_answered, asked)
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
+        """Return a dataset of its own on each worker. For the chief.
+
+        Args:
+            dataset_fn: makes the dataset, or anything that can be iterated over, on each worker; there
+                `get_current_worker_index()` tells which it is. Or a dataset, if it can be pickled. Each worker reads all of
+                it unless the function makes a part, and in an order of its own only if the function shuffles with
+                another seed.
+
+        Example:
+            >>> def make():                                               # doctest: +SKIP
+            ...     data = ms.data.from_arrays(x, y).shuffle(seed=ms.coordinator.get_current_worker_index())
+            ...     return data.repeat().batch(32)
+            >>> iterator = iter(coordinator.create_per_worker_dataset(make))    # doctest: +SKIP
+        """
+        if callable(dataset_fn):
+            return self._make_on_workers(dataset_fn, (), "create_per_worker_dataset")
+        return self._make_on_workers(_same, (dataset_fn,), "create_per_worker_dataset")
+
+    def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
+        """Return what a function makes on each worker, and which stays there. For the chief."""
+        return self._make_on_workers(fn, (), "create_per_worker_resource")
+
+    def executor(self) -> CoordinatorExecutor:
+        """Return a concurrent.futures.Executor that runs functions on the workers. For the chief.
+
+        Raises:
+            ContextError: MPI was started without THREAD_MULTIPLE.
+        """
+        dispatcher = self._dispatcher("executor")
+        if not dispatcher.threaded:
+            remedy = "Use schedule(), or let mpi4py start MPI"
+            raise ContextError(explain("executor", "", expected="MPI.THREAD_MULTIPLE", got="less", remedy=remedy))
+
+        def submit(fn: Any, args: Any, kwargs: Any, start: Any, callback: Any) -> RemoteValue:
+            dispatcher = self._dispatcher("executor")
+            how = {"isolated": True, "start": start, "callback": callback}
+            return self._submit(dispatcher, "submit", fn, args, kwargs, **how)
+
+        return CoordinatorExecutor(submit)
+
+    # what the others do, and the end
+
+    def serve(self) -> None:
+        """Run what the chief schedules, until it closes the coordinator. Not for the chief.
+
+        A function that raises does not end it: the chief gets the exception. On a server it only waits.
+
+        Raises:
+            ContextError: on the chief.
+            PeerExitError: the chief left the program without closing.
+        """
+        loop = self._cluster.loop
+        if loop is None:
+            remedy = "The chief schedules: `if coordinator.is_chief: ... else: coordinator.serve()`"
+            raise ContextError(explain("serve", "", expected="a worker or server", got="the chief", remedy=remedy))
+        if self._closed:
+            return
+        self._closed = True
+        if loop.serve():
+            self._cluster.release()
+
+    def close(self) -> None:
+        """End the coordinator. Collective the first time; later calls do nothing. The end of the `with` block calls it.
+
+        The chief cancels what waits and waits for what runs; the others serve until then.
+        """
+        if self._cluster.loop is not None:
+            self.serve()
+        elif not self._closed:
+            self._closed = True
+            self._cluster.end_coordinator()
+            self._cluster.release()
+
+    def __enter__(self) -> ClusterCoordinator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close, unless an exception leaves the block: that ends the job, and must not wait for others."""
+        if error is None:
+            self.close()
+
+    # inside
+
+    def _dispatcher(self, function: str) -> Dispatcher:
+        dispatcher = self._cluster.dispatcher
+        if dispatcher is None:
+            remedy = "Call it `if coordinator.is_chief`; other ranks call serve() or close()"
+            expected, got = "a call on the chief", "one on a worker or server"
+            raise ContextError(explain(f"ClusterCoordinator.{function}", "", expected=expected, got=got, remedy=remedy))
+        if self._closed or self._cluster.closed:
+            raise ClosedError(f"ClusterCoordinator.{function}: the coordinator was closed")
+        return dispatcher
+
+    def _check_worker(self, worker: int | None) -> None:
+        if worker is not None and not (type(worker) is int and 0 <= worker < self.num_workers):
+            expected = f"None or 0 <= worker < {self.num_workers}"
+            raise ValueError(explain("ClusterCoordinator.schedule", "worker", expected=expected, got=repr(worker)))
+
+    def _submit(
+        self,
+        dispatcher: Dispatcher,
+        function: str,
+        fn: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        **how: Any,
+    ) -> RemoteValue:
+        what = getattr(fn, "__qualname__", None) or type(fn).__name__
+        if not callable(fn):
+            raise TypeError(explain(function, "fn", expected="a function", got=f"a {type(fn).__name__}"))
+        if not isinstance(args, (tuple, list)):
+            remedy = "Write args=(x,) for one argument"
+            got = f"a {type(args).__name__}"
+            raise TypeError(explain(function, "args", expected="a tuple or list", got=got, remedy=remedy))
+        while self._dropped:
+            self._drop(dispatcher, self._dropped.popleft())
+        registry = self._cluster.registry
+        inputs: dict[int, RemoteValue] = {}
+        registry.used, registry.kept = [], []
+        try:
+            data = dumps((fn, tuple(args), dict(kwargs or {})), registry.reduce_with(inputs), what)
+        except TypeError as error:
+            remedy = "Make on the worker what cannot be sent, with create_per_worker_resource"
+            expected, got = "a function that can be pickled with all that it refers to", f"{what}: {error}"
+            raise TypeError(explain(function, "fn", expected=expected, got=got, remedy=remedy)) from error
+        kept, registry.kept = registry.kept, []
+        self._cluster.prepare(registry.used)
+        return dispatcher.submit(self, what, data, tuple(inputs.values()), kept=kept, **how)
+
+    def _make_on_workers(self, fn: Callable[..., Any], args: tuple[Any, ...], function: str) -> PerWorkerValues:
+        dispatcher = self._dispatcher(function)
+        self._per_worker += 1
+        number = self._per_worker
+        for worker in dispatcher.alive():
+            keep = (self._cluster.registry, number, fn, args)
+            self._submit(dispatcher, function, _keep, keep, None, worker=worker, priority=FIRST)
+        values = PerWorkerValues(self, number)
+        weakref.finalize(values, self._dropped.append, number).atexit = False
+        return values
+
+    def _drop(self, dispatcher: Dispatcher, number: int) -> None:
+        for worker in dispatcher.alive():
+            data = dumps((_forget, (self._cluster.registry, number), {}), self._cluster.registry.reduce)
+            dispatcher.submit(self, "forget", data, worker=worker, priority=FIRST, isolated=True)
+
+    def _ask(self, value: Any) -> Any:
+        if not isinstance(value, PerWorkerValues):
+            return value
+        how = {"priority": FIRST, "isolated": True}
+        dispatcher = self._dispatcher("fetch")
+        return _Answers(
+            [
+                self._submit(dispatcher, "fetch", _same, (value,), None, worker=worker, **how)
+                for worker in dispatcher.alive()
+            ]
+        )
+
+    def wait_for(self, value: RemoteValue, timeout: float | None) -> Any:
+        """Return a value: `RemoteValue.get` ends here."""
+        dispatcher = self._cluster.dispatcher
+        if dispatcher is None:
+            raise ContextError(explain("RemoteValue.get", "", expected="a call on the chief", got="one elsewhere"))
+        return dispatcher.wait_for(value, timeout)
+
+
+@final
+class _Answers:
+    """What was asked of each worker."""
+
+    def __init__(self, values: Sequence[RemoteValue]) -> None:
+        self.values = values
+
+
+def _answered(value: Any) -> Any:
+    if isinstance(value, _Answers):
+        return tuple(one.get() for one in value.values)
+    return value.get() if isinstance(value, RemoteValue) else value
+
+
+# what runs on workers; by reference, for this module is there
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _keep(registry: Any, number: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    registry.resources[number] = fn(*args)
+
+
+def _forget(registry: Any, number: int) -> None:
+    registry.resources.pop(number, None)

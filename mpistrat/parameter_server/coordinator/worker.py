@@ -1,0 +1,330 @@
+"""The worker loop: a rank runs what the chief sends, one after the other, and takes part in what it does with all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import numpy as np
+
+from ..._util import log
+from ...comm.process_group import ProcessGroup
+from ...comm.waiting import Backoff, Deadline, PeerWait
+from ...errors import ContextError, PeerExitError, explain
+from ...optimizers import Optimizer
+from ...optimizers import optimizer as optimizers
+from ...strategy.show_config import show_config
+from ...variables import create_variable
+from ...variables.values import initial_array, parse_dtype
+from .messages import Channel, Kind, Message, unpack_call
+from .registry import ObjectRegistry, dumps, loads
+
+if TYPE_CHECKING:
+    from ...strategy import Strategy
+
+__all__ = ["WorkerLoop", "Commands", "get_current_worker_index", "command_of"]
+
+_GRACE = 1.0  # seconds in which the last word of a chief that left may still come
+_LONG = 0.02  # seconds that a function may run before those that came behind it are given back
+_running: WorkerLoop | None = None
+
+
+def get_current_worker_index() -> int:
+    """Return the index of the worker that runs this scheduled function.
+
+    Raises:
+        ContextError: outside a scheduled function.
+    """
+    if _running is None:
+        expected, got = "a call in a scheduled function", "one outside"
+        raise ContextError(explain("get_current_worker_index", "", expected=expected, got=got))
+    return _running.index
+
+
+@final
+class WorkerLoop:
+    """A worker or a server that serves the chief.
+
+    While a function runs long, a thread gives the calls that came behind it back to the chief, which may have another
+    worker run them. Whoever takes a call out of the inbox, under the lock, has it: it is run or given back, never both.
+
+    Args:
+        group: all ranks.
+        channel: this rank's.
+        chief: its rank.
+        index: of this worker; -1 for a server.
+        registry: what tokens stand for here.
+        scope: makes the context in which functions run.
+        execute: carries out a command: something that all ranks do together.
+        flush: waits until what this rank wrote to variables is applied.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        channel: Channel,
+        chief: int,
+        index: int,
+        registry: ObjectRegistry,
+        scope: Callable[[], Any],
+        execute: Callable[[str, tuple[Any, ...]], None],
+        flush: Callable[[], None],
+    ) -> None:
+        self.index = index
+        self._group, self._channel, self._chief = group, channel, chief
+        self._registry, self._scope, self._execute, self._flush = registry, scope, execute, flush
+        self._answers: dict[int, tuple[Kind, int, bytes]] = {}
+        self._forgotten = 0
+        self._inbox: list[Message] = []
+        self._lock = threading.Lock()  # of the channel and the inbox
+        self._begun = 0  # how many functions have begun
+        self._busy = False  # one runs
+
+    def serve(self, meanwhile: Callable[[], bool] | None = None) -> bool:
+        """Do what the chief says until it closes.
+
+        Args:
+            meanwhile: called again and again while there is nothing to do; returns whether it did anything.
+
+        Returns:
+            Whether the chief goes on; False if it left the program.
+
+        Raises:
+            PeerExitError: the chief left without a word.
+        """
+        with self._giving_back() as able:
+            with self._lock:
+                self._channel.send(self._chief, Kind.HELLO, extra=able)
+            return self._serve(meanwhile)
+
+    def _serve(self, meanwhile: Callable[[], bool] | None) -> bool:
+        waiting = self._wait_for_chief()
+        while True:
+            with self._lock:
+                self._inbox = self._inbox or self._channel.poll()
+                message = self._inbox.pop(0) if self._inbox else None
+                self._busy = message is not None and message.kind == Kind.CALL
+                self._begun += self._busy
+            if message is not None:
+                if message.kind == Kind.END:
+                    return self._end(message)
+                self._handle(message)
+                waiting = self._wait_for_chief()
+            elif meanwhile is not None and meanwhile():
+                waiting.reset()
+            else:
+                try:
+                    waiting.pause()
+                except PeerExitError:
+                    return self._last_word()
+
+    @contextlib.contextmanager
+    def _giving_back(self) -> Iterator[bool]:
+        """While the context lasts calls are given back, where MPI lets a thread do it; yields whether."""
+        from mpi4py import MPI
+
+        over = threading.Event()
+        if self.index < 0 or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            yield False
+            return
+        thread = threading.Thread(target=self._give_back, args=(over,), name="mpistrat-worker-loop", daemon=True)
+        thread.start()
+        try:
+            yield True
+        finally:
+            over.set()
+            thread.join()
+
+    def _give_back(self, over: threading.Event) -> None:
+        """Look now and then whether the same function still runs; if so, give back what came behind it."""
+        seen = 0
+        while not over.wait(_LONG):
+            with self._lock:
+                if self._busy and self._begun == seen:
+                    self._inbox += self._channel.poll()
+                    for message in [message for message in self._inbox if message.kind == Kind.CALL]:
+                        self._inbox.remove(message)
+                        self._channel.send(self._chief, Kind.RETURNED, message.number)
+                seen = self._begun
+
+    def _end(self, message: Message) -> bool:
+        if message.extra:
+            return False
+        with self._lock:
+            self._channel.send(self._chief, Kind.BYE)
+        self._finish_sending()
+        return True
+
+    def _wait_for_chief(self) -> PeerWait:
+        return PeerWait(self._group, "the coordinator's service", [self._chief], limited=False)
+
+    def _last_word(self) -> bool:
+        deadline, backoff = Deadline(_GRACE), Backoff()
+        while not deadline.passed:
+            with self._lock:
+                messages = self._channel.poll()
+            for message in messages:
+                if message.kind == Kind.END:
+                    return self._end(message)
+            backoff.pause()
+        raise PeerExitError(f"the chief (rank {self._chief}) left the program and closed no coordinator")
+
+    def _handle(self, message: Message) -> None:
+        if message.kind == Kind.COMMAND:
+            self._execute(*loads(message.payload, self._registry.resolve))
+        elif message.kind == Kind.CALL:
+            self._forget(message.extra)
+            if message.number <= self._forgotten:
+                return  # the chief has had the answer
+            if message.number not in self._answers:
+                self._answers[message.number] = self._call(message.payload)
+            kind, microseconds, data = self._answers[message.number]
+            with self._lock:
+                self._busy = False
+                self._channel.send(self._chief, kind, message.number, microseconds, data)
+            self._finish_sending()
+
+    def _forget(self, number: int) -> None:
+        if number > self._forgotten:
+            self._forgotten = number
+            self._answers = {n: answer for n, answer in self._answers.items() if n > number}
+
+    def _finish_sending(self) -> None:
+        """Send the answer before anything else is run: MPI sends large ones only while it is called."""
+        waiting = None
+        while self._channel.sending():
+            with self._lock:
+                self._inbox += self._channel.poll()
+            waiting = waiting or self._wait_for_chief()
+            waiting.pause()
+
+    def _call(self, payload: bytes) -> tuple[Kind, int, bytes]:
+        global _running
+        start = monotonic()
+        _running = self
+        try:
+            inputs, data = unpack_call(payload)
+            with self._scope(), self._registry.with_inputs(inputs):
+                fn, args, kwargs = loads(data, self._registry.resolve)
+                result = fn(*args, **kwargs)
+                self._flush()  # who hears that it has run shall find what it wrote
+                kind, answer = Kind.RESULT, dumps(result, self._registry.reduce_result)
+        except Exception as error:
+            kind, answer = Kind.FAILED, self._failure(error)
+        finally:
+            _running = None
+        return kind, int((monotonic() - start) * 1e6), answer
+
+    def _failure(self, error: Exception) -> bytes:
+        where = f"worker {self.index} (rank {self._group.topology.rank})"
+        trace = error.__traceback__
+        own = trace.tb_next if trace is not None and trace.tb_next is not None else trace  # without the line above
+        text = f"{where}:\n{''.join(traceback.format_exception(type(error), error, own))}"
+        log.logger.info("a scheduled function failed: %s", text)
+        data: bytes | None
+        try:
+            data = dumps(error, self._registry.reduce_result)
+            loads(data, self._registry.resolve)
+        except Exception:  # one with a lock in it, or one that asks for other arguments when it is made
+            data = None
+        return dumps((data, text), self._registry.reduce_result)
+
+
+_OWN = {*optimizers.OWN, "slot_names", "name"}
+
+
+def command_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    """Return the command that has others take part in what a strategy announces.
+
+    Raises:
+        What the call itself will raise, where it would do so before it meets the others.
+    """
+    if name == "variable":
+        return name, (_variable(args, kwargs),)
+    if name == "optimizer":
+        return name, _optimizer(*args)
+    return name, tuple(args)
+
+
+def _variable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    bound = dict(inspect.signature(create_variable).bind(None, *args, **kwargs).arguments)
+    del bound["placement"]
+    value = bound.pop("initial_value", None)
+    if value is not None and (not callable(value) or hasattr(value, "__array__")):
+        dtype = bound.get("dtype")
+        array = initial_array(value, None if dtype is None else parse_dtype(dtype))
+        bound["form"] = array.shape, array.dtype
+    return bound
+
+
+def _optimizer(optimizer: Optimizer) -> tuple[Any, ...]:
+    own = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
+    base = {
+        "slot_names": optimizer.slot_names,
+        "slot_start": optimizer.slot_start,
+        "name": optimizer.name,
+    }
+    return optimizer.ordinal, type(optimizer), optimizer.given_learning_rate, base, own, list(vars(optimizer))
+
+
+@final
+class Commands:
+    """Carries out the chief's commands. Collective over all ranks: the chief does the same.
+
+    Args:
+        strategy: this rank's.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._optimizers: list[Optimizer] = []  # nobody else here holds them
+
+    def execute(self, name: str, args: tuple[Any, ...]) -> None:
+        """Carry out a command. What fails here fails on the chief as well, which raises it. Collective."""
+        own: dict[str, Callable[..., object]] = {
+            "variable": self._make_variable,
+            "optimizer": self._make_optimizer,
+            "show_config": lambda: show_config(self._strategy),
+        }
+        try:
+            (own.get(name) or getattr(self._strategy, name))(*args)
+        except Exception as error:
+            log.logger.log(logging.WARNING, "%s, which the chief called: %s: %s", name, type(error).__name__, error)
+
+    def _make_variable(self, what: dict[str, Any]) -> None:
+        form = what.pop("form", None)
+        value = _rank_0_has_it if form is None else np.zeros(*form)
+        with self._strategy.scope():
+            self._strategy.extended.create_variable(value, **what)
+
+    def _make_optimizer(
+        self,
+        ordinal: int,
+        kind: type[Optimizer],
+        rate: Any,
+        base: dict[str, Any],
+        own: dict[str, Any],
+        names: list[str],
+    ) -> None:
+        optimizer = optimizers.find(ordinal)
+        if optimizer is None:
+            optimizer = kind.__new__(kind)
+            Optimizer.__init__(optimizer, rate, **base)
+            optimizers.register(optimizer, ordinal)
+            self._optimizers.append(optimizer)
+        mine = vars(optimizer)
+        mine.update(own)
+        ordered = {name: mine[name] for name in names if name in mine}  # in which it describes itself
+        mine.clear()
+        mine.update(ordered)
+        optimizer.learning_rate = rate  # which makes its steps describe it anew
+
+
+def _rank_0_has_it() -> NoReturn:
+    raise RuntimeError("only rank 0 makes initial values")

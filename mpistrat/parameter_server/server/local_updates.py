@@ -1,0 +1,312 @@
+"""An optimizer on whole variables of one process, each updated on its own: what a parameter server does."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ...cluster.cores import available_cores
+from ...comm.arrays import accumulation_dtype, as_array
+from ...cross_device.arena import BLOCK
+from ...cross_device.arithmetic import combine
+from ...errors import explain
+from ...optimizers.rule import BlockUpdate
+
+if TYPE_CHECKING:
+    from ...optimizers.optimizer import Optimizer
+
+__all__ = ["LocalUpdates"]
+
+_MOST_THREADS = 4  # that update one variable; memory has no more to give
+_SHARED = 16  # blocks from which on a variable is worth waking other threads
+
+
+@final
+class LocalUpdates:
+    """Updates whole variables, and keeps their slots beside them. Threads take turns.
+
+    From the gradients of one process it makes bit for bit what `apply_gradients` makes there. Large variables are updated by
+    several threads, where this process has several cores: each takes the next block, so a thread that gets no core
+    delays nobody, and `Optimizer.update` must be fit for several threads with different blocks.
+
+    Rows that are updated leave all other rows, and their slots, as they are, as LazyAdam does. Adam with a dense gradient
+    is another thing: there the other rows go on moving by their momentum, and their slots fade. The same holds for every
+    rule with a momentum or a mean, and for AdamW's decay. With SGD without momentum and with Adagrad it makes no
+    difference.
+
+    Args:
+        optimizer: whose rule, rate and number of steps it uses.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._turn = threading.RLock()
+        self._scratch: dict[np.dtype, list[_Scratch]] = {}
+        self._kept: dict[Any, _Kept] = {}
+
+    # steps
+
+    @property
+    def iterations(self) -> int:
+        """Number of steps that were counted."""
+        return self._optimizer.iterations
+
+    def count_step(self) -> None:
+        """Count a step that is complete."""
+        self._optimizer.count_step()
+
+    # updates
+
+    def dense(
+        self,
+        variable: Any,
+        weights: np.ndarray,
+        gradients: Sequence[np.ndarray],
+        step: int,
+        old: np.ndarray | None = None,
+    ) -> None:
+        """Update a variable by the sum of gradients, from the first to the last.
+
+        Args:
+            variable: with `name`, `shape` and `dtype`; slots are kept for it.
+            weights: C-contiguous array of that shape and dtype; the result.
+            gradients: arrays like it, which are not changed.
+            step: number of the step, counted from 1.
+            old: an array like it, what the weights were; None where that is in `weights`.
+        """
+        flat, parts = weights.reshape(-1), [gradient.reshape(-1) for gradient in gradients]
+        before = None if old is None or old is weights else old.reshape(-1)
+        with self._turn:
+            kept = self._begin(variable, step)
+            kept.fill()
+            if flat.size <= BLOCK and before is None:
+                kept.update(kept.scratch, flat, kept.slots, parts)
+                return
+            blocks = iter(range(0, flat.size, BLOCK))  # shared by the threads
+
+            def update(scratch: _Scratch) -> None:
+                for low in blocks:
+                    high = low + BLOCK
+                    target = flat[low:high]
+                    if before is not None:
+                        np.copyto(target, before[low:high])
+                    kept.update_range(scratch, target, low, [part[low:high] for part in parts])
+
+            others = self._others(kept, flat.size, step) if flat.size >= _SHARED * BLOCK else []
+            working = [_helpers().submit(update, scratch) for scratch in others]
+            update(kept.scratch)
+            for thread in working:
+                thread.result()
+
+    def _others(self, kept: _Kept, size: int, step: int) -> list[_Scratch]:
+        """Scratch memory for each of the threads that help."""
+        scratches = self._scratch[kept.scratch.dtype]
+        while len(scratches) < _threads():
+            scratches.append(_Scratch(self._optimizer, kept.scratch.dtype))
+        for scratch in scratches[1:]:
+            scratch.rule.begin(step, self._optimizer.rate_at(step))
+        return scratches[1 : size // BLOCK]
+
+    def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
+        """Update some rows of a variable, and leave the others alone.
+
+        Args:
+            variable, weights, step: as for `dense`.
+            rows: (k,) integers, each row once.
+            values: their gradients, k rows, of the variable's dtype or of that in which its gradients are summed.
+        """
+        width = weights.size // max(len(weights), 1)
+        with self._turn:
+            kept = self._begin(variable, step, by_rows=True)
+            kept.fill(rows)
+            if not rows.size or not width:
+                return
+            values = values.reshape(-1, width)
+            if width > BLOCK:
+                for row, value in zip(rows.tolist(), values, strict=True):
+                    kept.update_row(weights.reshape(-1), row, value)
+                return
+            table, count = weights.reshape(-1, width), BLOCK // width
+            for low in range(0, rows.size, count):
+                kept.update_rows(table, rows[low : low + count], values[low : low + count])
+
+    def _begin(self, variable: Any, step: int, by_rows: bool = False) -> _Kept:
+        kept = self._known(variable) or self._meet(variable, by_rows)
+        kept.scratch.rule.begin(step, self._optimizer.rate_at(step))
+        return kept
+
+    # slots
+
+    def has_slots(self, variable: Any) -> bool:
+        """Return whether a variable has slots: `slots` is not empty."""
+        with self._turn:
+            kept = self._known(variable)
+            return kept is not None and bool(kept.slots)
+
+    def slots(self, variable: Any) -> dict[str, np.ndarray]:
+        """Return new arrays with a variable's slots, all after the same update; {} if it was never updated.
+
+        Slots of 16-bit variables are float32.
+        """
+        with self._turn:
+            kept = self._known(variable)
+            if kept is None:
+                return {}
+            kept.fill()
+            return {name: slot.reshape(variable.shape).copy() for name, slot in kept.slots.items()}
+
+    def set_slots(self, variable: Any, values: Mapping[str, Any]) -> None:
+        """Overwrite a variable's slots.
+
+        Args:
+            variable: as for `dense`.
+            values: arrays of the variable's shape, one for each of the optimizer's `slot_names`.
+
+        Raises:
+            ValueError: names or shapes do not fit.
+        """
+        function, names = "LocalUpdates.set_slots", self._optimizer.slot_names
+        if set(values) != set(names):
+            expected, got = f"slots {', '.join(names) or '(none)'}", ", ".join(values) or "none"
+            raise ValueError(explain(function, variable.name, expected=expected, got=got))
+        arrays = {name: as_array(values[name], function, name) for name in names}
+        for name, array in arrays.items():
+            if array.shape != variable.shape:
+                expected, got = f"{name} of shape {variable.shape}", f"shape {tuple(array.shape)}"
+                raise ValueError(explain(function, variable.name, expected=expected, got=got))
+        with self._turn:
+            kept = self._kept.get(variable) or self._meet(variable)
+            kept.fill()
+            for name, array in arrays.items():
+                kept.slots[name][...] = array.reshape(-1)
+
+    def _known(self, variable: Any) -> _Kept | None:
+        """What is kept for a variable, if anything is; slots that wait for it in the optimizer come first."""
+        waiting = self._optimizer.pending_slots
+        if waiting and variable.name in waiting:
+            self.set_slots(variable, waiting.pop(variable.name))
+        return self._kept.get(variable)
+
+    def _meet(self, variable: Any, by_rows: bool = False) -> _Kept:
+        dtype = np.dtype(variable.dtype)
+        if dtype not in self._scratch:
+            self._scratch[dtype] = [_Scratch(self._optimizer, dtype)]
+        kept = self._kept[variable] = _Kept(self._optimizer, variable, self._scratch[dtype][0], by_rows)
+        return kept
+
+
+@final
+class _Scratch:
+    """Scratch memory, for one thread and all variables of a dtype.
+
+    Attributes:
+        dtype: of the variables.
+        rule: the optimizer's.
+        weights: a block of the variables' dtype, made when it is asked for.
+        slots: for each slot a block of the dtype in which gradients are summed.
+    """
+
+    def __init__(self, optimizer: Optimizer, dtype: np.dtype) -> None:
+        self.dtype, self._wide, self._names = dtype, accumulation_dtype(dtype), optimizer.slot_names
+        self.rule = BlockUpdate(optimizer, dtype, [np.empty(BLOCK, self._wide) for _ in range(4)])
+        self._blocks: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
+
+    def blocks(self, size: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return scratch memory for so many weights and their slots."""
+        if self._blocks is None:
+            slots = {name: np.empty(BLOCK, self._wide) for name in self._names}
+            self._blocks = np.empty(BLOCK, self.dtype), slots
+        weights, slots = self._blocks
+        return weights[:size], {name: block[:size] for name, block in slots.items()}
+
+
+@final
+class _Kept:
+    """What is kept for a variable.
+
+    Attributes:
+        slots: flat arrays.
+        scratch: what it shares with the other variables of its dtype.
+    """
+
+    def __init__(self, optimizer: Optimizer, variable: Any, scratch: _Scratch, by_rows: bool) -> None:
+        self.scratch, self._decay, self._start = scratch, optimizer.decay_of(variable), optimizer.slot_start
+        size, make = int(np.prod(variable.shape, dtype=np.int64)), _untouched if by_rows else np.zeros
+        self.slots = {name: make(size, scratch.rule.block.dtype) for name in optimizer.slot_names}
+        # Which rows, if any, still have zeros in the place of the slots' start.
+        self._empty = np.ones(variable.shape[:1] or 1, np.bool_) if self._start and self.slots else None
+
+    def fill(self, rows: np.ndarray | None = None) -> None:
+        """Give slots their start where they have had none yet: those of some rows, or all."""
+        if self._empty is None:
+            return
+        new = np.flatnonzero(self._empty) if rows is None else rows[self._empty[rows]]
+        if new.size:
+            for slot in self.slots.values():
+                slot.reshape(len(self._empty), -1)[new] = self._start
+        self._empty[new] = False
+        if rows is None:
+            self._empty = None
+
+    def update(
+        self, scratch: _Scratch, target: np.ndarray, slots: Mapping[str, np.ndarray], gradients: Sequence[np.ndarray]
+    ) -> None:
+        """Update a block of weights and its slots by the sum of gradients."""
+        rule, size = scratch.rule, target.size
+        block = rule.block[:size]
+        combine(np.add, gradients, block)
+        rule.update(target, block, slots, ((0, size, self._decay),) if self._decay else ())
+
+    def update_range(self, scratch: _Scratch, target: np.ndarray, low: int, gradients: Sequence[np.ndarray]) -> None:
+        """Update a block of the variable, at most BLOCK elements of it from `low` on."""
+        high = low + target.size
+        self.update(scratch, target, {name: slot[low:high] for name, slot in self.slots.items()}, gradients)
+
+    def update_row(self, flat: np.ndarray, row: int, gradient: np.ndarray) -> None:
+        """Update one row of a variable, larger than a block."""
+        start = row * gradient.size
+        for low in range(0, gradient.size, BLOCK):
+            piece = gradient[low : low + BLOCK]
+            first = start + low
+            self.update_range(self.scratch, flat[first : first + piece.size], first, [piece])
+
+    def update_rows(self, table: np.ndarray, rows: np.ndarray, gradients: np.ndarray) -> None:
+        """Update rows of a variable, at most a block: fetch them and their slots, update, and put them back."""
+        shape = rows.size, table.shape[1]
+        target, slots = self.scratch.blocks(shape[0] * shape[1])
+        tables = {name: slot.reshape(table.shape) for name, slot in self.slots.items()}
+        # All rows are there, so clipping changes none; the default mode would go through one more copy.
+        np.take(table, rows, axis=0, out=target.reshape(shape), mode="clip")
+        for name, slot in slots.items():
+            np.take(tables[name], rows, axis=0, out=slot.reshape(shape), mode="clip")
+        self.update(self.scratch, target, slots, [gradients.reshape(-1)])
+        table[rows] = target.reshape(shape)
+        for name, slot in slots.items():
+            tables[name][rows] = slot.reshape(shape)
+
+
+@functools.cache
+def _threads() -> int:
+    return min(len(available_cores()), _MOST_THREADS)
+
+
+@functools.cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_MOST_THREADS - 1, "mpistrat-update")  # a thread starts when there is work for it
+
+
+def _untouched(size: int, dtype: np.dtype) -> np.ndarray:
+    """Return flat zeros of which only those take memory that are touched: what most rows of a large table never are.
+
+    NumPy asks the system for pages so large that a few rows touch them all.
+    """
+    memory = mmap.mmap(-1, max(size * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype, size)

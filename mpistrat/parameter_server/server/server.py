@@ -1,0 +1,411 @@
+"""Server: its variables, the lock for writing them, and the application of pushes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from time import perf_counter
+from types import TracebackType
+from typing import Any, final
+
+import numpy as np
+
+from ...comm.process_group import ProcessGroup
+from ...errors import ClosedError, PeerExitError, explain
+from ...variables.values import read_only
+from ..layout import Address, MailboxLayout
+from ..operations import Handler, Push
+from ..report import ServerStats, count
+from ..wire.fragments import Fragment, MessageKind
+from ..wire.memory import ServerMemory
+from ..wire.transport import FOR_GOOD, Port
+from .seqlock import SeqLockWriter
+from .service import PassWait, Rounds, Service
+from .snapshots import SnapshotBuffers
+
+__all__ = ["Server"]
+
+_MOST_KEPT = 16  # pushes of a worker that are taken and not applied; further ones are not taken, which holds it back
+
+
+@final
+class _Held:
+    """A variable that this server holds; also the context in which it is written."""
+
+    __slots__ = (
+        "_address", "_lock", "_next", "_seqlock", "_snapshots", "_sync", "_view", "array", "dtype", "row_size", "shape", "word",
+        "words",
+    )  # fmt: skip
+
+    def __init__(self, address: Address, slab: ServerMemory, seqlock: SeqLockWriter, lock: Any) -> None:
+        self.shape, self.dtype = address.spec.shape, address.spec.dtype
+        self.row_size = address.spec.row_bytes // self.dtype.itemsize
+        self.words, self.word = slab.words, address.version // 8
+        self._address, self._sync, self._seqlock, self._lock = address, slab.sync, seqlock, lock
+        self._snapshots = SnapshotBuffers(address, slab)
+        self._next: int | None = None  # the buffer of the next version, while it is written
+        self._use(0)
+
+    def __enter__(self) -> np.ndarray:
+        self._lock.acquire()
+        try:
+            self._begin()
+            if self._snapshots.close():  # somebody holds it, and must not see what is written
+                before = self.array
+                self._use(self._snapshots.free())
+                np.copyto(self._view, before)
+        except BaseException:
+            self._lock.release()
+            raise
+        return self._view
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._end()
+        self._lock.release()
+
+    def enter_replacing(self) -> tuple[np.ndarray, np.ndarray]:
+        """Begin what `Server.replacing` is for."""
+        self._lock.acquire()
+        try:
+            if self._snapshots.open():
+                self._next = self._snapshots.free()
+                return self.array, self._snapshots.view(self._next)
+            view = self.__enter__()
+            return view, view
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def exit_replacing(self, *raised: Any) -> None:
+        """End it."""
+        try:
+            if self._next is None:
+                self.__exit__(*raised)
+            elif raised[0] is None:
+                self._begin()
+                self._use(self._next)
+                self._end()
+        finally:
+            self._next = None
+            self._lock.release()
+
+    def _begin(self) -> None:
+        self._seqlock.wait(self._address.index, self._address.spec.nbytes)
+        self.words[self.word] += 1
+        self._sync()
+
+    def _end(self) -> None:
+        self._sync()
+        self.words[self.word] += 1
+        self._sync()
+
+    def _use(self, buffer: int) -> None:
+        """Let a buffer be the current one."""
+        self._snapshots.make_current(buffer)
+        self._view = self._snapshots.view(buffer)
+        self.array = read_only(self._view)
+
+
+@final
+class _Replacing:
+    """The context in which a variable that this server holds gets a new value."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: _Held) -> None:
+        self._held = held
+
+    def __enter__(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._held.enter_replacing()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._held.exit_replacing(*raised)
+
+
+@final
+class Server(Rounds):
+    """The variables of one server, and its service. `ParameterServers` makes it.
+
+    From `start` to `stop` a thread takes what workers push, calls the handler, and answers reads, whatever the program does
+    meanwhile. Where MPI allows one thread only, this happens inside `wait`.
+
+    Attributes:
+        index: among the servers.
+        passes: how many passes `wait` has waited for, or does.
+        applied: for each worker the number of its last push that is applied, as are all before it.
+        stats: what it did.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        index: int,
+        worker_ranks: Sequence[int],
+        layout: MailboxLayout,
+        addresses: list[Address],
+        mailbox: ServerMemory,
+        slabs: list[ServerMemory],
+        readers: Sequence[int],
+        progress: Callable[[], object],
+        back_off: float,
+        threads: bool,
+    ) -> None:
+        """Args as the attributes.
+
+        Also:
+            readers: the workers that read this rank's memory themselves.
+            progress: lets MPI carry out what others do to this rank's memory.
+            back_off: seconds of the longest sleep while nothing comes.
+            threads: whether MPI may be called by several threads at a time.
+        """
+        self.index, self.passes = index, 0
+        self.applied = [0] * layout.workers
+        self._group, self._worker_ranks, self._layout = group, tuple(worker_ranks), layout
+        self._addresses, self._mailbox, self._slabs, self._progress = addresses, mailbox, slabs, progress
+        self._seqlock = SeqLockWriter(mailbox.words, [layout.announced(w) for w in readers], mailbox.sync, progress)
+        self._ports: list[Port] = []
+        self._port_of: dict[int, Port] = {}
+        self._received = [0] * layout.workers
+        self._handler: Handler | None = None
+        self._on_leave: Callable[[int], object] | None = None
+        self._retry: Callable[[], bool] | None = None
+        self._left, self._readers = [0] * layout.workers, 0
+        self._polls = 0
+        self._missing: dict[int, int] = {}  # workers that have left the program: at which poll all they sent is taken
+        self._gone: set[int] = set()  # of these who left for good as it should be
+        self._target = 0
+        self._pass_wait = PassWait(group)
+        self._held: dict[int, _Held] = {}
+        self._closed = False
+        self._lock = threading.RLock()  # between the thread and the program
+        self.stats = ServerStats(layout.workers)
+        self._service = Service(self, back_off, threads, self.stats)
+
+    def add_port(self, port: Port, workers: Sequence[int]) -> None:
+        """Serve workers by a port. `ParameterServers` calls it."""
+        self._ports.append(port)
+        self._port_of.update(dict.fromkeys(workers, port))
+
+    # variables
+
+    def array(self, variable: int) -> np.ndarray:
+        """Return a read-only view of a variable, for the handler: to others it shows halves of writes."""
+        return (self._held.get(variable) or self._hold(variable, "array")).array
+
+    def read(self, variable: int, out: np.ndarray) -> int:
+        """Copy a variable, whole, into an array of its shape, and return its version."""
+        held = self._held.get(variable) or self._hold(variable, "read")
+        with self._lock:
+            np.copyto(out, held.array, casting="no")
+            return held.words[held.word] >> 1
+
+    def read_rows(self, variable: int, rows: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return the version of a variable and a copy of rows of it, all of that version."""
+        held = self._held.get(variable) or self._hold(variable, "read_rows")
+        with self._lock:
+            return held.words[held.word] >> 1, np.take(held.array, rows, axis=0)
+
+    def version(self, variable: int) -> int:
+        """Return how often a variable was written."""
+        held = self._held.get(variable) or self._hold(variable, "version")
+        return held.words[held.word] >> 1
+
+    def writing(self, variable: int) -> AbstractContextManager[np.ndarray]:
+        """Return a context with a writable view of a variable; nobody reads a half of what is written in it.
+
+        An error inside leaves the variable closed to readers, because it may be half written.
+        """
+        return self._held.get(variable) or self._hold(variable, "writing")
+
+    def replacing(self, variable: int) -> AbstractContextManager[tuple[np.ndarray, np.ndarray]]:
+        """Return a context with a variable and an array in which to write a new value of all of it.
+
+        Both may be the same array; if not, readers go on reading the old value meanwhile. Where workers hold it to read, this
+        is much quicker than `writing`. An error inside leaves a variable closed to readers that was to be overwritten.
+        """
+        return _Replacing(self._held.get(variable) or self._hold(variable, "replacing"))
+
+    # workers
+
+    def clocks(self) -> np.ndarray:
+        """Return the finished steps of every worker that has published them; int64."""
+        with self._lock:
+            self._mailbox.sync()
+        words, layout = self._mailbox.words, self._layout
+        return np.array([words[layout.clock(w) // 8] for w in range(layout.workers)], np.int64)
+
+    def left(self, worker: int) -> int:
+        """Return how many passes a worker has signed off from; FOR_GOOD when it will not come back."""
+        return FOR_GOOD if worker in self._gone else self._mailbox.words[self._layout.left(worker) // 8]
+
+    def acknowledge(self, worker: int, number: int) -> None:
+        """Say that a worker's pushes up to a number are applied, after a handler kept some. For handlers."""
+        if not self.applied[worker] <= number <= self._received[worker]:
+            expected = f"{self.applied[worker]} <= number <= {self._received[worker]}"
+            raise ValueError(explain("Server.acknowledge", "number", expected=expected, got=number))
+        self.applied[worker] = number
+        self._port_of[worker].acknowledge(worker, number)
+
+    # the service
+
+    def start(
+        self,
+        handler: Handler,
+        on_leave: Callable[[int], object] | None = None,
+        retry: Callable[[], bool] | None = None,
+    ) -> None:
+        """Begin to serve.
+
+        Args:
+            handler: what to do with pushes.
+            on_leave: called with each worker that has signed off, from a pass or for good; `left` tells.
+            retry: called when nothing has come; returns whether it did something about what the handler has kept.
+        """
+        self._handler, self._on_leave, self._retry = handler, on_leave, retry
+        self._service.start(f"mpistrat-server-{self.index}")
+
+    def wait(self, passes: int | None = 1) -> None:
+        """Wait until every worker has signed off from so many further passes, or for good.
+
+        A worker that has left the program, after it signed off from a pass and pushed nothing more, has left for good.
+
+        Args:
+            passes: None for all: until every worker has left for good.
+
+        Raises:
+            PeerExitError: a worker has left the program without signing off.
+        """
+        if passes is not None:
+            self.passes += passes
+        self._target = FOR_GOOD if passes is None else self.passes
+        self._pass_wait = PassWait(self._group)
+        self._service.wait(self._all_left)
+
+    def _all_left(self) -> bool:
+        return all(self.left(worker) >= self._target for worker in range(self._layout.workers))
+
+    def expects(self, worker: int) -> bool:
+        """Return whether the program waits for a worker: then it has done all that comes before."""
+        return self._service.waiting and self.left(worker) < self._target
+
+    def stop(self) -> None:
+        """End the service: nothing is applied or answered any more."""
+        self._service.stop()
+
+    def close(self) -> None:
+        """End the service, and let go of the memory."""
+        self.stop()
+        self._closed = True
+        self._held.clear()
+
+    def accepts(self, worker: int) -> bool:
+        """Return whether another push of a worker may be taken. The ports ask."""
+        return self._received[worker] - self.applied[worker] < _MOST_KEPT
+
+    def deliver(self, worker: int, fragment: Fragment, payload: np.ndarray) -> None:
+        """Apply a push if it has not come before. The ports call it."""
+        expected = self._received[worker] + 1
+        if fragment.number < expected:
+            return
+        if fragment.number > expected:
+            raise RuntimeError(f"push {fragment.number} of worker {worker} came where {expected} was to come")
+        self._received[worker] = fragment.number
+        applied = self._apply(worker, fragment, payload)
+        if applied and self.applied[worker] == fragment.number - 1:  # nothing before it is kept
+            self.acknowledge(worker, fragment.number)
+
+    def _apply(self, worker: int, fragment: Fragment, payload: np.ndarray) -> bool:
+        """Call the handler; return whether it has applied the push."""
+        handler, kind, stats, start = self._handler, fragment.kind, self.stats, perf_counter()
+        if handler is None:
+            raise RuntimeError("Server: a push came, and there is no handler")
+        applied = True
+        if kind != MessageKind.COMMIT:
+            count(stats.pushes[worker], fragment.variable, fragment.total)
+            applied = handler(self._push(worker, fragment, payload)) is not False
+        if kind >= MessageKind.ENDS_STEP or kind == MessageKind.COMMIT:
+            stats.commits[worker] += 1
+            applied = (
+                handler(Push(worker, -1, fragment.number, fragment.what, fragment.version)) is not False and applied
+            )
+        stats.busy += perf_counter() - start
+        return applied
+
+    def _push(self, worker: int, fragment: Fragment, payload: np.ndarray) -> Push:
+        held = self._held.get(fragment.variable) or self._hold(fragment.variable, "push")
+        payload.flags.writeable = False
+        if fragment.kind & ~MessageKind.ENDS_STEP == MessageKind.PUSH:
+            values = payload.view(held.dtype).reshape(held.shape)
+            return Push(worker, fragment.variable, fragment.number, fragment.what, fragment.version, None, values)
+        rows = payload[: 8 * fragment.rows].view(np.int64)
+        values = payload[8 * fragment.rows :].view(held.dtype)
+        whole = fragment.rows == 0 or values.size // fragment.rows == held.row_size
+        values = values.reshape(fragment.rows, *held.shape[1:]) if whole else values.reshape(fragment.rows, -1)
+        return Push(worker, fragment.variable, fragment.number, fragment.what, fragment.version, rows, values)
+
+    def count_staleness(self, push: Push) -> None:
+        """Count how many versions older than now the one was that a push was computed from, if any."""
+        if push.version >= 0:
+            self.stats.stale(push.worker, push.variable, self.version(push.variable) - push.version)
+
+    # the rounds of the service
+
+    def poll(self) -> bool:
+        """See `Rounds.poll`."""
+        self._progress()
+        self._polls += 1
+        waiting = 0
+        for port in self._ports:
+            waiting += port.poll()
+        if waiting > self.stats.most_waiting:
+            self.stats.most_waiting = waiting
+        return waiting > 0
+
+    def rest(self) -> bool:
+        """See `Rounds.rest`."""
+        changed = self._retry is not None and self._retry()
+        for worker, before in enumerate(self._left):
+            if (left := self.left(worker)) != before:
+                self._left[worker], changed = left, True
+                if self._on_leave is not None:
+                    self._on_leave(worker)
+        readers = self._seqlock.readers()  # who reads by one-sided calls may need this rank
+        changed, self._readers = changed or readers != self._readers, readers
+        return changed
+
+    def busy(self) -> bool:
+        """See `Rounds.busy`."""
+        return any(port.busy() for port in self._ports)
+
+    def check(self) -> None:
+        """See `Rounds.check`."""
+        missing = [rank for worker, rank in enumerate(self._worker_ranks) if self.left(worker) < self._target]
+        self._pass_wait.look(missing, sum(self._received))
+        for worker, rank in enumerate(self._worker_ranks):
+            if not self._group.has_left(rank) or self.left(worker) >= self._target:
+                continue
+            if self._polls < self._missing.setdefault(worker, self._polls + self._layout.slots + 2):
+                continue
+            signed = self._mailbox.words[self._layout.signed(worker) // 8]
+            if not self.left(worker) or self._received[worker] > signed:
+                what = "the last pass" if self._target == FOR_GOOD else f"pass {self._target}"
+                raise PeerExitError(
+                    f"worker {worker} (rank {rank}) left the program without signing off from {what} of server "
+                    f"{self.index} (rank {self._group.topology.rank})"
+                )
+            self._gone.add(worker)
+
+    def _hold(self, variable: int, function: str) -> _Held:
+        if self._closed:
+            raise ClosedError(f"Server.{function}: closed")
+        address = self._addresses[variable]
+        if address.spec.server != self.index:
+            got = f"variable {address.spec.name!r} of server {address.spec.server}"
+            expected = f"a variable of server {self.index}"
+            raise ValueError(explain(f"Server.{function}", "variable", expected=expected, got=got))
+        held = self._held[variable] = _Held(address, self._slabs[address.slab], self._seqlock, self._lock)
+        return held

@@ -1,0 +1,400 @@
+"""Updates: a server applies pushes, writes at once and gradients through an optimizer.
+
+`Updates` applies gradients as they come; `SynchronousUpdates` collects those of a step until all workers have sent theirs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from ...comm.arrays import accumulation_dtype
+from ...errors import CollectiveMismatchError, MpistratError, explain
+from ...variables.values import as_flat, read_only
+from ..operations import Operation, Push, apply_operation, unpack
+from .server import Server
+
+__all__ = ["SynchronousUpdates", "Updater", "Updates"]
+
+
+class Updater(Protocol):
+    """An optimizer on this server. `variable` is what `Updates` found for the number of a variable."""
+
+    @property
+    def iterations(self) -> int:
+        """Number of steps that are complete."""
+
+    def count_step(self) -> None:
+        """Count a step that is complete."""
+
+    def dense(
+        self,
+        variable: Any,
+        weights: np.ndarray,
+        gradients: Sequence[np.ndarray],
+        step: int,
+        old: np.ndarray | None = None,
+    ) -> None:
+        """Make weights of old ones, if they lie elsewhere, by the sum of gradients of all of a variable."""
+
+    def rows(self, variable: Any, weights: np.ndarray, rows: np.ndarray, values: np.ndarray, step: int) -> None:
+        """Update rows of a variable, each of which is named once."""
+
+
+@final
+class Updates:
+    """The handler of a server's pushes: all are applied as they come.
+
+    The gradients of a worker's step, from its first push to its commit, are all applied as step n + 1, where n steps of all
+    workers were complete when it began. Each commit completes one. A variable's constraint is applied to all of it after
+    every gradient, of some rows too.
+
+    A worker may be in a pass that this server's program has yet to come to, with an optimizer that it has yet to make or to
+    change. What such a worker pushes is kept until then, in its order; `retry` looks whether it can be applied. Of more
+    than a few pushes of a worker the server takes none until then.
+
+    Args:
+        server: whose variables are written.
+        find: returns what applies the optimizer of a key, or raises MpistratError; asked for each step of a worker.
+        variable: returns what is known of a variable, by number: an object with a `constraint`, for the updaters.
+    """
+
+    def __init__(self, server: Server, find: Callable[[int], Updater], variable: Callable[[int], Any]) -> None:
+        self._server, self._find, self._variable = server, find, variable
+        self._variables: dict[int, Any] = {}
+        self._steps: list[dict[int, tuple[Updater, int]]] = [{} for _ in server.applied]
+        self._later: dict[int, deque[Push]] = {}  # what is kept, by worker
+
+    def __call__(self, push: Push) -> bool:
+        """Do what a push says; return whether it is done, or kept."""
+        later = self._later.get(push.worker)
+        if later is None and self._apply(push):
+            return True
+        if later is None:
+            later = self._later[push.worker] = deque()
+        later.append(push._replace(rows=_copy(push.rows), values=_copy(push.values)))
+        return False
+
+    def retry(self) -> bool:
+        """Do what was kept, as far as it can be done now. Return whether anything was done."""
+        done = False
+        for worker, later in list(self._later.items()):
+            while later and self._apply(later[0]):
+                push, done = later.popleft(), True
+                if not later or later[0].number > push.number:  # its commit has the same number
+                    self._server.acknowledge(worker, push.number)
+            if not later:
+                del self._later[worker]
+        return done
+
+    def _apply(self, push: Push) -> bool:
+        """Do what a push says; return False if this server's program has yet to come to it."""
+        operation, key = unpack(push.what)
+        if operation is not Operation.GRADIENT:
+            self.write(push)
+            return True
+        steps = self._steps[push.worker]
+        begun = steps.get(key) or self.begin(key, (push.worker,))
+        if begun is None:
+            return False
+        updater, step = begun
+        if push.variable < 0:
+            steps.pop(key, None)
+            updater.count_step()
+        else:
+            steps[key] = updater, step
+            self.apply(updater, step, [push])
+        return True
+
+    def begin(self, key: int, workers: Sequence[int]) -> tuple[Updater, int] | None:
+        """Return what applies the optimizer of a key, and the number of the step that begins.
+
+        None if this server's program has yet to come to the pass that the workers are in.
+        """
+        try:
+            updater = self._find(key)
+        except MpistratError:
+            if any(self._server.expects(worker) for worker in workers):
+                raise
+            return None
+        return updater, updater.iterations + 1
+
+    def write(self, push: Push) -> None:
+        """Assign, add or scatter."""
+        assert push.values is not None
+        operation = unpack(push.what)[0]
+        if push.rows is not None:
+            with self._server.writing(push.variable) as array:
+                apply_operation(operation, array, push.rows, push.values)
+            return
+        with self._server.replacing(push.variable) as (old, new):
+            if new is not old and operation is not Operation.ASSIGN:
+                np.copyto(new, old)
+            apply_operation(operation, new, None, push.values)
+
+    def apply(self, updater: Updater, step: int, pushes: Sequence[Push]) -> None:
+        """Update a variable by the sum of gradients, from the first to the last.
+
+        Args:
+            updater: what applies them.
+            step: its number.
+            pushes: of one variable, each of all of it or of rows.
+        """
+        number = pushes[0].variable
+        variable = self._variables.get(number)
+        if variable is None:
+            variable = self._variables[number] = self._variable(number)
+        for push in pushes:
+            self._server.count_staleness(push)
+        if all(push.rows is not None for push in pushes):
+            with self._server.writing(number) as weights:
+                updater.rows(variable, weights, *_sum_of_rows(pushes), step)
+                _constrain(variable, weights)
+            return
+        with self._server.replacing(number) as (old, weights):
+            gradients = (pushes[0].values,) if len(pushes) == 1 else [_whole(push, weights) for push in pushes]
+            updater.dense(variable, weights, gradients, step, old)  # type: ignore[arg-type]
+            _constrain(variable, weights)
+
+
+def _constrain(variable: Any, weights: np.ndarray) -> None:
+    if variable.constraint is not None:
+        value = variable.constraint(read_only(weights))
+        weights.reshape(-1)[...] = as_flat(value, weights.shape, weights.dtype, "Variable.constraint")
+
+
+def _copy(array: np.ndarray | None) -> np.ndarray | None:
+    return None if array is None else array.copy()
+
+
+def _sum_of_rows(pushes: Sequence[Push]) -> tuple[Any, Any]:
+    """Return the rows of all pushes, each once and ascending, and the sums of their values, in `accumulation_dtype`."""
+    if len(pushes) == 1:
+        return pushes[0].rows, pushes[0].values
+    rows = np.unique(np.concatenate([push.rows for push in pushes]))
+    first: Any = pushes[0].values
+    total = np.zeros((rows.size, *first.shape[1:]), accumulation_dtype(first.dtype))
+    for push in pushes:
+        total[np.searchsorted(rows, push.rows)] += push.values  # type: ignore[arg-type]
+    return rows, total
+
+
+def _whole(push: Push, like: np.ndarray) -> Any:
+    """Return a gradient of all of a variable: rows that were not pushed have none."""
+    if push.rows is None:
+        return push.values
+    whole = np.zeros_like(like)
+    whole[push.rows] = push.values
+    return whole
+
+
+Gradients = dict[int, Push]  # by number of variable
+
+
+@final
+class SynchronousUpdates:
+    """The handler of a server whose workers train in step.
+
+    - Gradients are copied and acknowledged as they come. A commit is acknowledged when its step is complete: when every
+      worker that has not left the pass has committed it. Then each variable is updated once, by the sum of its gradients
+      in the order of the workers, bit for bit what synchronous training makes of them.
+    - What a worker pushes after a commit waits behind it, so that its pushes act in the order in which it sent them. All
+      other pushes act at once.
+    - The pass is the earliest that any worker is in. A worker that has left it is not waited for; what it pushes for the
+      next one waits until the others get there.
+    - With backup workers a step is complete without the last ones, as many as there are backup workers. What these push
+      for it comes too late: the step of that worker is acknowledged, dropped and counted (as TensorFlow's
+      SyncReplicasOptimizer does, by server). A worker's step comes in time unless another one was completed since its
+      last commit was acknowledged. It also does if all variables whose gradients it has were read after that: their
+      pushes carry the version that the worker had read.
+    - Each server decides on its own which workers' gradients a step has.
+
+    Args:
+        server, find, variable: as for `Updates`.
+        backup_workers: how many of the workers that are in the pass are not waited for.
+
+    Raises:
+        ValueError: no worker is left to wait for.
+
+    Attributes:
+        dropped: for each worker, how many of its steps came too late.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        find: Callable[[int], Updater],
+        variable: Callable[[int], Any],
+        backup_workers: int = 0,
+    ) -> None:
+        if not 0 <= backup_workers < len(server.applied):
+            expected = f"0 <= backup_workers < {len(server.applied)}, the number of workers"
+            raise ValueError(explain("SynchronousUpdates", "backup_workers", expected=expected, got=backup_workers))
+        self.dropped = [0] * len(server.applied)
+        self._server, self._backup_workers = server, backup_workers
+        self._updates = Updates(server, find, variable)
+        self._workers = [_Worker() for _ in server.applied]
+        self._kept = False  # whether a step waits for this server's program
+        self._completed: dict[int, int] = {}  # steps, by key of the optimizer
+        self._versions: dict[tuple[int, int], int] = {}  # of a variable after the last step, by that key and its number
+        self._spare: dict[int, list[np.ndarray]] = {}  # memory for gradients, by number of variable
+
+    def __call__(self, push: Push) -> bool:
+        """Take a push. Return whether it counts as applied; False if the server will be told later."""
+        worker = self._workers[push.worker]
+        if worker.committed is not None:
+            worker.later.append(self._copy(push))
+            return False
+        if self._take(worker, push, copied=False):
+            return True
+        self._complete()
+        return False
+
+    def on_leave(self, worker: int) -> None:
+        """Complete the steps that waited for a worker that has left, from a pass or for good."""
+        self._complete()
+
+    def retry(self) -> bool:
+        """Complete the steps that waited until this server's program came to their pass."""
+        kept, self._kept = self._kept, False
+        if kept:
+            self._complete()
+        return kept and not self._kept
+
+    def _take(self, worker: _Worker, push: Push, copied: bool) -> bool:
+        """Do what a push says, or keep it for its step. Return False for a commit."""
+        operation, key = unpack(push.what)
+        if operation is not Operation.GRADIENT:
+            self._updates.write(push)
+            if copied:
+                self._free(push)
+        elif push.variable < 0:
+            worker.committed, worker.number = key, push.number
+            return False
+        else:
+            step = worker.gradients.setdefault(key, {})
+            if push.variable in step:  # of a step that broke off
+                self._free(step.pop(push.variable))
+            step[push.variable] = push if copied else self._copy(push)
+        return True
+
+    # steps
+
+    def _complete(self) -> None:
+        """Complete all steps that can be."""
+        while self._drop_late() or self._complete_one():
+            pass
+
+    def _complete_one(self) -> bool:
+        passes = [self._server.left(number) for number in range(len(self._workers))]
+        current = min(passes)
+        active = [worker for worker, left in zip(self._workers, passes, strict=True) if left == current]
+        keys = {worker.committed: None for worker in active if worker.committed is not None}
+        needed = max(1, len(active) - self._backup_workers)
+        for key in keys:
+            together = [worker for worker in active if worker.committed == key]
+            if len(together) >= needed:
+                applied = self._apply(key, together)
+                self._kept = not applied
+                return applied
+        if len(keys) > 1 and all(worker.committed is not None for worker in active):
+            remedy = "Call apply_gradients of the same optimizers, in the same order, on every worker"
+            got = f"{len(keys)} in one step"
+            raise CollectiveMismatchError(
+                explain("apply_gradients", "optimizer", expected="the same on all workers", got=got, remedy=remedy)
+            )
+        return False
+
+    def _apply(self, key: int, workers: list[_Worker]) -> bool:
+        begun = self._updates.begin(key, [self._workers.index(worker) for worker in workers])
+        if begun is None:
+            return False
+        updater, step = begun
+        gradients = [worker.gradients.pop(key, {}) for worker in workers]
+        for variable in sorted(set().union(*gradients)):
+            pushes = [of[variable] for of in gradients if variable in of]
+            self._updates.apply(updater, step, pushes)
+            self._versions[key, variable] = self._server.version(variable)
+            for push in pushes:
+                self._free(push)
+        updater.count_step()
+        self._completed[key] = self._completed.get(key, 0) + 1
+        for worker in workers:
+            self._resume(worker)
+        return True
+
+    def _resume(self, worker: _Worker) -> None:
+        """Acknowledge a commit, and go on with what the worker pushed after it."""
+        key, done = worker.committed, worker.number
+        assert key is not None
+        worker.committed, worker.began[key] = None, self._completed.get(key, 0)
+        while worker.later and worker.committed is None:
+            push = worker.later.popleft()
+            # A commit may have come with a push, and has its number then.
+            done = push.number if self._take(worker, push, copied=True) else push.number - 1
+        number = self._workers.index(worker)
+        if done > self._server.applied[number]:
+            self._server.acknowledge(number, done)
+
+    # what comes too late
+
+    def _drop_late(self) -> bool:
+        if not self._backup_workers:
+            return False
+        late = [worker for worker in self._workers if self._is_late(worker)]
+        for worker in late:
+            for push in worker.gradients.pop(worker.committed, {}).values():  # type: ignore[arg-type]
+                self._free(push)
+            self.dropped[self._workers.index(worker)] += 1
+            self._resume(worker)
+        return bool(late)
+
+    def _is_late(self, worker: _Worker) -> bool:
+        key = worker.committed
+        if key is None or worker.began.get(key, 0) >= self._completed.get(key, 0):
+            return False
+        gradients = worker.gradients.get(key, {}).values()
+        fresh = [push.version >= self._versions.get((key, push.variable), 0) for push in gradients]
+        return not fresh or not all(fresh)
+
+    # memory
+
+    def _copy(self, push: Push) -> Push:
+        """Return a push that stays valid."""
+        if push.values is None:
+            return push
+        if push.rows is not None:
+            return push._replace(rows=push.rows.copy(), values=push.values.copy())
+        spare = self._spare.setdefault(push.variable, [])
+        memory = spare.pop() if spare else np.empty_like(push.values)
+        np.copyto(memory, push.values)
+        return push._replace(values=memory)
+
+    def _free(self, push: Push) -> None:
+        if push.rows is None and push.values is not None:
+            self._spare[push.variable].append(push.values)
+
+
+@final
+class _Worker:
+    """What is kept of a worker's pushes.
+
+    Attributes:
+        gradients: of its step, by key of the optimizer.
+        committed: the key of the optimizer whose step it has ended, while that is not complete.
+        number: of that commit.
+        later: what it pushed after it.
+        began: how many steps were complete, by key, when its last commit was acknowledged.
+    """
+
+    __slots__ = ("began", "committed", "gradients", "later", "number")
+
+    def __init__(self) -> None:
+        self.gradients: dict[int, Gradients] = {}
+        self.committed: int | None = None
+        self.number = 0
+        self.later: deque[Push] = deque()
+        self.began: dict[int, int] = {}

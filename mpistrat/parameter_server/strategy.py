@@ -1,0 +1,447 @@
+"""ParameterServerStrategy: workers that train without waiting for each other, and servers that hold the variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from time import sleep
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+from .. import context
+from ..cluster import ClusterResolver, Topology
+from ..cluster.topology import check_comm, running_mpi
+from ..comm.process_group import ProcessGroup
+from ..comm.waiting import CEILING
+from ..cross_device.ops import CrossDeviceOps
+from ..data.distribution.workers import Workers
+from ..errors import ContextError, explain
+from ..options import CommunicationOptions, RunOptions
+from ..strategy.assemble import assemble
+from ..strategy.from_environment import add_strategy
+from ..strategy.input import Division
+from ..strategy.layout import PARAMETER_SERVER
+from ..strategy.preemption import StopAtPasses, StopRequest
+from ..strategy.strategy import Strategy
+from ..variables import Placement, Variable
+from ..variables.placement import Target
+from .connections import ParameterServers
+from .coordinator.cluster import Cluster
+from .coordinator.join import share_settings
+from .layout import PLACEMENTS, VariableSpec
+from .report import ParameterServerStats
+from .roles import RoleAssignment, Roles, Settings
+from .server.updates import SynchronousUpdates, Updates
+from .store import ServedOptimizers, ServerSlots
+from .variable import ParameterServerVariable
+from .worker.access import Access, ServerAccess, WorkerAccess
+from .worker.push import PushStep
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from ..optimizers.optimizer import Optimizer
+    from ..variables.variable import Description
+
+__all__ = ["ParameterServerStrategy"]
+
+_NAME = "ParameterServerStrategy"
+
+
+@final
+class ParameterServerStrategy(Strategy):
+    """Asynchronous training: servers hold the variables, workers read them and push updates (TF: ParameterServerStrategy).
+
+    Every rank runs the same program. Creating the strategy and variables, `save`, `restore` and `close` are collective over
+    all ranks. Else a worker waits for no other worker: its replicas are the only ones in sync, `run`, `reduce` and
+    `gather` concern them alone, and `apply_gradients` sums over them and pushes once. The server applies a push once, by
+    the optimizer that the same program made there.
+
+    On a server rank iterating a distributed dataset serves the workers until all have left the pass, and yields nothing.
+    A worker leaves a pass when its loop ends, by `break` or an exception, too. Servers answer reads and writes before,
+    between and after passes as well.
+
+    `dataset.batch(n)` is what one worker pushes for: the batches of a dataset are dealt out to the workers in turn, each
+    row once in an epoch.
+
+    Args:
+        cluster_resolver: who is worker, chief or ps; default what TF_CONFIG says, if it is set and names ps tasks.
+        variable_partitioner: cuts large variables into shards on several servers, see `ms.partitioners`.
+        num_ps: without a resolver: so many ranks, the last ones, are servers; default 1.
+        max_staleness: a worker begins a step only when its finished steps exceed the slowest worker's by at most this
+            number; None for no bound. With 0 the servers keep a step's pushes, sum them in worker order and apply them
+            once: synchronous training.
+        backup_workers: with max_staleness=0: a step is complete without this many workers' pushes, which are dropped.
+        placement: which server gets the next variable: "round_robin", or "bytes" for the one that has least.
+        transport: "shared_window", "one_sided" or "messages" for all; default chosen for each worker and server.
+        workers_in_sync: so many successive workers step together, synchronously, and push once; 1 for none. Their ranks'
+            replicas are the replicas in sync, and a batch is divided over them.
+        back_off: seconds of the longest sleep of a server with nothing to do. 1 ms costs up to 6 % of a core, and a push
+            waits about as long for it; shorter sleeps cost more.
+        check_numerics: refuse to push a gradient that has a NaN or infinity.
+        communication_options, cross_device_ops: how the worker's own replicas are reduced.
+        comm: communicator, duplicated here; default COMM_WORLD.
+        devices: this rank's, as for MirroredStrategy; servers use none.
+
+    Raises:
+        ClusterError: on every rank, when there is no worker or no server, or the roles contradict each other.
+        ValueError: on every rank, for another placement, transport or staleness.
+        LayoutError: there is one rank only.
+
+    Example:
+        >>> strategy = ms.ParameterServerStrategy(num_ps=1)  # doctest: +SKIP
+
+    Source: Li et al., https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu.
+
+    Attributes:
+        workers, servers: their ranks.
+        is_server: whether this rank is a server.
+        worker_index: this worker's number, None on a server.
+        cluster_resolver: as given, or one that says the same as `num_ps`.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        num_ps: int | None = None,
+        max_staleness: int | None = None,
+        backup_workers: int = 0,
+        placement: str = "round_robin",
+        transport: str = "",
+        workers_in_sync: int = 1,
+        back_off: float = CEILING,
+        check_numerics: bool = False,
+        communication_options: CommunicationOptions | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        comm: MPI.Intracomm | None = None,
+        devices: Sequence[str] | str | None = None,
+    ) -> None:
+        settings = Settings(
+            variable_partitioner,
+            num_ps,
+            max_staleness,
+            backup_workers,
+            placement,
+            transport,
+            workers_in_sync,
+            back_off,
+            check_numerics,
+            communication_options,
+        )
+        assignment = RoleAssignment(settings, cluster_resolver)
+        ranks = check_comm(running_mpi(_NAME), comm, _NAME)
+        joined = share_settings(ranks, dict(vars(settings)))
+        roles = Roles((), ())
+
+        def make_sync_group(group: ProcessGroup) -> ProcessGroup:
+            nonlocal roles
+            roles = assignment.agree(group)
+            return _sync_group(group, roles.in_sync_with(group.topology.rank, workers_in_sync))
+
+        parts = assemble(
+            PARAMETER_SERVER,
+            comm,
+            "cpu:0" if assignment.serves(ranks) else devices,
+            cross_device_ops,
+            communication_options,
+            check=assignment.check,
+            make_sync_group=make_sync_group,
+        )
+        group = parts.group
+        self.cluster_resolver = assignment.tell(group, roles)
+        self._settings = settings
+        self.workers, self.servers = roles.workers, roles.servers
+        rank = group.topology.rank
+        self.is_server = rank in roles.servers
+        self.worker_index = None if self.is_server else roles.workers.index(rank)
+        self._parameter_servers = ParameterServers(
+            group, roles.workers, roles.servers, transport=transport, back_off=back_off
+        )
+        self._optimizers = ServedOptimizers(self)
+        self._access = self._make_access(parts.sync_group or group)
+        self._assign_server = PLACEMENTS[placement](len(roles.servers))
+        pipelines = len(roles.workers) // workers_in_sync
+        super().__init__(replace(parts, make=self._make, make_step=self._make_step, num_input_pipelines=pipelines))
+        self._complete(self._extended.placement)
+        self._stop_request = StopRequest(group, spread=True)
+        self._stop_agreement = StopAtPasses(
+            group, self._stop_agreement, lambda: bool(joined) or self._extended.leads or self._access.in_pass
+        )
+        if joined:
+            Cluster(self, joined)
+
+    def _complete(self, placement: Placement) -> None:
+        """Say what is special about variables and optimizers of this strategy."""
+        placement.partitioner, placement.first_worker = self._settings.variable_partitioner, self.workers[0]
+        placement.ordinals, placement.numbers = self._optimizers.ordinals, self._optimizers
+        updates = self._optimizers.updates if self.is_server else None
+        group = self._parameter_servers.group
+        placement.slots = ServerSlots(group, self.servers, updates, lambda: placement.variables, self._access.flush)
+
+    def _make_access(self, sync_group: ProcessGroup) -> Access:
+        server, max_staleness = self._parameter_servers.server, self.max_staleness
+        self._dropped: Sequence[int] = ()
+        if server is None:
+            access = WorkerAccess(self._parameter_servers, sync_group, max_staleness)
+            self._parameter_servers.group.attach(access)
+            return access
+        if max_staleness == 0:
+            together = SynchronousUpdates(server, self._optimizers.find, self._by_number, self._settings.backup_workers)
+            self._dropped = together.dropped
+            server.start(together, together.on_leave, together.retry)
+        else:
+            updates = Updates(server, self._optimizers.find, self._by_number)
+            server.start(updates, retry=updates.retry)
+        return ServerAccess(server, self._parameter_servers)
+
+    # who
+
+    @property
+    def max_staleness(self) -> int | None:
+        """As given."""
+        return self._settings.max_staleness
+
+    @property
+    def workers_in_sync(self) -> int:
+        """As given."""
+        return self._settings.workers_in_sync
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers, the chief included."""
+        return len(self.workers)
+
+    @property
+    def num_ps(self) -> int:
+        """Number of servers."""
+        return len(self.servers)
+
+    # variables, on all ranks
+
+    def _make(self, placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
+        """Give a variable a place on a server. Collective."""
+        servers = self._parameter_servers
+        beside = None if what.beside is None else getattr(placement.variables[what.beside], "server", None)
+        server = self._assign_server(what.shape, what.dtype, beside)
+        spec = VariableSpec(what.name, what.shape, what.dtype, server)
+        (number,) = servers.add_variables([spec])
+        variable = ParameterServerVariable(placement, what, number, spec.server, self._access)
+        if not self._access.holds(number):
+            return variable, []
+        with servers.server.writing(number) as memory:  # type: ignore[union-attr]  # nobody can read it yet
+            flat = memory.reshape(-1)
+        return variable, [(flat, 0, flat.size)]
+
+    def _by_number(self, number: int) -> Any:
+        """Return a variable; a worker that has made it may be quicker than this server's program."""
+        while True:
+            for variable in self._extended.variables:
+                if getattr(variable, "number", None) == number:
+                    return variable
+            sleep(1e-4)
+
+    # steps, on workers
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Call a step once on each replica of this worker, and return what they return.
+
+        With `max_staleness` it begins when the slowest worker is near enough. See `Strategy.run`.
+
+        Raises:
+            ContextError: on a server.
+        """
+        access = self._worker("run")
+        self._extended.announce("step")
+        access.begin_step()
+        try:
+            return super().run(fn, args, kwargs, options)
+        finally:
+            access.end_step()
+
+    def _worker(self, function: str) -> WorkerAccess:
+        access = self._access
+        if isinstance(access, WorkerAccess):
+            return access
+        remedy = "Iterate a distributed dataset, which gives a server nothing, or write `if not strategy.is_server:`"
+        got = f"a call on rank {self.rank}, a parameter server"
+        raise ContextError(explain(f"{_NAME}.{function}", "", expected="a worker", got=got, remedy=remedy))
+
+    def _make_step(self, optimizer: Optimizer, variables: Sequence[Any]) -> PushStep:
+        return PushStep(optimizer, self, variables, self._worker("apply_gradients"), self._settings.check_numerics)
+
+    # serving, on servers
+
+    def serve(self, passes: int | None = 1) -> None:
+        """Serve the workers until all have left one pass, or for good. For servers.
+
+        A worker leaves a pass when its loop over a distributed dataset ends, or by `leave`, and for good when it closes the
+        strategy or ends its program. Iterating a distributed dataset calls this.
+
+        Args:
+            passes: how many to wait for; None for all there are.
+
+        Raises:
+            ContextError: on a worker.
+            PeerExitError: a worker left the program in the middle of a pass.
+        """
+        self._extended.require_open(f"{_NAME}.serve")
+        server = self._parameter_servers.server
+        if server is None:
+            got = f"a call on rank {self.rank}, a worker"
+            raise ContextError(explain(f"{_NAME}.serve", "", expected="a parameter server", got=got))
+        server.wait(passes)
+
+    def flush(self) -> None:
+        """Wait until all that this worker has pushed and written is applied. For workers.
+
+        Reading a variable waits for what this worker pushed to the same server. With `max_staleness` 0 a step is applied
+        when all workers have taken it.
+
+        Raises:
+            ContextError: on a server.
+        """
+        self._extended.require_open(f"{_NAME}.flush")
+        self._worker("flush").flush()
+
+    def leave(self) -> None:
+        """Leave a pass that is not the loop over a distributed dataset, which leaves by itself. For workers.
+
+        A program that steps without a dataset calls it when its servers, which are in `serve`, shall go on.
+
+        Raises:
+            ContextError: on a server.
+
+        Example:
+            >>> if strategy.is_server:  # doctest: +SKIP
+            ...     strategy.serve()
+            ... else:
+            ...     for _ in range(100):
+            ...         strategy.run(step)
+            ...     strategy.leave()
+        """
+        self._extended.require_open(f"{_NAME}.leave")
+        access = self._worker("leave")
+        access.begin_pass()
+        access.end_pass()
+
+    # input
+
+    def _division(self) -> Division:
+        """Batches are dealt out to the workers, or groups of them; a server serves a pass and reads nothing."""
+        if self._extended.scheduled:  # a function of a coordinator: what it makes is for this worker
+            alone = Workers([self._extended.sync_topology.num_replicas], 0)
+            return Division.alone(alone, alone, self._extended.placement.group, self)
+        size, index = self.workers_in_sync, self.worker_index or 0
+        replicas = self._extended.process_group.topology.replicas_per_rank
+        counts = [replicas[rank] for rank in self.workers]
+        groups = [sum(counts[first : first + size]) for first in range(0, len(counts), size)]
+        dealt = Workers(groups, index // size)
+        if self.is_server:
+            return Division.serving(dealt, self)
+        first = index // size * size
+        within = Workers(counts[first : first + size], index - first)
+        return Division.alone(dealt, within, self._extended.placement.group, self)
+
+    def begin_pass(self) -> None:
+        """Begin to read a dataset: on a server, serve until all workers have left the pass."""
+        if isinstance(self._access, WorkerAccess):
+            self._access.begin_pass()
+        else:
+            self.serve()
+
+    def end_pass(self) -> None:
+        """Leave the pass."""
+        if isinstance(self._access, WorkerAccess) and not self._extended.closed:
+            self._access.end_pass()
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return who serves whom, and how, as names and texts."""
+        roles = f"workers {', '.join(map(str, self.workers))}; servers {', '.join(map(str, self.servers))}"
+        return [("roles by rank", roles), *(("transport", t) for t in self._parameter_servers.describe().splitlines())]
+
+    # what happened
+
+    def traffic(self) -> tuple[int, int]:
+        """Return how many bytes this worker has pulled and pushed so far; (0, 0) on a server."""
+        every = [transport.stats for transport in self._parameter_servers.transports]
+        pulled = sum(nbytes for stats in every for _, nbytes in stats.pulls.values())
+        return pulled, sum(nbytes for stats in every for _, nbytes in stats.pushes.values())
+
+    def stats(self) -> ParameterServerStats:
+        """Return what all workers and servers have exchanged so far: a table, when printed. Collective over all ranks.
+
+        Example:
+            >>> print(strategy.stats())  # doctest: +SKIP
+        """
+        self._extended.require_open(f"{_NAME}.stats")
+        self._extended.announce("stats")
+        self._access.flush()
+        return self._parameter_servers.stats(self._dropped)
+
+    # files
+
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+        """Write all variables, and all that optimizers keep, to one HDF5 file. Collective. See `Strategy.save`.
+
+        Each variable is written as it is between two updates. Call it when all ranks have left a pass for a file of one
+        moment.
+        """
+        self._settle("save", path, extra)
+        super().save(path, extra)
+
+    def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read all variables, and all that optimizers keep. Collective. See `Strategy.restore`.
+
+        What workers have pushed and written before is applied, and then overwritten.
+        """
+        self._settle("restore", path)
+        return super().restore(path)
+
+    def _settle(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
+        """Have everything applied, and everybody know all optimizers. Collective."""
+        self._extended.require_open(f"Strategy.{function}")
+        context.expect_cross(self, f"Strategy.{function}")
+        self._extended.announce(function, os.fspath(path), *more)
+        self._access.flush()
+        self._optimizers.agree(function, path)
+
+    # its life
+
+    def close(self) -> None:
+        """Leave for good, when all that was pushed is applied; then as `Strategy.close`. Collective the first time."""
+        if not self._extended.closed:
+            self._extended.announce("close")
+        if isinstance(self._access, WorkerAccess) and not self._extended.closed:
+            self._access.leave_for_good()
+        super().close()
+
+    def __repr__(self) -> str:
+        nodes = self._extended.topology.num_nodes
+        state = "closed" if self._extended.closed else f"{self.num_workers} workers, {self.num_ps} servers"
+        return f"<{_NAME} {state}, {nodes} node{'s' * (nodes > 1)}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(explain(_NAME, "", expected="no copy.deepcopy", got="one", remedy="Make another strategy"))
+
+
+def _sync_group(group: ProcessGroup, members: tuple[int, ...]) -> ProcessGroup:
+    """Return the group of some ranks, this one among them, in that order. Collective over all ranks."""
+    topology = group.topology
+    comm = topology.comm.Split(members[0], key=members.index(topology.rank))
+    if comm.size == 1:
+        comm.Free()
+        return ProcessGroup(Topology.single(topology.devices), group.environment)
+    own = Topology.create(comm, topology.devices, _NAME)
+    comm.Free()
+    return ProcessGroup.create(own, group.environment)
+
+
+add_strategy("parameter_server", ParameterServerStrategy)

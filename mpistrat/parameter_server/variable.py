@@ -1,0 +1,192 @@
+"""Variable stored on a parameter server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from .._util.arguments import tensorflow_names
+from .._util.buffers import BufferPool
+from ..cluster.devices import parse
+from ..types import IndexedSlices
+from ..variables.kinds import OnWriteVariable
+from ..variables.scatter import row_numbers
+from ..variables.values import as_flat, zeros
+from ..variables.variable import Description
+from .operations import Operation
+from .worker.access import Access
+
+if TYPE_CHECKING:
+    from ..variables.placement import Placement
+
+__all__ = ["ParameterServerVariable"]
+
+_OPERATIONS = {
+    "assign": Operation.ASSIGN,
+    "assign_add": Operation.ASSIGN_ADD,
+    "assign_sub": Operation.ASSIGN_SUB,
+}
+_SCATTERS = {op: Operation[f"SCATTER_{op.upper()}"] for op in ("update", "add", "sub", "mul", "div", "min", "max")}
+_POOL = BufferPool(kept=8)
+
+
+@final
+class ParameterServerVariable(OnWriteVariable):
+    """A variable that one server holds, and every worker reads and writes without waiting for other workers.
+
+    Reading gets the whole variable from its server, as it was between two writes, with all that this worker wrote before; a
+    large one on this node is not copied. In a step (`strategy.run`) the first read does so, and later ones of the step give
+    the same numbers; outside every read asks the server. Writing returns when the value was handed over; the server applies
+    it once. Neither is collective. In replica context what the worker's own replicas write is aggregated first.
+
+    Attributes:
+        number: of the variable among all that the servers hold.
+        server: the number of the server that holds it.
+        version: how often the server had written the variable when this rank read it last.
+    """
+
+    __slots__ = ("_access", "_gradients", "_read_in", "_seen", "_snapshot", "number", "server", "version")
+
+    def __init__(
+        self, placement: Placement, description: Description, number: int, server: int, access: Access
+    ) -> None:
+        """Hold on to the way there."""
+        self._hold(placement, description)
+        self.number, self.server, self.version = number, server, 0
+        self._access: Access | None = access
+        self._snapshot: Any = None
+        self._seen = self._read_in = 0  # numbers of steps: of the snapshot, of the last read
+        self._gradients: list[Any] | None = None
+
+    @property
+    def device(self) -> str:
+        """Where the variable lies, as TensorFlow writes it: "/job:ps/replica:0/task:0/device:CPU:0" for server 0."""
+        return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
+
+    # reading
+
+    @property
+    def array(self) -> Any:
+        """The numbers, read-only: as this step saw them first, or outside of a step as they are now."""
+        access = self._access
+        if access is not None and access.step and self._seen == access.step:
+            return self._snapshot
+        return self._pull()
+
+    @property
+    def version_of_step(self) -> int:
+        """The version that the step which runs has read; -1 if it has read none."""
+        access = self._access
+        return self.version if access is not None and access.step == self._read_in else -1
+
+    def _pull(self) -> Any:
+        self._require_open()
+        access = self._access
+        assert access is not None
+        with access.lock:
+            step = access.step
+            if step and self._seen == step:  # another replica was quicker
+                return self._snapshot
+            self._snapshot = None  # its memory may be used again
+            found = access.view(self.number)
+            if found is None:
+                out = _POOL.empty(self.size, self.dtype).reshape(self.shape)
+                found = access.read(self.number, out), out
+            (self.version, out), self._read_in = found, step
+            out.flags.writeable = False
+            if step:
+                self._snapshot, self._seen = out, step
+            return out
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What each local replica reads: the same array."""
+        return (self.array,) * self.placement.group.topology.num_local_replicas
+
+    @property
+    def num_copies(self) -> int:
+        """Physical copies that this rank writes to: the server's."""
+        self._require_open()
+        return 1
+
+    @tensorflow_names()
+    def sparse_read(self, indices: Any) -> Any:
+        """Return a new array of the rows with these numbers, in their order; only they travel."""
+        rows, shape = row_numbers(self.shape, indices, "sparse_read")
+        access = self._access
+        if access is None or (access.step and self._seen == access.step):
+            return self.array[rows].reshape(shape)
+        out = np.empty((rows.size, *self.shape[1:]), self.dtype)
+        with access.lock:
+            self.version, self._read_in = access.read_rows(self.number, rows, out), access.step
+        return out.reshape(shape)
+
+    # writing
+
+    def _store(self, op: str, flat: Any, only: int | None = None, given: bool = False) -> None:
+        access = self._access
+        assert access is not None
+        with access.lock:
+            access.write(self.number, _OPERATIONS[op], np.ascontiguousarray(flat).reshape(self.shape))
+            self._seen = 0  # the step reads anew, and sees it
+
+    def _store_rows(
+        self, op: str, depth: int, delta: IndexedSlices, only: int | None = None, given: bool = False
+    ) -> None:
+        access = self._access
+        assert access is not None
+        rows = np.asarray(delta.indices, np.int64)
+        with access.lock:
+            access.write_rows(self.number, _SCATTERS[op], rows, np.ascontiguousarray(delta.values), depth)
+            self._seen = 0
+
+    # gradients
+
+    def gradient(self, local_replica: int) -> Any:
+        """Return the gradient array of one local replica, writable: what is pushed.
+
+        Raises:
+            ValueError: the variable has no gradients.
+        """
+        if self._gradients is None:
+            self.require_gradient()
+            devices, access = self.placement.devices, self._access
+            assert access is not None
+            alone = len(devices) == 1 and parse(devices[0])[0] == "cpu"
+            only = access.gradient(self.number) if alone else None
+            self._gradients = [only] if only is not None else [zeros(self.shape, self.dtype, d) for d in devices]
+        return self._gradients[local_replica]
+
+    # files
+
+    def gathered(self) -> np.ndarray | None:
+        """See `Variable.gathered`. Collective."""
+        access, group = self._access, self.placement.creators
+        assert access is not None
+        if access.reaches(self.number, rank=0):
+            return self.numpy() if group.topology.rank == 0 else None
+        with group.collective("gathered", self.name, self.dtype, self.shape):
+            value = self.numpy() if access.holds(self.number) else np.empty(self.shape, self.dtype)
+            group.broadcast(value, access.holder(self.number))
+        return value
+
+    def load(self, value: np.ndarray) -> None:
+        """See `Variable.load`. Collective."""
+        group = self.placement.creators
+        with group.collective("load", self.name, self.dtype, self.shape):
+            access = self._access
+            assert access is not None
+            if access.holds(self.number):
+                flat = as_flat(value, self.shape, self.dtype, "Variable.load")
+                access.write(self.number, Operation.ASSIGN, np.ascontiguousarray(flat).reshape(self.shape))
+        group.barrier("load")
+
+    @property
+    def closed(self) -> bool:
+        """Whether the strategy was closed."""
+        return self._access is None
+
+    def close(self) -> None:
+        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
+        self._access = self._snapshot = self._gradients = None

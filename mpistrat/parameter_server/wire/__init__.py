@@ -1,0 +1,1 @@
+"""What workers and servers exchange, and how: messages, windows, and the choice between them."""

@@ -1,0 +1,123 @@
+"""Message fragments (fragments): messages from a worker to a server, split to fit a slot and reassembled.
+
+A fragment is a header of eight words and at most `chunk_bytes` of payload. Parts of a worker arrive in order and one message
+after the other, so the server needs no more memory for a worker than its largest message, and none for messages of one fragment.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+__all__ = ["LARGEST_WHAT", "Assembly", "MessageKind", "Fragment", "cut"]
+
+LARGEST_WHAT = (1 << 47) - 1
+_WORDS = struct.Struct("<8q")  # a line
+
+
+class MessageKind:
+    """What a message is. The windows carry pushes only; the rest is done there by reading and writing words.
+
+    `ENDS_STEP` is a flag beside `PUSH` and `PUSH_ROWS`: a commit goes with the push. Two flags tell that the payload lies
+    whole elsewhere: `STAGED` in a `Staging`, where the offset tells which, and which half; `IN_PLACE` in the worker's
+    gradient of the variable.
+    """
+
+    PUSH, PUSH_ROWS, COMMIT, READ, READ_ROWS, CLOCK, CLOCKS, LEAVE = range(1, 9)
+    IN_PLACE, STAGED, ENDS_STEP = 0x20, 0x40, 0x80
+    ELSEWHERE = IN_PLACE | STAGED
+
+
+class Fragment(NamedTuple):
+    """The header of a fragment.
+
+    Attributes:
+        kind: of the message, one of `MessageKind`.
+        variable: which one it is about.
+        number: of the push; for other kinds a value.
+        rows: how many rows the message is about.
+        what, version: what the worker says about the push, see `Push`.
+        offset: of this fragment's payload in the message's.
+        nbytes: of this fragment's payload.
+        total: bytes of the message's payload.
+    """
+
+    kind: int
+    variable: int
+    number: int
+    rows: int = 0
+    what: int = 0
+    version: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    total: int = 0
+
+    def write(self, memory: Any, at: int = 0) -> None:
+        """Write the header, `LINE` bytes, into bytes."""
+        kind, variable, number, rows, what, version, offset, nbytes, total = self
+        _WORDS.pack_into(memory, at, what << 16 | kind, variable, number, rows, version, offset, nbytes, total)
+
+    @classmethod
+    def read(cls, memory: Any, at: int = 0) -> Fragment:
+        """Return the header that `write` wrote."""
+        first, variable, number, rows, version, offset, nbytes, total = _WORDS.unpack_from(memory, at)
+        return cls(first & 0xFFFF, variable, number, rows, first >> 16, version, offset, nbytes, total)
+
+
+def cut(
+    message: Fragment, pieces: Sequence[np.ndarray], chunk_bytes: int
+) -> Iterable[tuple[Fragment, Sequence[np.ndarray]]]:
+    """Return the fragments of a message, each with the bytes of its payload in pieces; at least one fragment.
+
+    Args:
+        message: the header of the whole message: `nbytes` and `total` are those of the payload.
+        pieces: the payload, flat bytes, one piece after the other.
+        chunk_bytes: most bytes in a fragment.
+
+    Example:
+        >>> message = Fragment(1, 0, 1, nbytes=5, total=5)
+        >>> [(fragment.offset, fragment.nbytes) for fragment, _ in cut(message, [np.zeros(5, np.uint8)], 2)]
+        [(0, 2), (2, 2), (4, 1)]
+    """
+    if message.total <= chunk_bytes:
+        return ((message, pieces),)
+    return _cut(message, pieces, chunk_bytes)
+
+
+def _cut(
+    message: Fragment, pieces: Sequence[np.ndarray], chunk_bytes: int
+) -> Iterator[tuple[Fragment, Sequence[np.ndarray]]]:
+    for low in range(0, message.total, chunk_bytes):
+        high = min(low + chunk_bytes, message.total)
+        payload, start = [], 0
+        for piece in pieces:
+            some = piece[max(low - start, 0) : max(high - start, 0)]
+            if some.nbytes:
+                payload.append(some)
+            start += piece.nbytes
+        yield message._replace(offset=low, nbytes=high - low), payload
+
+
+@final
+class Assembly:
+    """Puts the fragments of one worker's messages together, in order. Its memory is that of the largest message so far."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def add(self, fragment: Fragment, payload: np.ndarray) -> np.ndarray | None:
+        """Return the payload of the message if this fragment ends it. Valid until the next call.
+
+        Args:
+            fragment: the header.
+            payload: the fragment's bytes; a message of one fragment is these very bytes, not copied.
+        """
+        if fragment.nbytes == fragment.total:
+            return payload
+        if self._memory.nbytes < fragment.total:
+            self._memory = np.empty(fragment.total, np.uint8)
+        self._memory[fragment.offset : fragment.offset + fragment.nbytes] = payload
+        return self._memory[: fragment.total] if fragment.offset + fragment.nbytes == fragment.total else None

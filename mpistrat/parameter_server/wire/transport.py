@@ -1,0 +1,371 @@
+"""Transport protocol between a worker and a server, independent of its implementation.
+
+- Pushes are numbered 1, 2, 3, … by each worker for each server. The server applies each exactly once, in order; a duplicate is
+  ignored. It publishes which fragments it has taken (their memory is free again) and the last push applied. A commit is a
+  push without a payload; it ends a step, and costs nothing with the last push of the step.
+- Flow control: a worker posts at most `slots` fragments that the server has not taken, which bounds the memory of pushes and
+  throttles a worker that is faster than the server.
+- Reads are atomic: a variable, or the requested rows, as it was between two writes of the server, with the number of
+  these writes, its version. Versions that a worker reads never decrease.
+- A worker publishes a clock, the number of its finished steps, and leaves each pass explicitly.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from ...comm.arrays import accumulation_dtype, check_reducible
+from ...comm.process_group import ProcessGroup
+from ...comm.waiting import PeerWait
+from ...errors import explain
+from ..layout import Address, MailboxLayout, VariableSpec
+from ..report import TransportStats, count
+from .fragments import LARGEST_WHAT, Fragment, MessageKind
+
+__all__ = ["FINISHED", "FOR_GOOD", "Pair", "Port", "Transport", "flat_bytes", "sum_duplicate_rows"]
+
+_SERVE = (
+    "A server answers until its program closes the strategy; where MPI allows one thread only, while it is in serve() or"
+    " iterates a distributed dataset"
+)
+
+FINISHED = 1 << 62  # the clock of a worker that has signed off
+FOR_GOOD = 1 << 62  # the passes of a worker that will not come back
+
+
+@final
+@dataclass(frozen=True)
+class Pair:
+    """A worker and a server.
+
+    Attributes:
+        group: all ranks.
+        worker, server: numbers among the workers and the servers, from 0.
+        server_rank: in the group.
+        layout: of the servers' mailboxes.
+        addresses: where the variables lie, by number; it grows.
+    """
+
+    group: ProcessGroup
+    worker: int
+    server: int
+    server_rank: int
+    layout: MailboxLayout
+    addresses: list[Address]
+
+    def wait_for_server(self, what: str, remedy: str = _SERVE) -> PeerWait:
+        """Return a wait for the server."""
+        text = f"{what} (worker {self.worker}, server {self.server})"
+        return PeerWait(self.group, text, (self.server_rank,), remedy=remedy)
+
+
+class Transport(ABC):
+    """A worker's end of the connection with one server. One thread at a time.
+
+    Attributes:
+        name: of the transport.
+        pair: who talks to whom.
+        pushed: the number of the last push.
+        stats: what was exchanged.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.pushed = 0
+        self.stats = TransportStats()
+        self._passes = 0
+        self._found: dict[int, Address] = {}
+
+    @final
+    def read(self, variable: int, out: np.ndarray) -> int:
+        """Copy a variable, whole, into an array, and return its version.
+
+        Args:
+            variable: its number.
+            out: C-contiguous array of the variable's dtype and shape.
+        """
+        address = self._address(variable, "read")
+        spec = address.spec
+        if type(out) is not np.ndarray or out.dtype != spec.dtype or out.shape != spec.shape:
+            _check_array(spec, "read", "out", out, spec.shape)
+        version = self._read(address, flat_bytes(_contiguous(out, "read")))
+        count(self.stats.pulls, variable, spec.nbytes)
+        return version
+
+    @final
+    def view(self, variable: int) -> tuple[int, np.ndarray] | None:
+        """Return a variable's version and the variable where it lies; None where it must be read.
+
+        The array is read-only, and stays as it is for as long as anything refers to it.
+        """
+        address = self._address(variable, "view")
+        found = self._view(address) if address.near else None
+        if found is not None:
+            count(self.stats.pulls, variable, address.spec.nbytes)
+        return found
+
+    @final
+    def read_rows(self, variable: int, rows: Any, out: np.ndarray) -> int:
+        """Copy rows of a variable, all of one version, into an array; return the version.
+
+        Args:
+            variable: its number.
+            rows: integers, one dimension, in any order, repeated or not.
+            out: C-contiguous array of the variable's dtype, with one row for each of `rows`.
+        """
+        address = self._address(variable, "read_rows")
+        numbers = self._check_rows(address, "read_rows", rows)
+        _check_array(address.spec, "read_rows", "out", out, (numbers.size, *address.spec.shape[1:]))
+        table = flat_bytes(_contiguous(out, "read_rows")).reshape(numbers.size, address.spec.row_bytes)
+        version = self._read_rows(address, numbers, table)
+        count(self.stats.pulls, variable, table.nbytes)
+        return version
+
+    @final
+    def push(
+        self, variable: int, number: int, array: Any, *, what: int = 0, version: int = 0, commit: bool = False
+    ) -> None:
+        """Send an array to the server, which applies it once. Returns when the array may be changed.
+
+        What lies in `gradient(variable)` is not copied, and must not be changed before `settle` has returned.
+
+        Args:
+            variable: its number.
+            number: of the push: the last one's + 1. A number that has been used sends the push again; the server
+                ignores it if it has come before.
+            array: of the variable's dtype and shape.
+            what: an integer for the server's handler, 0 <= what < 2^47.
+            version: of the variable, for the handler, too.
+            commit: whether a commit goes with it.
+        """
+        spec = self._address(variable, "push").spec
+        if type(array) is not np.ndarray or array.dtype != spec.dtype or array.shape != spec.shape:
+            array = np.asarray(array)
+            _check_array(spec, "push", "array", array, spec.shape)
+        if number != self.pushed + 1 or not 0 <= what <= LARGEST_WHAT:
+            self._check_number(number, what, "push")
+        kind, nbytes = MessageKind.PUSH | MessageKind.ENDS_STEP if commit else MessageKind.PUSH, spec.nbytes
+        pieces = (flat_bytes(np.ascontiguousarray(array)),)
+        self._post(Fragment(kind, variable, number, 0, what, version, 0, nbytes, nbytes), pieces)
+        self.pushed = max(self.pushed, number)
+        count(self.stats.pushes, variable, nbytes)
+
+    @final
+    def push_rows(
+        self,
+        variable: int,
+        number: int,
+        rows: Any,
+        values: Any,
+        *,
+        what: int = 0,
+        version: int = 0,
+        commit: bool = False,
+        sum_duplicates: bool = True,
+        depth: int = 1,
+    ) -> None:
+        """Send rows to the server, which applies them once; rows that are named twice are summed first.
+
+        Args:
+            variable: its number.
+            number, what, version, commit: as in `push`.
+            rows: integers, one dimension.
+            values: array of the variable's dtype, with one row for each of `rows`.
+            sum_duplicates: False sends the rows as they are, in their order, repeated or not.
+            depth: of how many dimensions the rows are counted; with 2 a (4, 5, 6) array has 20 rows of 6.
+        """
+        address = self._address(variable, "push_rows")
+        numbers, values = self._check_rows(address, "push_rows", rows, depth), np.asarray(values)
+        _check_array(address.spec, "push_rows", "values", values, (numbers.size, *address.spec.shape[depth:]))
+        if sum_duplicates:
+            numbers, values = sum_duplicate_rows(numbers, values, "push_rows")
+        self._check_number(number, what, "push_rows")
+        kind, nbytes = (
+            MessageKind.PUSH_ROWS | MessageKind.ENDS_STEP if commit else MessageKind.PUSH_ROWS,
+            numbers.nbytes + values.nbytes,
+        )
+        pieces = flat_bytes(numbers), flat_bytes(np.ascontiguousarray(values))
+        self._post(Fragment(kind, variable, number, numbers.size, what, version, 0, nbytes, nbytes), pieces)
+        self.pushed = max(self.pushed, number)
+        count(self.stats.pushes, variable, nbytes)
+
+    @final
+    def commit(self, number: int, *, what: int = 0) -> None:
+        """Send a push without variable and payload: it ends a step.
+
+        Args:
+            number, what: as in `push`.
+        """
+        self._check_number(number, what, "commit")
+        self._post(Fragment(MessageKind.COMMIT, -1, number, 0, what), ())
+        self.pushed = max(self.pushed, number)
+
+    def gradient(self, variable: int) -> np.ndarray | None:
+        """Return memory from which a push of a variable is not copied, zeros at first; None if there is none."""
+        return None
+
+    def settle(self) -> None:  # noqa: B027  # nothing to do where all is copied
+        """Wait until what was pushed from `gradient` may be changed."""
+
+    @final
+    def flush(self) -> None:
+        """Wait until all pushes of this worker to this server are applied.
+
+        Raises:
+            PeerExitError: the server has left the program.
+            CollectiveTimeoutError: the server takes longer than `environment.abort_after`.
+        """
+        wait = None
+        while self.acknowledged() < self.pushed:
+            wait = wait or self.pair.wait_for_server(f"flush of push {self.pushed}")
+            wait.pause()
+
+    @final
+    def leave(self, *, for_good: bool = False, clock: int = FINISHED) -> None:
+        """Flush, then sign off from this pass.
+
+        Args:
+            for_good: sign off from all passes; later calls do nothing.
+            clock: what to publish.
+        """
+        if self._passes == FOR_GOOD:
+            return
+        self.flush()
+        self._passes = FOR_GOOD if for_good else self._passes + 1
+        self._leave(self._passes, FINISHED if for_good else clock)
+
+    @abstractmethod
+    def acknowledged(self) -> int:
+        """Return the number of this worker's last push that is applied, as are all before it."""
+
+    @abstractmethod
+    def publish_clock(self, steps: int) -> None:
+        """Say how many steps this worker has finished."""
+
+    @abstractmethod
+    def clocks(self) -> np.ndarray:
+        """Return the finished steps of every worker, as this server knows them; int64."""
+
+    def _view(self, address: Address) -> tuple[int, np.ndarray] | None:
+        return None
+
+    @abstractmethod
+    def _read(self, address: Address, out: np.ndarray) -> int: ...
+
+    @abstractmethod
+    def _read_rows(self, address: Address, rows: np.ndarray, out: np.ndarray) -> int: ...
+
+    @abstractmethod
+    def _post(self, message: Fragment, pieces: Sequence[np.ndarray]) -> None: ...
+
+    @abstractmethod
+    def _leave(self, passes: int, clock: int) -> None: ...
+
+    def _address(self, variable: int, function: str) -> Address:
+        address = self._found.get(variable)
+        if address is None:
+            address = self._found[variable] = self._find(variable, function)
+        return address
+
+    def _find(self, variable: int, function: str) -> Address:
+        addresses, server = self.pair.addresses, self.pair.server
+        if not 0 <= variable < len(addresses):
+            raise ValueError(explain(function, "variable", expected=f"0 <= variable < {len(addresses)}", got=variable))
+        address = addresses[variable]
+        if address.spec.server != server:
+            got = f"{address.spec.name!r} on server {address.spec.server}"
+            raise ValueError(explain(function, "variable", expected=f"one on server {server}", got=got))
+        return address
+
+    def _check_rows(self, address: Address, function: str, rows: Any, depth: int = 1) -> np.ndarray:
+        numbers = np.asarray(rows)
+        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu") or len(address.spec.shape) < depth:
+            got = f"{numbers.dtype} of shape {numbers.shape} for a variable of shape {address.spec.shape}"
+            raise ValueError(explain(function, "rows", expected="one dimension of integers", got=got))
+        length = math.prod(address.spec.shape[:depth])
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < length:
+            got = f"{int(numbers.min())} to {int(numbers.max())}"
+            expected = f"0 <= row < {length} for {address.spec.name!r}"
+            raise ValueError(explain(function, "rows", expected=expected, got=got))
+        return np.ascontiguousarray(numbers, np.int64)
+
+    def _check_number(self, number: int, what: int, function: str) -> None:
+        if not 0 <= what <= LARGEST_WHAT:
+            raise ValueError(explain(function, "what", expected=f"0 <= what <= {LARGEST_WHAT}", got=what))
+        if not 1 <= number <= self.pushed + 1:
+            expected = f"{self.pushed + 1}, or a number used before"
+            raise ValueError(explain(function, "number", expected=expected, got=number))
+
+
+class Port(ABC):
+    """A server's end of the connections with all workers that use one transport."""
+
+    @abstractmethod
+    def poll(self) -> int:
+        """Take what has come, a few fragments of each worker. Return how many waited, 0 if none was taken."""
+
+    @abstractmethod
+    def acknowledge(self, worker: int, number: int) -> None:
+        """Tell a worker which of its pushes is the last applied."""
+
+    @abstractmethod
+    def busy(self) -> bool:
+        """Return whether something is still on its way to a worker."""
+
+
+def flat_bytes(array: np.ndarray) -> np.ndarray:
+    """Return a C-contiguous array as flat bytes, not copied.
+
+    Example:
+        >>> flat_bytes(np.zeros((2, 3), np.float16)).shape
+        (12,)
+    """
+    return array.reshape(-1).view(np.uint8)
+
+
+def sum_duplicate_rows(rows: np.ndarray, values: np.ndarray, function: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return each row once, in ascending order, with the sum of its values.
+
+    Sums are formed in `accumulation_dtype`, in the order of the values.
+
+    Example:
+        >>> rows, values = sum_duplicate_rows(np.array([5, 1, 5]), np.array([1.0, 2.0, 3.0]), "push_rows")
+        >>> rows.tolist(), values.tolist()
+        ([1, 5], [2.0, 4.0])
+    """
+    if (rows[1:] > rows[:-1]).all():
+        return rows, values
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    if first.all():
+        return ordered, values[order]
+    check_reducible(values.dtype, function, "values")
+    wide = values[order].astype(accumulation_dtype(values.dtype), copy=False)
+    starts = np.flatnonzero(first)
+    return ordered[starts], np.add.reduceat(wide, starts, axis=0, dtype=wide.dtype).astype(values.dtype, copy=False)
+
+
+def _check_array(spec: VariableSpec, function: str, argument: str, array: Any, shape: tuple[int, ...]) -> None:
+    if getattr(array, "dtype", None) == spec.dtype and array.shape == shape:
+        return
+    expected = f"{spec.dtype} of shape {shape} for {spec.name!r}"
+    if getattr(array, "dtype", None) != spec.dtype:
+        got = f"dtype {getattr(array, 'dtype', type(array).__name__)}"
+        raise TypeError(explain(function, argument, expected=expected, got=got))
+    raise ValueError(explain(function, argument, expected=expected, got=f"shape {array.shape}"))
+
+
+def _contiguous(out: np.ndarray, function: str) -> np.ndarray:
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        got = "another memory order" if out.flags.writeable else "a read-only one"
+        raise ValueError(explain(function, "out", expected="a writable C-contiguous array", got=got))
+    return out

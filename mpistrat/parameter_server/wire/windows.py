@@ -1,0 +1,274 @@
+"""Windows: load and store on a node, one-sided calls between nodes, by one protocol: the worker's end, and the server's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from ...comm.window import Window
+from ..layout import LINE, Address, MailboxLayout
+from ..server.seqlock import SeqLockReader
+from ..server.snapshots import HeldSnapshot
+from .fragments import Assembly, Fragment, MessageKind, cut
+from .memory import HALVES, ServerMemory, Staging
+from .transport import Pair, Port, Transport
+
+__all__ = ["OneSidedTransport", "SharedWindowTransport", "WindowPort"]
+
+
+class _WindowTransport(Transport):
+    """Reads the server's memory through its seqlock, and posts fragments into its slots; large pushes go into a staging."""
+
+    def __init__(self, pair: Pair, mailbox: ServerMemory, slabs: list[ServerMemory], stagings: list[Staging]) -> None:
+        super().__init__(pair)
+        self._slabs, self._stagings = slabs, stagings
+        self._staged, self._staged_until = 0, [0] * HALVES
+        self._mailbox, self._rank = mailbox.window(self.name, pair.server_rank)
+        layout, worker = pair.layout, pair.worker
+        announced = layout.announced(worker)
+        self._seqlock = SeqLockReader(self._mailbox, self._rank, announced, lambda: pair.wait_for_server("read"))
+        self._header = np.zeros(LINE, np.uint8)
+        self._chunk_bytes, self._slots = layout.chunk_bytes, [layout.slot(worker, i) for i in range(layout.slots)]
+        self._posted_at, self._taken_at = layout.posted(worker), layout.taken(worker)
+        self._applied_at = layout.applied(worker)
+        self._slab_of: dict[int, Window] = {}
+        self._posted = self._taken = 0
+        self._acknowledged = 0
+        self._gradients: dict[int, np.ndarray] = {}
+        self._settled = 0  # what was posted last that lies there
+
+    @final
+    def acknowledged(self) -> int:
+        if self._acknowledged < self.pushed:
+            self._acknowledged = self._mailbox.get_word(self._rank, self._applied_at)
+        return self._acknowledged
+
+    @final
+    def publish_clock(self, steps: int) -> None:
+        self._mailbox.put_word(self._rank, self.pair.layout.clock(self.pair.worker), steps)
+
+    @final
+    def clocks(self) -> np.ndarray:
+        layout = self.pair.layout
+        lines = np.zeros((layout.workers, LINE // 8), np.int64)
+        self._mailbox.sync()
+        self._mailbox.get(self._rank, 0, lines.reshape(-1).view(np.uint8))
+        return lines[:, layout.clock(0) // 8].copy()
+
+    @final
+    def _read(self, address: Address, out: np.ndarray) -> int:
+        return self._copy(address, self._slab(address).get, out)
+
+    @final
+    def _read_rows(self, address: Address, rows: np.ndarray, out: np.ndarray) -> int:
+        return self._copy(address, self._slab(address).get_rows, rows, out)
+
+    def _copy(self, address: Address, get: Callable[..., None], *args: Any) -> int:
+        slab = self._slab(address)
+        if not address.near:
+            return self._seqlock.read(address.index, slab, address.version, get, self._rank, address.offset, *args)
+
+        def get_newest() -> None:
+            get(self._rank, address.buffer(slab.get_word(self._rank, address.current)), *args)
+
+        return self._seqlock.read(address.index, slab, address.version, get_newest)
+
+    @final
+    def _post(self, message: Fragment, pieces: Sequence[np.ndarray]) -> None:
+        if message.variable in self._gradients and self._lies_there(message, pieces):
+            self._post_fragment(message._replace(kind=message.kind | MessageKind.IN_PLACE, nbytes=0), ())
+            self._settled = self._posted
+        elif self._chunk_bytes < message.total <= self._largest_staged():
+            self._stage(message, pieces)
+        else:
+            for fragment, payload in cut(message, pieces, self._chunk_bytes):
+                self._post_fragment(fragment, payload)
+
+    @final
+    def settle(self) -> None:
+        if self._taken < self._settled:
+            self._wait_for(self._settled)
+
+    def _lies_there(self, message: Fragment, pieces: Sequence[np.ndarray]) -> bool:
+        """Whether a payload is the worker's gradient of the variable, in the memory for it."""
+        own = self._gradients[message.variable].ctypes.data
+        return message.kind & ~MessageKind.ENDS_STEP == MessageKind.PUSH and pieces[0].ctypes.data == own
+
+    def _post_fragment(self, fragment: Fragment, payload: Sequence[np.ndarray]) -> None:
+        mailbox, header, slots = self._mailbox, self._header, self._slots
+        if self._posted - self._taken >= len(slots):
+            self._wait_for(self._posted - len(slots) + 1)
+        slot = slots[self._posted % len(slots)]
+        fragment.write(header)
+        puts, at = [(slot, header)], slot + LINE
+        for piece in payload:
+            puts.append((at, piece))
+            at += piece.nbytes
+        mailbox.put(self._rank, puts)
+        self._posted += 1
+        mailbox.put_word(self._rank, self._posted_at, self._posted)
+
+    def _largest_staged(self) -> int:
+        return self._stagings[-1].areas[self.pair.server] if self._stagings else 0
+
+    def _stage(self, message: Fragment, pieces: Sequence[np.ndarray]) -> None:
+        """Write a payload whole where the server will apply it, and post a header."""
+        number, half = len(self._stagings) - 1, self._staged % HALVES
+        self._wait_for(self._staged_until[half])
+        staging, pair = self._stagings[number], self.pair
+        at, puts = staging.offset(pair.server, pair.worker, half), []
+        for piece in pieces:
+            puts.append((at, piece))
+            at += piece.nbytes
+        window, rank = staging.memory.window(self.name, pair.server_rank)
+        window.put(rank, puts)
+        self._post_fragment(
+            message._replace(kind=message.kind | MessageKind.STAGED, offset=number * HALVES + half, nbytes=0), ()
+        )
+        self._staged += 1
+        self._staged_until[half] = self._posted
+
+    def _wait_for(self, count: int) -> None:
+        """Wait until the server has taken so many fragments."""
+        wait = None
+        while self._taken < count:
+            if wait is not None:
+                wait.pause()
+            self._taken = self._mailbox.get_word(self._rank, self._taken_at)
+            wait = wait or self.pair.wait_for_server("push")
+
+    @final
+    def _leave(self, passes: int, clock: int) -> None:
+        self.publish_clock(clock)
+        self._mailbox.put_word(self._rank, self.pair.layout.signed(self.pair.worker), self.pushed)
+        self._mailbox.put_word(self._rank, self.pair.layout.left(self.pair.worker), passes)
+
+    def _slab(self, address: Address) -> Window:
+        window = self._slab_of.get(address.slab)
+        if window is None:
+            window = self._slab_of[address.slab] = self._slabs[address.slab].window(self.name, self.pair.server_rank)[0]
+        return window
+
+
+@final
+class SharedWindowTransport(_WindowTransport):
+    """By load and store in memory that worker and server share."""
+
+    name: ClassVar[str] = "shared_window"
+
+    def __init__(self, pair: Pair, mailbox: ServerMemory, slabs: list[ServerMemory], stagings: list[Staging]) -> None:
+        super().__init__(pair, mailbox, slabs, stagings)
+        self._held: dict[int, HeldSnapshot] = {}
+
+    def gradient(self, variable: int) -> np.ndarray | None:
+        address = self._address(variable, "gradient")
+        found = self._gradients.get(variable)
+        if found is None and address.near:
+            slab: Any = self._slab(address)
+            spec, start = address.spec, address.gradient(self.pair.worker)
+            if not slab.populate(start, start + spec.nbytes, self._rank):
+                return None
+            memory = slab.segments[self._rank][start : start + spec.nbytes]
+            found = self._gradients[variable] = memory.view(spec.dtype).reshape(spec.shape)
+        return found
+
+    def _view(self, address: Address) -> tuple[int, np.ndarray] | None:
+        snapshot = self._held.get(address.index)
+        if snapshot is None:
+            slab: Any = self._slab(address)
+            snapshot = self._held[address.index] = HeldSnapshot(address, self.pair.worker, slab, self._rank)
+        return snapshot.read()
+
+
+@final
+class OneSidedTransport(_WindowTransport):
+    """By Get, Put and Accumulate. Needs nothing of the server where the network has them in hardware."""
+
+    name: ClassVar[str] = "one_sided"
+
+
+@final
+class WindowPort(Port):
+    """Looks into the slots of its workers.
+
+    Args:
+        workers: their numbers.
+        layout: of the mailbox.
+        mailbox: with this rank's segment.
+        stagings: of large pushes; it grows.
+        addresses: where the variables lie, by number; it grows.
+        slabs: the memory there; it grows.
+        server: this server's number.
+        deliver: takes a worker, the last fragment of a message, and the whole payload.
+        accepts: takes a worker, and returns whether a push of it may be taken now.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[int],
+        layout: MailboxLayout,
+        mailbox: ServerMemory,
+        stagings: list[Staging],
+        addresses: list[Address],
+        slabs: list[ServerMemory],
+        server: int,
+        deliver: Callable[[int, Fragment, np.ndarray], None],
+        accepts: Callable[[int], bool],
+    ) -> None:
+        self._accepts = accepts
+        self._mailbox, self._stagings, self._server, self._deliver = mailbox, stagings, server, deliver
+        self._addresses, self._slabs = addresses, slabs
+        self._workers = [
+            (
+                worker,
+                layout.posted(worker) // 8,
+                layout.taken(worker) // 8,
+                [layout.slot(worker, i) for i in range(layout.slots)],
+                Assembly(),
+            )
+            for worker in workers
+        ]
+        self._applied = {worker: layout.applied(worker) // 8 for worker in workers}
+
+    def poll(self) -> int:
+        words, memory, sync, found = self._mailbox.words, self._mailbox.own, self._mailbox.sync, 0
+        sync()
+        for worker, posted, taken, slots, assembly in self._workers:
+            number = words[taken]
+            if words[posted] == number or not self._accepts(worker):
+                continue
+            found += words[posted] - number
+            sync()
+            slot = slots[number % len(slots)]
+            fragment = Fragment.read(memory, slot)
+            if fragment.kind & MessageKind.ELSEWHERE:
+                self._deliver(
+                    worker, fragment._replace(kind=fragment.kind & ~MessageKind.ELSEWHERE), self._find(worker, fragment)
+                )
+            else:
+                payload = assembly.add(fragment, memory[slot + LINE : slot + LINE + fragment.nbytes])
+                if payload is not None:
+                    self._deliver(worker, fragment, payload)
+            words[taken] = number + 1
+            sync()
+        return found
+
+    def _find(self, worker: int, fragment: Fragment) -> np.ndarray:
+        """Return a payload that lies whole in other memory."""
+        if fragment.kind & MessageKind.IN_PLACE:
+            address = self._addresses[fragment.variable]
+            memory, start = self._slabs[address.slab], address.gradient(worker)
+        else:
+            number, half = divmod(fragment.offset, HALVES)
+            memory, start = self._stagings[number].memory, self._stagings[number].offset(self._server, worker, half)
+        memory.sync()
+        return memory.own[start : start + fragment.total]
+
+    def acknowledge(self, worker: int, number: int) -> None:
+        self._mailbox.words[self._applied[worker]] = number
+        self._mailbox.sync()
+
+    def busy(self) -> bool:
+        return False

@@ -1,0 +1,392 @@
+"""Access to the variables: a worker through its connections to the servers, a server in its own memory."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, final
+
+import numpy as np
+
+from ...comm.process_group import ProcessGroup
+from ...errors import ContextError, explain
+from ..connections import ParameterServers
+from ..operations import Operation, apply_operation, pack
+from ..server.server import Server
+from ..wire.transport import FINISHED
+
+__all__ = ["Access", "ServerAccess", "WorkerAccess"]
+
+
+class Access(ABC):
+    """Reads and writes of one rank. Threads take turns.
+
+    Attributes:
+        step: the number of the training step that runs, counted from 1; 0 outside.
+        lock: held while this rank talks to servers.
+    """
+
+    def __init__(self, servers: ParameterServers) -> None:
+        self.step = 0
+        self.lock = threading.RLock()
+        self._servers, self._addresses = servers, servers.addresses
+
+    @final
+    def holder(self, variable: int) -> int:
+        """Return the rank in whose memory a variable lies."""
+        return self._servers.servers[self._addresses[variable].spec.server]
+
+    @final
+    def holds(self, variable: int) -> bool:
+        """Return whether a variable lies in this rank's memory."""
+        return self.holder(variable) == self._servers.group.topology.rank
+
+    @final
+    def reaches(self, variable: int, rank: int) -> bool:
+        """Return whether a rank can read a variable: every worker, and the server that holds it."""
+        return rank in self._servers.workers or rank == self.holder(variable)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether this rank reads a dataset, or has taken a step since it left a pass; False on a server."""
+        return False
+
+    def flush(self) -> None:  # noqa: B027 - a server writes its own memory at once
+        """Wait until all that this rank pushed is applied."""
+
+    @abstractmethod
+    def read(self, variable: int, out: np.ndarray) -> int:
+        """Copy a variable, whole, and return its version; what this rank wrote before is in it."""
+
+    def view(self, variable: int) -> tuple[int, np.ndarray] | None:
+        """Return a variable's version, as `read`, and the variable where it lies; None where it must be read.
+
+        The array is read-only, and stays as it is for as long as anything refers to it.
+        """
+        return None
+
+    def gradient(self, variable: int) -> np.ndarray | None:
+        """Return memory from which gradients are pushed without a copy, zeros at first; None if there is none."""
+        return None
+
+    @abstractmethod
+    def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
+        """Copy rows of a variable, all of one version, and return it."""
+
+    @abstractmethod
+    def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
+        """Assign, add or subtract an array."""
+
+    @abstractmethod
+    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
+        """Change rows of a variable.
+
+        Args:
+            variable: its number.
+            operation: what to do.
+            rows: their numbers, (k,).
+            values: (k, c).
+            depth: of how many dimensions the rows are counted.
+        """
+
+
+@final
+class WorkerAccess(Access):
+    """A worker's way to the variables.
+
+    - Reading waits until what this worker pushed before to the same server is applied: it sees its own writes.
+    - Workers in sync are one worker to the others: their first rank reads for all in a step, and writes and pushes for all.
+      In a step reading is collective over them, and so is writing everywhere.
+    - With `max_staleness` 0 a step begins when the last one is applied, which needs all workers' pushes.
+    - With a larger one a step begins only when this worker's finished steps of the pass exceed the slowest worker's by
+      no more than that. What a finished step pushed is applied. A clock is the number of the pass times 2^32 plus the
+      finished steps of the pass, so that workers with more steps in a pass do not get ahead of the others for ever.
+
+    Args:
+        servers: the connections.
+        sync_group: the ranks that step together.
+        max_staleness: see above; None for no bound.
+    """
+
+    def __init__(self, servers: ParameterServers, sync_group: ProcessGroup, max_staleness: int | None = None) -> None:
+        super().__init__(servers)
+        self._transports = servers.transports
+        self._sync_group = sync_group if sync_group.topology.size > 1 else None
+        self._leads = sync_group.topology.rank == 0
+        self._limit, self._synchronous = max_staleness or None, max_staleness == 0
+        self._steps = self._passes = self._finished = self._open = 0
+        self._left, self._left_at = False, 0  # for good; after which step it left a pass
+        self._pushed = False  # whether the step that runs has pushed or written anything
+        self._owed = 0  # passes that have ended, and are not signed off
+        if self._limit is not None:
+            self._publish()
+
+    # steps
+
+    def begin_step(self) -> None:
+        """Begin a training step, after waiting for slower workers."""
+        self._pay()
+        if self._synchronous:
+            self.flush()
+        elif self._limit is not None and self._leads:
+            self._wait_for_the_slowest(self._limit)
+        self._steps += 1
+        self.step, self._pushed = self._steps, False
+
+    def end_step(self) -> None:
+        """End the step. It counts if it has pushed or written anything."""
+        self.step = 0
+        self._pay()
+        if not self._pushed:
+            return
+        self._finished += 1
+        if self._limit is not None:
+            with self.lock:
+                self.flush()
+                self._publish()
+
+    def _wait_for_the_slowest(self, limit: int) -> None:
+        with self.lock:
+            keeper, wait = self._transports[0], None
+            clock = self._clock()
+            while clock - int(keeper.clocks().min()) > limit:
+                wait = wait or keeper.pair.wait_for_server(
+                    "a wait for slower workers",
+                    "A worker that takes no more steps must leave the pass: strategy.leave()",
+                )
+                wait.pause()
+
+    def _clock(self) -> int:
+        return (self._passes << 32) + self._finished
+
+    def _publish(self) -> None:
+        self._transports[0].publish_clock(self._clock())
+
+    # passes
+
+    @property
+    def in_pass(self) -> bool:
+        """See `Access.in_pass`."""
+        return self._open > 0 or self._steps > self._left_at
+
+    def begin_pass(self) -> None:
+        """Note that a dataset is being read. Several at a time are one pass."""
+        self._pay()
+        self._open += 1
+
+    def end_pass(self) -> None:
+        """Sign off from the pass at every server when no dataset is read any more."""
+        self._open -= 1
+        self._left_at = self._steps
+        if self._open or self._left:
+            return
+        if self.lock._is_owned():  # type: ignore[attr-defined]  # the garbage collector ended an iterator within a request
+            self._owed += 1
+            return
+        self._sign_off()
+
+    def _pay(self) -> None:
+        """Sign off from passes that ended within a request, which another message would have disturbed."""
+        while self._owed and not self._left:
+            self._owed -= 1
+            self._sign_off()
+
+    def _sign_off(self) -> None:
+        with self.lock:
+            self._passes += 1
+            self._finished = 0
+            for transport in self._transports:
+                transport.leave(clock=self._clock() if self._limit is not None else FINISHED)
+
+    def leave(self) -> None:
+        """Sign off for good at the end of the program. The group calls it."""
+        self.leave_for_good()
+
+    def leave_for_good(self) -> None:
+        """Sign off for good: nothing is pushed after it."""
+        if self._left:
+            return
+        self._left = True
+        with self.lock:
+            for transport in self._transports:
+                transport.leave(for_good=True)
+
+    def close(self) -> None:
+        """Sign off for good; the group calls it. Collective, like closing the group."""
+        self.leave_for_good()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether a step is applied when all workers have sent theirs."""
+        return self._synchronous
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers."""
+        return len(self._transports)
+
+    # reading
+
+    def view(self, variable: int) -> tuple[int, np.ndarray] | None:
+        """See `Access.view`."""
+        if self._sync_group is not None or not self._addresses[variable].near:
+            return None
+        with self.lock:
+            return self._up_to_date(variable).view(variable)
+
+    def read(self, variable: int, out: np.ndarray) -> int:
+        """See `Access.read`. Collective over the workers that train in step, once a step has begun."""
+        with self.lock:
+            if self._sync_group is None or not self.step:
+                return self._up_to_date(variable).read(variable, out)
+            version = np.zeros(1, np.int64)
+            with self._sync_group.collective("read", detail=variable):
+                if self._leads:
+                    version[0] = self._up_to_date(variable).read(variable, out)
+                self._sync_group.broadcast(out)
+                self._sync_group.broadcast(version)
+            return int(version[0])
+
+    def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
+        """See `Access.read_rows`."""
+        with self.lock:
+            return self._up_to_date(variable).read_rows(variable, rows, out)
+
+    def _up_to_date(self, variable: int) -> Any:
+        transport = self._transports[self._addresses[variable].spec.server]
+        transport.flush()
+        return transport
+
+    # writing
+
+    def gradient(self, variable: int) -> np.ndarray | None:
+        """See `Access.gradient`."""
+        with self.lock:
+            return self._transport(variable).gradient(variable) if self._sync_group is None else None
+
+    def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
+        """See `Access.write`."""
+        with self.lock:
+            if self._leads:
+                transport = self._transport(variable)
+                transport.push(variable, transport.pushed + 1, array, what=pack(operation))
+            self._hand_over()
+
+    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
+        """See `Access.write_rows`."""
+        values = values.reshape(rows.size, *self._addresses[variable].spec.shape[depth:])
+        with self.lock:
+            if self._leads:
+                transport = self._transport(variable)
+                summed = operation in (Operation.SCATTER_ADD, Operation.SCATTER_SUB)
+                number = transport.pushed + 1
+                transport.push_rows(
+                    variable, number, rows, values, what=pack(operation), sum_duplicates=summed, depth=depth
+                )
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Wait until what was pushed may be changed, and workers in sync until what the first of them pushed is seen."""
+        self._pushed = True
+        for transport in self._transports:
+            transport.settle()
+        if self._sync_group is not None:
+            if self._leads:
+                self.flush()
+            self._sync_group.barrier("write")
+
+    def push(self, variable: int, gradient: np.ndarray, optimizer: int, version: int, last: bool) -> None:
+        """Send a gradient, which was computed from a version of the variable.
+
+        Args:
+            variable: its number.
+            gradient: of its shape and dtype.
+            optimizer: the key of the optimizer that applies it.
+            version: of the variable.
+            last: whether it is this step's last to its server, which counts the step then.
+        """
+        if not self._leads:
+            return
+        with self.lock:
+            transport = self._transport(variable)
+            what = pack(Operation.GRADIENT, optimizer)
+            transport.push(variable, transport.pushed + 1, gradient, what=what, version=version, commit=last)
+
+    def push_rows(
+        self, variable: int, rows: np.ndarray, values: np.ndarray, optimizer: int, version: int, last: bool
+    ) -> None:
+        """Send a gradient that has these rows only; rows that are named twice are summed."""
+        if not self._leads:
+            return
+        with self.lock:
+            transport, what = self._transport(variable), pack(Operation.GRADIENT, optimizer)
+            number = transport.pushed + 1
+            if rows.size:
+                transport.push_rows(variable, number, rows, values, what=what, version=version, commit=last)
+            elif last:
+                transport.commit(number, what=what)
+
+    def finish_step(self, optimizer: int, others: Iterable[int]) -> None:
+        """Say that all gradients of a step were sent.
+
+        Args:
+            optimizer: its key.
+            others: servers that hold variables of the optimizer and got no gradient: they count the step, too.
+        """
+        with self.lock:
+            for server in others if self._leads else ():
+                transport = self._transports[server]
+                transport.commit(transport.pushed + 1, what=pack(Operation.GRADIENT, optimizer))
+            self._hand_over()
+
+    def _transport(self, variable: int) -> Any:
+        return self._transports[self._addresses[variable].spec.server]
+
+    def flush(self) -> None:
+        """See `Access.flush`."""
+        with self.lock:
+            for transport in self._transports:
+                transport.flush()
+
+
+@final
+class ServerAccess(Access):
+    """A server's way to its own variables. Those of other servers are out of its reach."""
+
+    def __init__(self, server: Server, servers: ParameterServers) -> None:
+        super().__init__(servers)
+        self._server = server
+
+    def read(self, variable: int, out: np.ndarray) -> int:
+        """See `Access.read`."""
+        self._check(variable, "read")
+        return self._server.read(variable, out)
+
+    def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
+        """See `Access.read_rows`."""
+        self._check(variable, "read")
+        version, out[...] = self._server.read_rows(variable, rows)
+        return version
+
+    def write(self, variable: int, operation: Operation, array: np.ndarray) -> None:
+        """See `Access.write`."""
+        self._check(variable, "assign")
+        with self._server.replacing(variable) as (old, new):
+            if new is not old and operation is not Operation.ASSIGN:
+                np.copyto(new, old)
+            apply_operation(operation, new, None, array)
+
+    def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
+        """See `Access.write_rows`."""
+        self._check(variable, "scatter")
+        with self._server.writing(variable) as value:
+            apply_operation(operation, value, rows, values)
+
+    def _check(self, variable: int, function: str) -> None:
+        if not self.holds(variable):
+            spec = self._addresses[variable].spec
+            remedy = "Let a worker do it: `if not strategy.is_server:`"
+            expected = f"a worker, or server {spec.server}, which holds it"
+            got = f"a call on server {self._server.index}"
+            raise ContextError(explain(f"Variable.{function}", spec.name, expected=expected, got=got, remedy=remedy))

@@ -1,0 +1,144 @@
+"""One training step with parameter servers: sum the worker's gradients, send each to its server, say that the step ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ...comm.arrays import to_host
+from ...distributed_values import DistributedValues, PerReplica
+from ...errors import explain
+from ...optimizers.gradients import checked
+from ...optimizers.rule import UpdateRun
+from ...types import IndexedSlices, ReduceOp
+from ..store import optimizer_key
+from ..variable import ParameterServerVariable
+from ..wire.transport import sum_duplicate_rows
+from .access import WorkerAccess
+
+if TYPE_CHECKING:
+    from ...cross_device.ops import CrossDeviceOps
+    from ...optimizers.optimizer import Optimizer
+
+__all__ = ["PushStep"]
+
+
+@final
+class PushStep(UpdateRun):
+    """The step of one optimizer on one set of variables, on a worker. Nothing in it waits for other workers."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        strategy: Any,
+        variables: Sequence[ParameterServerVariable],
+        access: WorkerAccess,
+        check_numerics: bool = False,
+    ) -> None:
+        kept = [name for name in ("use_ema", "gradient_accumulation_steps") if getattr(optimizer, name)]
+        if kept:
+            remedy = "Under parameter servers leave it out; to accumulate, sum the gradients of several batches in the program"
+            expected, got = f"an optimizer without {kept[0]}", "one with it"
+            raise ValueError(explain("apply_gradients", optimizer.name, expected=expected, got=got, remedy=remedy))
+        self.strategy, self._check_numerics = strategy, check_numerics
+        self._optimizer, self._variables, self._access = optimizer, tuple(variables), access
+        placement = variables[0].placement
+        self._ops: CrossDeviceOps = placement.ops
+        self._alone = placement.group.topology.num_replicas == 1
+        self._replicas: Sequence[Sequence[tuple[Any, Any]]] = ()
+        servers = [variable.server for variable in variables]
+        self._reached = set(servers)
+        self._last = [server not in servers[i + 1 :] for i, server in enumerate(servers)]
+        self.describe()
+
+    def describe(self) -> None:
+        """Say again which optimizer it is, after its numbers have changed."""
+        self._key = optimizer_key(self._optimizer)
+
+    def load(self, replicas: Sequence[Sequence[tuple[Any, Any]]], key: tuple[int, ...]) -> None:
+        """Take the gradients that the local replicas handed over. Arguments as `load_gradients`."""
+        self._replicas = replicas
+
+    def run(self, aggregate: bool) -> None:
+        """Send the gradients. In cross-replica context.
+
+        Args:
+            aggregate: whether gradients are summed over the worker's replicas; else they are equal on all already.
+        """
+        replicas, self._replicas = self._replicas, ()
+        if self._alone or not aggregate:
+            gradients = [checked(g, v) for g, v in replicas[0] if g is not None]
+        else:
+            own = [[(g, v) for g, v in pairs if g is not None] for pairs in replicas]
+            gradients = self._sum([[checked(pairs[i][0], v) for pairs in own] for i, (_, v) in enumerate(own[0])])
+        if self._check_numerics or self._optimizer.check_numerics:
+            for variable, gradient in zip(self._variables, gradients, strict=True):
+                self._check_finite(variable, gradient)
+        if self._optimizer.global_clipnorm is not None:
+            gradients = _clip(gradients, self._optimizer.global_clipnorm)
+        elif self._optimizer.clipnorm is not None:
+            gradients = [clipped for gradient in gradients for clipped in _clip([gradient], self._optimizer.clipnorm)]
+        for variable, gradient, last in zip(self._variables, gradients, self._last, strict=True):
+            self._push(variable, gradient, last)
+        self._access.finish_step(self._key, self._others())
+
+    def _sum(self, gradients: Sequence[Sequence[Any]]) -> list[Any]:
+        """Sum each variable's gradients over the replicas in sync."""
+        totals = self._ops.batch_reduce(ReduceOp.SUM, [(PerReplica(values), None) for values in gradients])
+        return [total.values[0] if isinstance(total, DistributedValues) else total for total in totals]
+
+    def _check_finite(self, variable: ParameterServerVariable, gradient: Any) -> None:
+        array = to_host(gradient.values if isinstance(gradient, IndexedSlices) else gradient)
+        finite = np.isfinite(array)
+        if not finite.all():
+            count = int(finite.size - np.count_nonzero(finite))
+            got = f"{count} that are not, of {finite.size}, on rank {self.strategy.rank}, in step {self._optimizer.calls + 1}"
+            remedy = "Look at the loss and the learning rate; nothing of this step was pushed"
+            raise FloatingPointError(
+                explain("apply_gradients", variable.name, expected="finite numbers", got=got, remedy=remedy)
+            )
+
+    def _push(self, variable: ParameterServerVariable, gradient: Any, last: bool) -> None:
+        access, dtype = self._access, variable.dtype
+        if isinstance(gradient, IndexedSlices):
+            rows = np.asarray(to_host(gradient.indices), np.int64)
+            values = np.asarray(to_host(gradient.values)).astype(dtype, copy=False)
+            access.push_rows(variable.number, rows, values, self._key, variable.version_of_step, last)
+        else:
+            array = np.asarray(to_host(gradient)).astype(dtype, copy=False)
+            access.push(variable.number, array, self._key, variable.version_of_step, last)
+
+    def _others(self) -> Iterable[int]:
+        """The servers that hold variables of the optimizer, but none of these: they count its steps, too.
+
+        Where workers train in step, every server does: other workers may have gradients of what it holds, and it waits for all.
+        """
+        if self._access.synchronous:
+            return set(range(self._access.num_servers)) - self._reached
+        variables = self._optimizer.variables
+        return () if len(variables) == len(self._variables) else {v.server for v in variables} - self._reached
+
+
+def _each_row_once(gradient: IndexedSlices) -> IndexedSlices:
+    """Sum the rows that are named several times: only then do they have a norm."""
+    rows, values = sum_duplicate_rows(to_host(gradient.indices), to_host(gradient.values), "apply_gradients")
+    return IndexedSlices(values, rows, gradient.dense_shape)
+
+
+def _clip(gradients: list[Any], limit: float) -> list[Any]:
+    """Scale gradients together so that their norm does not exceed a limit; NaN in one makes all NaN."""
+    gradients = [_each_row_once(g) if isinstance(g, IndexedSlices) else g for g in gradients]
+    arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
+    norm = math.sqrt(sum(float(np.square(a, dtype=np.float64).sum()) for a in map(to_host, arrays)))
+    if norm <= limit:
+        return gradients
+    scale = limit / norm if math.isfinite(norm) else math.nan
+    return [
+        IndexedSlices(g.values * g.values.dtype.type(scale), g.indices, g.dense_shape)
+        if isinstance(g, IndexedSlices)
+        else g * g.dtype.type(scale)
+        for g in gradients
+    ]

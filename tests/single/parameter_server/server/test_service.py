@@ -1,0 +1,152 @@
+"""The thread of a server, on one process: waiting, stopping, errors."""
+
+import threading
+import time
+
+import pytest
+
+from mpistrat.parameter_server.report import ServerStats
+from mpistrat.parameter_server.server.service import Rounds, Service
+
+
+class Counting(Rounds):
+    """Has something to do in every round until `last`; then `error` is raised, if there is one."""
+
+    def __init__(self, last=10, error=None):
+        self.count, self.last, self.error, self.checks, self.sending = 0, last, error, 0, 0
+
+    def poll(self):
+        if self.count == self.last:
+            self.sending = max(self.sending - 1, 0)
+            if self.error is not None:
+                raise self.error
+            return False
+        self.count += 1
+        return True
+
+    def rest(self):
+        return False
+
+    def busy(self):
+        return bool(self.sending)
+
+    def check(self):
+        self.checks += 1
+        if self.checks == 2:
+            raise ValueError("nobody comes")
+
+
+@pytest.fixture
+def service():
+    """`service(rounds)` starts one in a thread, `service(rounds, False)` one without; they are stopped at the end."""
+    made = []
+
+    def make(rounds, threads=True, stats=None):
+        made.append(Service(rounds, 1e-3, threads, stats or ServerStats(1)))
+        made[-1].start("service")
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+        assert each._thread is None or not each._thread.is_alive()
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_wait_returns_when_it_is_done(service, threads):
+    rounds = Counting(1000)
+    made = service(rounds, threads)
+    made.wait(lambda: rounds.count == 1000)
+    assert rounds.count == 1000
+    rounds.last = 2000
+    made.wait(lambda: rounds.count == 2000)
+    assert not made.waiting
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_wait_raises_what_a_round_or_a_check_raises(service, threads):
+    made = service(Counting(10**9, None), threads)
+    made._rounds.error = KeyError("mine")
+    threading.Timer(0.05, lambda: setattr(made._rounds, "last", 0) or setattr(made._rounds, "count", 0)).start()
+    with pytest.raises(KeyError, match="mine"):
+        made.wait(lambda: False)
+    with pytest.raises(ValueError, match="nobody comes"):
+        service(Counting(), threads).wait(lambda: False)
+
+
+def test_an_error_while_nobody_waits_is_an_uncaught_exception_of_the_thread(service, monkeypatch):
+    seen = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append((args.thread.name, args.exc_value)))
+    error = KeyError("mine")
+    made = service(Counting(3, error))
+    made._thread.join(5)
+    assert seen == [("service", error)]
+    with pytest.raises(KeyError, match="mine"):
+        made.wait(lambda: True)
+
+
+class Saturated(Rounds):
+    """Always has something to do."""
+
+    def __init__(self, fails=False):
+        self.polls = self.rests = 0
+        self.fails = fails
+
+    def poll(self):
+        self.polls += 1
+        return True
+
+    def rest(self):
+        self.rests += 1
+        return False
+
+    def busy(self):
+        return False
+
+    def check(self):
+        if self.fails:
+            raise ValueError("nobody comes")
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_server_that_always_has_something_to_do_looks_at_the_rest_too(service, threads):
+    ended = threading.Event()
+
+    def run():
+        rounds = Saturated()
+        made = service(rounds, threads)
+        until = time.monotonic() + 0.1
+        made.wait(lambda: time.monotonic() > until)  # a pass ends
+        assert 2 <= rounds.rests < rounds.polls / 10  # notices of leave, retries
+        made.stop()
+        with pytest.raises(ValueError, match="nobody comes"):
+            service(Saturated(fails=True), threads).wait(lambda: False)
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert ended.wait(10)
+
+
+def test_stop_lets_what_is_on_its_way_arrive(service):
+    rounds = Counting()
+    made = service(rounds)
+    rounds.sending = 10**9
+    start = time.monotonic()
+    made.stop()
+    assert 1.9 < time.monotonic() - start < 3.5  # not for ever
+    made = service(rounds := Counting())
+    rounds.sending = 20
+    made.stop()
+    assert rounds.sending == 0
+    made.start("again")
+    assert not made._thread.is_alive()
+
+
+def test_idle_time_is_counted(service):
+    rounds, stats = Counting(1), ServerStats(1)
+    service(rounds, stats=stats)
+    time.sleep(0.2)
+    assert stats.idle == 0
+    rounds.last = 2
+    time.sleep(0.1)
+    assert 0.15 < stats.idle < 0.3
