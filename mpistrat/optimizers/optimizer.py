@@ -15,7 +15,7 @@ from .. import context
 from ..comm.arrays import as_array, to_host
 from ..distributed_values import DistributedValues
 from ..errors import ContextError, explain
-from ..variables.placement import ORDINAL_STEP
+from ..variables.placement import ORDINAL_STEP, Store
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.values import checksum
 from ..variables.variable import Variable
@@ -121,12 +121,12 @@ class Optimizer(Rule):
 
     def _count(self) -> None:
         placement = context.get_strategy().extended.placement if context.has_strategy() else None
-        self._made_in: Any = None if placement is None else placement.slots
+        self._made_in: Store | None = None if placement is None else placement.store
         self._number = None if placement is None else (weakref.ref(placement), placement.note_optimizer(self))
-        if placement is None or placement.ordinals is None:
+        if placement is None or placement.store is None:
             register(self, next(_ordinals))
             return
-        register(self, next(placement.ordinals))
+        register(self, placement.store.next_ordinal())
         placement.optimizers.append(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -274,8 +274,8 @@ class Optimizer(Rule):
         known = set(map(id, self._variables))
         new = [variable for variable in chosen if id(variable) not in known]
         placement = chosen[0].placement
-        if placement.make_step is not None:
-            step: UpdateRun = placement.make_step(self, chosen)
+        if placement.store is not None:
+            step: UpdateRun = placement.store.make_step(self, chosen)
         else:
             step = FusedStep(self, strategy, chosen, left_out, self._slots, self.number_in(placement))
         self._variables.extend(new)
@@ -309,7 +309,7 @@ class Optimizer(Rule):
         if isinstance(variable, ShardedVariable):
             parts = [self.slots(part) for part in variable.variables]
             return {name: np.concatenate([part[name] for part in parts]) for name in self.slot_names if all(parts)}
-        if variable.placement.slots is None and not any(variable is known for known in self._variables):
+        if variable.placement.store is None and not any(variable is known for known in self._variables):
             waiting = self._slots.pending.get(variable.name, {}) if self.may_join(variable.placement.strategy) else {}
             return {name: np.array(array) for name, array in waiting.items()}
         return self._slots.read(variable)
@@ -350,9 +350,9 @@ class Optimizer(Rule):
 
         What `set_state` gave for variables that were not updated since is among them.
         """
-        keeper = self._keeper()
-        if keeper is not None:
-            yield from keeper.each(self)
+        store = self._store()
+        if store is not None:
+            yield from store.each_slots(self)
             return
         yield from self._slots.pending.items()
         if self.slot_names:
@@ -361,12 +361,12 @@ class Optimizer(Rule):
 
     def all_iterations(self) -> int:
         """Return the number of calls that all ranks made, together where they step together. Collective."""
-        keeper = self._keeper()
-        return self._iterations if keeper is None else keeper.iterations(self)
+        store = self._store()
+        return self._iterations if store is None else store.iterations(self)
 
-    def _keeper(self) -> Any:
-        """What keeps the slots elsewhere, if anything does."""
-        return self._made_in if self._strategy is None else self._strategy.extended.placement.slots
+    def _store(self) -> Store | None:
+        """What keeps the slots, where these are not beside arenas."""
+        return self._made_in if self._strategy is None else self._strategy.extended.placement.store
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `get_state` gave, on any layout. Every rank must do it.

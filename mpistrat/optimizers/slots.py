@@ -87,9 +87,9 @@ class SlotStore:
 
     def read(self, variable: Variable) -> dict[str, np.ndarray]:
         """Return a variable's slots, whole, on every rank. Collective."""
-        keeper = variable.placement.slots
-        if keeper is not None:
-            return keeper.read(self._owner, variable)
+        store = variable.placement.store
+        if store is not None:
+            return store.read_slots(self._owner, variable)
         arena = _arena_of(variable)
         low, high = variable.offset, variable.offset + variable.size
         mine = arena.owned([(low, high)])
@@ -116,9 +116,9 @@ class SlotStore:
             expected = f"slots {', '.join(self.names) or '(none)'}"
             got = ", ".join(values) or "none"
             raise ValueError(explain("Optimizer.set_slots", variable.name, expected=expected, got=got))
-        keeper = variable.placement.slots
-        if keeper is not None:
-            keeper.write(self._owner, variable, values)
+        store = variable.placement.store
+        if store is not None:
+            store.write_slots(self._owner, variable, values)
             return
         arena, low = _arena_of(variable), variable.offset
         for name in self.names:

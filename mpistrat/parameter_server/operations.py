@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..errors import explain
 from ..variables.scatter import scatter
 
-__all__ = ["Handler", "Operation", "Push", "apply_operation", "pack", "unpack"]
+if TYPE_CHECKING:
+    from ..optimizers.optimizer import Optimizer
+
+__all__ = ["Handler", "Operation", "Push", "apply_operation", "optimizer_key", "pack", "unpack"]
 
 
 class Operation(enum.IntEnum):
@@ -34,6 +38,7 @@ class Operation(enum.IntEnum):
     SCATTER_MAX = 11
 
 
+ORDINALS = 1 << 24  # of optimizers that a key tells apart
 _OPERATIONS = {int(operation): operation for operation in Operation}
 _SCATTERS = {o: o.name.removeprefix("SCATTER_").lower() for o in Operation if o.name.startswith("SCATTER_")}
 
@@ -62,6 +67,14 @@ def unpack(what: int) -> tuple[Operation, int]:
     if operation is None:
         raise ValueError(explain("unpack", "what", expected="an integer that pack made", got=what))
     return operation, what >> 8
+
+
+def optimizer_key(optimizer: Optimizer) -> int:
+    """Return the number by which worker and server name an optimizer: which one was made, and what it is like.
+
+    The same program makes the same optimizers in the same order on every rank.
+    """
+    return optimizer.ordinal % ORDINALS + ORDINALS * (zlib.crc32(optimizer.describe().encode()) & 0x7FFF)
 
 
 def apply_operation(operation: Operation, array: np.ndarray, rows: np.ndarray | None, values: np.ndarray) -> None:

@@ -1,11 +1,10 @@
-"""What a strategy with servers has in the place of arenas: the optimizers whose steps workers push, and their slots."""
+"""What a strategy with servers has in the place of arenas: variables, the optimizers that workers push for, their slots."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
@@ -14,48 +13,102 @@ from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..errors import MpistratError, explain
 from ..optimizers.optimizer import find, known
-from ..variables.placement import ORDINAL_STEP
+from ..variables import Placement, Variable
+from ..variables.placement import ORDINAL_STEP, Store, Target
+from .connections import ParameterServers
+from .layout import PLACEMENTS, VariableSpec
+from .operations import ORDINALS, optimizer_key
+from .roles import Settings
 from .server.local_updates import LocalUpdates
+from .server.updates import SynchronousUpdates, Updates
+from .variable import ParameterServerVariable
+from .worker.access import Access, ServerAccess, WorkerAccess
+from .worker.push import PushStep
 
 if TYPE_CHECKING:
     from ..optimizers.optimizer import Optimizer
     from ..strategy.strategy import Strategy
-    from .variable import ParameterServerVariable
+    from ..variables.variable import Description
 
-__all__ = ["ServedOptimizers", "ServerSlots", "optimizer_key"]
+__all__ = ["ServerStore"]
 
-_ORDINALS = 1 << 24
 _OUTSIDE = 1 << 20  # before the numbers of optimizers that were made outside of the scope
 
 _strategies = itertools.count()
 
 
-def optimizer_key(optimizer: Optimizer) -> int:
-    """Return the number by which worker and server name an optimizer: which one was made, and what it is like.
-
-    The same program makes the same optimizers in the same order on every rank.
-    """
-    return optimizer.ordinal % _ORDINALS + _ORDINALS * (zlib.crc32(optimizer.describe().encode()) & 0x7FFF)
-
-
 @final
-class ServedOptimizers:
-    """The optimizers of a strategy with servers.
+class ServerStore(Store):
+    """The variables of a strategy on its servers, and their optimizers and slots. Collective over all ranks to make.
 
     Args:
-        strategy: whose variables they update.
+        strategy: whose variables they are.
+        connections: of all workers and servers. A server begins to serve.
+        sync_group: the ranks that step together with this one.
+        settings: of the strategy.
 
     Attributes:
-        ordinals: for the optimizers that are made in the strategy's scope.
+        access: this rank's way to the variables.
+        dropped: on a server, how many steps of each worker came too late.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(
+        self, strategy: Strategy, connections: ParameterServers, sync_group: ProcessGroup, settings: Settings
+    ) -> None:
+        self.group, self.first_worker = connections.group, connections.workers[0]
+        self.dropped: Sequence[int] = ()
+        self._strategy, self._connections = strategy, connections
+        self._check_numerics = settings.check_numerics
+        self._variables: dict[int, ParameterServerVariable] = {}
+        self._assign_server = PLACEMENTS[settings.placement](len(connections.servers))
         # The multiples of ORDINAL_STEP are those of optimizers that are made outside of scopes.
         self._series = next(_strategies) % (ORDINAL_STEP - 1) + 1
-        self.ordinals = itertools.count(self._series, ORDINAL_STEP)
+        self._ordinals = itertools.count(self._series, ORDINAL_STEP)
         self._updates: dict[Optimizer, LocalUpdates] = {}
         self._found: dict[int, tuple[Optimizer, int, LocalUpdates]] = {}  # by key, while the optimizer is as it was
+        self.access = self._open(sync_group, settings)
+
+    def _open(self, sync_group: ProcessGroup, settings: Settings) -> Access:
+        """Begin to serve, on a server; return this rank's way to the variables."""
+        connections, server = self._connections, self._connections.server
+        if server is None:
+            access = WorkerAccess(connections, sync_group, settings.max_staleness)
+            connections.group.attach(access)
+            return access
+        if settings.max_staleness == 0:
+            together = SynchronousUpdates(server, self.find, self._variables.__getitem__, settings.backup_workers)
+            self.dropped = together.dropped
+            server.start(together, together.on_leave, together.retry)
+        else:
+            updates = Updates(server, self.find, self._variables.__getitem__)
+            server.start(updates, retry=updates.retry)
+        return ServerAccess(server, connections)
+
+    # variables and steps
+
+    def make(self, placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
+        """Give a variable an address on a server. Collective. See `Store.make`."""
+        connections = self._connections
+        beside = None if what.beside is None else getattr(placement.variables[what.beside], "server", None)
+        server = self._assign_server(what.shape, what.dtype, beside)
+        (number,) = connections.add_variables([VariableSpec(what.name, what.shape, what.dtype, server)])
+        variable = self._variables[number] = ParameterServerVariable(placement, what, number, server, self.access)
+        if connections.server is None or not self.access.holds(number):
+            return variable, []
+        with connections.server.writing(number) as memory:  # nobody can read it yet
+            flat = memory.reshape(-1)
+        return variable, [(flat, 0, flat.size)]
+
+    def make_step(self, optimizer: Optimizer, variables: Sequence[ParameterServerVariable]) -> PushStep:
+        """See `Store.make_step`. On workers: `run`, in which it is called, is theirs."""
+        assert isinstance(self.access, WorkerAccess)
+        return PushStep(optimizer, self._strategy, variables, self.access, self._check_numerics)
+
+    # optimizers
+
+    def next_ordinal(self) -> int:
+        """See `Store.next_ordinal`."""
+        return next(self._ordinals)
 
     def find(self, key: int) -> LocalUpdates:
         """Return what applies the optimizer that a worker names, on this server.
@@ -66,10 +119,10 @@ class ServedOptimizers:
         known = self._found.get(key)
         if known is not None and known[0].revision == known[1]:
             return known[2]
-        optimizer = self._made(key % _ORDINALS)
+        optimizer = self._find_made(key % ORDINALS)
         updates = self.updates(optimizer)  # which takes over what was restored
         if optimizer_key(optimizer) != key:
-            self._refuse(key % _ORDINALS, f"another one: {optimizer.describe()}")
+            self._refuse(key % ORDINALS, f"another one: {optimizer.describe()}")
         self._found[key] = optimizer, optimizer.revision, updates
         return updates
 
@@ -80,7 +133,7 @@ class ServedOptimizers:
             optimizer.join(self._strategy)
         return self._updates[optimizer]
 
-    def of(self, optimizer: Optimizer) -> int:
+    def number_of(self, optimizer: Optimizer) -> int:
         """Return the number of an optimizer in files: which one the program has made, in the scope or outside."""
         count, series = divmod(optimizer.ordinal, ORDINAL_STEP)
         return count if series else _OUTSIDE + count
@@ -89,9 +142,9 @@ class ServedOptimizers:
         """Return the optimizers that the program has made in the scope or outside of all scopes."""
         return [one for one in known() if one.ordinal % ORDINAL_STEP in (0, self._series)]
 
-    def named(self, names: Sequence[str]) -> list[int]:
+    def numbers_of_names(self, names: Sequence[str]) -> list[int]:
         """Return the numbers of the first optimizers of these names that the program has made."""
-        made = sorted((self.of(one), one.name) for one in known() if one.may_join(self._strategy))
+        made = sorted((self.number_of(one), one.name) for one in known() if one.may_join(self._strategy))
         found: list[int] = []
         for index, name in enumerate(names):
             fitting = (number for number, own in made if own == name and number not in found)
@@ -109,10 +162,10 @@ class ServedOptimizers:
             mine = " ".join(str(optimizer.ordinal) for optimizer in extended.optimizers)
             told = extended.process_group.all_gather_text(mine)
         for ordinal in sorted({int(word) for text in told for word in text.split()}):
-            self._made(ordinal).join(self._strategy)
+            self._find_made(ordinal).join(self._strategy)
         extended.optimizers.sort(key=lambda optimizer: optimizer.ordinal)
 
-    def _made(self, ordinal: int) -> Optimizer:
+    def _find_made(self, ordinal: int) -> Optimizer:
         optimizer = find(ordinal)
         if optimizer is None or not optimizer.may_join(self._strategy):
             self._refuse(ordinal, "none")
@@ -124,84 +177,55 @@ class ServedOptimizers:
         expected = f"on rank {rank} the optimizer that a worker applies, number {ordinal} in its program"
         raise MpistratError(explain("apply_gradients", "optimizer", expected=expected, got=got, remedy=remedy))
 
+    # slots; what is read has in it all that workers had pushed when they came here
 
-@final
-class ServerSlots:
-    """Reads and writes slots that lie on servers. Collective over all ranks, but for `write`.
-
-    What is read has in it all that workers had pushed when they came here.
-
-    Args:
-        group: all ranks.
-        servers: the ranks of the servers.
-        updates: on a server, returns what applies an optimizer here; None elsewhere.
-        variables: returns the strategy's variables.
-        flush: waits until all that this rank has pushed is applied.
-    """
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        servers: tuple[int, ...],
-        updates: Callable[[Optimizer], LocalUpdates] | None,
-        variables: Callable[[], list[Any]],
-        flush: Callable[[], None],
-    ) -> None:
-        self._group, self._servers, self._updates, self._variables = group, servers, updates, variables
-        self._flush = flush
-
-    def each(self, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    def each_slots(self, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         """Yield the name and the slots of each variable that the optimizer has updated. Collective."""
-        variables = self._served()
+        variables = list(self._variables.values())
         self._settle()
         mine = [int(self._has_slots(optimizer, variable)) for variable in variables]
-        with self._group.collective("optimizer.slots", optimizer.name, detail=len(variables)):
-            having: list[int] = self._group.all_gather_int(mine).max(axis=0).tolist()
+        with self.group.collective("optimizer.slots", optimizer.name, detail=len(variables)):
+            having: list[int] = self.group.all_gather_int(mine).max(axis=0).tolist()
         for variable, has in zip(variables, having, strict=True):
             if has:
                 yield variable.name, self._read(optimizer, variable)
 
-    def read(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
+    def read_slots(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
         """Return new arrays with a variable's slots on every rank. Collective."""
         self._settle()
         return self._read(optimizer, variable)
 
     def _read(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
         dtype, result = accumulation_dtype(variable.dtype), {}
-        with self._group.collective("optimizer.slots", variable.name, dtype, variable.shape, optimizer.slot_names):
+        with self.group.collective("optimizer.slots", variable.name, dtype, variable.shape, optimizer.slot_names):
             found = self._slots_here(optimizer, variable)
             for name in optimizer.slot_names:
                 array = found[name] if name in found else np.zeros(variable.shape, dtype)
-                self._group.broadcast(array, self._servers[variable.server])
+                self.group.broadcast(array, self._connections.servers[variable.server])
                 result[name] = array
         return result
 
     def _settle(self) -> None:
         """Wait until all that the workers have pushed is applied. Collective."""
-        self._flush()
-        self._group.barrier("optimizer.slots")
+        self.access.flush()
+        self.group.barrier("optimizer.slots")
 
-    def write(self, optimizer: Optimizer, variable: ParameterServerVariable, values: Mapping[str, Any]) -> None:
+    def write_slots(self, optimizer: Optimizer, variable: ParameterServerVariable, values: Mapping[str, Any]) -> None:
         """Overwrite a variable's slots where it lies. Every rank must do it."""
-        if self._updates is not None and self._here(variable):
-            self._updates(optimizer).set_slots(variable, values)
+        if self._here(variable):
+            self.updates(optimizer).set_slots(variable, values)
 
     def iterations(self, optimizer: Optimizer) -> int:
         """Return how many steps the servers have taken with an optimizer, the largest number. Collective."""
         self._settle()
-        with self._group.collective("optimizer.iterations", optimizer.name):
-            return self._group.agree(optimizer.iterations if self._updates is not None else 0, "max")
-
-    def _served(self) -> list[ParameterServerVariable]:
-        return [variable for variable in self._variables() if hasattr(variable, "server")]
+        with self.group.collective("optimizer.iterations", optimizer.name):
+            return self.group.agree(0 if self._connections.server is None else optimizer.iterations, "max")
 
     def _here(self, variable: ParameterServerVariable) -> bool:
-        return self._servers[variable.server] == self._group.topology.rank
+        return self._connections.servers[variable.server] == self.group.topology.rank
 
     def _slots_here(self, optimizer: Optimizer, variable: ParameterServerVariable) -> Mapping[str, np.ndarray]:
-        if self._updates is None or not self._here(variable):
-            return {}
-        return self._updates(optimizer).slots(variable)
+        return self.updates(optimizer).slots(variable) if self._here(variable) else {}
 
     def _has_slots(self, optimizer: Optimizer, variable: ParameterServerVariable) -> bool:
-        return self._updates is not None and self._here(variable) and self._updates(optimizer).has_slots(variable)
+        return self._here(variable) and self.updates(optimizer).has_slots(variable)

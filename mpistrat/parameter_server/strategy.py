@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from time import sleep
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from .. import context
@@ -23,25 +22,16 @@ from ..strategy.input import Division
 from ..strategy.layout import PARAMETER_SERVER
 from ..strategy.preemption import StopAtPasses, StopRequest
 from ..strategy.strategy import Strategy
-from ..variables import Placement, Variable
-from ..variables.placement import Target
 from .connections import ParameterServers
 from .coordinator.cluster import Cluster
 from .coordinator.join import share_settings
-from .layout import PLACEMENTS, VariableSpec
 from .report import ParameterServerStats
 from .roles import RoleAssignment, Roles, Settings
-from .server.updates import SynchronousUpdates, Updates
-from .store import ServedOptimizers, ServerSlots
-from .variable import ParameterServerVariable
-from .worker.access import Access, ServerAccess, WorkerAccess
-from .worker.push import PushStep
+from .store import ServerStore
+from .worker.access import WorkerAccess
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from ..optimizers.optimizer import Optimizer
-    from ..variables.variable import Description
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -159,42 +149,18 @@ class ParameterServerStrategy(Strategy):
         self._parameter_servers = ParameterServers(
             group, roles.workers, roles.servers, transport=transport, back_off=back_off
         )
-        self._optimizers = ServedOptimizers(self)
-        self._access = self._make_access(parts.sync_group or group)
-        self._assign_server = PLACEMENTS[placement](len(roles.servers))
+        self._store = ServerStore(self, self._parameter_servers, parts.sync_group or group, settings)
+        self._access = self._store.access
         pipelines = len(roles.workers) // workers_in_sync
-        super().__init__(replace(parts, make=self._make, make_step=self._make_step, num_input_pipelines=pipelines))
-        self._complete(self._extended.placement)
+        super().__init__(
+            replace(parts, store=self._store, partitioner=variable_partitioner, num_input_pipelines=pipelines)
+        )
         self._stop_request = StopRequest(group, spread=True)
         self._stop_agreement = StopAtPasses(
             group, self._stop_agreement, lambda: bool(joined) or self._extended.leads or self._access.in_pass
         )
         if joined:
             Cluster(self, joined)
-
-    def _complete(self, placement: Placement) -> None:
-        """Say what is special about variables and optimizers of this strategy."""
-        placement.partitioner, placement.first_worker = self._settings.variable_partitioner, self.workers[0]
-        placement.ordinals, placement.numbers = self._optimizers.ordinals, self._optimizers
-        updates = self._optimizers.updates if self.is_server else None
-        group = self._parameter_servers.group
-        placement.slots = ServerSlots(group, self.servers, updates, lambda: placement.variables, self._access.flush)
-
-    def _make_access(self, sync_group: ProcessGroup) -> Access:
-        server, max_staleness = self._parameter_servers.server, self.max_staleness
-        self._dropped: Sequence[int] = ()
-        if server is None:
-            access = WorkerAccess(self._parameter_servers, sync_group, max_staleness)
-            self._parameter_servers.group.attach(access)
-            return access
-        if max_staleness == 0:
-            together = SynchronousUpdates(server, self._optimizers.find, self._by_number, self._settings.backup_workers)
-            self._dropped = together.dropped
-            server.start(together, together.on_leave, together.retry)
-        else:
-            updates = Updates(server, self._optimizers.find, self._by_number)
-            server.start(updates, retry=updates.retry)
-        return ServerAccess(server, self._parameter_servers)
 
     # who
 
@@ -217,30 +183,6 @@ class ParameterServerStrategy(Strategy):
     def num_ps(self) -> int:
         """Number of servers."""
         return len(self.servers)
-
-    # variables, on all ranks
-
-    def _make(self, placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
-        """Give a variable a place on a server. Collective."""
-        servers = self._parameter_servers
-        beside = None if what.beside is None else getattr(placement.variables[what.beside], "server", None)
-        server = self._assign_server(what.shape, what.dtype, beside)
-        spec = VariableSpec(what.name, what.shape, what.dtype, server)
-        (number,) = servers.add_variables([spec])
-        variable = ParameterServerVariable(placement, what, number, spec.server, self._access)
-        if not self._access.holds(number):
-            return variable, []
-        with servers.server.writing(number) as memory:  # type: ignore[union-attr]  # nobody can read it yet
-            flat = memory.reshape(-1)
-        return variable, [(flat, 0, flat.size)]
-
-    def _by_number(self, number: int) -> Any:
-        """Return a variable; a worker that has made it may be quicker than this server's program."""
-        while True:
-            for variable in self._extended.variables:
-                if getattr(variable, "number", None) == number:
-                    return variable
-            sleep(1e-4)
 
     # steps, on workers
 
@@ -273,9 +215,6 @@ class ParameterServerStrategy(Strategy):
         remedy = "Iterate a distributed dataset, which gives a server nothing, or write `if not strategy.is_server:`"
         got = f"a call on rank {self.rank}, a parameter server"
         raise ContextError(explain(f"{_NAME}.{function}", "", expected="a worker", got=got, remedy=remedy))
-
-    def _make_step(self, optimizer: Optimizer, variables: Sequence[Any]) -> PushStep:
-        return PushStep(optimizer, self, variables, self._worker("apply_gradients"), self._settings.check_numerics)
 
     # serving, on servers
 
@@ -384,7 +323,7 @@ class ParameterServerStrategy(Strategy):
         self._extended.require_open(f"{_NAME}.stats")
         self._extended.announce("stats")
         self._access.flush()
-        return self._parameter_servers.stats(self._dropped)
+        return self._parameter_servers.stats(self._store.dropped)
 
     # files
 
@@ -411,7 +350,7 @@ class ParameterServerStrategy(Strategy):
         context.expect_cross(self, f"Strategy.{function}")
         self._extended.announce(function, os.fspath(path), *more)
         self._access.flush()
-        self._optimizers.agree(function, path)
+        self._store.agree(function, path)
 
     # its life
 

@@ -20,6 +20,7 @@ from ..environment import Environment
 from ..errors import CollectiveTimeoutError, LayoutError, PeerExitError, explain
 from ..options import CommunicationOptions
 from ..variables import ArenaAllocator, Placement
+from ..variables.placement import Store
 from .extended import StrategyExtended
 from .layout import Layout, check_layout
 
@@ -44,8 +45,8 @@ class Parts:
     is_default: bool = False
     shared: bool = False  # with the strategy that this one is a copy of, which closes what they share
     sync_group: ProcessGroup | None = None  # the ranks whose replicas step together, where these are not all
-    make: Any = None  # see Placement
-    make_step: Any = None
+    store: Store | None = None  # of the variables, where that is not the arenas
+    partitioner: Any = None  # of variables, see Placement
     num_input_pipelines: int | None = None
 
     @classmethod
@@ -74,9 +75,8 @@ class Parts:
             strategy,
             group.topology.devices,
             distributed=self.layout.distributed,
-            world=self.group if self.sync_group else None,
-            make=self.make,
-            make_step=self.make_step,
+            store=self.store,
+            partitioner=self.partitioner,
         )
         return StrategyExtended(
             strategy,

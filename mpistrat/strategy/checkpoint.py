@@ -263,14 +263,13 @@ def _check(
 
 def _numbers(extended: StrategyExtended, optimizers: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the number by which this strategy knows each optimizer of a file."""
-    numbers = extended.placement.numbers
-    if numbers is None:
+    store = extended.placement.store
+    if store is None:
         return list(range(len(optimizers)))
     made = [optimizer["made"] for optimizer in optimizers]
     if None not in made:
         return made
-    found: list[int] = numbers.named([optimizer["name"] for optimizer in optimizers])  # another strategy's file
-    return found
+    return store.numbers_of_names([optimizer["name"] for optimizer in optimizers])  # another strategy's file
 
 
 def _shared(

@@ -89,9 +89,8 @@ class OptimizerStates:
                 del self._restored[number]
 
     def _new_number(self, optimizer: Any) -> int:
-        if self._placement.numbers is not None:
-            number: int = self._placement.numbers.of(optimizer)
-            return number
+        if self._placement.store is not None:
+            return self._placement.store.number_of(optimizer)
         own = (optimizer.number_in(self._placement), optimizer.name)
         for number, waiting in self._restored.items():
             if own[0] is not None and (waiting.made, waiting.name) == own:
@@ -105,13 +104,13 @@ class OptimizerStates:
 
     def kept(self) -> list[Kept]:
         """Return what files hold of each optimizer, in their order: of those registered, and of those that wait."""
-        numbers = self._placement.numbers
+        store = self._placement.store
         found = {}
         for one in self.registered:
             number = self.number_of(one)
-            found[number] = Kept(one.name, number if numbers else one.number_in(self._placement), one)
+            found[number] = Kept(one.name, number if store else one.number_in(self._placement), one)
         for number, (name, state, made) in self._restored.items():
-            found[number] = Kept(name, number if numbers else made, None, state)
+            found[number] = Kept(name, number if store else made, None, state)
         return [found[number] for number in sorted(found)]
 
     def restore(self, number: int, name: str, state: Mapping[str, Any], made: int | None) -> None:
@@ -135,8 +134,9 @@ class OptimizerStates:
     def _find(self, number: int, waiting: _Restored) -> Any:
         """The optimizer that will get a state for certain, if it was made."""
         new = [one for one in self._made() if one.name == waiting.name]
-        if self._placement.numbers is not None:
-            found = (one for one in new if self._placement.numbers.of(one) == number)
+        store = self._placement.store
+        if store is not None:
+            found = (one for one in new if store.number_of(one) == number)
         elif waiting.made is not None:
             found = (one for one in new if one.number_in(self._placement) == waiting.made)
         else:  # a file that says of none where it was made: only a name that is there once tells
@@ -146,7 +146,7 @@ class OptimizerStates:
 
     def _made(self) -> Iterator[Any]:
         """The optimizers that were made, and not registered."""
-        numbers, strategy = self._placement.numbers, self._placement.strategy
-        made = [made() for made in self._placement.made] if numbers is None else numbers.made()
+        store, strategy = self._placement.store, self._placement.strategy
+        made = [made() for made in self._placement.made] if store is None else store.made()
         known = set(map(id, self.registered))
         return (one for one in made if one is not None and id(one) not in known and one.may_join(strategy))

@@ -113,7 +113,7 @@ def _make(placement: Placement, what: Description, value: np.ndarray | None) -> 
         if what.synchronization is VariableSynchronization.ON_READ:
             variable, targets = _make_copies(placement, what)
         else:
-            variable, targets = (placement.make or _make_in_arena)(placement, what)
+            variable, targets = (placement.store.make if placement.store else _make_in_arena)(placement, what)
         _fill(group, targets, value, what)
         group.node.barrier(call)
     if group is not placement.group:  # who steps alone may read at once what another node stores

@@ -283,8 +283,8 @@ class SyncOnReadVariable(Variable):
 
         Collective.
         """
-        value, world = self.numpy(), self.placement.world
-        if world is not None:
+        value, world = self.numpy(), self.placement.creators
+        if world is not self.placement.group:
             with world.collective("gathered", self.name, self.dtype, self.shape):
                 world.broadcast(value, self.placement.first_worker)
         return value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,12 +16,66 @@ if TYPE_CHECKING:
     from .sharded import ShardedVariable
     from .variable import Description, Variable
 
-__all__ = ["ORDINAL_STEP", "Placement", "Target"]
+__all__ = ["ORDINAL_STEP", "Placement", "Store", "Target"]
 
 ORDINAL_STEP = 4096  # between the numbers of optimizers that are counted together; so many counts don't meet
 
 Target = tuple[Any, int, int]  # a flat array, and the range of its elements that this rank stores
-Make = Callable[["Placement", "Description"], tuple["Variable", list[Target]]]
+
+
+class Store(ABC):
+    """What keeps the variables of a strategy elsewhere than in arenas, with what optimizers keep beside them.
+
+    There not all replicas step together, and ranks meet optimizers in different orders. So the store also gives optimizers
+    their numbers, the same on every rank. Optimizers are opaque here.
+
+    Attributes:
+        group: all ranks of the strategy, which make variables together.
+        first_worker: the first of them that has replicas.
+    """
+
+    group: ProcessGroup
+    first_worker: int
+
+    @abstractmethod
+    def make(self, placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
+        """Return a new variable, and where this rank stores its initial value. Collective, inside a collective."""
+
+    @abstractmethod
+    def make_step(self, optimizer: Any, variables: Sequence[Any]) -> Any:
+        """Return an `optimizers.rule.UpdateRun` of an optimizer on variables."""
+
+    @abstractmethod
+    def next_ordinal(self) -> int:
+        """Return the ordinal of the next optimizer that is made in the strategy's scope."""
+
+    @abstractmethod
+    def number_of(self, optimizer: Any) -> int:
+        """Return the number by which files know an optimizer."""
+
+    @abstractmethod
+    def numbers_of_names(self, names: Sequence[str]) -> list[int]:
+        """Return numbers for optimizers of a file that has only their names."""
+
+    @abstractmethod
+    def made(self) -> list[Any]:
+        """Return the optimizers that the program has made and may apply to the variables."""
+
+    @abstractmethod
+    def each_slots(self, optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name and the slots of each variable that an optimizer has updated. Collective."""
+
+    @abstractmethod
+    def read_slots(self, optimizer: Any, variable: Any) -> dict[str, Any]:
+        """Return new arrays with a variable's slots, on every rank. Collective."""
+
+    @abstractmethod
+    def write_slots(self, optimizer: Any, variable: Any, values: Mapping[str, Any]) -> None:
+        """Overwrite a variable's slots. Every rank must do it."""
+
+    @abstractmethod
+    def iterations(self, optimizer: Any) -> int:
+        """Return how many steps were taken with an optimizer, the largest number of any rank. Collective."""
 
 
 @final
@@ -36,22 +91,14 @@ class Placement:
         devices: one for each local replica.
         distributed: False for a strategy that has one replica by its nature (the default, OneDeviceStrategy): there a
             write in replica context needs no aggregation, and writes what it was given.
-        world: all ranks of the strategy, where not all replicas step together.
-        make: returns a variable and where this rank stores its initial value; collective over `creators`, inside a
-            collective. Default: in the arenas.
-        make_step: takes an optimizer and variables, and returns an `optimizers.rule.UpdateRun`; default a `FusedStep`.
-        ordinals: counts the optimizers that are made in the strategy's scope, where the ranks must have one name for each.
-        numbers: knows the numbers of optimizers in files, where ranks meet optimizers in different orders: `of(optimizer)`,
-            and `named(names)`, for files that have none.
-        slots: reads and writes what optimizers keep, where that is not beside the arenas.
-        first_worker: the first of the ranks of `world` that have replicas; its copies of ON_READ variables are saved.
+        store: what keeps variables, and what optimizers keep of them, where that is not the arenas.
         partitioner: says into how many shards a variable is cut, see `partitioners`; default: none is cut.
 
     Attributes:
         variables: all of them, in the order of creation, the same on every rank.
         sharded: those that several of the variables are together.
         made: the optimizers that were made in the strategy's scope, in that order.
-        optimizers: those counted by `ordinals`. Others may name them when this rank's program has let go of them.
+        optimizers: those counted by the store. Others may name them when this rank's program has let go of them.
     """
 
     group: ProcessGroup
@@ -60,13 +107,7 @@ class Placement:
     strategy: Any
     devices: Sequence[str] = ("cpu:0",)
     distributed: bool = True
-    world: ProcessGroup | None = None
-    make: Make | None = None
-    make_step: Callable[..., Any] | None = None
-    ordinals: Iterator[int] | None = None
-    numbers: Any = None
-    slots: Any = None
-    first_worker: int = 0
+    store: Store | None = None
     partitioner: Callable[..., Sequence[int]] | None = None
     variables: list[Variable] = field(default_factory=list)
     sharded: list[ShardedVariable] = field(default_factory=list)
@@ -77,7 +118,12 @@ class Placement:
     @property
     def creators(self) -> ProcessGroup:
         """The ranks that make variables together."""
-        return self.world or self.group
+        return self.group if self.store is None else self.store.group
+
+    @property
+    def first_worker(self) -> int:
+        """The first of the creators that has replicas; its copies of ON_READ variables are saved."""
+        return 0 if self.store is None else self.store.first_worker
 
     def note_optimizer(self, optimizer: Any) -> int:
         """Note an optimizer that is made in the scope, and return its number there."""

@@ -14,7 +14,7 @@ from ...errors import explain
 from ...optimizers.gradients import checked
 from ...optimizers.rule import UpdateRun
 from ...types import IndexedSlices, ReduceOp
-from ..store import optimizer_key
+from ..operations import optimizer_key
 from ..variable import ParameterServerVariable
 from ..wire.transport import sum_duplicate_rows
 from .access import WorkerAccess
