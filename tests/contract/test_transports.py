@@ -213,7 +213,7 @@ def test_a_reader_that_stopped_does_not_hold_up_others_for_long(transport):
         link = transports[0]
         if worker == 0:
             if transport != "messages":
-                link._mailbox.put_word(link._rank, link._gate._offset, _VARIABLES + 1)
+                link._mailbox.put_word(link._rank, link._seqlock._offset, _VARIABLES + 1)
             link.publish_clock(1)
             wait_for(link, 1)
             return None
