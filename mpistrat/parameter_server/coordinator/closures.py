@@ -7,12 +7,9 @@ import heapq
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import Any, NoReturn, final
 
 from ...errors import ContextError, MpistratError, explain
-
-if TYPE_CHECKING:
-    from .coordinator import ClusterCoordinator
 
 __all__ = [
     "Closure",
@@ -169,12 +166,12 @@ class PerWorkerValues:
         >>> coordinator.schedule(lambda batches: step(next(batches)), (iterator,))    # doctest: +SKIP
     """
 
-    def __init__(self, coordinator: ClusterCoordinator, number: int) -> None:
+    def __init__(self, coordinator: Any, number: int, iterate: Callable[[Any], PerWorkerValues]) -> None:
         """`ClusterCoordinator` makes it."""
-        self._coordinator, self._number = coordinator, number
+        self._coordinator, self._number, self._iterate = coordinator, number, iterate
 
     def __iter__(self) -> PerWorkerValues:
-        return self._coordinator._make_on_workers(iter, (self,), "iter")
+        return self._iterate(self)
 
     def __next__(self) -> NoReturn:
         remedy = "Give the iterator to schedule(), and call next() in the function"

@@ -287,7 +287,7 @@ class ClusterCoordinator:
         for worker in dispatcher.alive():
             keep = (self._cluster.registry, number, fn, args)
             self._submit(dispatcher, function, _keep, keep, None, worker=worker, priority=FIRST)
-        values = PerWorkerValues(self, number)
+        values = PerWorkerValues(self, number, lambda own: self._make_on_workers(iter, (own,), "iter"))
         weakref.finalize(values, self._dropped.append, number).atexit = False
         return values
 
