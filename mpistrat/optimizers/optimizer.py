@@ -7,7 +7,7 @@ import weakref
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -25,8 +25,9 @@ from .hyperparameters import AVERAGE, GRADIENT_SUM, OWN, Rate
 from .rule import Block, Rule, UpdateRun
 from .slots import SlotStore
 
-__all__ = ["OWN", "Optimizer", "find", "known", "register"]
+__all__ = ["Definition", "Optimizer", "definition", "find", "known", "make_defined"]
 
+_UNDEFINED = {*OWN, "slot_names", "name"}  # what a definition has apart from the other attributes
 _ordinals = itertools.count(step=ORDINAL_STEP)
 _known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
@@ -124,9 +125,9 @@ class Optimizer(Rule):
         self._made_in: Store | None = None if placement is None else placement.store
         self._number = None if placement is None else (weakref.ref(placement), placement.note_optimizer(self))
         if placement is None or placement.store is None:
-            register(self, next(_ordinals))
+            _register(self, next(_ordinals))
             return
-        register(self, placement.store.next_ordinal())
+        _register(self, placement.store.next_ordinal())
         placement.optimizers.append(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -398,7 +399,51 @@ def known() -> list[Optimizer]:
     return [optimizer for _, optimizer in sorted(_known.items())]
 
 
-def register(optimizer: Optimizer, ordinal: int) -> None:
+def _register(optimizer: Optimizer, ordinal: int) -> None:
     """Give an optimizer the ordinal by which `find` finds it."""
     optimizer._ordinal = ordinal
     _known[ordinal] = optimizer
+
+
+class Definition(NamedTuple):
+    """What the same optimizer is made of in another process of the job: all but its steps and slots.
+
+    Attributes:
+        ordinal: see `Optimizer.ordinal`.
+        kind: its class.
+        rate: the learning rate that it was given.
+        base: arguments of `Optimizer.__init__`.
+        own: its other attributes.
+        names: of all attributes, in the order in which it describes itself.
+    """
+
+    ordinal: int
+    kind: type[Optimizer]
+    rate: Rate
+    base: dict[str, Any]
+    own: dict[str, Any]
+    names: list[str]
+
+
+def definition(optimizer: Optimizer) -> Definition:
+    """Return what `make_defined` makes the same optimizer of."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in _UNDEFINED}
+    base = {"slot_names": optimizer.slot_names, "slot_start": optimizer.slot_start, "name": optimizer.name}
+    rate = optimizer.given_learning_rate
+    return Definition(optimizer.ordinal, type(optimizer), rate, base, own, list(vars(optimizer)))
+
+
+def make_defined(definition: Definition) -> Optimizer:
+    """Return the optimizer of that ordinal, made if this process has none, with the attributes of the definition."""
+    optimizer = find(definition.ordinal)
+    if optimizer is None:
+        optimizer = definition.kind.__new__(definition.kind)
+        Optimizer.__init__(optimizer, definition.rate, **definition.base)
+        _register(optimizer, definition.ordinal)
+    mine = vars(optimizer)
+    mine.update(definition.own)
+    ordered = {name: mine[name] for name in definition.names if name in mine}
+    mine.clear()
+    mine.update(ordered)
+    optimizer.learning_rate = definition.rate  # which makes its steps describe it anew
+    return optimizer

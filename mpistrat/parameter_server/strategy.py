@@ -157,7 +157,9 @@ class ParameterServerStrategy(Strategy):
         )
         self._stop_request = StopRequest(group, spread=True)
         self._stop_agreement = StopAtPasses(
-            group, self._stop_agreement, lambda: bool(joined) or self._extended.leads or self._access.in_pass
+            group,
+            self._stop_agreement,
+            lambda: bool(joined) or self._extended.coordination.leads or self._access.in_pass,
         )
         if joined:
             Cluster(self, joined)
@@ -201,7 +203,7 @@ class ParameterServerStrategy(Strategy):
             ContextError: on a server.
         """
         access = self._worker("run")
-        self._extended.announce("step")
+        self._extended.coordination.announce("step")
         access.begin_step()
         try:
             return super().run(fn, args, kwargs, options)
@@ -275,7 +277,7 @@ class ParameterServerStrategy(Strategy):
 
     def _division(self) -> Division:
         """Batches are dealt out to the workers, or groups of them; a server serves a pass and reads nothing."""
-        if self._extended.scheduled:  # a function of a coordinator: what it makes is for this worker
+        if self._extended.coordination.scheduled:  # a function of a coordinator: what it makes is for this worker
             alone = Workers([self._extended.sync_topology.num_replicas], 0)
             return Division.alone(alone, alone, self._extended.placement.group, self)
         size, index = self.workers_in_sync, self.worker_index or 0
@@ -321,7 +323,7 @@ class ParameterServerStrategy(Strategy):
             >>> print(strategy.stats())  # doctest: +SKIP
         """
         self._extended.require_open(f"{_NAME}.stats")
-        self._extended.announce("stats")
+        self._extended.coordination.announce("stats")
         self._access.flush()
         return self._parameter_servers.stats(self._store.dropped)
 
@@ -348,7 +350,7 @@ class ParameterServerStrategy(Strategy):
         """Have everything applied, and everybody know all optimizers. Collective."""
         self._extended.require_open(f"Strategy.{function}")
         context.expect_cross(self, f"Strategy.{function}")
-        self._extended.announce(function, os.fspath(path), *more)
+        self._extended.coordination.announce(function, os.fspath(path), *more)
         self._access.flush()
         self._store.agree(function, path)
 
@@ -357,7 +359,7 @@ class ParameterServerStrategy(Strategy):
     def close(self) -> None:
         """Leave for good, when all that was pushed is applied; then as `Strategy.close`. Collective the first time."""
         if not self._extended.closed:
-            self._extended.announce("close")
+            self._extended.coordination.announce("close")
         if isinstance(self._access, WorkerAccess) and not self._extended.closed:
             self._access.leave_for_good()
         super().close()

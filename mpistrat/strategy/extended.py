@@ -28,9 +28,24 @@ from .replica_threads import ReplicaThreads, current_meeting
 if TYPE_CHECKING:
     from .strategy import Strategy
 
-__all__ = ["StrategyExtended"]
+__all__ = ["Coordination", "StrategyExtended"]
 
 _beside: ContextVar[Variable | None] = ContextVar("mpistrat_colocate", default=None)
+
+
+class Coordination:
+    """What a coordinator says of this rank; without one, this.
+
+    Attributes:
+        leads: whether a coordinator of this rank runs, which the other ranks serve.
+        scheduled: whether this rank runs a function of a coordinator, alone.
+    """
+
+    leads = False
+    scheduled = False
+
+    def announce(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Hear what this rank is about to do with all ranks; a coordinator takes those along that serve."""
 
 
 @final
@@ -49,10 +64,7 @@ class StrategyExtended:
         replicas: the contexts of the local replicas.
         threads: what runs several local replicas; None with one.
         optimizer_states: what the optimizers keep, in files and before they are applied.
-        leads: whether a coordinator of this rank runs, which the other ranks serve.
-        announce: called with the name and the arguments of what this rank is about to do with all ranks; a coordinator's, which
-            takes those along that serve.
-        scheduled: whether this rank runs a function of a coordinator, alone.
+        coordination: what a coordinator says of this rank.
         is_default: whether this is the strategy that holds outside every scope.
         closed: whether the strategy was closed.
     """
@@ -76,8 +88,7 @@ class StrategyExtended:
         self.num_input_pipelines = self.topology.size if num_input_pipelines is None else num_input_pipelines
         self.process_group, self.cross_device_ops, self.placement = group, ops, placement
         self.layout, self.is_default, self.closed = layout, is_default, False
-        self.announce: Callable[..., None] = _announce_nothing
-        self.scheduled = self.leads = False
+        self.coordination = Coordination()
         self._strategy = strategy
         self._options = options
         self._shared = shared
@@ -86,6 +97,10 @@ class StrategyExtended:
         frames = [replica.frame for replica in self.replicas]
         self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
         self.optimizer_states = OptimizerStates(placement)
+
+    def coordinate(self, coordination: Coordination) -> None:
+        """Let a coordinator say what it has to say of this rank; `Coordination()` ends that."""
+        self.coordination = coordination
 
     # devices
 
@@ -126,13 +141,13 @@ class StrategyExtended:
             raise ContextError(explain("Variable", "", expected="no call in update context", got="one"))
         meeting = current_meeting()
         if meeting is None:
-            self.announce("variable", *args, **kwargs)
+            self.coordination.announce("variable", *args, **kwargs)
             return create_variable(self.placement, *args, **kwargs)
         index = self.replicas.index(context.current().replica)
 
         def together(posts: list[Any]) -> list[Variable | ShardedVariable]:
             first_args, first_kwargs = posts[0]
-            self.announce("variable", *first_args, **first_kwargs)
+            self.coordination.announce("variable", *first_args, **first_kwargs)
             return [create_variable(self.placement, *first_args, **first_kwargs)] * len(posts)
 
         return meeting.meet(index, "Variable", together, (args, kwargs))
@@ -353,7 +368,3 @@ class StrategyExtended:
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call a step once on each local replica: `Strategy.run`. Collective where the step is."""
         return self._strategy.run(fn, args, kwargs)
-
-
-def _announce_nothing(name: str, /, *args: Any, **kwargs: Any) -> None:
-    """Nobody serves."""

@@ -38,7 +38,7 @@ def show_config(strategy: Strategy | None = None) -> str:
     rows = [*_versions(), *_mpi()]
     if strategy is not None:
         strategy.extended.require_open("show_config")
-        strategy.extended.announce("show_config")
+        strategy.extended.coordination.announce("show_config")
         rows += _layout(strategy)
     rows += [*_threads(), *_settings()]
     width = max(len(name) for name, _ in rows)

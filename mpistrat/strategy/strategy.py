@@ -343,7 +343,7 @@ class Strategy(Together):
     def _readers(self) -> ProcessGroup:
         """The ranks that make a dataset together: in a function of a coordinator this one alone."""
         extended = self._extended
-        return extended.placement.group if extended.scheduled else extended.process_group
+        return extended.placement.group if extended.coordination.scheduled else extended.process_group
 
     def _division(self) -> strategy_input.Division:
         """How this rank takes part in reading."""

@@ -77,7 +77,7 @@ class Together(ABC):
         """Begin what all ranks do together, outside of steps; those without a program are told."""
         self._extended.require_open(f"Strategy.{name}")
         context.expect_cross(self, f"Strategy.{name}")
-        self._extended.announce(name, *args)
+        self._extended.coordination.announce(name, *args)
 
 
 def _broadcast(group: ProcessGroup, obj: Any, root: int) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from ...errors import ContextError, LayoutError, explain
 from ...optimizers import Optimizer
 from ...optimizers import optimizer as optimizers
+from ...strategy.extended import Coordination
 from .dispatcher import Dispatcher
 from .messages import Channel
 from .registry import ObjectRegistry, dumps, load_cloudpickle, loads
@@ -26,7 +27,7 @@ _clusters: weakref.WeakKeyDictionary[Any, Cluster] = weakref.WeakKeyDictionary()
 
 
 @final
-class Cluster:
+class Cluster(Coordination):
     """The chief's dispatcher, or another rank's loop, over a communicator of their own. Collective over all ranks.
 
     What the chief does together with all ranks, the strategy announces; those that serve are told to do it as well.
@@ -54,8 +55,8 @@ class Cluster:
         self.dispatcher: Dispatcher | None = None
         self.loop: WorkerLoop | None = None
         self._strategy, self._joined = strategy, tuple(joined)
-        access = getattr(strategy, "_access", None)
-        self._flush: Callable[[], None] = getattr(access, "flush", _nothing_to_flush)
+        led: Any = strategy
+        self._flush: Callable[[], None] = led.flush
         with group.collective("ClusterCoordinator"):
             self._comm: Any = group.topology.comm.Dup()
         channel, rank = Channel(self._comm), group.topology.rank
@@ -73,8 +74,7 @@ class Cluster:
         self._group = group
         group.attach(self)
         _clusters[strategy] = self
-        extended: Any = strategy.extended
-        extended.announce = self.announce
+        strategy.extended.coordinate(self)
 
     @classmethod
     def of(cls, strategy: Strategy) -> Cluster:
@@ -95,15 +95,13 @@ class Cluster:
         if self.dispatcher is not None:
             self.dispatcher.queue_size = queue_size
             self.dispatcher.listeners.update(self._others)
-            extended: Any = self._strategy.extended
-            extended.leads = True
+            self.leads = True
             if not self._joined:  # the same program made the same optimizers everywhere
                 self.registry.note_optimizers()
 
     def release(self) -> None:
         """End what `open` began; collective where no rank follows for good."""
-        extended: Any = self._strategy.extended
-        extended.leads = False
+        self.leads = False
         self.registry.coordinator = None
         self.registry.resources.clear()
         if not self._joined:
@@ -159,15 +157,14 @@ class Cluster:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """The context of a function that this rank runs alone: what is collective over all ranks is refused."""
-        extended: Any = self._strategy.extended
         watch, before = self._group.watch, self._group.watch.refusal
         watch.refusal = before or ContextError(f"not in a scheduled function, which one rank runs. {_REMEDY}")
-        extended.scheduled = True
+        self.scheduled = True
         try:
             with self._strategy.scope():
                 yield
         finally:
-            extended.scheduled = False
+            self.scheduled = False
             watch.refusal = before
 
     # the end
@@ -176,8 +173,7 @@ class Cluster:
         """Free the communicator. Collective; nothing is under way."""
         comm, self._comm = self._comm, None
         if comm is not None:
-            extended: Any = self._strategy.extended
-            extended.announce = _nothing
+            self._strategy.extended.coordinate(Coordination())
             comm.Free()
 
     def close(self) -> None:
@@ -192,14 +188,6 @@ class Cluster:
 
     def _unpack(self, data: bytes) -> Any:
         return loads(data, self.registry.resolve)
-
-
-def _nothing(name: str, /, *args: Any, **kwargs: Any) -> None:
-    pass
-
-
-def _nothing_to_flush() -> None:
-    pass
 
 
 def _refuse_in_function(name: str) -> None:

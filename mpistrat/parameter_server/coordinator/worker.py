@@ -236,9 +236,6 @@ class WorkerLoop:
         return dumps((data, text), self._registry.reduce_result)
 
 
-_OWN = {*optimizers.OWN, "slot_names", "name"}
-
-
 def command_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
     """Return the command that has others take part in what a strategy announces.
 
@@ -248,7 +245,7 @@ def command_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     if name == "variable":
         return name, (_variable(args, kwargs),)
     if name == "optimizer":
-        return name, _optimizer(*args)
+        return name, (optimizers.definition(*args),)
     return name, tuple(args)
 
 
@@ -263,16 +260,6 @@ def _variable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return bound
 
 
-def _optimizer(optimizer: Optimizer) -> tuple[Any, ...]:
-    own = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
-    base = {
-        "slot_names": optimizer.slot_names,
-        "slot_start": optimizer.slot_start,
-        "name": optimizer.name,
-    }
-    return optimizer.ordinal, type(optimizer), optimizer.given_learning_rate, base, own, list(vars(optimizer))
-
-
 @final
 class Commands:
     """Carries out the chief's commands. Collective over all ranks: the chief does the same.
@@ -283,7 +270,7 @@ class Commands:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._optimizers: list[Optimizer] = []  # nobody else here holds them
+        self._optimizers: dict[int, Optimizer] = {}  # nobody else here holds them
 
     def execute(self, name: str, args: tuple[Any, ...]) -> None:
         """Carry out a command. What fails here fails on the chief as well, which raises it. Collective."""
@@ -303,27 +290,8 @@ class Commands:
         with self._strategy.scope():
             self._strategy.extended.create_variable(value, **what)
 
-    def _make_optimizer(
-        self,
-        ordinal: int,
-        kind: type[Optimizer],
-        rate: Any,
-        base: dict[str, Any],
-        own: dict[str, Any],
-        names: list[str],
-    ) -> None:
-        optimizer = optimizers.find(ordinal)
-        if optimizer is None:
-            optimizer = kind.__new__(kind)
-            Optimizer.__init__(optimizer, rate, **base)
-            optimizers.register(optimizer, ordinal)
-            self._optimizers.append(optimizer)
-        mine = vars(optimizer)
-        mine.update(own)
-        ordered = {name: mine[name] for name in names if name in mine}  # in which it describes itself
-        mine.clear()
-        mine.update(ordered)
-        optimizer.learning_rate = rate  # which makes its steps describe it anew
+    def _make_optimizer(self, definition: optimizers.Definition) -> None:
+        self._optimizers[definition.ordinal] = optimizers.make_defined(definition)
 
 
 def _rank_0_has_it() -> NoReturn:

@@ -16,9 +16,12 @@ class Stand:
 
         self.topology = Topology.create()
         group = ProcessGroup.create(self.topology, Environment(**{"abort_after": 20.0, **settings}))
-        self.extended = SimpleNamespace(process_group=group, variables=())
+        self.extended = SimpleNamespace(process_group=group, variables=(), coordinate=lambda coordination: None)
         first = self.topology.size - servers
         self.workers, self.servers = tuple(range(first)), tuple(range(first, self.topology.size))
+
+    def flush(self):
+        pass
 
     def scope(self):
         return contextlib.nullcontext()
