@@ -125,10 +125,15 @@ class Optimizer(Rule):
         self._made_in: Store | None = None if placement is None else placement.store
         self._number = None if placement is None else (weakref.ref(placement), placement.note_optimizer(self))
         if placement is None or placement.store is None:
-            _register(self, next(_ordinals))
+            self._take_ordinal(next(_ordinals))
             return
-        _register(self, placement.store.next_ordinal())
+        self._take_ordinal(placement.store.next_ordinal())
         placement.optimizers.append(self)
+
+    def _take_ordinal(self, ordinal: int) -> None:
+        """Have `find` find it by an ordinal."""
+        self._ordinal = ordinal
+        _known[ordinal] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with."""
@@ -399,12 +404,6 @@ def known() -> list[Optimizer]:
     return [optimizer for _, optimizer in sorted(_known.items())]
 
 
-def _register(optimizer: Optimizer, ordinal: int) -> None:
-    """Give an optimizer the ordinal by which `find` finds it."""
-    optimizer._ordinal = ordinal
-    _known[ordinal] = optimizer
-
-
 class Definition(NamedTuple):
     """What the same optimizer is made of in another process of the job: all but its steps and slots.
 
@@ -439,7 +438,7 @@ def make_defined(definition: Definition) -> Optimizer:
     if optimizer is None:
         optimizer = definition.kind.__new__(definition.kind)
         Optimizer.__init__(optimizer, definition.rate, **definition.base)
-        _register(optimizer, definition.ordinal)
+        optimizer._take_ordinal(definition.ordinal)
     mine = vars(optimizer)
     mine.update(definition.own)
     ordered = {name: mine[name] for name in definition.names if name in mine}

@@ -70,6 +70,14 @@ class RemoteValue:
     def __repr__(self) -> str:
         return f"RemoteValue({self.status.name})"
 
+    def _result(self, unpack: Callable[[bytes], Any]) -> Any:
+        """Return the value, or raise what the function raised, once it is there."""
+        if self._error is not None:
+            raise self._error
+        if self._value is None and self._data is not None:
+            self._value = unpack(self._data)
+        return self._value
+
     def _finish(self, data: bytes) -> None:
         self._data, self.status = data, RemoteValueStatus.READY
 

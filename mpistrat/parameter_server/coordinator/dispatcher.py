@@ -179,11 +179,7 @@ class Dispatcher:
         """Return a value: `RemoteValue.get`."""
         if not self.drive(lambda: value.status is not RemoteValueStatus.NOT_READY, timeout):
             raise TimeoutError(f"RemoteValue.get: not ready after {timeout:g} s")
-        if value._error is not None:
-            raise value._error
-        if value._value is None and value._data is not None:
-            value._value = self._unpack(value._data)
-        return value._value
+        return value._result(self._unpack)
 
     def command(self, data: bytes) -> None:
         """Have those that serve do something that is collective, which the chief then does.
