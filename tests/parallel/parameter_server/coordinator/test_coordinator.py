@@ -184,11 +184,11 @@ def test_a_per_worker_value_is_made_first_dropped_last_and_its_error_raised():
         assert sorted(
             set(c.fetch([c.schedule(lambda n: n, (names,), worker=w) for w in range(c.num_workers)]))
         ) == sorted(f"worker {w}" for w in range(c.num_workers))
-        home = c._cluster.home
-        assert c.schedule(lambda h: len(h.resources), (home,)).get() == 1
+        registry = c._cluster.registry
+        assert c.schedule(lambda h: len(h.resources), (registry,)).get() == 1
         del names
         c.join()
-        assert [c.schedule(lambda h: len(h.resources), (home,), worker=0).get() for _ in range(2)][-1] == 0
+        assert [c.schedule(lambda h: len(h.resources), (registry,), worker=0).get() for _ in range(2)][-1] == 0
         bad = c.create_per_worker_resource(lambda: fail("cannot be made"))
         with pytest.raises(ValueError, match="cannot be made"):
             c.join()
