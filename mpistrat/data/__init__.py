@@ -11,8 +11,7 @@ from .iterator import DatasetIterator
 from .nodes.node import INFINITE, UNKNOWN
 from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
 from .permutation import permute
-from .shards.write import write_shards
-from .shards.writer import ShardWriter
+from .shards.writer import ShardWriter, write_shards
 from .spec import ArraySpec
 from .stats import InputStats, StageStats
 

@@ -25,8 +25,7 @@ import numpy as np
 
 from .._util import log
 from .._util.files import algorithm_of, digest_of_array, digest_of_bytes, replacing
-from ..data.shards.links import Refused, find, find_group
-from ..data.shards.supported import check_storage
+from ..data.shards.objects import Refused, check_storage, find, find_group
 from ..variables.values import parse_dtype
 
 __all__ = ["CheckpointFile", "DamagedError", "Form", "Piece", "write_checkpoint"]

@@ -22,6 +22,7 @@ from ..terminal import Meter, names, size_text
 
 __all__ = ["COMMAND"]
 
+_SETTINGS = ("rows_per_shard", "bytes_per_shard", "layout", "compression", "chunk_rows")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -116,16 +117,13 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     first, stop = block(source.rows, ranks.size, ranks.rank)
 
     def new_writer() -> SetWriter:
-        settings = ShardSettings(
-            args.rows_per_shard, args.bytes_per_shard, args.layout, args.compression, chunk_rows=args.chunk_rows,
-            attributes=source.attributes,
-        )  # fmt: skip
+        named = {name: getattr(args, name) for name in _SETTINGS}
+        settings = ShardSettings(**named, attributes=source.attributes)
         return SetWriter("shards write", args.target, settings, ranks.comm, rows=stop - first)
 
     what = "writing" if ranks.size == 1 else "writing (rank 0)"
     with Meter(what, stop - first, "rows", silent=ranks.rank > 0) as meter:
-        text = args.layout == "chunked" or (args.layout is None and args.compression is not None)
-        writer = convert(source, new_writer, asked.dtypes, meter.advance, ranks, text=text)
+        writer = convert(source, new_writer, asked.dtypes, meter.advance)
     if ranks.rank == 0:
         paths = writer.paths
         size, seconds = sum(path.stat().st_size for path in paths), time.perf_counter() - started

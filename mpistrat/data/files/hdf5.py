@@ -21,9 +21,8 @@ from ..dataset import Dataset
 from ..nodes.node import Node
 from ..nodes.sources import row_content
 from ..nodes.stage import InputRows
-from ..shards.files import PathLike, resolve
+from ..shards.files import PathLike, is_small, resolve, verify_alone, verify_together
 from ..shards.shard_set import ShardSet, open_shards
-from ..shards.verification import is_small, verify_alone, verify_together
 from ..spec import ArraySpec
 from ..stats import StageStats
 from .choice import READERS, choose_reader, piece_starts

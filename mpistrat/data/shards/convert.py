@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ..._util import partition
-from ...comm.agree import Ranks
 from ...errors import explain
 from .columns import Columns
 from .set_writer import SetWriter
@@ -103,9 +102,6 @@ def convert(
     new_writer: Callable[[], SetWriter],
     dtypes: Mapping[str, np.dtype[Any]],
     progress: Callable[[int], None],
-    ranks: Ranks,
-    *,
-    text: bool,
 ) -> SetWriter:
     """Write a source's rows, each rank a contiguous block of them, and return the writer, closed. Collective.
 
@@ -116,8 +112,6 @@ def convert(
         new_writer: makes what takes them; collective, and called once more where the rows are written anew.
         dtypes: dtypes that fields are converted to; `object` for text.
         progress: is called with the number of rows of every piece, and with what was written in vain, negative.
-        ranks: who writes.
-        text: whether the shards can hold text.
 
     Raises:
         ValueError: for values that a dtype does not hold, and text where there can be none.
@@ -128,26 +122,24 @@ def convert(
         before = done = 0
         try:
             with writer:
-                for done in _write_block(source, writer, dtypes, text=text):
+                for done in _write_block(source, writer, dtypes):
                     progress(done - before)
                     before = done
             return writer
         except BaseException as error:  # on every rank: leaving the writer sees to that
-            if not source.presumed or not any(ranks.exchange("late" * isinstance(error, PresumptionError))):
+            if not source.presumed or not any(writer.ranks.exchange("late" * isinstance(error, PresumptionError))):
                 raise
         progress(-done)
-        with ranks.together():
+        with writer.ranks.together():
             source.settle()
 
 
-def _write_block(
-    source: Source, writer: SetWriter, dtypes: Mapping[str, np.dtype[Any]], *, text: bool
-) -> Iterator[int]:
+def _write_block(source: Source, writer: SetWriter, dtypes: Mapping[str, np.dtype[Any]]) -> Iterator[int]:
     """Write this rank's rows, and yield how many are written after each piece."""
     rows = 0
     for piece in _converted(source.pieces(*partition.block(source.rows, writer.ranks.size, writer.ranks.rank)), dtypes):
         found = [name for name, array in piece.items() if array.dtype.kind in "UO"]
-        if found and not text:
+        if found and not writer.chunked:
             remedy = "Add --layout chunked, which is not read by memory map; or leave text out with --select."
             raise ValueError(
                 explain("shards write", "--layout", expected="chunked for text", got=f"text in {found}", remedy=remedy)

@@ -1,20 +1,40 @@
-"""Which files make up a set of shards, in which order, and what its manifest says of them."""
+"""Which files make up a set of shards, in which order, what its manifest says of them, and whether they are whole."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import glob
+import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
+from ..._util import log
 from ..._util.files import algorithm_of, digest_of_ends, digest_of_file
+from ...comm.agree import together
 from ...errors import ShardError, explain
+from ..files.handles import ShardFile
+from ..memory_limit import in_words
 from .manifest import Field, Manifest, ShardEntry, read_manifest
 
-__all__ = ["FileSet", "PathLike", "check_ends", "manifest_path", "natural_key", "resolve"]
+if TYPE_CHECKING:
+    from ...comm.process_group import ProcessGroup
+
+__all__ = [
+    "FileSet",
+    "PathLike",
+    "check_ends",
+    "is_small",
+    "manifest_path",
+    "natural_key",
+    "resolve",
+    "verify_alone",
+    "verify_together",
+]
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -226,3 +246,69 @@ def _paths(files: Any) -> list[Path]:
             raise TypeError(explain("HDF5Dataset", f"files[{number}]", expected="a path", got=repr(path)))
         paths.append(Path(path))
     return paths
+
+
+_SMALL = {"xxh3_128": 1 << 30, "sha256": 1 << 28}  # bytes of a set: less than half a second where they are in memory
+
+_whole: set[ShardFile] = set()  # files that were found whole, as they were then
+
+
+def verify_alone(files: FileSet) -> None:
+    """Compare the files of a set that is not large, unless this process has.
+
+    Raises:
+        ShardError: naming the file.
+    """
+    if is_small(files):
+        _verify_some(files, range(len(files.paths)))
+
+
+def verify_together(files: FileSet | None, group: ProcessGroup) -> None:
+    """Do so on every node, each rank some of the files; None where this rank need not. Collective.
+
+    Raises:
+        ShardError: on every rank, naming the file.
+    """
+    topology = group.topology
+    here = topology.ranks_of_node(topology.node_index)
+    if files is not None and not is_small(files):
+        files = None
+    with together(functools.partial(group.exchange, "verify", detail="shards")):
+        if files is not None:
+            _verify_some(files, range(here.index(topology.rank), len(files.paths), len(here)))
+    if files is not None:
+        with contextlib.suppress(OSError):
+            _whole.update(map(ShardFile.of, files.paths))
+
+
+def is_small(files: FileSet) -> bool:
+    """Return whether a set has digests that are quickly compared. Of a larger one the log says how it is done."""
+    entries = [entry for entry in files.entries if entry is not None]
+    if not entries or len(entries) < len(files.entries):
+        return False  # files that others wrote: there is nothing to compare with
+    size, algorithms = sum(entry.bytes for entry in entries), {algorithm_of(entry.digest) for entry in entries}
+    if size <= min(_SMALL.get(algorithm, 0) for algorithm in algorithms):
+        try:
+            if "xxh3_128" in algorithms:
+                import xxhash  # noqa: F401
+        except ImportError:
+            log.once(logging.INFO, "HDF5Dataset: digests are not compared, as xxhash is not installed")
+            return False
+        return True
+    where = files.paths[0].parent
+    how = "pass verify=True, or run: mpistrat shards check"
+    log.once(logging.INFO, f"HDF5Dataset: the digests of {in_words(size)} in {where} are not compared; to do so, {how}")
+    return False
+
+
+def _verify_some(files: FileSet, places: Iterable[int]) -> None:
+    for place in places:
+        path, entry = files.paths[place], files.entries[place]
+        try:
+            file = ShardFile.of(path)
+        except OSError:
+            file = None  # which is told below
+        if file is None or file not in _whole:
+            FileSet((path,), (entry,), files.fields).check(verify=True)
+            if file is not None:
+                _whole.add(file)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..._util.files import digest_of_ends, digest_of_file
 from .columns import Columns, content_bytes, varies
 from .manifest import Field, ShardEntry
-from .storage_format import StorageFormat, row_bytes
+from .settings import StorageFormat, row_bytes
 
 if TYPE_CHECKING:
     import h5py

@@ -12,8 +12,7 @@ from ..files.choice import choose_reader
 from ..files.handles import open_hdf5, open_hdf5_files
 from ..spec import ArraySpec
 from .files import FileSet, PathLike, resolve
-from .shard import Shard
-from .shard_set import open_shards
+from .shard_set import Shard, open_shards
 
 if TYPE_CHECKING:
     import h5py

@@ -178,7 +178,7 @@ def test_digests_of_a_small_set_are_compared_unasked(shards: list[Path], change:
 def test_digests_are_compared_once_and_of_small_sets_only(
     shards: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    from mpistrat.data.shards import files, verification
+    from mpistrat.data.shards import files
 
     compared: list[str] = []
     digest = files.digest_of_file
@@ -191,7 +191,7 @@ def test_digests_are_compared_once_and_of_small_sets_only(
     os.utime(shards[2])  # a file that may be another one
     list(HDF5Dataset(shards[0].parent))
     assert compared == [path.name for path in [*shards, shards[2]]]
-    monkeypatch.setattr(verification, "_SMALL", {})
+    monkeypatch.setattr(files, "_SMALL", {})
     list(HDF5Dataset(shards[0].parent))
     assert "are not compared; to do so, pass verify=True" in caplog.text
     assert len(compared) == 4
@@ -201,9 +201,9 @@ def test_digests_are_compared_once_and_of_small_sets_only(
 def test_ends_of_the_files_of_a_large_set_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any
 ) -> None:
-    from mpistrat.data.shards import verification
+    from mpistrat.data.shards import files
 
-    monkeypatch.setattr(verification, "_SMALL", {})
+    monkeypatch.setattr(files, "_SMALL", {})
     shards = write_shards(tmp_path, {"x": np.arange(1 << 18)}, num_shards=4)  # of half a MiB each
 
     def total() -> int:
