@@ -10,7 +10,7 @@ from typing import Any
 from . import cluster_resolver, context, coordinator, data, errors, nn, optimizers, partitioners, random
 from ._version import __version__
 from .cluster import ClusterSpec
-from .comm.abort import install_under_launcher as _install_under_launcher
+from .comm.monitor.abort import install_under_launcher as _install_under_launcher
 from .context import (
     get_replica_context,
     get_strategy,

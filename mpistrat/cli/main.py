@@ -100,7 +100,7 @@ def _run(parsed: argparse.Namespace, ranks: Ranks) -> int:
     except Exception:
         if ranks.size == 1:
             raise
-        from ..comm.abort import end_job
+        from ..comm.monitor.abort import end_job
 
         end_job(f"rank {ranks.rank} of {ranks.size}: the job ends on this exception\n{traceback.format_exc()}")
         raise

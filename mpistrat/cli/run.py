@@ -21,8 +21,8 @@ from ..cluster.devices import count_gpus
 from ..cluster.launcher_variables import RANK_VARIABLES, launched_size
 from ..cluster.launchers import USER, MPILibrary, choose_launcher, find_launchers, loaded_library, mismatch
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
-from ..comm import leftovers
 from ..comm.agree import Ranks
+from ..comm.monitor import leftovers
 from ..environment import STRATEGIES
 from ..errors import ClusterError, explain
 from . import rank_output

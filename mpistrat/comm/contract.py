@@ -19,8 +19,8 @@ from .agree import fingerprint, gather_text, mismatch
 
 if TYPE_CHECKING:
     from .draws import Draws
+    from .monitor.rank_monitor import RankMonitor
     from .node import Node
-    from .watch import Watch
 
 __all__ = ["TEXT_BYTES", "Call", "Comparison", "describe"]
 
@@ -63,12 +63,12 @@ class Call:
 
     __slots__ = (
         "_comparison",
+        "_monitor",
         "_node",
         "_outer",
         "_shown",
         "_stamp",
         "_text",
-        "_watch",
         "kind",
         "payload",
         "series",
@@ -81,7 +81,7 @@ class Call:
         self,
         text: str,
         timeout: float,
-        watch: Watch,
+        monitor: RankMonitor,
         node: Node,
         comparison: Comparison | None = None,
         synchronize: bool = False,
@@ -97,7 +97,7 @@ class Call:
         self._shown = shown
         self.payload = len(shown).to_bytes(2, "little") + shown
         self.synchronize = synchronize and node.size > 1
-        self._watch = watch
+        self._monitor = monitor
         self._node = node
         self._comparison = comparison
         self._outer: Any = None
@@ -129,37 +129,37 @@ class Call:
         return self
 
     def __enter__(self) -> Call:
-        watch = self._watch
-        if watch.refusal is not None:
-            watch.refuse(self.text)
-        if watch.size == 1:
+        monitor = self._monitor
+        if monitor.refusal is not None:
+            monitor.refuse(self.text)
+        if monitor.size == 1:
             return self
-        if not watch.acting.acquire(False):
-            raise _crowded(self.text, watch)
-        watch.number += 1
-        self._outer = watch.place
-        watch.place = (monotonic(), self, watch.number)
+        if not monitor.acting.acquire(False):
+            raise _crowded(self.text, monitor)
+        monitor.number += 1
+        self._outer = monitor.place
+        monitor.place = (monotonic(), self, monitor.number)
         try:
             comparison = self._comparison
-            if comparison is not None and comparison.due(self, watch.number):
+            if comparison is not None and comparison.due(self, monitor.number):
                 self._node.barrier(self)
-                comparison.compare(watch)
+                comparison.compare(monitor)
             elif self.synchronize:
                 self._node.barrier(self)
         except BaseException as error:
-            watch.fail(error, True)
-            watch.place = self._outer
-            watch.acting.release()
+            monitor.fail(error, True)
+            monitor.place = self._outer
+            monitor.acting.release()
             raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        watch = self._watch
-        if watch.size > 1:
+        monitor = self._monitor
+        if monitor.size > 1:
             if error is not None:
-                watch.fail(error, False)
-            watch.place, self._outer = self._outer, None
-            watch.acting.release()
+                monitor.fail(error, False)
+            monitor.place, self._outer = self._outer, None
+            monitor.acting.release()
 
 
 @final
@@ -195,7 +195,7 @@ class Comparison:
         """Return the text of a call, "" where it was not noted or is forgotten. Any thread."""
         return dict(self._recent.copy()).get(number, "")
 
-    def compare(self, watch: Watch) -> None:
+    def compare(self, monitor: RankMonitor) -> None:
         """Check that all ranks made the same calls, up to the one that they are in. Collective.
 
         Where they did not, they go on in step: with the same number, and as if none had failed before.
@@ -205,7 +205,7 @@ class Comparison:
         """
         self._pair[0], self._pair[1] = self._rolling, ~self._rolling  # the least of ~x tells the largest x
         self._comm.Allreduce(self._pair, self._least, self._min)
-        before, self._compared = self._compared, watch.number
+        before, self._compared = self._compared, monitor.number
         if self._least[0] == ~self._least[1]:
             return
         mine = [(at, text) for at, text in self._recent if at > before]
@@ -216,10 +216,10 @@ class Comparison:
             {int(at): what for at, _, what in (line.partition(" ") for line in text.split("\n"))}
             for text in gather_text(self._comm, words)
         ]
-        watch.number = self._compared = max(max(own) for own in calls)
-        if watch.place is not None:
-            watch.place = (*watch.place[:2], watch.number)
-        watch.failures.clear()
+        monitor.number = self._compared = max(max(own) for own in calls)
+        if monitor.place is not None:
+            monitor.place = (*monitor.place[:2], monitor.number)
+        monitor.failures.clear()
         raise _first_difference(calls) or self._draws.differ(self._comm, range(self._comm.size), mine[-1][1])
 
 
@@ -236,9 +236,9 @@ def _first_difference(calls: list[dict[int, str]]) -> CollectiveMismatchError | 
     return None
 
 
-def _crowded(text: str, watch: Watch) -> ContextError:
+def _crowded(text: str, monitor: RankMonitor) -> ContextError:
     """The error of a thread that comes while another one is in a collective: ranks would sum what does not belong together."""
-    place = watch.place
+    place = monitor.place
     inside = "another collective" if place is None else place[1].brief
     expected = "one thread of a rank at a time in collectives"
     remedy = "Make all collective calls in one thread, or under a lock, in the same order on every rank"
@@ -249,6 +249,6 @@ def _crowded(text: str, watch: Watch) -> ContextError:
             expected=expected,
             got=f"a second one while the first is in {inside}",
             remedy=remedy,
-            rank=watch.rank,
+            rank=monitor.rank,
         )
     )

@@ -19,13 +19,13 @@ from . import shared_memory
 from .agree import mismatch
 from .contract import TEXT_BYTES, Call
 from .draws import Draws
+from .monitor.rank_monitor import ALL
 from .shared_memory import SharedBlock
 from .waiting import Backoff, Deadline
-from .watch import ALL
 from .window import SharedWindow
 
 if TYPE_CHECKING:
-    from .watch import Watch
+    from .monitor.rank_monitor import RankMonitor
 
 __all__ = ["STAGING_BYTES", "Node"]
 
@@ -55,11 +55,11 @@ class Node:
         shared: whether memory is shared with other ranks, if there are any.
     """
 
-    def __init__(self, watch: Watch, comm: Any = None, world: Any = None, ranks: Sequence[int] = (0,)) -> None:
+    def __init__(self, monitor: RankMonitor, comm: Any = None, world: Any = None, ranks: Sequence[int] = (0,)) -> None:
         """Set up control pages and staging room. Collective over `world`; not collective without it.
 
         Args:
-            watch: what this rank is doing, and what is known of the others.
+            monitor: what this rank is doing, and what is known of the others.
             comm: the ranks of this node; None keeps all memory private.
             world: all ranks of the group; None with `comm`.
             ranks: the numbers in `world` of the ranks in `comm`.
@@ -67,14 +67,14 @@ class Node:
         self.ranks, self.size = tuple(ranks), len(ranks)
         self.rank = 0 if comm is None else int(comm.rank)
         self.shared = self.size > 1
-        self._watch, self._comm, self._world = watch, comm, world
+        self._monitor, self._comm, self._world = monitor, comm, world
         self._blocks: list[SharedBlock] = []
         self._starts: list[int] = []
         self._places: list[tuple[int, SharedBlock, int]] = []
         self._sequence = 0
         self.draws = Draws()
         self._laid: list[bytes | None] = [None, None]
-        self._plain = Call("barrier of the node", watch.default_timeout, watch, self)
+        self._plain = Call("barrier of the node", monitor.default_timeout, monitor, self)
         self._control: SharedWindow | None = None
         if self.shared:
             self._open_control()
@@ -152,7 +152,7 @@ class Node:
                 return
             give_way()
         backoff, deadline = Backoff(yields=0, start=_START, growth=_GROWTH), Deadline(call.timeout)
-        self._watch.on_flags = True
+        self._monitor.on_flags = True
         try:
             while flags[i] < sequence:
                 backoff.pause()
@@ -161,7 +161,7 @@ class Node:
                 if deadline.passed:
                     self._give_up(sequence, call)
         finally:
-            self._watch.on_flags = False
+            self._monitor.on_flags = False
 
     def _missing(self, sequence: int) -> list[int]:
         """The places of the ranks that have not come."""
@@ -179,13 +179,13 @@ class Node:
                 raise self._peer_exit(rank, call, status)
             self._refuse_all(f"rank {rank} gave up waiting in an earlier collective")
             raise CollectiveTimeoutError(f"{call.text}: rank {rank} gave up waiting in an earlier collective")
-        gone = self._watch.departed()
+        gone = self._monitor.departed()
         if gone is not None:
-            raise self._peer_exit(gone, call, self._watch.left[gone].status)
+            raise self._peer_exit(gone, call, self._monitor.left[gone].status)
 
     def _peer_exit(self, rank: int, call: Call, status: int) -> PeerExitError:
         how = f" with status {status}" if status else ""
-        text = f"rank {rank} left the program{how} while rank {self._watch.rank} was in {call.text}"
+        text = f"rank {rank} left the program{how} while rank {self._monitor.rank} was in {call.text}"
         return PeerExitError(text, status)
 
     def _give_up(self, sequence: int, call: Call) -> None:
@@ -194,17 +194,17 @@ class Node:
         if not missing:
             return
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        story = f"{call.text}: rank {self._watch.rank} waited {call.timeout:g} s for {who}"
+        story = f"{call.text}: rank {self._monitor.rank} waited {call.timeout:g} s for {who}"
         half = sequence & 1
-        self._lay(half, Call(f"gave up ({story})", call.timeout, self._watch, self))
+        self._lay(half, Call(f"gave up ({story})", call.timeout, self._monitor, self))
         self._flags[self._own + _TAG + half] = _POISON
         self._flags[self._own + _STATE] = _GAVE_UP
         self._sync()
         self._refuse_all(story)
-        raise CollectiveTimeoutError(f"{story}; {ALL}:{self._watch.where(missing)}")
+        raise CollectiveTimeoutError(f"{story}; {ALL}:{self._monitor.where(missing)}")
 
     def _refuse_all(self, story: str) -> None:
-        self._watch.refusal = CollectiveTimeoutError(f"an earlier collective failed: {story}")
+        self._monitor.refusal = CollectiveTimeoutError(f"an earlier collective failed: {story}")
 
     def _differ(self, half: int, call: Call) -> None:
         texts, gave_up = {}, False
@@ -218,7 +218,7 @@ class Node:
         error = mismatch(texts)
         if not gave_up:
             raise error
-        story = f"{call.text}: rank {self._watch.rank} came too late: {error}"
+        story = f"{call.text}: rank {self._monitor.rank} came too late: {error}"
         self._refuse_all(story)
         raise CollectiveTimeoutError(story)
 

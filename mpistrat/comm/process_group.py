@@ -17,12 +17,12 @@ from .._util import log
 from ..cluster.topology import Topology
 from ..environment import Environment
 from ..errors import ClosedError, CollectiveMismatchError, by_rank
-from . import abort, agree, contract, obituary
+from . import agree, contract
 from .contract import Call, Comparison
+from .monitor import abort, exit_report
+from .monitor.group_monitor import Watchdog
+from .monitor.rank_monitor import RankMonitor, monitored
 from .node import Node
-from .watch import Watch
-from .watchdog import Watchdog
-from .watched_comm import watched
 
 __all__ = ["Attachment", "ProcessGroup"]
 
@@ -60,7 +60,7 @@ class ProcessGroup:
         slice_index: the slice of this rank, None if it has none.
         inter: communicator of the owners of this rank's slice; None with one domain, and without a slice.
         replicas_of_node: number of local replicas of each rank of the domain.
-        watch: what this rank is doing.
+        monitor: what this rank is doing.
         contacts: ranks that wait for this one outside collectives, and are told when it leaves the program.
     """
 
@@ -69,22 +69,22 @@ class ProcessGroup:
         self.topology, self.environment, self.closed = topology, environment, False
         self._comm: Any = topology.comm if private is not None else None
         self._private = private
-        self.watch = Watch(topology.rank, topology.size, environment.abort_after, environment.warn_after)
+        self.monitor = RankMonitor(topology.rank, topology.size, environment.abort_after, environment.warn_after)
         self._calls: dict[Hashable, Call] = {}
         self.contacts: set[int] = set()
         self._attached: list[Attachment] = []
         ranks: Sequence[int] = (topology.rank,)
         if environment.shared_memory and private is not None:
             ranks = topology.ranks_of_node(topology.node_index)
-            self.node = Node(self.watch, topology.intra, topology.comm, ranks)
+            self.node = Node(self.monitor, topology.intra, topology.comm, ranks)
             self.num_nodes, self.slices, self.inter = topology.num_nodes, topology.slices, topology.inter
         else:
-            self.node = Node(self.watch)
+            self.node = Node(self.monitor)
             self.num_nodes, self.slices, self.inter = topology.size, 1, self._comm
         self.slice_index = self.node.rank if self.node.rank < self.slices else None
         self.replicas_of_node = [topology.replicas_per_rank[rank] for rank in ranks]
         if self.num_nodes > 1:
-            self.watch.comparison = Comparison(private, environment.check_every, self.node.draws)
+            self.monitor.comparison = Comparison(private, environment.check_every, self.node.draws)
 
     @classmethod
     def create(cls, topology: Topology, environment: Environment | None = None) -> ProcessGroup:
@@ -105,7 +105,7 @@ class ProcessGroup:
             return cls(topology, environment)
         abort.install(topology.rank, topology.size)
         log.set_rank(topology.rank)
-        obituary.start(topology)
+        exit_report.start(topology)
         private = topology.comm.Dup()
         try:
             exchange = functools.partial(agree.gather_text, private)
@@ -114,8 +114,8 @@ class ProcessGroup:
         except Exception:  # raised on every rank
             private.Free()
             raise
-        Watchdog.add(group.watch, private)
-        obituary.begin(topology)
+        Watchdog.add(group.monitor, private)
+        exit_report.begin(topology)
         _at_exit(group)
         return group
 
@@ -167,8 +167,8 @@ class ProcessGroup:
             self._calls.clear()
         timeout = self.environment.abort_after if timeout is None else timeout
         series = contract.describe(*what[:2])
-        compared = self.watch.comparison
-        call = Call(contract.describe(*what), timeout, self.watch, self.node, compared, synchronize, series)
+        compared = self.monitor.comparison
+        call = Call(contract.describe(*what), timeout, self.monitor, self.node, compared, synchronize, series)
         self._calls[key] = call
         return call
 
@@ -179,7 +179,7 @@ class ProcessGroup:
     @functools.cached_property
     def comm(self) -> Any:
         """The communicator as a program gets it: the topology's, whose blocking calls the watchdog sees."""
-        return self.topology.comm if self._private is None else watched(self.topology.comm, self.watch)
+        return self.topology.comm if self._private is None else monitored(self.topology.comm, self.monitor)
 
     # raw transfers, to be used inside collective()
 
@@ -245,7 +245,7 @@ class ProcessGroup:
             return
         self.closed = True
         _groups.discard(self)
-        healthy = self.watch.refusal is None and not (self._private is not None and _mpi_ended())
+        healthy = self.monitor.refusal is None and not (self._private is not None and _mpi_ended())
         if self._private is not None and healthy:
             with self.collective("close"):
                 pass
@@ -255,8 +255,8 @@ class ProcessGroup:
                 attachment.close()
             else:
                 _note_leaving(attachment)
-        Watchdog.remove(self.watch, self._private if healthy else None)
-        self.watch.refusal = ClosedError("the strategy is closed")
+        Watchdog.remove(self.monitor, self._private if healthy else None)
+        self.monitor.refusal = ClosedError("the strategy is closed")
         self._calls.clear()
         if self._private is None:
             self.node.close()
@@ -268,7 +268,7 @@ class ProcessGroup:
         """Return whether a rank has left the program, as far as this one has heard."""
         if rank in self.node.ranks:
             return self.node.has_left(self.node.ranks.index(rank))
-        return rank in self.watch.left
+        return rank in self.monitor.left
 
     def leave(self) -> None:
         """Tell the others, at the end of the program, that this rank takes part in nothing any more."""
@@ -284,7 +284,7 @@ class ProcessGroup:
         mine = self.topology.node_index if shared else self.topology.rank
         # One rank of each other domain is enough: it will wait for this one in the next collective, and tell.
         told = {r[self.node.rank % len(r)] for d, r in domains.items() if d != mine}
-        Watchdog.tell_left(self.watch, sorted(told | (self.contacts - set(domains[mine]))))
+        Watchdog.tell_left(self.monitor, sorted(told | (self.contacts - set(domains[mine]))))
 
 
 def _different_settings(texts: Mapping[int, str]) -> CollectiveMismatchError:
@@ -335,4 +335,4 @@ def _leave() -> None:
     for wait in _waits:  # what others may still want of this rank; MPI's end waits for them anyway
         wait()
     _waits.clear()
-    obituary.end()
+    exit_report.end()

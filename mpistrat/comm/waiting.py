@@ -123,7 +123,7 @@ class _Group(Protocol):
     environment: Environment
 
     @property
-    def watch(self) -> Any: ...
+    def monitor(self) -> Any: ...
     def has_left(self, rank: int) -> bool: ...
 
 
@@ -170,18 +170,18 @@ class PeerWait:
 
     def _check(self, now: float) -> None:
         self._next = now + _CHECK
-        watch, environment = self._group.watch, self._group.environment
+        monitor, environment = self._group.monitor, self._group.environment
         gone = [rank for rank in self._ranks if self._group.has_left(rank)]
         if gone:
-            raise PeerExitError(f"rank {gone[0]} left the program while rank {watch.rank} was in {self._what}")
+            raise PeerExitError(f"rank {gone[0]} left the program while rank {monitor.rank} was in {self._what}")
         if not self._limited:
             return
         waited = now - self._start
         if waited > environment.abort_after:
-            where = watch.where(self._ranks)
-            waited_for = f"{self._what}: rank {watch.rank} waited {environment.abort_after:g} s{where}"
+            where = monitor.where(self._ranks)
+            waited_for = f"{self._what}: rank {monitor.rank} waited {environment.abort_after:g} s{where}"
             raise CollectiveTimeoutError(f"{waited_for}{self._remedy}")
         if waited > environment.warn_after and not self._warned:
             self._warned = True
             text = "%s takes longer than %g s:%s%s"
-            log.logger.warning(text, self._what, environment.warn_after, watch.where(self._ranks), self._remedy)
+            log.logger.warning(text, self._what, environment.warn_after, monitor.where(self._ranks), self._remedy)

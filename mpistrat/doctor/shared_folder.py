@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..comm.leftovers import mapped_by, of_this_user, remove_unused, unused
+from ..comm.monitor.leftovers import mapped_by, of_this_user, remove_unused, unused
 from ..comm.shared_memory import ENLARGE, SHARED_FOLDER
 from .finding import Finding, ok, problem, warning
 

@@ -12,7 +12,7 @@ from .._util import log
 from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver, Topology
 from ..cluster.spec import validate
 from ..cluster.tasks import own_task, ranks_by_task
-from ..comm import obituary
+from ..comm.monitor import exit_report
 from ..comm.process_group import ProcessGroup
 from ..errors import ClusterError, explain
 from ..options import CommunicationOptions
@@ -152,7 +152,7 @@ def introduce(group: ProcessGroup, workers: Sequence[int], servers: Sequence[int
     rank, topology = group.topology.rank, group.topology
     kind, tasks = ("ps", servers) if rank in servers else ("worker", workers)
     role = f"{kind} {tasks.index(rank)}" if rank in tasks else "no role"
-    obituary.introduce(f"rank {rank} of {topology.size} ({role}) on {topology.hostname}")
+    exit_report.register_rank(f"rank {rank} of {topology.size} ({role}) on {topology.hostname}")
 
 
 _NAME = "ParameterServerStrategy"

@@ -11,8 +11,8 @@ from .._util import log
 from ..cluster.cores import set_blas_threads
 from ..cluster.devices import check_devices
 from ..cluster.topology import Topology
-from ..comm import abort
 from ..comm.agree import gather_text, together
+from ..comm.monitor import abort
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
 from ..cross_device.ops import CrossDeviceOps

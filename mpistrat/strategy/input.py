@@ -16,8 +16,8 @@ from ..cluster.devices import parse
 from ..comm.agree import same, together
 from ..comm.draws import Draws
 from ..comm.gpu import DeviceCopy
+from ..comm.monitor.rank_monitor import user_place
 from ..comm.process_group import ProcessGroup
-from ..comm.watch import user_place
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions, InputReplicationMode
 from ..data.distribution.auto_shard import auto_shard, deal_out, serve_only
 from ..data.distribution.distributed_dataset import Divide, distribute

@@ -28,7 +28,7 @@ from ..comm.waiting import wait_until
 from ..errors import explain
 
 if TYPE_CHECKING:
-    from ..comm.watch import Watch
+    from ..comm.monitor.rank_monitor import RankMonitor
 
 __all__ = [
     "RESTART_EXIT_CODE",
@@ -154,7 +154,7 @@ class StopRequest:
 
     def __init__(self, group: ProcessGroup, spread: bool = False) -> None:
         self._environment = group.environment
-        self._watch: Watch | None = group.watch if spread else None
+        self._monitor: RankMonitor | None = group.monitor if spread else None
         self._asked = False
         self._last: float | None = None
         _requests.add(self)
@@ -163,14 +163,14 @@ class StopRequest:
 
     def note(self) -> None:
         """A signal has come. Called by the handler."""
-        if self._watch is not None:
-            self._watch.stop = True
+        if self._monitor is not None:
+            self._monitor.stop = True
 
     def __bool__(self) -> bool:
         if not self._asked:
             self._begin()
         if not (_stop or (self._last is not None and time.time() >= self._last)):
-            return self._watch is not None and self._watch.stop
+            return self._monitor is not None and self._monitor.stop
         self.note()
         return True
 

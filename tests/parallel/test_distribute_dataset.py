@@ -77,9 +77,9 @@ def test_policies_over_real_ranks(strategy, mpi_tmp_path, policy):
     if policy == "hint":
         rows = rows.shard(SHARD_HINT, SHARD_HINT)
     data = strategy.distribute_dataset(rows.shuffle(seed=1).batch(4).with_options(Options(policy)))
-    collectives = strategy.extended.process_group.watch.number
+    collectives = strategy.extended.process_group.monitor.number
     seen = [(len(batch), data_size(), batch.tolist()) for batch in data]
-    assert strategy.extended.process_group.watch.number == collectives  # lengths are known: nobody asks
+    assert strategy.extended.process_group.monitor.number == collectives  # lengths are known: nobody asks
     everything = strategy.comm.allgather(seen)
     assert len({len(steps) for steps in everything}) == 1
     for step in zip(*everything, strict=True):

@@ -157,15 +157,15 @@ class Cluster(Coordination):
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """The context of a function that this rank runs alone: what is collective over all ranks is refused."""
-        watch, before = self._group.watch, self._group.watch.refusal
-        watch.refusal = before or ContextError(f"not in a scheduled function, which one rank runs. {_REMEDY}")
+        monitor, before = self._group.monitor, self._group.monitor.refusal
+        monitor.refusal = before or ContextError(f"not in a scheduled function, which one rank runs. {_REMEDY}")
         self.scheduled = True
         try:
             with self._strategy.scope():
                 yield
         finally:
             self.scheduled = False
-            watch.refusal = before
+            monitor.refusal = before
 
     # the end
 

@@ -209,7 +209,7 @@ class Dispatcher:
             limit = self._group.environment.abort_after
             if not self.drive(lambda: not leaving & self.listeners, limit):
                 late = sorted(leaving & self.listeners)
-                where = self._group.watch.where(late)
+                where = self._group.monitor.where(late)
                 raise CollectiveTimeoutError(
                     f"ClusterCoordinator.close: ranks {late} do not serve{where}\n{_MUST_SERVE}"
                 )

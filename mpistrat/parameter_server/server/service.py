@@ -9,9 +9,9 @@ from time import monotonic, perf_counter
 from typing import final
 
 from ..._util import log
+from ...comm.monitor.rank_monitor import lines
 from ...comm.process_group import ProcessGroup
 from ...comm.waiting import Backoff, Deadline
-from ...comm.watch import lines
 from ...errors import CollectiveMismatchError
 from ..report import ServerStats
 
@@ -177,25 +177,23 @@ class PassWait:
         Raises:
             CollectiveMismatchError: one of them waits for this rank.
         """
-        now, watch, warn_after = monotonic(), self._group.watch, self._group.environment.warn_after
+        now, monitor, warn_after = monotonic(), self._group.monitor, self._group.environment.warn_after
         if pushed != self._pushed:
             self._pushed, self._since, self._asked = pushed, now, 0.0
         quiet = now - self._since
         if quiet < min(_QUIET, warn_after):
             return
         if now - self._asked > _QUIET:
-            self._asked, watch.wanted = now, tuple(ranks)
-        answers = {rank: watch.answers[rank] for rank in ranks if rank in watch.answers}
+            self._asked, monitor.wanted = now, tuple(ranks)
+        answers = {rank: monitor.answers[rank] for rank in ranks if rank in monitor.answers}
         places = {rank: answer.text for rank, answer in answers.items() if answer.time > self._asked}
         remedy = (
             "A worker leaves a pass by strategy.leave() after its last step, or by the end of a loop over a distributed"
             " dataset, and must do so before what all ranks call together: save, restore, stats, close, a new variable"
         )
-        me = (
-            f"ParameterServerStrategy.serve: rank {watch.rank}, a parameter server, waits for workers to leave the pass"
-        )
+        me = f"ParameterServerStrategy.serve: rank {monitor.rank}, a parameter server, waits for workers to leave the pass"
         for rank in places:
-            if answers[rank].number > watch.number:
+            if answers[rank].number > monitor.number:
                 raise CollectiveMismatchError(f"{me}, and one of them waits for it:{lines(places)}\n{remedy}")
         if quiet > min(_SILENCE, warn_after) and not self._warned and now - self._asked > _ANSWER:
             self._warned = True

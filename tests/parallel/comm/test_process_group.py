@@ -73,9 +73,9 @@ def test_the_next_group_does_not_hear_the_one_before():
         topology = Topology.create()
         group = ProcessGroup.create(topology)
         tell = turn % 2 == 0
-        group.watch.stop = tell
+        group.monitor.stop = tell
         time.sleep(0.12)  # the watchdog looks every tenth of a second, and then tells all others
-        heard = group.watch.stop
+        heard = group.monitor.stop
         group.close()
         topology.close()
         assert heard == tell, turn
@@ -86,9 +86,9 @@ def test_place_is_kept_while_inside(group):
         return
     with group.collective("outer") as outer:
         with group.collective("inner"):
-            assert group.watch.place[1].text == "inner"
-        assert group.watch.place[1] is outer
-    assert group.watch.place is None
+            assert group.monitor.place[1].text == "inner"
+        assert group.monitor.place[1] is outer
+    assert group.monitor.place is None
 
 
 def test_settings_must_agree(make_group):

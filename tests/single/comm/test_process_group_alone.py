@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat.comm import abort, contract
+from mpistrat.comm import contract
+from mpistrat.comm.monitor import abort
+from mpistrat.comm.monitor.rank_monitor import user_place
 from mpistrat.comm.process_group import ProcessGroup
-from mpistrat.comm.watch import user_place
 from mpistrat.errors import ClosedError
 
 

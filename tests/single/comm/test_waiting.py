@@ -65,9 +65,9 @@ def test_a_wait_with_a_limit_ends_at_it(slept):
 
 
 def group(left: tuple[int, ...] = ()) -> Any:
-    watch = types.SimpleNamespace(rank=0, where=lambda ranks: f" for {ranks}")
+    monitor = types.SimpleNamespace(rank=0, where=lambda ranks: f" for {ranks}")
     settings = dataclasses.replace(Environment(), abort_after=3.0, warn_after=1.0)
-    return types.SimpleNamespace(environment=settings, watch=watch, has_left=left.__contains__)
+    return types.SimpleNamespace(environment=settings, monitor=monitor, has_left=left.__contains__)
 
 
 def pause_until_error(wait: PeerWait) -> None:

@@ -58,37 +58,29 @@ def unused(folder: Path = FOLDER, age: float = YOUNG) -> list[tuple[Path, int]]:
     return [(path, size) for path, size in old if str(path) not in used]
 
 
-def remove_unused(folder: Path = FOLDER, age: float = YOUNG) -> list[tuple[Path, int]]:
+def remove_unused(folder: Path = FOLDER) -> list[tuple[Path, int]]:
     """Remove what `unused` finds, and return it."""
-    return _remove(unused(folder, age))
+    return _remove(unused(folder))
 
 
-def remove_since(start: float, end: float, folder: Path = FOLDER) -> list[tuple[Path, int]]:
-    """Remove what ranks that have ended made between two times, and return it.
+def remove_since(start: float, end: float) -> list[tuple[Path, int]]:
+    """Remove what ranks that have ended made between two times, in seconds since 1970, and return it.
 
     A file goes when two looks, half a second apart, find no living process of this user that uses it: another job, which
     began meanwhile, has mapped its files as soon as it has made them.
-
-    Args:
-        start, end: seconds since 1970.
-        folder: where to look.
     """
-    within = {path for path, about in of_this_user(folder) if start <= about.st_mtime <= end}
-    if not within:
-        return []
-    first = {path for path, _ in unused(folder, 0.0)}
-    time.sleep(0.5)
-    return _remove((path, size) for path, size in unused(folder, 0.0) if path in first & within)
+    within = {path for path, about in of_this_user() if start <= about.st_mtime <= end}
+    return remove_these([str(path) for path, _ in unused(age=0.0) if path in within]) if within else []
 
 
-def remove_these(paths: Iterable[str], folder: Path = FOLDER) -> list[tuple[Path, int]]:
+def remove_these(paths: Iterable[str]) -> list[tuple[Path, int]]:
     """Remove files that an MPI made and ranks had mapped, where no living process of this user uses them, and return them.
 
     Waits half a second for ranks that are still ending.
     """
     time.sleep(0.5)
     wanted = set(paths)
-    return _remove((path, size) for path, size in unused(folder, 0.0) if str(path) in wanted)
+    return _remove((path, size) for path, size in unused(age=0.0) if str(path) in wanted)
 
 
 def _remove(files: Iterable[tuple[Path, int]]) -> list[tuple[Path, int]]:

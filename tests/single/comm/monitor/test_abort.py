@@ -9,7 +9,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat._util import nest
-from mpistrat.comm.abort import format_exception
+from mpistrat.comm.monitor.abort import format_exception
 
 
 def printed(act) -> str:

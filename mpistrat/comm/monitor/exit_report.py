@@ -1,8 +1,9 @@
-"""A rank that is killed cannot say so, and the launcher ends the others before they could. So a small process does.
+"""Exit reports: a small process on each node reports a rank that was killed, which cannot do so itself.
 
-The first rank of a node starts it (`obituary_process.py`), and every rank of the node keeps a Unix socket to it: "rank 2 of
-4 (ps 0) on h1". A rank that ends in order says that, and so does one that tells why the job ends. A socket that closes
-without a word is a rank that died, and the process prints a line about the first one.
+The launcher ends the others before one of them could. The first rank of a node starts the process (`exit_report_process.py`),
+and every rank of the node keeps a Unix socket to it: "rank 2 of 4 (ps 0) on h1". A rank that ends in order says that, and so
+does one that reports why the job ends. A socket that closes without that is a rank that died, and the process prints a line
+about the first one.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .._util import log
+from ..._util import log
 
 if TYPE_CHECKING:
-    from ..cluster.topology import Topology
+    from ...cluster.topology import Topology
 
-__all__ = ["begin", "end", "introduce", "start", "tell"]  # of this process: the strategies of a rank share its line
+__all__ = [
+    "begin",
+    "end",
+    "register_rank",
+    "report_exit",
+    "start",
+]  # of this process: the strategies of a rank share its line
 
-_PROGRAM = Path(__file__).with_name("obituary_process.py")
+_PROGRAM = Path(__file__).with_name("exit_report_process.py")
 _NAME_BYTES = 32
 _CONNECT = 5.0  # seconds
 
@@ -107,8 +114,8 @@ def _connect(who: str, nodes: int) -> None:
         return
     _line = line
     os.register_at_fork(after_in_child=_forget)
-    tell(f"nodes {nodes}")
-    introduce(who)
+    _send(f"nodes {nodes}")
+    register_rank(who)
 
 
 def _forget() -> None:
@@ -119,19 +126,24 @@ def _forget() -> None:
         _line = None
 
 
-def tell(words: str) -> None:
+def _send(words: str) -> None:
     """Tell the process something."""
     if _line is not None:
         with contextlib.suppress(OSError):
             _line.sendall(words.encode() + b"\n")
 
 
-def introduce(who: str) -> None:
+def register_rank(who: str) -> None:
     """Say who this rank is, as the line about its death shall."""
-    tell(f"who {who}")
+    _send(f"who {who}")
+
+
+def report_exit() -> None:
+    """Say that the ranks themselves tell why the job ends."""
+    _send("told")
 
 
 def end() -> None:
     """Say that this rank ends in order."""
-    tell("bye")
+    _send("bye")
     _forget()

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util import log
-from . import abort, obituary
-from .agree import only_differences
-from .contract import fingerprint
-from .failures import KEY_BYTES, Failures, key
-from .watch import ALL, POLL, Answer, Left, Watch, lines
+from ..._util import log
+from ..agree import only_differences
+from ..contract import fingerprint
+from . import abort, exit_report
+from .abort import KEY_BYTES, Failures, failure_key
+from .rank_monitor import ALL, POLL, Answer, Left, RankMonitor, lines
 
 if TYPE_CHECKING:
-    from .contract import Call
+    from ..contract import Call
 
 __all__ = ["Watchdog"]
 
@@ -42,15 +42,15 @@ _LONGEST = 4096
 
 
 @final
-class _Patrol:
+class GroupMonitor:
     """The watchdog's notes about one group."""
 
-    def __init__(self, watch: Watch, comm: Any) -> None:
-        self.watch, self.comm = watch, comm
+    def __init__(self, monitor: RankMonitor, comm: Any) -> None:
+        self.monitor, self.comm = monitor, comm
         self.sending: list[tuple[Any, bytes]] = []
-        self.sent, self.received = np.zeros(watch.size, np.int64), 0  # messages: to each rank, and from all
+        self.sent, self.received = np.zeros(monitor.size, np.int64), 0  # messages: to each rank, and from all
         self.told_end = False  # whether this rank knows, or has told, why the job ends
-        self.failures = Failures(watch.size)  # of all ranks, if this is rank 0
+        self.failures = Failures(monitor.size)  # of all ranks, if this is rank 0
         self.verdict: tuple[str | None] | None = None  # on this rank's own failure: see `tell_end`
         self.told_stop = False
         self.told_raw: set[str] = set()
@@ -85,19 +85,19 @@ class _Patrol:
 
     def receive(self) -> None:
         """Answer and note what came."""
-        watch = self.watch
+        monitor = self.monitor
         for source, kind, data in self._messages():
             if kind == _ASK:
-                said = watch.answer(*_NUMBER.unpack(data))
+                said = monitor.answer(*_NUMBER.unpack(data))
                 texts = b"\0".join(text.encode()[:_LONGEST] for text in (said.text, said.error))
                 self.send(_PLACE, _HEAD.pack(*said[1:-2]) + texts, source)
             elif kind == _PLACE:
                 text, _, error = data[_HEAD.size :].decode(errors="replace").partition("\0")
-                watch.answers[source] = Answer._make((monotonic(), *_HEAD.unpack_from(data), text, error))
+                monitor.answers[source] = Answer._make((monotonic(), *_HEAD.unpack_from(data), text, error))
             elif kind == _LEFT:
-                watch.left[source] = Left._make((*_LAST.unpack(data), monotonic()))
+                monitor.left[source] = Left._make((*_LAST.unpack(data), monotonic()))
             elif kind == _STOP:
-                watch.stop = True
+                monitor.stop = True
             elif kind == _END:
                 self._hear_end(bytes(data))
             elif kind == _FAIL:
@@ -122,7 +122,7 @@ class _Patrol:
     def _tell_stop(self) -> None:
         """Tell all others that one of them was told to stop, through rank 0: they may all have been."""
         self.told_stop = True
-        for rank in range(1, self.watch.size) if self.watch.rank == 0 else (0,):
+        for rank in range(1, self.monitor.size) if self.monitor.rank == 0 else (0,):
             self.send(_STOP, b"!", rank)
 
     def tell_end(self, key: bytes, data: bytes) -> str | None:
@@ -130,14 +130,14 @@ class _Patrol:
 
         Ranks that all fail alike then send few messages, and print one text.
         """
-        watch = self.watch
-        if watch.rank == 0:
+        monitor = self.monitor
+        if monitor.rank == 0:
             self.failures.note(0, key, data, monotonic())
         else:
             self.send(_FAIL, key + data, 0)
         self._receive_for(_RELAY, until=lambda: self.verdict is not None)
         if self.verdict is None:  # rank 0 cannot listen
-            self._spread_end(data, range(watch.size))
+            self._spread_end(data, range(monitor.size))
         self._receive_for(_SPREAD)
         return "" if self.verdict is None else self.verdict[0]
 
@@ -145,26 +145,26 @@ class _Patrol:
         """On rank 0: tell the ranks that fail who of them prints, and the others why the job ends."""
         verdicts = self.failures.verdicts(monotonic())
         for rank, words in verdicts.items():
-            if rank == self.watch.rank:
+            if rank == self.monitor.rank:
                 self.verdict = (words,)
             else:
                 self.send(_VERDICT, b"" if words is None else b"p" + words.encode(), rank)
         if verdicts and not self.told_end:
-            self._hear_end(self.failures.reason, set(range(self.watch.size)) - set(verdicts))
+            self._hear_end(self.failures.reason, set(range(self.monitor.size)) - set(verdicts))
 
     def _spread_end(self, data: bytes, ranks: Iterable[int]) -> None:
         self.told_end = True
         for rank in ranks:
-            if rank != self.watch.rank:
+            if rank != self.monitor.rank:
                 self.send(_END, data, rank)
 
     def _hear_end(self, data: bytes, others: Iterable[int] = ()) -> None:
         if self.told_end:
             return
         self._spread_end(data, others)
-        obituary.tell("told")
+        exit_report.report_exit()
         if not abort.ending:
-            abort.print_text(f"rank {self.watch.rank} of {self.watch.size}: {data.decode(errors='replace')}")
+            abort.print_text(f"rank {self.monitor.rank} of {self.monitor.size}: {data.decode(errors='replace')}")
 
     def _receive_for(self, seconds: float, until: Callable[[], bool] = bool) -> None:
         end = monotonic() + seconds
@@ -177,12 +177,12 @@ class _Patrol:
         """One round: messages, questions of this rank's own thread, and a judgement on how long it has been waiting."""
         self.receive()
         self._judge_failures()
-        watch = self.watch
-        if watch.stop and not self.told_stop:
+        monitor = self.monitor
+        if monitor.stop and not self.told_stop:
             self._tell_stop()
-        wanted, watch.wanted = watch.wanted, ()
+        wanted, monitor.wanted = monitor.wanted, ()
         self._ask(wanted)
-        place, raw = watch.place, watch.raw
+        place, raw = monitor.place, monitor.raw
         if place is not None:
             if place is not self.judged:
                 self.start_place(place)
@@ -193,22 +193,22 @@ class _Patrol:
             self._judge_raw(raw, monotonic())
 
     def _ask(self, ranks: Iterable[int]) -> None:
-        place = self.watch.place
+        place = self.monitor.place
         question = _NUMBER.pack(-1 if place is None else place[2])
         for rank in ranks:
-            if rank != self.watch.rank:
+            if rank != self.monitor.rank:
                 self.send(_ASK, question, rank)
 
     def _judge(self, place: tuple[float, Call, int], now: float) -> None:
-        watch, (start, call, _) = self.watch, place
+        monitor, (start, call, _) = self.monitor, place
         waited = now - start
-        gone = watch.departed()
-        if gone is not None and waited > POLL and not watch.on_flags and watch.place is place:
-            texts = {watch.rank: watch.answer().text, gone: "has left the program"}
-            abort.end_job(f"PeerExitError: {call.text} can never end:{lines(texts)}", watch.left[gone].status or 1)
+        gone = monitor.departed()
+        if gone is not None and waited > POLL and not monitor.on_flags and monitor.place is place:
+            texts = {monitor.rank: monitor.answer().text, gone: "has left the program"}
+            abort.end_job(f"PeerExitError: {call.text} can never end:{lines(texts)}", monitor.left[gone].status or 1)
         self._compare_next(place, now)
-        late = waited > call.timeout + (_GRACE if watch.on_flags else 0)
-        if not late and (self.warned or waited < watch.warn_after):
+        late = waited > call.timeout + (_GRACE if monitor.on_flags else 0)
+        if not late and (self.warned or waited < monitor.warn_after):
             return
         fresh = self._ask_all(now)
         if fresh is not None:
@@ -218,57 +218,57 @@ class _Patrol:
 
     def _ask_all(self, now: float) -> dict[int, Answer] | None:
         """Return what all ranks say that answer in time; None while they may."""
-        watch = self.watch
+        monitor = self.monitor
         if not self.asked_all:
             self.asked_all = now
-            self._ask(range(watch.size))
+            self._ask(range(monitor.size))
             return None
-        fresh = {rank: said for rank, said in watch.answers.items() if said.time >= self.asked_all}
-        if len(fresh) < watch.size - 1 and now - self.asked_all < _ANSWER:
+        fresh = {rank: said for rank, said in monitor.answers.items() if said.time >= self.asked_all}
+        if len(fresh) < monitor.size - 1 and now - self.asked_all < _ANSWER:
             return None
         self.asked_all = 0.0
         return fresh
 
     def _judge_raw(self, raw: tuple[float, str], now: float) -> None:
         """A call of MPI by the program itself may take as long as it likes, but not wait for a rank that has gone."""
-        watch, (start, name) = self.watch, raw
+        monitor, (start, name) = self.monitor, raw
         waited = now - start
-        late = waited > watch.default_timeout and now >= self.asked_next
-        if not late and (self.warned or waited < watch.warn_after):
+        late = waited > monitor.default_timeout and now >= self.asked_next
+        if not late and (self.warned or waited < monitor.warn_after):
             return
         fresh = self._ask_all(now)
         if fresh is None:
             return
         texts = self._texts(fresh)
-        silent = [rank for rank in range(watch.size) if rank != watch.rank and rank not in fresh]
-        if late and silent and watch.raw is raw:
+        silent = [rank for rank in range(monitor.size) if rank != monitor.rank and rank not in fresh]
+        if late and silent and monitor.raw is raw:
             who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
             abort.end_job(
-                f"PeerExitError: comm.{name} takes longer than {watch.default_timeout:g} s, and {who} can no longer take part:"
+                f"PeerExitError: comm.{name} takes longer than {monitor.default_timeout:g} s, and {who} can no longer take part:"
                 + lines(texts)
             )
         self.asked_next = now + _GRACE
         if not self.warned:
             self.warned = True
-            if name not in self.told_raw and watch.rank == min(
-                [watch.rank, *(rank for rank, said in fresh.items() if said.in_mpi)]
+            if name not in self.told_raw and monitor.rank == min(
+                [monitor.rank, *(rank for rank, said in fresh.items() if said.in_mpi)]
             ):
                 self.told_raw.add(name)  # the next one may take as long, and was told of
-                log.logger.warning("comm.%s takes longer than %g s:%s", name, watch.warn_after, lines(texts))
+                log.logger.warning("comm.%s takes longer than %g s:%s", name, monitor.warn_after, lines(texts))
 
     def _texts(self, fresh: dict[int, Answer]) -> dict[int, str]:
         """Where each rank is, in words."""
-        watch = self.watch
-        texts = {r: fresh[r].text if r in fresh else "does not answer" for r in range(watch.size)}
-        texts[watch.rank] = watch.answer().text
-        for rank in watch.left:
+        monitor = self.monitor
+        texts = {r: fresh[r].text if r in fresh else "does not answer" for r in range(monitor.size)}
+        texts[monitor.rank] = monitor.answer().text
+        for rank in monitor.left:
             texts[rank] = "has left the program"
         return texts
 
     def _compare_next(self, place: tuple[float, Call, int], now: float) -> None:
         """Ask the next rank now and then. If any two ranks differ, so do some neighbours in the ring."""
-        rank = (self.watch.rank + 1) % self.watch.size
-        said = self.watch.answers.get(rank)
+        rank = (self.monitor.rank + 1) % self.monitor.size
+        said = self.monitor.answers.get(rank)
         if said is not None:
             self._compare(place, rank, said)
         if now - self.asked_next > _NEIGHBOUR:
@@ -277,13 +277,15 @@ class _Patrol:
 
     def _compare(self, place: tuple[float, Call, int], rank: int, said: Answer) -> None:
         """End the job where another rank did something else in this rank's collective, or failed in it or before it."""
-        watch, (_, call, number) = self.watch, place
-        failed = said.about == number and said.ago > _NEIGHBOUR and not watch.on_flags and watch.strayed(said.failed)
+        monitor, (_, call, number) = self.monitor, place
+        failed = (
+            said.about == number and said.ago > _NEIGHBOUR and not monitor.on_flags and monitor.strayed(said.failed)
+        )
         differs = said.number == number and said.tag != call.tag
         differed = said.about == number and said.print not in (0, fingerprint(call.text))
-        if not (failed or differs or differed) or watch.place is not place:
+        if not (failed or differs or differed) or monitor.place is not place:
             return
-        texts = {watch.rank: watch.answer().text, rank: said.text}
+        texts = {monitor.rank: monitor.answer().text, rank: said.text}
         if failed:
             texts[rank] += f"; #{said.failed} ended there {said.ago:.1f} s before by {said.error}"
             what = (
@@ -295,17 +297,17 @@ class _Patrol:
 
     def _report(self, fresh: dict[int, Answer], late: bool, waited: float, call: Call) -> None:
         """The lowest rank that waits tells the story; the others do if it does not."""
-        watch = self.watch
-        waiting = [watch.rank, *(r for r, said in fresh.items() if said.number >= 0 and (said.in_mpi or not late))]
+        monitor = self.monitor
+        waiting = [monitor.rank, *(r for r, said in fresh.items() if said.number >= 0 and (said.in_mpi or not late))]
         texts = self._texts(fresh)
         if not late:
             self.warned = True
-            missing = len(fresh) < watch.size - 1 or any(said.number != watch.number for said in fresh.values())
-            if watch.rank == min(waiting):  # where all are in it, it has much to do
+            missing = len(fresh) < monitor.size - 1 or any(said.number != monitor.number for said in fresh.values())
+            if monitor.rank == min(waiting):  # where all are in it, it has much to do
                 level = logging.WARNING if missing else logging.INFO
-                text = f"{call.text} takes longer than {watch.warn_after:g} s; {ALL}"
+                text = f"{call.text} takes longer than {monitor.warn_after:g} s; {ALL}"
                 log.logger.log(level, "%s:%s", text, lines(texts))
-        elif watch.rank == min(waiting) or waited > call.timeout + _GRACE:
+        elif monitor.rank == min(waiting) or waited > call.timeout + _GRACE:
             text = f"{call.text} takes longer than {call.timeout:g} s; {ALL}:{lines(texts)}"
             abort.end_job(f"CollectiveTimeoutError: {text}")
 
@@ -318,17 +320,17 @@ class Watchdog:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # who holds it may be sure that the thread makes no MPI call
-        self._patrols: list[_Patrol] = []
+        self._groups: list[GroupMonitor] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat-watchdog", daemon=True)
         self._thread.start()
 
     @classmethod
-    def add(cls, watch: Watch, comm: Any) -> None:
-        """Watch over a group.
+    def add(cls, monitor: RankMonitor, comm: Any) -> None:
+        """RankMonitor over a group.
 
         Args:
-            watch: what this rank is doing in it.
+            monitor: what this rank is doing in it.
             comm: communicator of the group's ranks on which nobody else sends messages.
         """
         from mpi4py import MPI
@@ -343,37 +345,41 @@ class Watchdog:
         if cls.instance is None:
             cls.instance = cls()
             abort.agree_who_prints = cls.tell_end
-        watch.watched = True
+        monitor.watched = True
         with cls.instance.lock:
-            cls.instance._patrols.append(_Patrol(watch, comm))
+            cls.instance._groups.append(GroupMonitor(monitor, comm))
 
     @classmethod
-    def remove(cls, watch: Watch, comm: Any = None) -> None:
+    def remove(cls, monitor: RankMonitor, comm: Any = None) -> None:
         """Forget a group. Collective over its ranks if they are about to free its communicator, else not.
 
         Args:
-            watch: what `add` was given.
+            monitor: what `add` was given.
             comm: the communicator that will be freed: it is left without a message. None if it stays to the program's end.
         """
-        watch.watched = False
-        mine: list[_Patrol] = []
+        monitor.watched = False
+        mine: list[GroupMonitor] = []
         if cls.instance is not None:
             with cls.instance.lock:
-                patrols = cls.instance._patrols
-                mine = [patrol for patrol in patrols if patrol.watch is watch]
-                patrols[:] = [patrol for patrol in patrols if patrol.watch is not watch]
+                groups = cls.instance._groups
+                mine = [group for group in groups if group.monitor is monitor]
+                groups[:] = [group for group in groups if group.monitor is not monitor]
         if comm is not None:
-            (mine[0] if mine else _Patrol(watch, comm)).drain()  # others may have a watchdog where this rank has none
+            (
+                mine[0] if mine else GroupMonitor(monitor, comm)
+            ).drain()  # others may have a watchdog where this rank has none
 
     @classmethod
-    def tell_left(cls, watch: Watch, ranks: Iterable[int]) -> None:
+    def tell_left(cls, monitor: RankMonitor, ranks: Iterable[int]) -> None:
         """Tell ranks of other nodes that this one leaves the program. Call it after `stop`."""
         if cls.instance is None:
             return
-        for patrol in cls.instance._patrols:
-            if patrol.watch is watch:
+        for group in cls.instance._groups:
+            if group.monitor is monitor:
                 for rank in ranks:
-                    patrol.send(_LEFT, _LAST.pack(watch.number, watch.failed(watch.number), abort.exit_status()), rank)
+                    group.send(
+                        _LEFT, _LAST.pack(monitor.number, monitor.failed(monitor.number), abort.exit_status()), rank
+                    )
 
     @classmethod
     def tell_end(cls, text: str, reason: str) -> str | None:
@@ -383,12 +389,12 @@ class Watchdog:
             Who else prints this text, in words to print behind it; None if this rank shall not print it, for another one does.
         """
         instance = cls.instance
-        if instance is None or not instance._patrols or not instance.lock.acquire(timeout=POLL):
+        if instance is None or not instance._groups or not instance.lock.acquire(timeout=POLL):
             return ""
         try:
-            patrol = max(instance._patrols, key=lambda patrol: patrol.watch.size)
-            what = f"the job ends because of rank {patrol.watch.rank}: {reason}"
-            return patrol.tell_end(key(text), what.encode()[:_LONGEST])
+            group = max(instance._groups, key=lambda group: group.monitor.size)
+            what = f"the job ends because of rank {group.monitor.rank}: {reason}"
+            return group.tell_end(failure_key(text), what.encode()[:_LONGEST])
         finally:
             instance.lock.release()
 
@@ -407,8 +413,8 @@ class Watchdog:
                 return
             if self.lock.acquire(timeout=POLL):
                 try:
-                    for patrol in self._patrols:
-                        patrol.look()
+                    for group in self._groups:
+                        group.look()
                 finally:
                     self.lock.release()
             else:
@@ -416,10 +422,10 @@ class Watchdog:
 
     def _judge_alone(self) -> None:
         """While MPI must be left alone (NCCL is in flight) nobody can be asked."""
-        for patrol in list(self._patrols):
-            watch, place = patrol.watch, patrol.watch.place
+        for group in list(self._groups):
+            monitor, place = group.monitor, group.monitor.place
             if place is not None and monotonic() - place[0] > place[1].timeout + _GRACE:
                 abort.end_job(
                     f"CollectiveTimeoutError: {place[1].text} takes longer than {place[1].timeout:g} s:"
-                    + lines({watch.rank: watch.answer().text})
+                    + lines({monitor.rank: monitor.answer().text})
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpistrat.comm.failures import Failures, key, ranges
+from mpistrat.comm.monitor.abort import Failures, failure_key, ranges
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,10 @@ def test_ranges(ranks, words):
 
 
 def test_texts_that_name_the_rank_are_alike():
-    assert key("rank 0 of 4: the job ends\nValueError: x") == key("rank 3 of 4: the job ends\nValueError: x")
-    assert key("rank 0 of 4: ValueError: x") != key("rank 0 of 4: ValueError: y")
+    assert failure_key("rank 0 of 4: the job ends\nValueError: x") == failure_key(
+        "rank 3 of 4: the job ends\nValueError: x"
+    )
+    assert failure_key("rank 0 of 4: ValueError: x") != failure_key("rank 0 of 4: ValueError: y")
 
 
 def test_all_ranks_fail_alike():

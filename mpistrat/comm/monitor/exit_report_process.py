@@ -1,4 +1,4 @@
-"""The process that prints which rank of its node was the first to die without a word: see `obituary.py`.
+"""The process that prints which rank of its node was the first to die without a word: see `exit_report.py`.
 
 It is started as a script, imports next to nothing, and ends with the last rank of the node. Its arguments are the number of
 the socket on which it listens, and the process of the first rank.
@@ -58,7 +58,7 @@ def status_of(pid: int) -> int | None:
     return None
 
 
-def obituary(rank: Rank, status: int | None, nodes: int, at: float) -> str:
+def report(rank: Rank, status: int | None, nodes: int, at: float) -> str:
     """Return the line about a rank that died without a word."""
     when = time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"
     number = 0 if status is None else status & 0x7F
@@ -92,7 +92,7 @@ def shared_memory_of(pid: int) -> set[str]:
         return set()
 
 
-class Watch:
+class ExitMonitor:
     """What is known of the ranks of this node."""
 
     def __init__(self) -> None:
@@ -143,15 +143,15 @@ class Watch:
 
     def say(self, death: Death) -> None:
         with contextlib.suppress(OSError):
-            os.write(2, obituary(death.rank, death.status, self.nodes, death.at).encode(errors="replace"))
+            os.write(2, report(death.rank, death.status, self.nodes, death.at).encode(errors="replace"))
 
 
-class Desk:
+class Connections:
     """Where the ranks' lines end."""
 
     def __init__(self, listener: socket.socket, parent: int) -> None:
         self.parent = parent
-        self.listener, self.events, self.watch = listener, select.epoll(), Watch()
+        self.listener, self.events, self.monitor = listener, select.epoll(), ExitMonitor()
         self.ranks: dict[int, Rank] = {}
         self.files: set[str] = set()
         listener.setblocking(False)
@@ -162,17 +162,17 @@ class Desk:
         """Listen until the last rank has gone."""
         while self.ranks or (time.monotonic() < self.until and os.getppid() == self.parent):
             idle = -1.0 if self.ranks else PARENT
-            if self.watch.deaths:
-                idle = max(self.watch.until - time.monotonic(), 0.0)
+            if self.monitor.deaths:
+                idle = max(self.monitor.until - time.monotonic(), 0.0)
             ready = self.events.poll(idle)  # in the order in which it happened
-            if self.watch.deaths and time.monotonic() >= self.watch.until:
-                self.watch.settle()
+            if self.monitor.deaths and time.monotonic() >= self.monitor.until:
+                self.monitor.settle()
             for descriptor, _ in ready:
                 if descriptor == self.listener.fileno():
                     self.accept()
                 else:
                     self.receive(descriptor)
-        self.watch.settle()
+        self.monitor.settle()
         self.clean()
 
     def clean(self) -> None:
@@ -201,9 +201,9 @@ class Desk:
             data = rank.line.recv(4096)
         *lines, rank.text = (rank.text + data).split(b"\n")
         for words in lines:
-            self.watch.hear(rank, words.decode(errors="replace"))
+            self.monitor.hear(rank, words.decode(errors="replace"))
         if not data:
-            self.watch.lose(rank)
+            self.monitor.lose(rank)
             self.events.unregister(descriptor)
             rank.line.close()
             del self.ranks[descriptor]
@@ -212,4 +212,4 @@ class Desk:
 if __name__ == "__main__":
     for number in ASKED:
         signal.signal(number, signal.SIG_IGN)
-    Desk(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()
+    Connections(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()

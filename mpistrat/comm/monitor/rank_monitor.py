@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
+from ..contract import fingerprint
 from . import abort
-from .contract import fingerprint
 
 if TYPE_CHECKING:
-    from .contract import Call, Comparison
+    from ..contract import Call, Comparison
 
-__all__ = ["ALL", "POLL", "Answer", "Left", "Watch", "lines", "user_place"]
+__all__ = ["ALL", "POLL", "Answer", "Left", "RankMonitor", "lines", "monitored", "user_place"]
 
 POLL = 0.1  # seconds between two looks of the watchdog
 _ANSWER = 1.0  # seconds that the others have to answer
@@ -23,6 +24,14 @@ _FAILURES = 64  # so many failed collectives are remembered
 _SHOWN = 400  # characters of an error
 
 ALL = "all ranks must call it"
+
+_BLOCKING = [
+    "Barrier", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv", "Allgather", "Allgatherv", "Alltoall",
+    "Alltoallv", "Alltoallw", "Reduce", "Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan",
+    "Send", "Ssend", "Recv", "Sendrecv", "Sendrecv_replace", "Probe", "Mprobe", "barrier", "bcast", "gather",
+    "scatter", "allgather", "alltoall", "reduce", "allreduce", "scan", "exscan", "send", "ssend", "recv",
+    "sendrecv", "probe", "mprobe",
+]  # fmt: skip
 
 
 def user_place(thread: int) -> str:
@@ -95,7 +104,7 @@ class Left(NamedTuple):
 
 
 @final
-class Watch:
+class RankMonitor:
     """What this rank is doing in one group, and what is known of the others.
 
     Attributes:
@@ -210,3 +219,35 @@ class Watch:
 def lines(texts: dict[int, str]) -> str:
     """Return one line for each rank, each after a line break."""
     return "".join(f"\n  rank {rank} {texts[rank]}" for rank in sorted(texts))
+
+
+def monitored(comm: Any, monitor: RankMonitor) -> Any:
+    """Return the same communicator, as an Intracomm whose blocking calls are noted in `monitor`."""
+    own = _monitored_class()(comm)
+    own.monitor = monitor
+    return own
+
+
+@functools.cache
+def _monitored_class() -> type[Any]:
+    from mpi4py import MPI
+
+    names = {name: _noted(getattr(MPI.Intracomm, name)) for name in _BLOCKING if hasattr(MPI.Intracomm, name)}
+    return type("Intracomm", (MPI.Intracomm,), {**names, "monitor": None, "__module__": __name__})
+
+
+def _noted(plain: Callable[..., Any]) -> Callable[..., Any]:
+    name = plain.__name__
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        monitor = self.monitor
+        if monitor is None or monitor.thread != threading.get_ident():
+            return plain(self, *args, **kwargs)
+        monitor.raw = monotonic(), name
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            monitor.raw = None
+
+    return method

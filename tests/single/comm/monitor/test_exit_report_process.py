@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from mpistrat.comm import obituary_process
+from mpistrat.comm.monitor import exit_report_process
 
 TERM, KILL, SEGV = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGSEGV)
 UNSEEN = None  # the launcher was quicker
@@ -24,20 +24,20 @@ def named(monkeypatch):
             time=lambda: now[0], monotonic=lambda: now[0], localtime=lambda at: (2026, 1, 1, 0, 0, 0, 0, 1, 0),
             strftime=lambda form, when: "00:00:00",
         )  # fmt: skip
-        monkeypatch.setattr(obituary_process, "time", clock)
-        monkeypatch.setattr(obituary_process.Watch, "say", lambda self, death: said.append(death.rank.number))
-        watch = obituary_process.Watch()
+        monkeypatch.setattr(exit_report_process, "time", clock)
+        monkeypatch.setattr(exit_report_process.ExitMonitor, "say", lambda self, death: said.append(death.rank.number))
+        monitor = exit_report_process.ExitMonitor()
         now[0] += 100
         ranks = [types.SimpleNamespace(number=n, pid=n, ended=False, who=f"rank {n}") for n in range(4)]
         for number, what, *later in events:
             now[0] += later[0] if later else 0.001
             if isinstance(what, str):
-                watch.hear(ranks[number], what)
+                monitor.hear(ranks[number], what)
             else:
-                monkeypatch.setattr(obituary_process, "status_of", lambda pid, status=what: status)
-                watch.lose(ranks[number])
-        watch.settle()
-        watch.settle()
+                monkeypatch.setattr(exit_report_process, "status_of", lambda pid, status=what: status)
+                monitor.lose(ranks[number])
+        monitor.settle()
+        monitor.settle()
         assert len(said) < 2
         return said[0] if said else None
 

@@ -1,10 +1,14 @@
-"""One rank's exception ends the job: its traceback is printed with its rank, the others print what it was, all end."""
+"""One rank's exception ends the job: its traceback is printed with its rank, the others print what it was, all end.
+
+Ranks that fail alike print it once, with the numbers of the others.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import ctypes
+import hashlib
 import io
 import os
 import re
@@ -13,30 +17,36 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
-from ..cluster import start
-from ..cluster.launcher_variables import launched_rank, launched_size
-from ..environment import Environment
-from . import obituary
+from ...cluster import start
+from ...cluster.launcher_variables import launched_rank, launched_size
+from ...environment import Environment
+from . import exit_report
 
 __all__ = [
+    "KEY_BYTES",
+    "Failures",
     "end_job",
     "exit_status",
+    "failure_key",
     "format_exception",
     "install",
     "install_under_launcher",
     "is_user_code",
     "print_text",
+    "ranges",
 ]
 
 _FORWARDING = 0.2  # seconds that launchers get to pass on what was printed
 _PRINTING = 3.0  # seconds that another rank gets to print this one's text, and to end the job
 _ABORT_DELAY = 4  # seconds that a launcher gets to end the other ranks after one has exited
 _RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process, so that its children do not take themselves for it
+KEY_BYTES = 16
+_GATHER = 0.25  # seconds in which failures count as the same moment's
 ending = False  # this process is about to end the job, as opposed to leaving the program
 # Given a text and its reason in short: makes the ranks that do not fail print the reason, and returns who fails alike, or None if
 # one of these prints the text. The watchdog's.
@@ -46,7 +56,7 @@ _rank: tuple[int, int] | None = None  # this rank and the number of ranks, once 
 _process: int | None = None  # in which the hooks hold
 _exit_status: int | None = None  # what sys.exit was called with
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 _EXAMPLES = _PACKAGE + "examples" + os.sep  # programs as a user would write them
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -63,7 +73,7 @@ def end_job(text: str, code: int = 1, reason: str = "") -> None:
     """
     global ending
     ending = True
-    obituary.tell("told")
+    exit_report.report_exit()
     mpi = start.running()
     alike = "" if mpi is None or agree_who_prints is None else agree_who_prints(text, reason or text)
     if alike is not None:
@@ -315,3 +325,67 @@ class _ThreadHook:
         text = _last_words(args.exc_value, args.exc_type, args.exc_traceback, plain)
         reason = "".join(traceback.format_exception_only(args.exc_type, args.exc_value))
         end_job(f"{_who()}: the job ends on this exception in {name}\n{text}", reason=reason)
+
+
+# Equal failures of several ranks: rank 0 of a group collects them, and the lowest rank of each text prints it.
+
+
+def failure_key(text: str) -> bytes:
+    """Return what texts have in common that differ in the rank that they are about, and its position in memory."""
+    alike = re.sub(r"\brank \d+(?: of \d+)?|\b0x[0-9a-f]+", "", text)
+    return hashlib.blake2b(alike.encode(errors="replace"), digest_size=KEY_BYTES).digest()
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return some ranks in words.
+
+    Example:
+        >>> ranges([1, 2, 3, 7]), ranges([5])
+        ('ranks 1-3, 7', 'rank 5')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return f"rank{'s' * (len(runs) > 1 or (bool(runs) and runs[0][0] != runs[0][1]))} {words}"
+
+
+@final
+class Failures:
+    """What rank 0 knows of the failures of a group of ranks.
+
+    Attributes:
+        reason: of the first one; empty while there is none.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.reason = b""
+        self._size, self._first = size, 0.0
+        self._waiting: dict[int, bytes] = {}  # rank: key
+        self._printed: set[bytes] = set()
+
+    def note(self, rank: int, key: bytes, reason: bytes, now: float) -> None:
+        """Note that a rank fails."""
+        self.reason = self.reason or reason
+        self._first = self._first or now
+        self._waiting[rank] = key
+
+    def verdicts(self, now: float) -> dict[int, str | None]:
+        """Return what ranks that wait for it shall do, once the moment is over: who else failed alike, in words, for
+        one that prints; None for one that is silent.
+        """
+        if not self._waiting or (len(self._waiting) < self._size and now - self._first < _GATHER):
+            return {}
+        found: dict[int, str | None] = dict.fromkeys(self._waiting)
+        groups: dict[bytes, list[int]] = {}
+        for rank in sorted(self._waiting):
+            groups.setdefault(self._waiting[rank], []).append(rank)
+        for text, ranks in groups.items():
+            if text not in self._printed:
+                found[ranks[0]] = f"(the same on {ranges(ranks[1:])})\n" if ranks[1:] else ""
+        self._printed.update(groups)
+        self._waiting.clear()
+        return found
