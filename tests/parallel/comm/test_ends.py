@@ -197,7 +197,7 @@ from mpi4py import MPI
 from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.options import Environment
+from mpistrat.environment import Environment
 from variables_stand import pretend_nodes
 
 topology = Topology.create(pretend_nodes(MPI, {nodes}))
