@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from house_rules import RULES, circles, exceptions, found
+from house_rules import RULES, circles, exceptions, found, scoped
 
 import mpistrat as ms
 from launcher import ROOT
@@ -200,3 +200,18 @@ def test_there_are_only_known_exceptions(rule):
         f"{rule}: mend {dict(there - known)} of {sorted(circles()) if 'circle' in rule else 'these'}"
     )
     assert not known - there, f"{rule}: `python tests/house_rules.py` takes {dict(known - there)} out, as is due"
+
+
+WALK = re.compile(r"^## [^\n]*: (\d+) hops$\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+HOP = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
+
+
+def test_the_walks_lead_through_the_code():
+    walks = WALK.findall((ROOT / "docs" / "walks.md").read_text())
+    assert len(walks) == 6
+    for hops, table in walks:
+        steps = HOP.findall(table)
+        assert [int(number) for number, _, _ in steps] == list(range(1, int(hops) + 1)), "count the hops anew"
+        for _, file, name in steps:
+            defined = {".".join(scope.names) for _, scope in scoped(PACKAGE / file)}
+            assert name in defined, f"docs/walks.md: {file} has no {name}"
