@@ -120,11 +120,12 @@ class ArenaSum:
         if scratch is None:
             scratch = self._scratch[how.accumulate] = np.empty(chunk, how.accumulate)
         for low, high in blocks(ranges, chunk):
-            for begin, end in blocks([(low, high)], BLOCK):
+            cached = [(low, high)] if inter is None else list(blocks([(low, high)], BLOCK))
+            for begin, end in cached:
                 combine(how.ufunc, [array[begin:end] for array in arrays], scratch[begin - low : end - low])
             if inter is not None:
                 all_reduce(inter, scratch[: high - low], ufunc=how.ufunc)
-            for begin, end in blocks([(low, high)], BLOCK):
+            for begin, end in cached:
                 consume(begin, end, scratch[begin - low : end - low])
 
     def reduce_in_place(self, destinations: Sequence[Destination], reduce_op: ReduceOp, call: Any) -> None:
