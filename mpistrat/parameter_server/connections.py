@@ -17,7 +17,7 @@ from .report import ParameterServerStats, combine, of_server, of_worker
 from .roles import introduce
 from .server.server import Server
 from .wire.choice import choose, describe
-from .wire.memory import HALVES, ServerMemory, Staging, area_bytes
+from .wire.memory import HALVES, ServerMemory, SharedMemory, Staging, area_bytes
 from .wire.messages import MessagePort, MessageTransport
 from .wire.transport import Pair, Transport
 from .wire.windows import OneSidedTransport, SharedWindowTransport, WindowPort
@@ -74,22 +74,21 @@ class ParameterServers:
         with group.collective("ParameterServers", detail=detail):
             self.choice = choose(group, self.workers, self.servers, transport or group.environment.transport)
         log.once(logging.INFO, "parameter servers: " + self.describe())
-        self.addresses: list[Address] = []
         self.server: Server | None = None
         self._threads = _several_threads()
         self.transports: list[Transport] = []
-        self._slabs: list[ServerMemory] = []
-        self._stagings: list[Staging] = []
         self._used = self._room = [0] * len(self.servers)
         self._next_slab = FIRST_SLAB
         self._comm: Any = group.topology.comm.Dup()
         used = set(self.choice.values())
         self._windows = "shared_window" in used, "one_sided" in used
-        self._layout = MailboxLayout(len(self.workers), slots if any(self._windows) else 0, chunk_bytes)
+        layout = MailboxLayout(len(self.workers), slots if any(self._windows) else 0, chunk_bytes)
         self._posting = MailboxLayout(len(self.workers), slots, chunk_bytes)
-        sizes = [self._layout.nbytes] * len(self.servers)
-        self._mailbox = ServerMemory(group, self._comm, self.servers, sizes, *self._windows, "the servers' mailboxes")
-        self._mailbox.populate((0, self._mailbox.own.nbytes))
+        sizes = [layout.nbytes] * len(self.servers)
+        mailbox = ServerMemory(group, self._comm, self.servers, sizes, *self._windows, "the servers' mailboxes")
+        mailbox.populate((0, mailbox.own.nbytes))
+        self._memory = SharedMemory(layout, mailbox)
+        self.addresses = self._memory.addresses
         self._connect(back_off)
         group.attach(self)
         group.barrier("ParameterServers")
@@ -110,22 +109,20 @@ class ParameterServers:
         if name == "messages":
             return MessageTransport(pair, self._comm)
         kind = SharedWindowTransport if name == "shared_window" else OneSidedTransport
-        return kind(pair, self._mailbox, self._slabs, self._stagings)
+        return kind(pair, self._memory)
 
     def _open_ports(self, index: int, back_off: float) -> None:
         by_messages = [w for w in range(len(self.workers)) if self.choice[w, index] == "messages"]
         by_windows = [w for w in range(len(self.workers)) if w not in by_messages]
         server = self.server = Server(
-            self.group, index, self.workers, self._layout, self.addresses, self._mailbox, self._slabs, by_windows,
-            self._comm.Iprobe, back_off, self._threads,
+            self.group, index, self.workers, self._memory, by_windows, self._comm.Iprobe, back_off, self._threads,
         )  # fmt: skip
         if by_windows:
-            memory = self._mailbox, self._stagings, self.addresses, self._slabs
-            windows = WindowPort(by_windows, self._layout, *memory, index, server.deliver, server.accepts)
+            windows = WindowPort(by_windows, self._memory, index, server.deliver, server.accepts)
             server.add_port(windows, by_windows)
         if by_messages:
             ranks = {self.workers[w]: w for w in by_messages}
-            port = MessagePort(server, ranks, self._layout, self._mailbox, self._comm, server.deliver)
+            port = MessagePort(server, ranks, self._memory, self._comm, server.deliver)
             server.add_port(port, by_messages)
 
     def add_variables(self, specs: Sequence[VariableSpec]) -> list[int]:
@@ -153,16 +150,16 @@ class ParameterServers:
             for spec, workers in zip(specs, near, strict=True):
                 needed[spec.server] += Address.after(0, 0, spec, 0, workers).end
             self._grow_staging(specs)
-            if not self._slabs or any(u + n > r for u, n, r in zip(self._used, needed, self._room, strict=True)):
+            if not self._memory.slabs or any(u + n > r for u, n, r in zip(self._used, needed, self._room, strict=True)):
                 self._add_slab(needed)
-            slab, own = len(self._slabs) - 1, []
+            slab, own = len(self._memory.slabs) - 1, []
             for spec, workers in zip(specs, near, strict=True):
                 address = Address.after(self._used[spec.server], len(self.addresses), spec, slab, workers)
                 self.addresses.append(address)
                 self._used[spec.server] = address.end
                 if self.server is not None and self.server.index == spec.server:
                     own.append((address.start, address.buffer(1)))
-            self._slabs[slab].populate(*own)
+            self._memory.slabs[slab].populate(*own)
         return list(range(len(self.addresses) - len(specs), len(self.addresses)))
 
     def _near(self, specs: Sequence[VariableSpec]) -> list[tuple[int, ...]]:
@@ -194,11 +191,11 @@ class ParameterServers:
         memory = ServerMemory(
             self.group, self._comm, self.servers, self._room, *self._windows, "the servers' variables"
         )
-        self._slabs.append(memory)
+        self._memory.slabs.append(memory)
 
     def _grow_staging(self, specs: Sequence[VariableSpec]) -> None:
         """Make room for large pushes, where there is plenty; without it they come in fragments. Collective."""
-        now = self._stagings[-1].areas if self._stagings else [0] * len(self.servers)
+        now = self._memory.stagings[-1].areas if self._memory.stagings else [0] * len(self.servers)
         largest = [max([s.nbytes for s in specs if s.server == i], default=0) for i in range(len(self.servers))]
         wanted = [area_bytes(new, old, self._posting.chunk_bytes) for new, old in zip(largest, now, strict=True)]
         if not any(self._windows) or wanted == list(now):
@@ -208,7 +205,7 @@ class ParameterServers:
             what = "large pushes to the servers"
             memory = ServerMemory(self.group, self._comm, self.servers, nbytes, *self._windows, what)
             memory.populate((0, memory.own.nbytes))
-            self._stagings.append(Staging(wanted, memory))
+            self._memory.stagings.append(Staging(wanted, memory))
 
     def stats(self, dropped: Sequence[int] = ()) -> ParameterServerStats:
         """Return what all workers and servers have exchanged so far, on every rank. Collective.
@@ -242,10 +239,14 @@ class ParameterServers:
                 self.server.wait(None)
                 self.server.close()
                 self.server = None
-            for memory in (*self._slabs, *[staging.memory for staging in self._stagings], self._mailbox):
+            for memory in (
+                *self._memory.slabs,
+                *[staging.memory for staging in self._memory.stagings],
+                self._memory.mailbox,
+            ):
                 memory.close()
-        self._slabs.clear()
-        self._stagings.clear()
+        self._memory.slabs.clear()
+        self._memory.stagings.clear()
         comm, self._comm = self._comm, None
         comm.Free()
 

@@ -14,11 +14,11 @@ import numpy as np
 from ...comm.process_group import ProcessGroup
 from ...errors import ClosedError, PeerExitError, explain
 from ...variables.values import read_only
-from ..layout import Address, MailboxLayout
+from ..layout import Address
 from ..operations import Handler, Push
 from ..report import ServerStats, count
 from ..wire.fragments import Fragment, MessageKind
-from ..wire.memory import ServerMemory
+from ..wire.memory import ServerMemory, SharedMemory
 from ..wire.transport import FOR_GOOD, Port
 from .seqlock import SeqLockWriter
 from .service import PassWait, Rounds, Service
@@ -145,10 +145,7 @@ class Server(Rounds):
         group: ProcessGroup,
         index: int,
         worker_ranks: Sequence[int],
-        layout: MailboxLayout,
-        addresses: list[Address],
-        mailbox: ServerMemory,
-        slabs: list[ServerMemory],
+        memory: SharedMemory,
         readers: Sequence[int],
         progress: Callable[[], object],
         back_off: float,
@@ -157,15 +154,17 @@ class Server(Rounds):
         """Args as the attributes.
 
         Also:
+            memory: that workers access.
             readers: the workers that read this rank's memory themselves.
             progress: lets MPI carry out what others do to this rank's memory.
             back_off: seconds of the longest sleep while nothing comes.
             threads: whether MPI may be called by several threads at a time.
         """
         self.index, self.passes = index, 0
+        layout, mailbox = memory.layout, memory.mailbox
         self.applied = [0] * layout.workers
         self._group, self._worker_ranks, self._layout = group, tuple(worker_ranks), layout
-        self._addresses, self._mailbox, self._slabs, self._progress = addresses, mailbox, slabs, progress
+        self._addresses, self._mailbox, self._slabs, self._progress = memory.addresses, mailbox, memory.slabs, progress
         self._seqlock = SeqLockWriter(mailbox.words, [layout.announced(w) for w in readers], mailbox.sync, progress)
         self._ports: list[Port] = []
         self._port_of: dict[int, Port] = {}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
 
 from ...comm.process_group import ProcessGroup
 from ...comm.window import RemoteWindow, SharedWindow, Window, words_of
-from ..layout import aligned
+from ..layout import Address, MailboxLayout, aligned
 
-__all__ = ["HALVES", "LARGEST_AREA", "ServerMemory", "Staging", "area_bytes"]
+__all__ = ["HALVES", "LARGEST_AREA", "ServerMemory", "SharedMemory", "Staging", "area_bytes"]
 
 
 @final
@@ -136,3 +136,23 @@ def area_bytes(largest: int, now: int, chunk_bytes: int) -> int:
     if largest <= max(now, chunk_bytes) or largest > LARGEST_AREA:
         return now
     return aligned(max(largest, min(2 * now, LARGEST_AREA)))
+
+
+@final
+@dataclass(frozen=True)
+class SharedMemory:
+    """All memory of the servers that workers access, and where what lies there. It grows with the variables.
+
+    Attributes:
+        layout: of the mailboxes.
+        mailbox: one for each server.
+        addresses: where the variables lie, by number.
+        slabs: the memory there.
+        stagings: of large pushes.
+    """
+
+    layout: MailboxLayout
+    mailbox: ServerMemory
+    addresses: list[Address] = field(default_factory=list)
+    slabs: list[ServerMemory] = field(default_factory=list)
+    stagings: list[Staging] = field(default_factory=list)

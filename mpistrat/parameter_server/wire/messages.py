@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import numpy as np
 
 from ..._util.buffers import BufferPool
-from ..layout import LINE, Address, MailboxLayout
+from ..layout import LINE, Address
 from .fragments import Fragment, MessageKind
-from .memory import ServerMemory
+from .memory import SharedMemory
 from .transport import Pair, Port, Transport, flat_bytes
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class MessagePort(Port):
     Args:
         server: whose port it is.
         ranks: the worker of each rank that sends messages.
-        layout, mailbox: with the words in which clocks and sign-offs are kept.
+        memory: with the words in which clocks and sign-offs are kept.
         comm: a communicator on which nothing else is sent.
         deliver: takes a worker, the request, and the whole payload.
     """
@@ -191,14 +191,14 @@ class MessagePort(Port):
         self,
         server: Server,
         ranks: Mapping[int, int],
-        layout: MailboxLayout,
-        mailbox: ServerMemory,
+        memory: SharedMemory,
         comm: Any,
         deliver: Callable[[int, Fragment, np.ndarray], None],
     ) -> None:
         from mpi4py import MPI
 
-        self._server, self._layout, self._mailbox, self._comm, self._deliver = server, layout, mailbox, comm, deliver
+        self._server, self._comm, self._deliver = server, comm, deliver
+        self._layout, self._mailbox = memory.layout, memory.mailbox
         self._worker_of = dict(ranks)
         self._rank_of = {worker: rank for rank, worker in ranks.items()}
         self._payloads = {worker: _Payload() for worker in self._rank_of}

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from ...comm.window import Window
-from ..layout import LINE, Address, MailboxLayout
+from ..layout import LINE, Address
 from ..server.seqlock import SeqLockReader
 from ..server.snapshots import HeldSnapshot
 from .fragments import Assembly, Fragment, MessageKind, cut
-from .memory import HALVES, ServerMemory, Staging
+from .memory import HALVES, SharedMemory
 from .transport import Pair, Port, Transport
 
 __all__ = ["OneSidedTransport", "SharedWindowTransport", "WindowPort"]
@@ -21,11 +21,11 @@ __all__ = ["OneSidedTransport", "SharedWindowTransport", "WindowPort"]
 class _WindowTransport(Transport):
     """Reads the server's memory through its seqlock, and posts fragments into its slots; large pushes go into a staging."""
 
-    def __init__(self, pair: Pair, mailbox: ServerMemory, slabs: list[ServerMemory], stagings: list[Staging]) -> None:
+    def __init__(self, pair: Pair, memory: SharedMemory) -> None:
         super().__init__(pair)
-        self._slabs, self._stagings = slabs, stagings
+        self._slabs, self._stagings = memory.slabs, memory.stagings
         self._staged, self._staged_until = 0, [0] * HALVES
-        self._mailbox, self._rank = mailbox.window(self.name, pair.server_rank)
+        self._mailbox, self._rank = memory.mailbox.window(self.name, pair.server_rank)
         layout, worker = pair.layout, pair.worker
         announced = layout.announced(worker)
         self._seqlock = SeqLockReader(self._mailbox, self._rank, announced, lambda: pair.wait_for_server("read"))
@@ -158,8 +158,8 @@ class SharedWindowTransport(_WindowTransport):
 
     name: ClassVar[str] = "shared_window"
 
-    def __init__(self, pair: Pair, mailbox: ServerMemory, slabs: list[ServerMemory], stagings: list[Staging]) -> None:
-        super().__init__(pair, mailbox, slabs, stagings)
+    def __init__(self, pair: Pair, memory: SharedMemory) -> None:
+        super().__init__(pair, memory)
         self._held: dict[int, HeldSnapshot] = {}
 
     def gradient(self, variable: int) -> np.ndarray | None:
@@ -195,11 +195,7 @@ class WindowPort(Port):
 
     Args:
         workers: their numbers.
-        layout: of the mailbox.
-        mailbox: with this rank's segment.
-        stagings: of large pushes; it grows.
-        addresses: where the variables lie, by number; it grows.
-        slabs: the memory there; it grows.
+        memory: with this rank's segments.
         server: this server's number.
         deliver: takes a worker, the last fragment of a message, and the whole payload.
         accepts: takes a worker, and returns whether a push of it may be taken now.
@@ -208,18 +204,15 @@ class WindowPort(Port):
     def __init__(
         self,
         workers: Sequence[int],
-        layout: MailboxLayout,
-        mailbox: ServerMemory,
-        stagings: list[Staging],
-        addresses: list[Address],
-        slabs: list[ServerMemory],
+        memory: SharedMemory,
         server: int,
         deliver: Callable[[int, Fragment, np.ndarray], None],
         accepts: Callable[[int], bool],
     ) -> None:
-        self._accepts = accepts
-        self._mailbox, self._stagings, self._server, self._deliver = mailbox, stagings, server, deliver
-        self._addresses, self._slabs = addresses, slabs
+        layout = memory.layout
+        self._accepts, self._server, self._deliver = accepts, server, deliver
+        self._mailbox, self._stagings = memory.mailbox, memory.stagings
+        self._addresses, self._slabs = memory.addresses, memory.slabs
         self._workers = [
             (
                 worker,

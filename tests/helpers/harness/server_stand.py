@@ -9,7 +9,7 @@ from mpistrat.parameter_server.layout import LINE, Address, MailboxLayout, Varia
 from mpistrat.parameter_server.operations import Operation, pack
 from mpistrat.parameter_server.server.server import Server
 from mpistrat.parameter_server.wire.fragments import Fragment, MessageKind
-from mpistrat.parameter_server.wire.memory import ServerMemory
+from mpistrat.parameter_server.wire.memory import ServerMemory, SharedMemory
 from mpistrat.parameter_server.wire.transport import FOR_GOOD, Port
 
 
@@ -52,9 +52,8 @@ class ServerStand:
             addresses.append(Address(index, spec, 0, used + LINE))
             used += LINE + aligned(max(spec.nbytes, 1))
         slab = ServerMemory(group, None, [0], [used], False, False, "variables")
-        self.server = Server(
-            group, 0, [0] * workers, self._layout, addresses, self._mailbox, [slab], [], lambda: 0, 1e-3, threads=False
-        )
+        memory = SharedMemory(self._layout, self._mailbox, addresses, [slab])
+        self.server = Server(group, 0, [0] * workers, memory, [], lambda: 0, 1e-3, threads=False)
         self.server.add_port(Silent(), range(workers))
         for index, v in enumerate(variables):
             with self.server.writing(index) as array:
