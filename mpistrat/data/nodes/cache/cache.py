@@ -17,7 +17,8 @@ from ...spec import is_ragged
 from ...stats import StageStats
 from ..node import INFINITE, Addresses, Node, Traits
 from ..stage import InOrder, Stage
-from .fill import Claims, FilledMemory
+from .fill import Claims, FilledMemory, node_memory
+from .job import job_memory
 from .rows import ParentRows, Pieces, RowMemory
 
 if TYPE_CHECKING:
@@ -83,19 +84,22 @@ class Cached(Stage):
         parent: whose rows.
         scope: who keeps them.
         transport: how the nodes of a job get them from each other.
-        memory: what `bind` made for a group; None makes memory of this process alone at first use.
+        group: the ranks that share memory, which is made at once, collectively; None makes memory of this process alone
+            at first use.
+        sharers: how many ranks of this node keep as much.
     """
 
-    def __init__(self, parent: Node, scope: Scope, transport: Transport, memory: Memory | None = None) -> None:
+    def __init__(
+        self, parent: Node, scope: Scope, transport: Transport, group: ProcessGroup | None = None, sharers: int = 1
+    ) -> None:
         super().__init__(parent)
-        self._scope, self._transport = scope, transport
-        self._memory = memory
-        self._shared = memory is not None
+        self._scope, self._transport, self._sharers = scope, transport, sharers
+        self._shared = group is not None
         self._source: ParentRows | None = None
         self._lock = threading.Lock()
         self._bound: tuple[ProcessGroup, Cached] | None = None
-        self._sharers = 1  # ranks of this node that keep as much
         self._counters = StageStats()
+        self._memory: Memory | None = None if group is None else self._of_group(group)
 
     @property
     def counters(self) -> StageStats:
@@ -158,13 +162,11 @@ class Cached(Stage):
         if self._bound is not None and self._bound[0] is group:
             return self._bound[1]
         parent = self._parent.bind(group)
-        if self._scope == "rank":
-            bound = self if parent is self._parent else Cached(parent, "rank", self._transport)
-            bound._sharers = len(group.topology.ranks_of_node(group.topology.node_index))
+        if self._scope != "rank":
+            bound = Cached(parent, self._scope, self._transport, group)
         else:
-            bound = Cached(parent, self._scope, self._transport)
-            bound._memory = bound._of_group(group)
-            bound._shared = True
+            self._sharers = len(group.topology.ranks_of_node(group.topology.node_index))
+            bound = self if parent is self._parent else Cached(parent, "rank", self._transport, sharers=self._sharers)
         self._bound = group, bound
         return bound
 
@@ -177,11 +179,7 @@ class Cached(Stage):
                 expected = f"rows of one shape, of numbers, for cache({self._scope!r})"
                 raise ValueError(explain(FUNCTION, "", expected=expected, got=got, remedy=remedy))
         if self._scope == "node":
-            from .fill import node_memory
-
             return node_memory(source, group, self._counters)
-        from .job import job_memory
-
         return job_memory(source, group, self._transport, self._counters)
 
     def rebuild(self, parents: Sequence[Node]) -> Node:
@@ -192,9 +190,7 @@ class Cached(Stage):
             remedy = "Use AutoShardPolicy.DATA, or cache()."
             expected = f"the same rows below cache({self._scope!r}) on every rank"
             raise ValueError(explain("distribute_dataset", "dataset", expected=expected, got=got, remedy=remedy))
-        rebuilt = Cached(parents[0], self._scope, self._transport)
-        rebuilt._sharers = self._sharers
-        return rebuilt
+        return Cached(parents[0], self._scope, self._transport, sharers=self._sharers)
 
     def fingerprint(self) -> str:
         return f"{self._scope} {self._transport}"

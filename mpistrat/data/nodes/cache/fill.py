@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -24,11 +23,12 @@ from numpy.typing import NDArray
 from ...._util import nest
 from ....comm import shared_memory
 from ....comm.shared_memory import SharedBlock
+from ....comm.waiting import Deadline
 from ....errors import ClosedError, CollectiveTimeoutError
 from ...buffers import RowBuffers
 from ...memory_limit import available_memory, in_words, require_memory
 from ...stats import StageStats
-from .rows import READ_BYTES, ParentRows, Pieces, RowMemory
+from .rows import READ_BYTES, ParentRows, Pieces, RowMemory, row_backoff
 
 if TYPE_CHECKING:
     from ....comm.process_group import ProcessGroup
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Claims", "FilledMemory", "agree_memory", "node_memory", "provider"]
 
 _READY = -1  # else 0, or 1 + the rank that reads it: for the error of who waits
-_NAPS = 200  # of 50 µs, then 1 ms
-_RETRY = 16  # naps between two tries to claim what somebody else has claimed
+_RETRY = 16  # looks between two tries to claim what somebody else has claimed
 
 
 @final
@@ -108,21 +107,19 @@ class Claims:
         Raises:
             TimeoutError: naming a rank.
         """
-        deadline = None if self._timeout is None else monotonic() + self._timeout
-        naps = 0
+        backoff, deadline, looks = row_backoff(), Deadline(self._timeout), itertools.count()
         while True:
             pieces = self.missing(pieces)
             if not pieces.size:
                 return pieces
-            if naps % _RETRY == 0:
+            if next(looks) % _RETRY == 0:
                 mine = self.claim(pieces, limit)
                 if mine.size:
                     return mine
-            if deadline is not None and monotonic() > deadline:
+            if deadline.passed:
                 reader = int(self._state[pieces[0]]) - 1
                 raise TimeoutError(f"waited {self._timeout:g} s for rows that rank {reader} reads")
-            sleep(5e-5 if naps < _NAPS else 1e-3)
-            naps += 1
+            backoff.pause()
 
     def _take(self, file: int, piece: int) -> bool:
         import fcntl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...._util import nest
+from ....comm.agree import Failure, together
+from ....comm.waiting import wait_until
 from ....errors import ClosedError, ShardError, explain
 from ...buffers import RowBuffers
 from ...memory_limit import in_words
 from ...stats import StageStats
 from .fill import agree_memory, provider
-from .rows import READ_BYTES, ParentRows, Pieces, RowMemory
-from .transport import Reply, RowGets, RowMessages, nap
+from .rows import READ_BYTES, ParentRows, Pieces, RowMemory, row_backoff
+from .transport import Reply, RowGets, RowMessages
 
 if TYPE_CHECKING:
     from ....comm.process_group import ProcessGroup
@@ -105,14 +107,19 @@ def job_memory(source: ParentRows, group: ProcessGroup, transport: str, counters
         agree_memory(group, total if node.rank == 0 else 0, what)
         block = node.allocate([total if rank == 0 else 0 for rank in range(node.size)], what)
         rows = RowMemory(source.row_spec, high - low, block.segments[0])
-    error = _fill(
-        source, pieces, rows, parts.of_rank(group.topology.rank), low, provider(block, group.topology.rank), counters
-    )
-    with group.collective("cache", "job: everything read"):
-        node.sync()
-        texts = group.all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
-        node.sync()
-        _raise_any(error, texts)
+    rank = group.topology.rank
+
+    def exchange(text: str) -> list[str]:
+        """Collective."""
+        with group.collective("cache", "job: everything read"):
+            node.sync()
+            texts = group.all_gather_text(text)
+            node.sync()
+            return texts
+
+    with together(exchange, _could_not_read):
+        _fill(source, pieces, rows, parts.of_rank(rank), low, provider(block, rank), counters)
+    with group.collective("cache", "job: transport"):
         carrier = None
         if len(parts.ranks) > 1:
             carrier = _make_transport(group, parts, own_node, rows, block.segments[0], transport, counters)
@@ -137,34 +144,27 @@ def _fill(
     low: int,
     provide: Callable[[int, int], None],
     counters: StageStats,
-) -> Exception | None:
-    """Read this rank's rows into the node's memory, which begins with row `low`. Return what went wrong."""
+) -> None:
+    """Read this rank's rows into the node's memory, which begins with row `low`."""
     if own[0] == own[1]:
-        return None
+        return
     first, last = pieces.numbers(np.array([own[0], own[1] - 1])).tolist()
-    try:
-        for run in pieces.runs(np.arange(first, last + 1), max(1, READ_BYTES // source.row_bytes)):
-            started = time.perf_counter()
-            wanted = pieces.all_rows(run, source)
-            for numbers, stacked in source.read(wanted):
-                if not numbers.size:
-                    continue
-                for start, stop in memory.ranges(numbers - low):
-                    provide(start, stop)
-                memory.put(numbers - low, stacked)
-            counters.add(rows=wanted.size, chunk_reads=pieces.reads(run), seconds=time.perf_counter() - started)
-    except Exception as error:  # the others must hear of it
-        return error
-    return None
+    for run in pieces.runs(np.arange(first, last + 1), max(1, READ_BYTES // source.row_bytes)):
+        started = time.perf_counter()
+        wanted = pieces.all_rows(run, source)
+        for numbers, stacked in source.read(wanted):
+            if not numbers.size:
+                continue
+            for start, stop in memory.ranges(numbers - low):
+                provide(start, stop)
+            memory.put(numbers - low, stacked)
+        counters.add(rows=wanted.size, chunk_reads=pieces.reads(run), seconds=time.perf_counter() - started)
 
 
-def _raise_any(error: Exception | None, texts: list[str]) -> None:
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
-        if text:
-            kind = ShardError if text.startswith("ShardError: ") else RuntimeError
-            raise kind(f'cache("job"): rank {rank} could not read its part: {text}')
+def _could_not_read(failures: Mapping[int, Failure]) -> Exception:
+    rank, failure = next(iter(failures.items()))
+    kind = ShardError if failure.kind == "ShardError" else RuntimeError
+    return kind(f'cache("job"): rank {rank} could not read its part: {failure}')
 
 
 def _make_transport(
@@ -315,10 +315,7 @@ class JobMemory:
         """Free what fetches rows and let go of the memory. Collective with the group."""
         with self._lock:
             self._memory = None  # later calls raise
-        naps = 0
-        while self._fetching:
-            nap(naps)
-            naps += 1
+        wait_until(lambda: not self._fetching, backoff=row_backoff())
         if self._transport is not None:
             self._transport.close()
             self._transport = None

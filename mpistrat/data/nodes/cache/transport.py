@@ -11,17 +11,17 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import monotonic, sleep
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ....comm.waiting import Deadline, wait_until
 from ....errors import ClosedError, CollectiveTimeoutError
 from ...buffers import RowBuffers
-from .rows import RowMemory
+from .rows import RowMemory, row_backoff
 
-__all__ = ["Reply", "RowGets", "RowMessages", "nap"]
+__all__ = ["Reply", "RowGets", "RowMessages"]
 
 _ASK, _LEFT = 1, 2
 _FIRST_REPLY, _LAST_REPLY = 16, 32000  # tags; MPI promises 32767
@@ -105,7 +105,7 @@ class RowMessages:
             CollectiveTimeoutError: naming the ranks that do not answer.
             ClosedError: the strategy was closed meanwhile.
         """
-        deadline, naps = monotonic() + self._timeout, 0
+        backoff, deadline = row_backoff(), Deadline(self._timeout)
         waiting = replies
         while waiting:
             waiting = [reply for reply in waiting if not self._mpi.Request.Testall(reply.kept[0])]
@@ -115,29 +115,29 @@ class RowMessages:
             error: Exception | None = None
             if self._stop.is_set():
                 error = ClosedError('cache("job"): the strategy was closed while rows were fetched')
-            elif monotonic() > deadline:
+            elif deadline.passed:
                 who = ", ".join(map(str, ranks))
                 error = CollectiveTimeoutError(f'cache("job"): waited {self._timeout:g} s for rows from rank {who}')
             if error is not None:
                 self._lost += waiting
                 raise error
-            nap(naps)
-            naps += 1
+            backoff.pause()
         self._counted(sum(reply.kept[1].nbytes for reply in replies))
         return replies
 
     # answering
 
     def _serve(self) -> None:
-        idle, told = 0, False
+        backoff, told = row_backoff(), False
         while not self._stop.is_set():
             if self._leaving.is_set() and not told:
                 told = True
                 self._tell_leaving()
-            idle = 0 if self._answer() else idle + 1
+            if self._answer():
+                backoff.reset()
             if told and not self._sending and len(self._left) == self._comm.size - 1:
                 return
-            nap(idle)
+            backoff.pause()
 
     def _tell_leaving(self) -> None:
         nothing = np.zeros(1, np.int64)
@@ -179,10 +179,7 @@ class RowMessages:
             return
         self._closed = True
         request = self._comm.Ibarrier()  # threads answer until no rank wants anything
-        naps = 0
-        while not request.Test():
-            nap(naps)
-            naps += 1
+        wait_until(request.Test, backoff=row_backoff())
         self._stop.set()
         self._thread.join()
         self._memory = None
@@ -192,11 +189,6 @@ class RowMessages:
         """Tell the others that this rank wants nothing any more; return what answers until nobody does."""
         self._leaving.set()
         return self._thread.join
-
-
-def nap(count: int) -> None:
-    """Wait a little: at first only for other threads, then longer and longer."""
-    sleep(0 if count < 20 else 5e-5 if count < 2000 else 1e-3)
 
 
 @final
