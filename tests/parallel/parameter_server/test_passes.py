@@ -204,8 +204,10 @@ def test_tf_config_says_who_serves(monkeypatch):
 
 @pytest.mark.parametrize("scope", ["node", "job"])
 def test_shared_caches_are_refused_before_they_take_memory(monkeypatch, scope):
+    from mpistrat.data.nodes.node import Node
+
     bound = []
-    monkeypatch.setattr(ms.data.Dataset, "bind", lambda self, group: bound.append(self) or self)
+    monkeypatch.setattr(Node, "bind", lambda self, group: bound.append(self) or self)
     with made() as strategy:
         rows = ms.data.from_arrays(np.arange(8))
         with pytest.raises(ValueError, match=r"distribute_dataset: dataset: .*no shared cache.*Use cache\(\)"):
