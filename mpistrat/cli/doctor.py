@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster.launcher_variables import launched_rank
 from ..comm.agree import Ranks
-from ..doctor.finding import Finding, worst
+from ..doctor.finding import Finding, Summary, worst
 from ..doctor.login import NEEDS, check_login
 from ..doctor.ranks import check_ranks
-from ..doctor.summary import Summary
 from ..errors import explain
 from .command import DONE, PROBLEM, Command
 from .terminal import console, names

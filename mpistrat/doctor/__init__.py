@@ -1,1 +1,1 @@
-"""What `mpistrat doctor` looks at: an organ a file, each giving findings."""
+"""What `mpistrat doctor` looks at; each check gives findings."""

@@ -1,12 +1,12 @@
-"""What the doctor finds: one thing that it looked at, how it is, and what to do about it."""
+"""What the doctor finds: one thing that it looked at, how it is, and what to do about it; and all of a visit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
-__all__ = ["Finding", "Status", "ok", "problem", "warning", "worst"]
+__all__ = ["Finding", "Status", "Summary", "ok", "problem", "warning", "worst"]
 
 Status = Literal["OK", "warning", "problem"]
 _ORDER: tuple[Status, ...] = ("OK", "warning", "problem")
@@ -53,3 +53,24 @@ def worst(findings: Iterable[Finding]) -> Status:
         'warning'
     """
     return max((finding.status for finding in findings), key=_ORDER.index, default="OK")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result of one visit.
+
+    Attributes:
+        findings: in the order in which they are shown.
+        ranks: what each rank said of itself, by rank; empty on a login node.
+    """
+
+    findings: Sequence[Finding]
+    ranks: Sequence[dict[str, Any]] = field(default=())
+
+    def document(self) -> dict[str, Any]:
+        """Return all of it as JSON can hold it."""
+        return {
+            "status": worst(self.findings),
+            "findings": [asdict(finding) for finding in self.findings],
+            "ranks": list(self.ranks),
+        }

@@ -6,14 +6,12 @@ from collections.abc import Collection
 
 from ..cluster.launchers import MPILibrary, loaded_library
 from ..errors import ClusterError
-from .cores import check_cores
 from .finding import Finding, problem
-from .interpreter import check_interpreter
+from .folders import check_shared_folder
 from .launching import check_launchers
 from .libraries import check_gpus, check_hdf5
-from .limits import check_limits
 from .mpi import alone, check_library, check_start
-from .shared_folder import check_shared_folder
+from .process import check_cores, check_interpreter, check_limits
 from .watched import Watched
 
 __all__ = ["NEEDS", "check_login"]

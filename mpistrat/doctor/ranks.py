@@ -14,9 +14,8 @@ import time
 from collections.abc import Collection
 
 from ..cluster.launcher_variables import launched_rank, launched_size, launcher_remedy
-from .finding import Finding, problem, warning
+from .finding import Finding, Summary, problem, warning
 from .launching import TOO_LONG
-from .summary import Summary
 from .watched import Outcome, Watched, said_last
 
 __all__ = ["check_ranks"]
@@ -81,14 +80,14 @@ def _failure(outcome: Outcome, limit: float, ended: bool) -> Finding:
         remedy = "A rank is missing, or the network does not work between the nodes; --time-limit gives it longer"
         if cause:
             remedy = f"Under srun --mpi=pmi2 {cause}. Otherwise: {remedy[0].lower()}{remedy[1:]}"
-        return problem(_organ(outcome.step), what, remedy)
+        return problem(_check_of(outcome.step), what, remedy)
     remedy = "See what the ranks wrote above; run mpistrat doctor on that node"
     if outcome.step == "MPI_Init_thread" and launched_size() is not None:
         remedy = f"Under srun --mpi=pmi2 {cause}" if cause else launcher_remedy()
-    return problem(_organ(outcome.step), f"{where}: {outcome.step} {outcome.end()}", remedy)
+    return problem(_check_of(outcome.step), f"{where}: {outcome.step} {outcome.end()}", remedy)
 
 
-def _organ(step: str) -> str:
+def _check_of(step: str) -> str:
     return {"MPI_Init_thread": "MPI start", "all-reduce": "all-reduce", "windows": "one-sided calls"}.get(
         step, "launch"
     )

@@ -1,20 +1,22 @@
-"""An all-reduce and windows, tried and timed on all ranks."""
+"""What goes between ranks: an all-reduce and windows, tried and timed, and the nodes' clocks, compared by messages."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
 from ..comm.window import RemoteWindow, SharedWindow, Window
 from ..cross_device.auto import make_cross_device_ops
 from ..parameter_server.wire.choice import known_to_finish
 from .finding import Finding, ok, problem, warning
 
-__all__ = ["check_all_reduce", "check_windows"]
+__all__ = ["check_all_reduce", "check_clocks", "check_windows"]
 
 _COUNT = 1 << 20  # float32 numbers of an all-reduce
 _ROUNDS = 5
@@ -116,3 +118,52 @@ def _where(comm: Any, right: bool) -> list[int]:
 
 def _rate(seconds: float, array: np.ndarray) -> str:
     return f"{seconds * 1e3:.1f} ms ({array.nbytes / seconds / 1e9:.2f} GB/s)"
+
+
+_JOURNEYS = 20
+_CLOCKS_APART = 1.0  # seconds; programs that date files or leases misbehave beyond
+
+
+def check_clocks(topology: Topology) -> Finding:
+    """Return how far the ranks' clocks are from rank 0's. Collective.
+
+    Of several messages to a rank and back the quickest counts: its clock was read in the middle of the journey, give or
+    take half of it.
+    """
+    comm = topology.comm
+    offsets = np.zeros(comm.size)
+    doubts = np.zeros(comm.size)
+    for rank in range(1, comm.size):
+        if comm.rank == 0:
+            offsets[rank], doubts[rank] = _ask(comm, rank)
+        elif comm.rank == rank:
+            _answer(comm)
+    comm.Bcast(offsets)
+    comm.Bcast(doubts)
+    worst = int(np.argmax(np.abs(offsets)))
+    if abs(offsets[worst]) - doubts[worst] > _CLOCKS_APART:
+        what = f"the clock of rank {worst} is {offsets[worst]:+.1f} s from that of rank 0"
+        return warning("clocks", what, "Ask the site to run NTP on that node: dates of files and lines of logs mislead")
+    apart = float(np.max(np.abs(offsets) + doubts))
+    return ok("clocks", f"within {max(apart * 1e3, 0.1):.1f} ms of that of rank 0")
+
+
+def _ask(comm: Any, rank: int) -> tuple[float, float]:
+    word = np.zeros(1)
+    best = (0.0, np.inf)
+    for _ in range(_JOURNEYS):
+        start = time.time()
+        comm.Send(word, rank)
+        comm.Recv(word, rank)
+        end = time.time()
+        if (end - start) / 2 < best[1]:
+            best = float(word[0]) - (start + end) / 2, (end - start) / 2
+    return best
+
+
+def _answer(comm: Any) -> None:
+    word = np.zeros(1)
+    for _ in range(_JOURNEYS):
+        comm.Recv(word, 0)
+        word[0] = time.time()
+        comm.Send(word, 0)

@@ -17,17 +17,17 @@ def topology():
 
 
 def test_a_rank_that_cannot_write(topology, monkeypatch):
-    from mpistrat.doctor import temporary_folder
+    from mpistrat.doctor import folders
 
-    last, make = topology.size - 1, temporary_folder.tempfile.mkstemp
+    last, make = topology.size - 1, folders.tempfile.mkstemp
 
     def fail(**words):
         if topology.rank == last:
             raise PermissionError(13, "Permission denied", "/scratch/tmp")
         return make(**words)
 
-    monkeypatch.setattr(temporary_folder.tempfile, "mkstemp", fail)
-    finding = temporary_folder.check_temporary_folder(topology)
+    monkeypatch.setattr(folders.tempfile, "mkstemp", fail)
+    finding = folders.check_temporary_folder(topology)
     assert (finding.name, finding.status) == ("temporary folder", "problem")
     assert finding.what == f"rank {last}: [Errno 13] Permission denied: '/scratch/tmp'" and "TMPDIR" in finding.remedy
 

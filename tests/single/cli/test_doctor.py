@@ -6,8 +6,7 @@ import pytest
 
 from mpistrat.cli import doctor
 from mpistrat.cli.main import main
-from mpistrat.doctor.finding import Finding, ok, problem, warning
-from mpistrat.doctor.summary import Summary
+from mpistrat.doctor.finding import Finding, Summary, ok, problem, warning
 
 MARKUP = "[red]x[/red] [/] [bold] \\[a]"  # rich could take parts of it for styles, and fail on the rest
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from mpistrat.doctor.compare import compare
-from mpistrat.doctor.cores import core_ranges
 from mpistrat.doctor.finding import Finding, ok, problem, warning, worst
+from mpistrat.doctor.process import core_ranges
 
 
 def rows(*ranks: dict, machine_cores: int = 8, node_gpus: int = 0) -> list[dict]:

@@ -13,14 +13,13 @@ from doctor_stand import documented
 
 from mpistrat.cluster.cores import Quota
 from mpistrat.cluster.launchers import MPILibrary
-from mpistrat.doctor import cores, launching, libraries, limits
-from mpistrat.doctor.cores import check_cores
+from mpistrat.doctor import launching, libraries, process
 from mpistrat.doctor.finding import Finding
+from mpistrat.doctor.folders import check_shared_folder
 from mpistrat.doctor.launching import check_launchers
 from mpistrat.doctor.libraries import check_gpus, check_hdf5
-from mpistrat.doctor.limits import check_limits
 from mpistrat.doctor.mpi import check_start
-from mpistrat.doctor.shared_folder import check_shared_folder
+from mpistrat.doctor.process import check_cores, check_limits
 from mpistrat.doctor.watched import Outcome
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -47,8 +46,8 @@ class TestLimits:
 
         def check(*cards: str, **limited: int) -> list[Finding]:
             given = {getattr(resource, f"RLIMIT_{name.upper()}"): value for name, value in limited.items()}
-            monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (given.get(which, UNLIMITED), 1 << 20))
-            monkeypatch.setattr(limits, "_CARDS", tmp_path / "cards")
+            monkeypatch.setattr(process.resource, "getrlimit", lambda which: (given.get(which, UNLIMITED), 1 << 20))
+            monkeypatch.setattr(process, "_CARDS", tmp_path / "cards")
             for card in cards:
                 (tmp_path / "cards" / card).mkdir(parents=True)
             return list(check_limits())
@@ -82,9 +81,9 @@ class TestLimits:
     ("quota", "status"), [(None, "OK"), (Quota(4.0, 1), "OK"), (Quota(3.5, 1), "warning"), (Quota(0.5, 1), "warning")]
 )
 def test_a_quota_below_the_cores(monkeypatch, quota, status):
-    monkeypatch.setattr(cores, "available_cores", lambda: [0, 1, 2, 5])
-    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
-    for name in cores.THREAD_VARIABLES:
+    monkeypatch.setattr(process, "available_cores", lambda: [0, 1, 2, 5])
+    monkeypatch.setattr(process, "cpu_quota", lambda: quota)
+    for name in process.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     found = list(check_cores())
     assert statuses(found) == {"cores": status, "BLAS threads": "OK"}

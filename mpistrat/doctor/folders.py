@@ -1,4 +1,4 @@
-"""/dev/shm: its room, who may read what MPI keeps there, and what crashed jobs left behind."""
+"""The folders of a node: /dev/shm, with what MPI keeps and crashed jobs left there, and that for temporary files."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import contextlib
 import os
 import shlex
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ..cluster.topology import Topology
+from ..comm.agree import gather_text
 from ..comm.monitor.leftovers import mapped_by, of_this_user, remove_unused, unused
 from ..comm.shared_memory import ENLARGE, SHARED_FOLDER
+from ..errors import by_rank
 from .finding import Finding, ok, problem, warning
 
-__all__ = ["check_shared_folder", "readable_by_others", "segments_of_this_process"]
+__all__ = ["check_shared_folder", "check_temporary_folder", "readable_by_others", "segments_of_this_process"]
 
 _LITTLE, _SMALL = (
     32 << 20,
@@ -99,3 +103,43 @@ def _listed(paths: list[Path]) -> str:
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 10 << 30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+_TEMPORARY = "temporary folder"
+
+
+def check_temporary_folder(topology: Topology) -> Finding:
+    """Return whether every rank can write temporary files, and which nodes see each other's. Collective."""
+    comm = topology.comm
+    made, failed = _make()
+    try:
+        told = [text.split("\n", 1) for text in gather_text(comm, f"{made or ''}\n{failed}")]
+        failures = {rank: error for rank, (_, error) in enumerate(told) if error}
+        if failures:
+            return problem(
+                _TEMPORARY, by_rank(failures)[:400], "export TMPDIR to a folder of the node that you may write to"
+            )
+        seen = [str(topology.node_of[rank]) for rank, (path, _) in enumerate(told) if os.path.exists(path)]
+        nodes = [set(text.split()) for text in gather_text(comm, " ".join(seen))]
+    finally:
+        if made is not None:
+            with contextlib.suppress(OSError):
+                made.unlink()
+    folder = tempfile.gettempdir()
+    if topology.num_nodes == 1:
+        return ok(_TEMPORARY, f"{folder}, writable for every rank")
+    shared = any(len(found) > 1 for found in nodes)
+    return ok(
+        _TEMPORARY,
+        f"{folder}, {'shared between nodes' if shared else 'each node has its own'}, writable for every rank",
+    )
+
+
+def _make() -> tuple[Path | None, str]:
+    """Return a new file, or why there is none."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="mpistrat-doctor-")
+        os.close(descriptor)
+    except OSError as error:
+        return None, str(error).replace("\n", " ")
+    return Path(name), ""

@@ -1,0 +1,142 @@
+"""This process: its Python and packages, its cores and BLAS threads, and the limits that MPI runs into."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from .._version import __version__
+from ..cluster.cores import THREAD_VARIABLES, available_cores, cpu_quota
+from .finding import Finding, ok, warning
+
+__all__ = ["blas_threads", "check_cores", "check_interpreter", "check_limits", "core_ranges", "versions"]
+
+_PACKAGES = ("numpy", "mpi4py", "h5py")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of this package, and of what it needs.
+
+    Example:
+        >>> sorted(versions())
+        ['h5py', 'mpi4py', 'mpistrat', 'numpy', 'python']
+    """
+    found = {"python": platform.python_version(), "mpistrat": __version__}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def check_interpreter() -> Iterator[Finding]:
+    """Say which Python this is."""
+    found = versions()
+    rest = ", ".join(f"{name} {found[name]}" for name in ("mpistrat", "numpy"))
+    yield ok("Python", f"{found['python']} at {sys.executable}, {rest}, on {platform.system()} {platform.machine()}")
+
+
+def check_cores() -> Iterator[Finding]:
+    """Compare cores with BLAS threads, and with the processor time that a container may use."""
+    cores = available_cores()
+    what = f"{len(cores)} for this process ({core_ranges(cores)})"
+    allowed = cpu_quota()
+    if allowed is not None and allowed.cores < len(cores):
+        remedy = "Start as many ranks × threads as the quota allows, or raise it (docker run --cpus=…)"
+        yield warning("cores", f"{what}, but its control group may use the time of {allowed.cores:g} only", remedy)
+    else:
+        yield ok("cores", what)
+    threads, why = blas_threads()
+    if threads > len(cores):
+        what = f"{threads} ({why}) on {len(cores)} cores: they hinder each other"
+        name = why.partition("=")[0]
+        remedy = f"unset {name}: mpistrat gives each rank its share; or set it to {len(cores)} at most"
+        yield warning("BLAS threads", what, remedy)
+    elif why:
+        yield ok("BLAS threads", f"{threads} ({why}) for every rank")
+    else:
+        yield ok("BLAS threads", "not set: each rank gets its share of its node's cores")
+
+
+def blas_threads() -> tuple[int, str]:
+    """Return how many threads the user asks for in each rank, and the variable that says so; (0, "") if none does."""
+    said = {}
+    for name in THREAD_VARIABLES:
+        text = os.environ.get(name, "").split(",")[0].strip()
+        if text.isascii() and text.isdigit() and 0 < len(text) < 7:
+            said[name] = int(text)
+    name = max(said, key=said.__getitem__, default="")
+    return said.get(name, 0), f"{name}={said[name]}" if name else ""
+
+
+def core_ranges(cores: list[int]) -> str:
+    """Return sorted core numbers in short.
+
+    Example:
+        >>> core_ranges([0, 1, 2, 3, 8, 10, 11])
+        '0-3,8,10-11'
+    """
+    parts: list[list[int]] = []
+    for core in cores:
+        if parts and core == parts[-1][1] + 1:
+            parts[-1][1] = core
+        else:
+            parts.append([core, core])
+    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in parts)
+
+
+_FILES, _STACK = 1024, 1 << 20
+_CARDS = Path("/sys/class/infiniband")
+
+
+def check_limits() -> Iterator[Finding]:
+    """Say what `ulimit` allows."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _below(files, _FILES):
+        what = f"{files} at most (up to {most} on request): MPI needs some for each rank, a data set one for each file"
+        yield warning("open files", what, "ulimit -n 4096 before you start")
+    else:
+        yield ok("open files", f"{_said(files)} at most")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    cards = _cards()
+    if cards and locked != resource.RLIM_INFINITY:
+        what = f"{_kib(locked)} may be locked, and there are network cards that need it ({', '.join(cards)})"
+        yield warning(
+            "locked memory",
+            what,
+            "Ask the site to set memlock to unlimited (SLURM: PropagateResourceLimitsExcept=MEMLOCK)",
+        )
+    else:
+        yield ok(
+            "locked memory", f"{_kib(locked)} may be locked" + ("" if cards else "; no network card here needs it")
+        )
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    if _below(stack, _STACK):
+        yield warning("stack", f"{_kib(stack)}: libraries crash with so little", "ulimit -s 8192 before you start")
+    else:
+        yield ok("stack", _kib(stack))
+
+
+def _below(limit: int, least: int) -> bool:
+    return limit != resource.RLIM_INFINITY and limit < least
+
+
+def _said(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+def _kib(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
+
+
+def _cards() -> list[str]:
+    try:
+        return sorted(path.name for path in _CARDS.iterdir())
+    except OSError:
+        return []
