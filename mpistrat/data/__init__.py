@@ -1,13 +1,11 @@
 """Input: rows out of HDF5 shards or arrays, in a reproducible order, in batches, divided over the replicas."""
 
 from .dataset import Dataset
-from .distribution.distributed_dataset import DistributedDataset
-from .distribution.distributed_iterator import DistributedIterator
-from .distribution.from_function import InputContext
-from .distribution.optional import Optional
+from .feed.distributed import DistributedDataset, DistributedIterator, Optional
+from .feed.feed import DatasetIterator
+from .feed.from_function import InputContext
 from .files.hdf5 import HDF5Dataset
 from .functions import from_arrays, from_generator, sample_from_datasets, zip
-from .iterator import DatasetIterator
 from .nodes.node import INFINITE, UNKNOWN
 from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
 from .permutation import permute

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from .._util import nest
 from .._util.arguments import integer, tensorflow_names
 from ..errors import explain
-from .iterator import DatasetIterator
+from .feed.feed import DatasetIterator
 from .nodes.batch import Batched, Padded, Padding, Unbatched
 from .nodes.cache.cache import cache
 from .nodes.calls import Calls
@@ -100,7 +100,7 @@ class Dataset:
         self.node.check()
         depth = self.node.prefetch_depth or 0
         iterator = DatasetIterator(
-            self.node.elements, self.cardinality(), self._epoch, depth, self.set_epoch, self.node
+            self.node.elements, self.cardinality(), self._epoch, depth, supplier=self.node, set_epoch=self.set_epoch
         )
         self._epoch += 1
         return iterator

@@ -13,7 +13,7 @@ from ..cluster.topology import check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
 from ..comm.waiting import CEILING
 from ..cross_device.ops import CrossDeviceOps
-from ..data.distribution.workers import Workers
+from ..data.feed.plan import Workers
 from ..errors import ContextError, explain
 from ..options import CommunicationOptions, RunOptions
 from ..strategy.assemble import assemble

@@ -19,12 +19,10 @@ from ..comm.gpu import DeviceCopy
 from ..comm.monitor.rank_monitor import user_place
 from ..comm.process_group import ProcessGroup
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions, InputReplicationMode
-from ..data.distribution.auto_shard import auto_shard, deal_out, serve_only
-from ..data.distribution.distributed_dataset import Divide, distribute
-from ..data.distribution.distributed_iterator import Drawn, Passes
-from ..data.distribution.from_function import FunctionSteps, call_dataset_fn
-from ..data.distribution.steps import NoSteps
-from ..data.distribution.workers import Workers
+from ..data.feed.auto_shard import auto_shard, deal_out, serve_only
+from ..data.feed.distributed import Divide, Drawn, Passes, distribute
+from ..data.feed.from_function import FunctionPlan, call_dataset_fn
+from ..data.feed.plan import NoPlan, Workers
 from ..data.nodes.node import Node
 from ..errors import CollectiveMismatchError, by_rank, explain
 
@@ -128,7 +126,7 @@ def distribute_datasets_from_function(
     """See `Strategy.distribute_datasets_from_function`. Collective."""
     function, drawn = "distribute_datasets_from_function", division.drawn()
 
-    def make() -> tuple[FunctionSteps | None, dict[str, Any]]:
+    def make() -> tuple[FunctionPlan | None, dict[str, Any]]:
         settings = _checked(options, function)
         mode = InputReplicationMode(settings.replication_mode)
         told = _settings(group, settings, division, drawn)
@@ -141,7 +139,7 @@ def distribute_datasets_from_function(
     # What each worker makes may differ; only its success is told, and its length.
     steps, settings = _agreed(group, function, make, lambda made: ("", ""))
     if steps is None:
-        return DistributedDataset(NoSteps(None, division.workers), **settings)
+        return DistributedDataset(NoPlan(None, division.workers), **settings)
     steps.agree(settings["sum_over_ranks"])
     return DistributedDataset(steps, **settings)
 

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import explain
-from ..look_ahead import LookAhead
+from ..feed.batches import LookAhead, successive_batches
 from ..spec import unstack_rows
-from ..successive import successive_batches
 from .node import Addresses, Batching, Node, ReadPlan, Traits
 
 __all__ = ["Combined", "InOrder", "InputRows", "SameElements", "Stage", "cut_chunks"]

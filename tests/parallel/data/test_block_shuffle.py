@@ -15,8 +15,8 @@ def strategy():
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_ranks_share_the_order_of_a_block_shuffle(strategy, mpi_tmp_path):
     from mpistrat.data import HDF5Dataset, write_shards
-    from mpistrat.data.distribution.distributed_dataset import distribute
-    from mpistrat.data.distribution.workers import Workers
+    from mpistrat.data.feed.distributed import distribute
+    from mpistrat.data.feed.plan import Workers
 
     if strategy.rank == 0:
         write_shards(mpi_tmp_path / "rows", {"x": np.arange(500)}, num_shards=3, compression="gzip", chunk_rows=16)

@@ -76,8 +76,8 @@ def gathered(comm, rows):
 def test_each_row_comes_once_in_the_order_without_mpi_io(strategy, folder, few_pieces, reader, order):
     """A global batch is communicated between steps, while the next one is read in a thread."""
     from mpistrat.data import HDF5Dataset, permute
-    from mpistrat.data.distribution.distributed_dataset import distribute
-    from mpistrat.data.distribution.workers import Workers
+    from mpistrat.data.feed.distributed import distribute
+    from mpistrat.data.feed.plan import Workers
 
     def batches(driver, reader):
         rows = HDF5Dataset(folder, reader=reader, driver=driver)

@@ -21,8 +21,8 @@ def test_every_rank_reads_its_part_of_the_shards():
     from mpi4py import MPI
 
     from mpistrat.data import HDF5Dataset, write_shards
-    from mpistrat.data.distribution.distributed_dataset import distribute
-    from mpistrat.data.distribution.workers import Workers
+    from mpistrat.data.feed.distributed import distribute
+    from mpistrat.data.feed.plan import Workers
 
     comm = MPI.COMM_WORLD
     name = np.zeros(512, np.uint8)

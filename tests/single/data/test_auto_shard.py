@@ -24,8 +24,8 @@ from mpistrat.data import (
     from_generator,
     write_shards,
 )
-from mpistrat.data.distribution.distributed_dataset import distribute
-from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.feed.distributed import distribute
+from mpistrat.data.feed.plan import Workers
 
 
 def steps_of(dataset: Dataset, replicas: list[int], policy: str, **settings: Any) -> list[list[list[list[int]]]]:

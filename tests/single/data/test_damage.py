@@ -21,8 +21,8 @@ import pytest
 
 from mpistrat import OneDeviceStrategy
 from mpistrat.data import HDF5Dataset, write_shards
-from mpistrat.data.distribution.distributed_dataset import distribute
-from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.feed.distributed import distribute
+from mpistrat.data.feed.plan import Workers
 from mpistrat.data.files.handles import ShardFile
 from mpistrat.errors import ShardError
 

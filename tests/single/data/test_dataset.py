@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.data import INFINITE, ArraySpec, Dataset, from_arrays
-from mpistrat.data.distribution.distributed_dataset import distribute
-from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.feed.distributed import distribute
+from mpistrat.data.feed.plan import Workers
 from mpistrat.data.permutation import permute
 
 Point = collections.namedtuple("Point", ["x", "y"])

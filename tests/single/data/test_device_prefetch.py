@@ -13,9 +13,9 @@ from fake_gpu import FakeGpu
 
 from mpistrat.comm.gpu import DeviceCopy
 from mpistrat.data import DistributedDataset, from_arrays
-from mpistrat.data.distribution.distributed_dataset import distribute
-from mpistrat.data.distribution.from_function import FunctionSteps
-from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.feed.distributed import distribute
+from mpistrat.data.feed.from_function import FunctionPlan
+from mpistrat.data.feed.plan import Workers
 
 
 class Marked:
@@ -84,7 +84,7 @@ def test_the_user_s_prefetch_says_how_far() -> None:
 
 def test_zero_rows_are_moved_too() -> None:
     device = Marked(0)
-    steps = FunctionSteps([[np.arange(2)]], Workers([1, 1]))
+    steps = FunctionPlan([[np.arange(2)]], Workers([1, 1]))
     more = [1, 1, 0]
     part = DistributedDataset(steps, devices=[device], sum_over_ranks=lambda counts: np.add(counts, [more.pop(0), 1]))
     assert [(rows.tolist(), rows.dtype) for rows in part] == [([0, 1], np.int64), ([], np.int64)]

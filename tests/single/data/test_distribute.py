@@ -26,9 +26,9 @@ from mpistrat.data import (
     from_arrays,
     write_shards,
 )
-from mpistrat.data.distribution.distributed_dataset import distribute
-from mpistrat.data.distribution.from_function import call_dataset_fn
-from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.feed.distributed import distribute
+from mpistrat.data.feed.from_function import call_dataset_fn
+from mpistrat.data.feed.plan import Workers
 from mpistrat.distributed_values import PerReplica
 from mpistrat.errors import ShardError
 
@@ -128,7 +128,7 @@ def test_the_state_is_what_was_consumed_not_what_was_read_ahead() -> None:
     iterator = iter(parts(from_arrays(np.arange(100)).batch(10).prefetch(4), 1)[0])
     next(iterator)
     deadline = time.monotonic() + 5
-    while iterator._reader._prefetcher._buffer.items.qsize() < 4 and time.monotonic() < deadline:
+    while iterator._read_ahead._buffer.items.qsize() < 4 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert iterator.state() == {"epoch": 0, "next": 1, "length": 10}
     iterator.close()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mpistrat._util import partition
 from mpistrat.data import Dataset
-from mpistrat.data.distribution.distributed_dataset import distribute
-from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.feed.distributed import distribute
+from mpistrat.data.feed.plan import Workers
 
 operators = st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integers(0, 3))
 workers = st.lists(st.integers(1, 3), min_size=1, max_size=4)  # the replicas of each

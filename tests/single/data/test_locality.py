@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mpistrat._util import nest
 from mpistrat.data import Dataset, HDF5Dataset, from_arrays, sample_from_datasets
 from mpistrat.data import zip as zip_datasets
-from mpistrat.data.distribution.distributed_dataset import distribute
-from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.feed.distributed import distribute
+from mpistrat.data.feed.plan import Workers
 from mpistrat.data.files import chunked
 from mpistrat.data.permutation import LOCALITIES, by_locality, localities
 from mpistrat.distributed_values import PerReplica

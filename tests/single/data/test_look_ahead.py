@@ -10,11 +10,12 @@ import h5py
 import numpy as np
 import pytest
 
-from mpistrat.data import Dataset, HDF5Dataset, from_arrays, successive
-from mpistrat.data.distribution.distributed_dataset import distribute
-from mpistrat.data.distribution.workers import Workers
+from mpistrat.data import Dataset, HDF5Dataset, from_arrays
+from mpistrat.data.feed import batches as feed_batches
+from mpistrat.data.feed.batches import LOOK_AHEAD
+from mpistrat.data.feed.distributed import distribute
+from mpistrat.data.feed.plan import Workers
 from mpistrat.data.files.hdf5 import HDF5Rows
-from mpistrat.data.look_ahead import LOOK_AHEAD
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def source(tmp_path: Path) -> Dataset:
 @pytest.fixture
 def calls(source: Dataset, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
     """What the source is told and asked, in order; batches are not gathered together."""
-    monkeypatch.setattr(successive, "TOGETHER_BYTES", 0)
+    monkeypatch.setattr(feed_batches, "TOGETHER_BYTES", 0)
     seen: list[tuple[str, list[int]]] = []
     for name in ("expect", "gather"):
         original = getattr(HDF5Rows, name)
@@ -94,7 +95,7 @@ def test_where_rows_are_cheap_nothing_is_expected(monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows the sources are asked for, call by call, however long one takes."""
-    monkeypatch.setattr(successive, "TOGETHER_SECONDS", 1e9)
+    monkeypatch.setattr(feed_batches, "TOGETHER_SECONDS", 1e9)
     seen: list[int] = []
     for kind in (HDF5Rows, type(from_arrays(np.zeros(1)).node)):
         original = kind.gather
@@ -143,7 +144,7 @@ def test_what_is_slow_to_read_is_gathered_alone(
     slow: bool, gathered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who reads ahead would be in one long call while the loop waits. 1 ms a row here, and calls of at most 4 ms, or 1 s."""
-    monkeypatch.setattr(successive, "TOGETHER_SECONDS", 4e-3 if slow else 1.0)
+    monkeypatch.setattr(feed_batches, "TOGETHER_SECONDS", 4e-3 if slow else 1.0)
     source = type(from_arrays(np.zeros(1)).node)
     noted = source.gather
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpistrat.data import iterator
-from mpistrat.data.iterator import PositionReader
+from mpistrat.data.feed import feed
+from mpistrat.data.feed.feed import DatasetIterator
 
 PATIENCE = 5e-3
 
@@ -16,7 +16,7 @@ PATIENCE = 5e-3
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the reader takes for the time."""
     now = [0.0]
-    monkeypatch.setattr(iterator, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(feed, "perf_counter", lambda: now[0])
     return now
 
 
@@ -28,14 +28,14 @@ def first_ahead(clock: list[float], seconds: list[float]) -> int | None:
             clock[0] += duration
             yield number
 
-    reader = PositionReader(elements, len(seconds), 0, 2, PATIENCE)
+    reader = DatasetIterator(elements, len(seconds), 0, 2, PATIENCE)
     try:
         for number in range(len(seconds)):
-            assert reader.next() == number
-            if reader._prefetcher is not None:
+            assert next(reader) == number
+            if reader._read_ahead is not None:
                 return number
     finally:
-        reader.close()
+        reader._stop()
     return None
 
 
@@ -55,8 +55,8 @@ def test_elements_that_come_several_at_a_time(clock: list[float], together: int)
 
 
 def test_without_patience_at_once() -> None:
-    reader = PositionReader(lambda epoch, start: iter(range(3)), 3, 0, 2, 0.0)
-    assert reader.next() == 0
-    assert reader._prefetcher is not None
-    assert list(iter(reader.next, 2)) == [1]
-    reader.close()
+    reader = DatasetIterator(lambda epoch, start: iter(range(3)), 3, 0, 2, 0.0)
+    assert next(reader) == 0
+    assert reader._read_ahead is not None
+    assert list(iter(reader.__next__, 2)) == [1]
+    reader._stop()

@@ -21,8 +21,8 @@ from mpistrat.data import (
     InputReplicationMode,
     from_arrays,
 )
-from mpistrat.data.distribution.from_function import call_dataset_fn
-from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.feed.from_function import call_dataset_fn
+from mpistrat.data.feed.plan import Workers
 from mpistrat.distributed_values import PerReplica
 from mpistrat.errors import ShardError
 

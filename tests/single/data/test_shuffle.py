@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat._util import log
-from mpistrat.data import Dataset, HDF5Dataset, from_arrays, successive
-from mpistrat.data.distribution.distributed_dataset import distribute
-from mpistrat.data.distribution.workers import Workers
+from mpistrat.data import Dataset, HDF5Dataset, from_arrays
+from mpistrat.data.feed import batches as feed_batches
+from mpistrat.data.feed.distributed import distribute
+from mpistrat.data.feed.plan import Workers
 from mpistrat.data.files import chunked, codecs, library, storage
 
 ROWS = 1000
@@ -184,7 +185,7 @@ def test_each_chunk_is_decoded_once_a_pass_and_rank(
     compressed: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked, "CACHE_BYTES", 1)
-    monkeypatch.setattr(successive, "TOGETHER_BYTES", 0)  # which are more than these windows
+    monkeypatch.setattr(feed_batches, "TOGETHER_BYTES", 0)  # which are more than these windows
     for rank in range(ranks):
         source = HDF5Dataset(compressed, ("x", "y"))
         dataset = source.shuffle(200, seed=1).batch(48)
@@ -205,7 +206,7 @@ def test_batches_as_large_as_windows_decode_few_chunks_again(
     compressed: Path, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked, "CACHE_BYTES", 1)
-    monkeypatch.setattr(successive, "TOGETHER_BYTES", 0)  # which are more than these windows
+    monkeypatch.setattr(feed_batches, "TOGETHER_BYTES", 0)  # which are more than these windows
     source = HDF5Dataset(compressed, "x")
     assert sorted(batches(source.shuffle(100, seed=1).batch(batch))) == list(range(ROWS))
     assert source.node.counters.chunk_reads < 1.25 * (39 + 25)

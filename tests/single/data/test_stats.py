@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mpistrat.data import HDF5Dataset, InputStats, StageStats, from_arrays, write_shards
-from mpistrat.data.distribution.distributed_dataset import distribute
-from mpistrat.data.distribution.workers import Workers
+from mpistrat.data.feed.distributed import distribute
+from mpistrat.data.feed.plan import Workers
 
 
 def test_a_slow_source_is_seen() -> None:

@@ -17,11 +17,10 @@ from ..dataset import Dataset
 from ..nodes.node import INFINITE, UNKNOWN, Node
 from ..options import InputReplicationMode
 from ..spec import empty_rows, spec_of_rows
-from .distributed_iterator import SumOverRanks
-from .steps import Step, Steps, has_element, rows_in
-from .workers import Workers
+from .distributed import SumOverRanks
+from .plan import Plan, Step, Workers, has_element, rows_in
 
-__all__ = ["FunctionSteps", "InputContext", "call_dataset_fn"]
+__all__ = ["FunctionPlan", "InputContext", "call_dataset_fn"]
 
 FUNCTION = "distribute_datasets_from_function"
 _TOGETHER = 64  # steps whose rows the workers tell each other at once, where they know them
@@ -76,7 +75,7 @@ def call_dataset_fn(
     workers: Workers,
     mode: InputReplicationMode,
     within: Workers | None = None,
-) -> FunctionSteps:
+) -> FunctionPlan:
     """Call a dataset function once for this worker, or once for each of its replicas.
 
     Args:
@@ -104,11 +103,11 @@ def call_dataset_fn(
     else:
         first, total = workers.replica_offset + offset, workers.num_replicas
         contexts = [InputContext(total, first + i, together.num_replicas) for i in range(together.num_local_replicas)]
-    return FunctionSteps([dataset_fn(context) for context in contexts], together)
+    return FunctionPlan([dataset_fn(context) for context in contexts], together)
 
 
 @final
-class FunctionSteps(Steps):
+class FunctionPlan(Plan):
     """One element for each local replica at every step. The workers tell each other how long their iterables are.
 
     Where all are Datasets with random access, they ask each other once for many steps, else at every step.

@@ -12,9 +12,9 @@ from ..._util import nest
 from ...distributed_values import regroup
 from ...errors import explain
 from ..spec import empty_rows
-from .steps import Step, Steps
+from .plan import Plan, Step
 
-__all__ = ["Device", "DevicePrefetch", "Loaded"]
+__all__ = ["Device", "Devices", "Loaded"]
 
 
 class Device(Protocol):
@@ -44,7 +44,7 @@ class Loaded(NamedTuple):
     arrays: list[list[Any]] | None = None
 
 
-class DevicePrefetch:
+class Devices:
     """Starts the copies of each step as it is read, and finishes them as it is handed out.
 
     Reading and starting happen in the thread that reads ahead, so as many steps are on the devices as it may read
@@ -87,7 +87,7 @@ class DevicePrefetch:
             for device, block in zip(self._devices, blocks, strict=True)
         ]
 
-    def hand_out(self, loaded: Loaded, steps: Steps) -> tuple[Any, list[list[Any]]]:
+    def hand_out(self, loaded: Loaded, steps: Plan) -> tuple[Any, list[list[Any]]]:
         """Return the element of a step, and each replica's arrays in it.
 
         The arrays are on the replicas' devices, and have zero rows where the worker has none left.

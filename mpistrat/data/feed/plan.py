@@ -1,7 +1,4 @@
-"""The steps of a distributed dataset as one worker reads them: the policies differ in nothing else.
-
-This and the files that it imports are handed integers; of MPI and strategies they know nothing.
-"""
+"""Which rows each worker reads at each step: a pure plan, handed integers; of MPI and strategies it knows nothing."""
 
 from __future__ import annotations
 
@@ -9,17 +6,19 @@ import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._util import nest, partition
+from ...errors import explain
 from ..nodes.node import INFINITE, UNKNOWN, Node
 from ..spec import row_count
-from ..successive import successive_batches
-from .workers import Workers, cut
+from .batches import successive_batches
 
-__all__ = ["GlobalSteps", "NoSteps", "Step", "Steps", "WorkerSteps", "has_element", "rows_in"]
+__all__ = ["GlobalPlan", "NoPlan", "Step", "Plan", "WorkerPlan", "Workers", "cut", "has_element", "rows_in"]
 
 
 class Step(NamedTuple):
@@ -37,7 +36,7 @@ class Step(NamedTuple):
     counts: NDArray[np.int64] | None = None
 
 
-class Steps(ABC):
+class Plan(ABC):
     """The steps of every epoch. Threads that read ahead hold it, and not the dataset that the user holds.
 
     Attributes:
@@ -87,7 +86,7 @@ class Steps(ABC):
         return None
 
 
-class GlobalSteps(Steps):
+class GlobalPlan(Plan):
     """DATA: every step's global batch cut into contiguous blocks, one a replica. No worker talks to another.
 
     With random access a worker reads its own rows only; in order, it makes all batches and takes its part of each.
@@ -144,7 +143,7 @@ class GlobalSteps(Steps):
         return f"each batch cut into blocks ({self._dealt})"
 
 
-class NoSteps(Steps):
+class NoPlan(Plan):
     """No steps at all, of a rank that only serves. It knows the dataset, so that its ranks can be compared."""
 
     def __init__(self, dataset: Node | None, workers: Workers) -> None:
@@ -169,7 +168,7 @@ class NoSteps(Steps):
         return "read by workers only"
 
 
-class WorkerSteps(Steps):
+class WorkerPlan(Plan):
     """FILE, OFF and HINT: each worker reads a dataset of its own, in batches of its share of the global batch.
 
     A worker that has come to its end gets zero rows until none has any; with drop_remainder the steps end with the
@@ -247,3 +246,76 @@ def has_element(dataset: Node, position: int) -> bool:
 def rows_in(dataset: Node, epoch: int, position: int) -> int:
     """The rows of the batch there, of a dataset with random access; 0 behind its end."""
     return int(np.size(dataset.locate(epoch, position)[0])) if has_element(dataset, position) else 0
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers that read a dataset, which are the ranks of a strategy.
+
+    Args:
+        replicas: how many replicas each worker has, at least 1.
+        index: which worker this is.
+
+    Attributes:
+        num_replicas: replicas of all workers.
+        replica_offset: the number of this worker's first replica.
+
+    Raises:
+        ValueError: for impossible numbers.
+
+    Example:
+        >>> Workers([2, 1], index=1).blocks(7)
+        [(5, 7)]
+    """
+
+    replicas: Sequence[int] = (1,)
+    index: int = 0
+    num_replicas: int = field(init=False)
+    replica_offset: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replicas", tuple(self.replicas))
+        if not self.replicas or min(self.replicas) < 1:
+            expected = "at least one worker, each with at least one replica"
+            raise ValueError(explain("Workers", "replicas", expected=expected, got=self.replicas))
+        if not 0 <= self.index < len(self.replicas):
+            expected = f"0 <= index < {len(self.replicas)}"
+            raise ValueError(explain("Workers", "index", expected=expected, got=self.index))
+        object.__setattr__(self, "num_replicas", sum(self.replicas))
+        object.__setattr__(self, "replica_offset", sum(self.replicas[: self.index]))
+
+    @property
+    def count(self) -> int:
+        """Number of workers."""
+        return len(self.replicas)
+
+    @property
+    def num_local_replicas(self) -> int:
+        """Replicas of this worker."""
+        return self.replicas[self.index]
+
+    def blocks(self, rows: int) -> list[tuple[int, int]]:
+        """Return this worker's replicas' ranges of the rows of a global batch."""
+        first = self.replica_offset
+        return [partition.block(rows, self.num_replicas, r) for r in range(first, first + self.num_local_replicas)]
+
+    def shares(self, global_batch_size: int) -> list[int]:
+        """Return how many rows of a whole global batch each worker gets.
+
+        Example:
+            >>> Workers([2, 2]).shares(7)
+            [4, 3]
+        """
+        replicas = iter(partition.bounds(global_batch_size, self.num_replicas))
+        return [sum(high - low for low, high in (next(replicas) for _ in range(n))) for n in self.replicas]
+
+    def split(self, rows: Any, count: int) -> list[Any]:
+        """Return what each local replica gets of this worker's own rows, as views."""
+        if self.num_local_replicas == 1:
+            return [rows]
+        return cut(rows, partition.bounds(count, self.num_local_replicas))
+
+
+def cut(rows: Any, ranges: Sequence[tuple[int, int]]) -> list[Any]:
+    """Return ranges of stacked rows, as views."""
+    return [nest.map_structure(lambda leaf, low=low, high=high: leaf[low:high], rows) for low, high in ranges]

@@ -1,24 +1,27 @@
-"""The policies by which `distribute_dataset` divides a dataset: the chain of stages that each worker reads."""
+"""The policies by which distribute_dataset divides a dataset: the chain of stages that each worker reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...errors import explain
 from ..files.hdf5 import HDF5Rows
 from ..nodes.batch import Batched, Padded
 from ..nodes.node import Node
 from ..nodes.order import Reindexed, Shard, options_of, with_shard
+from ..nodes.stage import InputRows
 from ..options import AutoShardPolicy
-from .file_shard import FileShard
-from .steps import GlobalSteps, NoSteps, Steps, WorkerSteps
-from .workers import Workers
+from ..stats import StageStats
+from .plan import GlobalPlan, NoPlan, Plan, WorkerPlan, Workers
 
-__all__ = ["auto_shard", "deal_out", "serve_only"]
+__all__ = ["FileShard", "auto_shard", "deal_out", "serve_only"]
 
 
-def auto_shard(dataset: Node, workers: Workers) -> Steps:
+def auto_shard(dataset: Node, workers: Workers) -> Plan:
     """Return the steps of a dataset under the policy that its options name.
 
     Raises:
@@ -31,17 +34,17 @@ def auto_shard(dataset: Node, workers: Workers) -> Steps:
             raise _refusal(
                 "the same elements in the same order on every worker", "a map that is free to choose", remedy
             )
-        return GlobalSteps(dataset, workers)
+        return GlobalPlan(dataset, workers)
     if policy is AutoShardPolicy.OFF:
         shards = [dataset] * workers.count
     elif policy is AutoShardPolicy.HINT:
         shards = [with_shard(dataset, workers.count, worker) for worker in range(workers.count)]
     else:
         shards = [_own_files(dataset, workers.count, worker) for worker in range(workers.count)]
-    return WorkerSteps(_rebatched(shards, workers, policy.name), workers, policy.name)
+    return WorkerPlan(_rebatched(shards, workers, policy.name), workers, policy.name)
 
 
-def deal_out(dataset: Node, workers: Workers, within: Workers) -> Steps:
+def deal_out(dataset: Node, workers: Workers, within: Workers) -> Plan:
     """Return the steps of a worker that steps alone: whole batches, in turn under AUTO and DATA.
 
     A batch is what one worker's replicas take together. With FILE, OFF and HINT a worker reads batches of the files or
@@ -64,13 +67,13 @@ def deal_out(dataset: Node, workers: Workers, within: Workers) -> Steps:
         own = with_shard(dataset, workers.count, workers.index)
     else:
         own = _own_files(dataset, workers.count, workers.index)
-    return GlobalSteps(own, within, f"dealt out by {policy.name}: worker {workers.index} of {workers.count}")
+    return GlobalPlan(own, within, f"dealt out by {policy.name}: worker {workers.index} of {workers.count}")
 
 
-def serve_only(dataset: Node, workers: Workers) -> Steps:
+def serve_only(dataset: Node, workers: Workers) -> Plan:
     """Return the steps of a rank that reads nothing, after the checks of one that does."""
     hinted = _policy(dataset) is AutoShardPolicy.HINT
-    return NoSteps(with_shard(dataset, workers.count, 0) if hinted else dataset, workers)
+    return NoPlan(with_shard(dataset, workers.count, 0) if hinted else dataset, workers)
 
 
 def _policy(dataset: Node) -> AutoShardPolicy:
@@ -146,3 +149,65 @@ def _share(stage: Node, workers: Workers, worker: int, policy: str) -> int:
         expected = f"at least a row for each of the {workers.count} workers in a batch under {policy}"
         raise _refusal(expected, stage.describe(), "A worker without a part in the batches would never read its rows.")
     return shares[worker]
+
+
+class FileShard(InputRows):
+    """The rows of files index, index + num_shards, … of an HDF5 dataset. It is a source: no stage lies below it.
+
+    Args:
+        source: all files; opened once, whatever the number of shards.
+        num_shards: how many parts, at most the number of files.
+        index: which of them.
+    """
+
+    def __init__(self, source: HDF5Rows, num_shards: int, index: int) -> None:
+        self._source = source
+        self._num_shards, self._index = num_shards, index
+        starts = source.file_starts()
+        self._first = starts[:-1][index::num_shards]  # row of the source with which each of our files begins
+        lengths = np.diff(starts)[index::num_shards]
+        self._starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        self._files = starts.size - 1
+
+    @property
+    def counters(self) -> StageStats | None:
+        return self._source.counters
+
+    @property
+    def row_spec(self) -> Any:
+        return self._source.row_spec
+
+    def cardinality(self) -> int:
+        return int(self._starts[-1])
+
+    def _rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The source's numbers of our rows."""
+        file = np.searchsorted(self._starts, positions, side="right") - 1
+        return positions + (self._first - self._starts[:-1])[file]
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        return self._source.gather(epochs, self._rows(positions))
+
+    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        self._source.expect(epochs, self._rows(positions))
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        starts = self._source.chunk_starts()
+        if starts is None:
+            return None
+        kept = [self._starts]
+        for first, below, above in zip(self._first, self._starts[:-1], self._starts[1:], strict=True):
+            inside = starts[(starts >= first) & (starts < first + above - below)]
+            kept.append(inside - first + below)
+        return np.unique(np.concatenate(kept))
+
+    def keep(self, rows: int) -> None:
+        self._source.keep(rows)
+
+    def check(self) -> None:
+        self._source.check()
+
+    def describe(self) -> str:
+        shown = ", ".join(map(str, range(self._files)[self._index :: self._num_shards][:3]))
+        more = ", …" if self._first.size > 3 else ""
+        return f"{self._source.describe()}; of these files {shown}{more}"

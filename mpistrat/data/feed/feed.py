@@ -1,16 +1,111 @@
-"""One pass over a dataset, with a position that can be saved and restored."""
+"""An epoch's elements one after the other, read ahead in a thread if told to, with a position that can be saved."""
 
 from __future__ import annotations
 
+import atexit
+import threading
+import weakref
+from abc import ABC
 from collections import deque
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
-from ..errors import explain
-from .prefetch import Prefetcher
+from ...errors import explain
 
-__all__ = ["DatasetIterator", "Elements", "PositionReader"]
+__all__ = ["DatasetIterator", "Elements", "Feed", "ReadAhead"]
+
+_PATIENCE = 10.0  # seconds that the end of the program waits for what is being read
+
+
+class _Buffer:
+    """What the thread and the reader share. The thread must not hold the reader, or neither would ever be freed."""
+
+    def __init__(self, depth: int) -> None:
+        self.room: SimpleQueue[bool] = SimpleQueue()  # one entry for each item that may be made; False ends the thread
+        self.items: SimpleQueue[tuple[bool, Any]] = SimpleQueue()  # (True, item), at last (False, error or None)
+        self.closed = False
+        for _ in range(depth):
+            self.room.put(True)
+
+    def close(self) -> None:
+        self.closed = True
+        self.room.put(False)
+        self.items.put((False, None))
+
+
+_running: dict[threading.Thread, _Buffer] = {}
+
+
+def _end_all() -> None:
+    """End the threads before the interpreter ends: one inside HDF5 would crash it then, or never let it go."""
+    running = list(_running.items())
+    for _, buffer in running:
+        buffer.close()
+    for thread, _ in running:
+        thread.join(_PATIENCE)
+
+
+def _run(buffer: _Buffer, produce: Callable[[], Any]) -> None:
+    try:
+        _fill(buffer, produce)
+    finally:
+        _running.pop(threading.current_thread(), None)
+
+
+def _fill(buffer: _Buffer, produce: Callable[[], Any]) -> None:
+    """Produce until StopIteration, an error, or the reader's end."""
+    while buffer.room.get() and not buffer.closed:
+        try:
+            item = True, produce()
+        except StopIteration:
+            item = False, None
+        except BaseException as error:  # whatever it is, it belongs to the reader
+            item = False, error
+        buffer.items.put(item)
+        if not item[0]:
+            return
+        del item  # the reader's alone
+
+
+class ReadAhead:
+    """Calls a function ahead of need, at most `depth` results ahead, in order.
+
+    Args:
+        produce: returns the next item or raises StopIteration; called in the thread only.
+        depth: how many results may wait, at least 1.
+    """
+
+    def __init__(self, produce: Callable[[], Any], depth: int) -> None:
+        self._buffer = _Buffer(depth)
+        self._thread = threading.Thread(
+            target=_run, args=(self._buffer, produce), name="mpistrat-prefetch", daemon=True
+        )
+        self._finalizer = weakref.finalize(self, self._buffer.close)
+        atexit.unregister(_end_all)  # the last to be registered is called first: before h5py's own end
+        atexit.register(_end_all)
+        _running[self._thread] = self._buffer
+        self._thread.start()
+
+    def get(self) -> Any:
+        """Return the next item. Raises StopIteration at the end, and what the function raised, when its turn comes."""
+        if self._buffer.closed:
+            raise StopIteration
+        more, item = self._buffer.items.get()
+        if more:
+            self._buffer.room.put(True)
+            return item
+        self._buffer.items.put((more, item))  # for who asks again
+        if item is not None:
+            raise item
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread and wait for it; what it had read is dropped. Safe to call twice."""
+        self._finalizer()
+        self._thread.join()
+
 
 _NOTHING = object()  # no element was peeked at
 PATIENCE = 1e-3  # seconds: a thread takes 0.03 to 0.1 ms to hand an element over, and the node a core
@@ -30,8 +125,10 @@ class Supplier(Protocol):
         """Take note how long somebody waited for what a thread reads ahead."""
 
 
-class PositionReader:
-    """Reads elements one after the other, ahead of need if told to. Position and state are those of what was consumed.
+class Feed(Iterator[Any], ABC):
+    """One epoch, whose elements are read one after the other, ahead of need if told to.
+
+    Position and state are those of what was consumed. The thread that reads ahead holds none of this: it ends with the feed.
 
     Args:
         elements: returns an iterator over an epoch's elements from a position on.
@@ -41,6 +138,7 @@ class PositionReader:
         patience: start the thread when reading an element takes longer than so many seconds, on average; 0 for at once.
         same_length: whether an epoch of the same dataset is as long wherever a state of it is restored.
         supplier: what the elements come from.
+        set_epoch: is told which epoch follows one that was restored.
     """
 
     def __init__(
@@ -52,10 +150,11 @@ class PositionReader:
         patience: float = 0.0,
         same_length: bool = True,
         supplier: Supplier | None = None,
+        set_epoch: Callable[[int], None] | None = None,
     ) -> None:
         self._elements = elements
         self._cardinality = cardinality
-        self._supplier = supplier
+        self._supplier, self._set_epoch = supplier, set_epoch
         self._length = {"length": cardinality} if same_length and cardinality >= 0 else {}
         self._depth = prefetch
         self._patience = patience
@@ -64,43 +163,31 @@ class PositionReader:
         self._epoch = epoch
         self._next = 0
         self._produce: Callable[[], Any] | None = None
-        self._prefetcher: Prefetcher | None = None
+        self._read_ahead: ReadAhead | None = None
         self._peeked: Any = _NOTHING
         self._ended = False
 
-    @property
-    def epoch(self) -> int:
-        """Which epoch it reads."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """Which element is the next."""
-        return self._next
-
-    def next(self) -> Any:
-        """Return the next element, or raise StopIteration."""
-        element = self.peek()
-        self._peeked = _NOTHING
-        self._next += 1
-        return element
-
-    def peek(self) -> Any:
-        """Return the next element without moving on, or raise StopIteration."""
+    def _peek(self) -> Any:
+        """The next element, without moving on, or StopIteration."""
         if self._peeked is _NOTHING:
             self._peeked = self._read()
         return self._peeked
 
+    def _advance(self) -> None:
+        """Move on, behind the element that `_peek` returned."""
+        self._peeked = _NOTHING
+        self._next += 1
+
     def _read(self) -> Any:
         if self._ended or 0 <= self._cardinality <= self._next:
-            self.close()
+            self._stop()
             raise StopIteration
         if self._produce is None:
             # The prefetch thread holds the function, not this object.
             self._produce = _producer(self._elements, self._epoch, self._next)
-        if self._prefetcher is None and self._depth and self._slow:
-            self._prefetcher = Prefetcher(self._produce, self._depth)
-            self._produce = self._prefetcher.get
+        if self._read_ahead is None and self._depth and self._slow:
+            self._read_ahead = ReadAhead(self._produce, self._depth)
+            self._produce = self._read_ahead.get
         started = perf_counter()
         try:
             element = self._produce()
@@ -109,18 +196,19 @@ class PositionReader:
             if seconds > self._patience and not self._slow:
                 counted = sorted(self._recent)[:-_OUTLIERS]
                 self._slow = sum(counted) > self._patience * max(1, len(counted))
-            if self._prefetcher is not None and self._supplier is not None:
+            if self._read_ahead is not None and self._supplier is not None:
                 self._supplier.count_wait(seconds)
             return element
         except BaseException as error:
-            self.close()  # a generator that has raised is over: who asks again begins at this element anew
+            self._stop()  # a generator that has raised is over: who asks again begins at this element anew
             self._ended = isinstance(error, StopIteration)
             raise
 
-    def state(self) -> dict[str, int]:
+    def _state(self) -> dict[str, int]:
         return {"epoch": self._epoch, "next": self._next, **self._length}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def _restore(self, state: dict[str, int]) -> None:
+        """Go to where a feed of the same elements stood; the next one begins the epoch after."""
         try:
             epoch, following = int(state["epoch"]), int(state["next"])
             length = int(state.get("length", self._cardinality))
@@ -140,13 +228,16 @@ class PositionReader:
             raise ValueError(explain("restore", "state", expected=expected, got=repr(state), remedy=remedy))
         if self._supplier is not None:
             self._supplier.check()
-        self.close()
+        self._stop()
         self._epoch, self._next, self._ended = epoch, following, False
+        if self._set_epoch is not None:
+            self._set_epoch(epoch + 1)
 
-    def close(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
+    def _stop(self) -> None:
+        """End the thread, and forget what was read but not consumed."""
+        if self._read_ahead is not None:
+            self._read_ahead.close()
+            self._read_ahead = None
         self._produce = None
         self._peeked = _NOTHING
 
@@ -165,23 +256,14 @@ def _producer(elements: Elements, epoch: int, start: int) -> Callable[[], Any]:
     return produce
 
 
-class DatasetIterator(Iterator[Any]):
+@final
+class DatasetIterator(Feed):
     """One epoch of an undistributed dataset."""
 
-    def __init__(
-        self,
-        elements: Elements,
-        cardinality: int,
-        epoch: int,
-        prefetch: int = 0,
-        set_epoch: Callable[[int], None] | None = None,
-        supplier: Supplier | None = None,
-    ) -> None:
-        self._reader = PositionReader(elements, cardinality, epoch, prefetch, supplier=supplier)
-        self._set_epoch = set_epoch
-
     def __next__(self) -> Any:
-        return self._reader.next()
+        element = self._peek()
+        self._advance()
+        return element
 
     def peek(self) -> Any:
         """Return the next element without moving on.
@@ -194,14 +276,14 @@ class DatasetIterator(Iterator[Any]):
             >>> int(iterator.peek()), int(next(iterator)), int(next(iterator))
             (0, 0, 1)
         """
-        return self._reader.peek()
+        return self._peek()
 
     def state(self) -> dict[str, int]:
         """Return where this iterator stands: the epoch, the next element's position, an epoch's length.
 
         The length is left out where it is not known.
         """
-        return self._reader.state()
+        return self._state()
 
     def restore(self, state: dict[str, int]) -> None:
         """Go to where an iterator of the same dataset stood; its next `iter()` begins the epoch after.
@@ -210,6 +292,4 @@ class DatasetIterator(Iterator[Any]):
             ValueError: for what is no state of this dataset: its epochs have another length, too.
             ShardError: for files that have changed.
         """
-        self._reader.restore(state)
-        if self._set_epoch is not None:
-            self._set_epoch(self._reader.state()["epoch"] + 1)
+        self._restore(state)

@@ -1,0 +1,440 @@
+"""What a strategy makes of a dataset: steps that all ranks take together, each with every local replica's part of a batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import context
+from ..._util.arguments import integer
+from ...errors import explain
+from ...global_batch import HandedOut
+from ..dataset import Dataset
+from ..nodes.node import INFINITE, UNKNOWN, Node
+from ..options import InputOptions
+from ..spec import batch_spec
+from ..stats import InputStats, StageStats
+from .auto_shard import auto_shard
+from .devices import Device, Devices, Loaded
+from .feed import PATIENCE, Feed
+from .plan import Plan, Workers
+
+__all__ = [
+    "DistributedDataset",
+    "DistributedIterator",
+    "Drawn",
+    "Optional",
+    "Passes",
+    "SumOverRanks",
+    "alone",
+    "distribute",
+]
+
+SumOverRanks = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+
+Drawn = Callable[[int, int], None]
+
+# A step that was looked at: its rows over all replicas, its element, and each local replica's arrays in it.
+_Ahead = tuple[Loaded, int, Any, list[list[Any]]]
+
+
+def alone(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sum over one rank."""
+    return counts
+
+
+class Passes(Protocol):
+    """Who is told when a dataset begins and ends to be read: parameter servers serve meanwhile."""
+
+    def begin_pass(self) -> None:
+        """Called before the first step is taken."""
+
+    def end_pass(self) -> None:
+        """Called once after the last step, or when the iterator is closed or dropped."""
+
+
+@final
+class DistributedIterator(Feed):
+    """One epoch of a distributed dataset (TF: tf.distribute.DistributedIterator).
+
+    With one local replica each step gives plain arrays, with several PerReplica values in the dataset's structure.
+    Taking a step is collective where the dataset's number of rows is not known (see DistributedDataset), else not.
+
+    Args:
+        plan, devices: what is read, and where it goes; the thread that reads ahead holds these, not the iterator.
+        sum_over_ranks, stats, handed_out, passes, drawn: see `DistributedDataset`, which makes iterators.
+        reading: the other arguments of `Feed`.
+
+    Attributes:
+        global_batch_size: rows of the step handed out last, over all replicas; None before the first and after the end.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        devices: Devices,
+        sum_over_ranks: SumOverRanks,
+        stats: InputStats,
+        handed_out: HandedOut,
+        passes: Passes | None,
+        drawn: Drawn | None,
+        **reading: Any,
+    ) -> None:
+        def elements(epoch: int, start: int) -> Iterator[Loaded]:  # what the thread holds
+            return devices.load(plan.elements(epoch, start))
+
+        super().__init__(elements, plan.cardinality(), supplier=plan, **reading)
+        self._plan = plan
+        self._devices = devices
+        self._sum_over_ranks = sum_over_ranks
+        self._stats = stats
+        self._handed_out, self._drawn = handed_out, drawn
+        self._ahead: _Ahead | None = None
+        self._answers: dict[int, tuple[int, int]] = {}  # by step: how many workers have rows, and rows in all
+        self._ended = False
+        self._passes, self._pass_open = passes, False
+        self._last: float | None = None  # when the loop last got something
+        self.global_batch_size: int | None = None
+
+    @property
+    def element_spec(self) -> Any:
+        """As `DistributedDataset.element_spec`."""
+        spec = self._plan.row_spec
+        return None if spec is None else batch_spec(spec, None)
+
+    def __next__(self) -> Any:
+        context.expect_outside_steps("DistributedIterator.get_next")
+        started = time.perf_counter()
+        self._devices.reclaim()
+        try:
+            loaded, total, element, arrays = self._look()
+        except StopIteration:
+            self._time(started)
+            self._last = self.global_batch_size = None
+            self._handed_out.end()
+            raise
+        self._advance()
+        self._ahead = None
+        self._stats.steps += 1
+        self._stats.samples += loaded.rows
+        self._stats.bytes += loaded.nbytes
+        self.global_batch_size = total
+        self._handed_out.next(arrays, total)
+        if self._drawn is not None:
+            self._drawn(self._epoch, self._next - 1)
+        self._last = self._time(started)
+        return element
+
+    def _look(self) -> _Ahead:
+        """The next step; StopIteration at the end of all ranks."""
+        if self._ended:
+            raise StopIteration
+        if self._passes is not None and not self._pass_open:
+            self._pass_open = True
+            self._passes.begin_pass()
+        if self._ahead is None:
+            try:
+                loaded = self._peek()
+            except StopIteration:
+                self._ended = True  # asked again, it begins no other pass
+                self.close()
+                raise
+            total = loaded.total
+            if total is None:
+                having, total = self._ask(loaded)
+                if having < self._plan.quorum:
+                    self._ended = True
+                    self.close()
+                    raise StopIteration
+            self._ahead = loaded, total, *self._devices.hand_out(loaded, self._plan)
+        return self._ahead
+
+    def _ask(self, loaded: Loaded) -> tuple[int, int]:
+        """How many workers have rows in the next step, and how many rows that is."""
+        step = self._next
+        if step not in self._answers:
+            counts = loaded.counts
+            if counts is None:
+                counts = np.array([[loaded.parts is not None, loaded.rows]], np.int64)
+            answers = self._sum_over_ranks(counts.ravel()).reshape(counts.shape)
+            self._answers = {step + i: (int(having), int(rows)) for i, (having, rows) in enumerate(answers)}
+        return self._answers[step]
+
+    def _time(self, started: float) -> float:
+        """Count the time since then as waiting, and what the loop did before it as the loop's; return the time."""
+        now = time.perf_counter()
+        self._stats.wait_seconds += now - started
+        self._stats.seconds += now - (started if self._last is None else self._last)
+        return now
+
+    def get_next(self) -> Any:
+        """Return the next step's element, as `next(iterator)` does. Collective where the number of rows is not known.
+
+        Raises:
+            StopIteration: at the end, on all ranks together.
+            ContextError: in a step.
+        """
+        return next(self)
+
+    def get_next_as_optional(self) -> Optional:
+        """Return the next step's element in an Optional, which is empty at the end. Collective where `get_next` is.
+
+        It has a value on every rank while any replica has a row; replicas without one get zero rows.
+
+        Raises:
+            ContextError: in a step.
+        """
+        try:
+            return Optional.from_value(next(self))
+        except StopIteration:
+            return Optional.empty()
+
+    def peek(self) -> Any:
+        """Return the next step's element and stay before it. Collective where `get_next` is.
+
+        Raises:
+            StopIteration: at the end, on all ranks together.
+            ContextError: in a step.
+        """
+        context.expect_outside_steps("DistributedIterator.peek")
+        return self._look()[2]
+
+    def state(self) -> dict[str, int]:
+        """Return the position of what was consumed, the same on every rank: {"epoch", "next", "length"}.
+
+        "length" is the number of steps of an epoch. It is left out where it is not known, and with parameter servers.
+        """
+        return self._state()
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go to where an iterator of the same dataset stood. Do it on every rank.
+
+        The dataset's next `iter()` begins the epoch after. Under AUTO and DATA the number of replicas may be another
+        one. Datasets that read in order make again what comes before; the iterable of a dataset function must be a
+        Dataset, or the next step raises ValueError.
+
+        Raises:
+            ValueError: for what is no state of this dataset: its epochs have another number of steps, too.
+            ShardError: for files that have changed.
+        """
+        self._restore(state)
+        self._ahead = self.global_batch_size = self._last = None
+        self._answers, self._ended = {}, False
+
+    def close(self) -> None:
+        """End the thread that reads ahead. Dropping the iterator or reading it to its end does so too."""
+        self._stop()
+        if self._pass_open and self._passes is not None:
+            self._pass_open = False
+            self._passes.end_pass()
+
+    def __del__(self) -> None:
+        if self._pass_open:
+            self.close()
+
+
+_WITHOUT_LENGTH = {
+    INFINITE: ("no end", "Put take(n) behind repeat, or leave the loop after as many steps as you want."),
+    UNKNOWN: (
+        "an end that is found while it is read",
+        "Loop to the end; cardinality() tells beforehand whether it is known.",
+    ),
+}
+
+Divide = Callable[[Node, Workers], Plan]
+
+
+@final
+class DistributedDataset:
+    """A dataset divided over the replicas of a strategy (TF: tf.distribute.DistributedDataset).
+
+    `strategy.distribute_dataset` and `strategy.distribute_datasets_from_function` make them. Each `iter()` is the next
+    epoch. All ranks make the same number of steps: until no replica has a row left. A replica without a row gets arrays
+    of zero rows. Where a rank cannot compute the rows of all others, iterating is collective: steps begin with one small
+    sum over the ranks, every step or, where each rank knows its own rows beforehand, some.
+
+    Args:
+        plan: what this worker reads.
+        devices: one for each local replica, or None for host arrays.
+        buffer_size: steps that wait ready, beyond the one that is being read; 0 reads in the iterating thread. Plan
+            that are read faster than a thread could hand them over are read there, too.
+        sum_over_ranks: returns the elementwise sum of a small int64 array over all ranks; collective.
+        passes: who is told when an epoch begins and ends to be read.
+        same_length: whether an epoch has as many steps wherever the state of an iterator is restored.
+        drawn: called with the epoch and step of each batch that is handed out; None where the ranks need not draw alike.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        devices: Sequence[Device | None] | None = None,
+        buffer_size: int = InputOptions.per_replica_buffer_size,
+        sum_over_ranks: SumOverRanks = alone,
+        passes: Passes | None = None,
+        same_length: bool = True,
+        drawn: Drawn | None = None,
+    ) -> None:
+        self._plan, self._passes, self._same_length, self._drawn = plan, passes, same_length, drawn
+        self._devices = Devices(devices)
+        depth = plan.prefetch_depth
+        self._depth = depth if depth is not None else buffer_size + 1 if buffer_size else 0
+        self._patience = 0.0 if depth is not None or self._devices.copies else PATIENCE
+        self._sum_over_ranks = sum_over_ranks
+        self._stats = InputStats()
+        self._handed_out = HandedOut()
+        self._epoch = 0
+
+    @property
+    def element_spec(self) -> Any:
+        """The elements' structure with an `ArraySpec` for every array of one replica; its first axis varies.
+
+        None while a dataset function's own iterable has not given its first element.
+        """
+        spec = self._plan.row_spec
+        return None if spec is None else batch_spec(spec, None)
+
+    def cardinality(self) -> int:
+        """Return the number of steps in an epoch, the same on every rank; INFINITE, or UNKNOWN."""
+        return self._plan.cardinality()
+
+    def __len__(self) -> int:
+        length = self.cardinality()
+        if length < 0:
+            got, remedy = _WITHOUT_LENGTH[length]
+            raise TypeError(
+                explain("DistributedDataset", "len", expected="a known number of steps", got=got, remedy=remedy)
+            )
+        return length
+
+    def __bool__(self) -> bool:
+        return True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next `iter()` begin that epoch. Do it on every rank alike."""
+        self._epoch = integer("DistributedDataset.set_epoch", "epoch", epoch, 0)
+
+    def stats(self) -> InputStats:
+        """Return what this rank's input has done so far, over all epochs.
+
+        Example:
+            >>> data = ms.get_strategy().distribute_dataset(ms.data.from_arrays(np.arange(10)).batch(4))
+            >>> stats = [data.stats() for batch in data][-1]
+            >>> stats.steps, stats.samples
+            (3, 10)
+        """
+        return self._stats.snapshot(tuple(_stages(self._plan.datasets)))
+
+    def __iter__(self) -> DistributedIterator:
+        self._plan.check()
+        iterator = DistributedIterator(
+            self._plan, self._devices, self._sum_over_ranks, self._stats, self._handed_out, self._passes, self._drawn,
+            epoch=self._epoch, prefetch=self._depth, patience=self._patience, same_length=self._same_length,
+            set_epoch=self.set_epoch,
+        )  # fmt: skip
+        self._epoch += 1
+        return iterator
+
+    def __str__(self) -> str:
+        workers = self._plan.workers
+        first, last = workers.replica_offset, workers.replica_offset + workers.num_local_replicas - 1
+        here = f"replica {first}" if first == last else f"replicas {first} to {last}"
+        division = (
+            f"distributed over {_count(workers.num_replicas, 'replica')} of {_count(workers.count, 'worker')}, {here} here:"
+            f" {self._plan.describe()}; {self._depth} steps ahead"
+        )
+        return "\n".join([*map(str, self._plan.datasets), division])
+
+
+def distribute(dataset: Dataset, workers: Workers, divide: Divide = auto_shard, **settings: Any) -> DistributedDataset:
+    """Return a dataset divided by the policy of its options.
+
+    Args:
+        dataset: a dataset after `batch`; its batches are those of all replicas together.
+        workers: who reads.
+        divide: returns the steps of a dataset.
+        settings: as for DistributedDataset.
+
+    Raises:
+        TypeError: for what is no Dataset.
+        ValueError: for a dataset that is not batched, or has not what the policy needs.
+        ShardError: when a shard cannot be opened or does not match; files are opened here, before training starts.
+
+    Example:
+        >>> whole = ms.data.from_arrays(np.arange(10)).batch(4)
+        >>> [[batch.tolist() for batch in distribute(whole, Workers([1, 1], index))] for index in (0, 1)]
+        [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
+    """
+    given: object = dataset
+    if not isinstance(given, Dataset):
+        got = type(given).__name__
+        remedy = "Make one with ms.data.from_arrays or ms.data.HDF5Dataset."
+        raise TypeError(explain("distribute_dataset", "dataset", expected="a Dataset", got=got, remedy=remedy))
+    steps = divide(dataset.node, workers)
+    _ = steps.row_spec, steps.cardinality()  # open the files
+    return DistributedDataset(steps, **settings)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _stages(datasets: Sequence[Node]) -> Iterator[tuple[str, StageStats | None]]:
+    """Each stage's description and counters, sources first."""
+    for dataset in datasets:
+        yield from _stages(dataset.parents)
+        yield dataset.describe(), dataset.counters
+
+
+_NOTHING: Any = object()
+
+
+@final
+class Optional:
+    """An element, or the word that there is none (TF: tf.experimental.Optional).
+
+    Example:
+        >>> Optional.from_value(3).get_value(), Optional.empty().has_value()
+        (3, False)
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    @classmethod
+    def from_value(cls, value: Any) -> Optional:
+        """Return one that holds a value."""
+        return cls(value)
+
+    @classmethod
+    def empty(cls, element_spec: Any = None) -> Optional:
+        """Return one that holds nothing.
+
+        Args:
+            element_spec: accepted for TF's programs, without effect.
+        """
+        return cls(_NOTHING)
+
+    def has_value(self) -> bool:
+        """Return whether there is a value."""
+        return self._value is not _NOTHING
+
+    def get_value(self) -> Any:
+        """Return the value.
+
+        Raises:
+            ValueError: when there is none.
+        """
+        if self._value is _NOTHING:
+            remedy = "Ask has_value() first: the dataset has come to its end."
+            raise ValueError(explain("Optional.get_value", "", expected="a value", got="none", remedy=remedy))
+        return self._value
+
+    def __repr__(self) -> str:
+        return f"Optional({self._value!r})" if self.has_value() else "Optional()"
