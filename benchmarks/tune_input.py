@@ -26,7 +26,7 @@ import numpy as np
 from hdf5_input import Case, Reader, Share, rate, written
 
 import mpistrat as ms
-from mpistrat.data import look_ahead
+from mpistrat.data.feed import batches as feed_batches
 
 DECODING_CASES = [Case(layout, 8, order, 3072) for layout in ("gzip", "lzf") for order in ("in order", "shuffled")]
 DECODING = {"ahead": (1, 2, 4), "prefetch": (None, 2)}
@@ -45,12 +45,12 @@ def decoding(ahead: int, prefetch: int | None) -> Reader:
     """Return our reader, which announces so many batches ahead."""
 
     def batches(share: Share) -> Iterator[Any]:
-        before, look_ahead.LOOK_AHEAD = look_ahead.LOOK_AHEAD, ahead
+        before, feed_batches.LOOK_AHEAD = feed_batches.LOOK_AHEAD, ahead
         try:
             change = same if prefetch is None else lambda dataset: dataset.prefetch(prefetch)
             yield from looped(share, same, change, lambda: None)
         finally:
-            look_ahead.LOOK_AHEAD = before
+            feed_batches.LOOK_AHEAD = before
 
     return batches
 
