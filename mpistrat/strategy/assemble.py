@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, TypeVar, final
 
 from .._util import log
 from ..cluster.cores import set_blas_threads
@@ -23,9 +23,6 @@ from ..variables import ArenaAllocator, Placement
 from ..variables.placement import Store
 from .extended import StrategyExtended
 from .layout import Layout, check_layout
-
-if TYPE_CHECKING:
-    from .strategy import Strategy
 
 __all__ = ["Parts", "RankOrder", "assemble"]
 
@@ -58,13 +55,13 @@ class Parts:
             extended.layout,
             extended.process_group,
             extended.cross_device_ops,
-            extended.merged(None),
+            extended.reductions.merged(None),
             None if own else devices[0],
             extended.is_default,
             shared=True,
         )
 
-    def extend(self, strategy: Strategy) -> StrategyExtended:
+    def extend(self, strategy: Any) -> StrategyExtended:
         """Return the inner parts of a strategy."""
         group = self.sync_group or self.group
         devices = group.topology.devices if self.parameter_device is None else (self.parameter_device,)
@@ -152,7 +149,7 @@ def assemble(
 
     settings = options, parameter_device
 
-    def settle() -> tuple[CrossDeviceOps, str | None]:
+    def finish() -> tuple[CrossDeviceOps, str | None]:
         given: object = options
         if given is not None and not isinstance(given, CommunicationOptions):
             expected, got = "CommunicationOptions", repr(given)
@@ -163,7 +160,7 @@ def assemble(
             check(topology)
         return ops, None if parameter_device is None else check_devices(parameter_device, layout.name)[0]
 
-    ops, place = _agree(group, layout, settings, settle)
+    ops, place = _agree(group, layout, settings, finish)
     try:
         sync_group = None if make_sync_group is None else make_sync_group(group)
     except Exception:  # raised on every rank

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -23,13 +23,12 @@ from ..comm.agree import as_told, same, together
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..errors import CollectiveMismatchError, by_rank, explain
+from ..variables import Placement
 from ..variables.values import parse_dtype
 from .checkpoint_file import CheckpointFile, DamagedError, Form, Piece, write_checkpoint
+from .optimizer_states import OptimizerStates
 
-if TYPE_CHECKING:
-    from .extended import StrategyExtended
-
-__all__ = ["restore", "save"]
+__all__ = ["Checkpoint"]
 
 _SHOWN = 200  # characters of what a rank has given
 _mentioned: set[str] = set()  # variables that are in no file, of which the log has told
@@ -37,22 +36,177 @@ _mentioned: set[str] = set()  # variables that are in no file, of which the log 
 Contents = dict[str, np.ndarray]  # path in the file → array
 
 
-def save(extended: StrategyExtended, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> None:
-    """Write all variables and what optimizers keep, one array at a time. Collective. See `Strategy.save`."""
-    group = extended.process_group
-    text = _agree_extra(group, path, extra)
-    _warn_of_unsaved(extended)
-    optimizers = [kept.about() for kept in extended.optimizer_states.kept()]
-    pieces = _contents(extended)
-    with together(partial(group.exchange, "save", detail=f"{os.fspath(path)}, when rank 0 has written it"), as_told):
-        try:
-            if group.topology.rank == 0:
-                write_checkpoint(Path(path), pieces, optimizers, text)
-        except (OSError, RuntimeError, ValueError) as error:  # what h5py raises
-            raise OSError(f"Strategy.save: {os.fspath(path)}: {type(error).__name__}: {error}") from None
-        finally:
-            for _ in pieces:  # collecting is collective; only rank 0 keeps anything, and only until it cannot
-                pass
+class _FileRange(NamedTuple):
+    """Which rows of which dataset a variable is: all of its own, or as a part of a ShardedVariable some of that one's."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]  # of the whole dataset
+
+
+@final
+class Checkpoint:
+    """Saves and restores what one strategy keeps.
+
+    Args:
+        group: all ranks.
+        placement: the strategy's variables.
+        states: what its optimizers keep.
+    """
+
+    def __init__(self, group: ProcessGroup, placement: Placement, states: OptimizerStates) -> None:
+        self._group, self._placement, self._states = group, placement, states
+
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> None:
+        """Write all variables and what optimizers keep, one array at a time. Collective. See `Strategy.save`."""
+        group = self._group
+        text = _agree_extra(group, path, extra)
+        self._warn_of_unsaved()
+        optimizers = [kept.about() for kept in self._states.kept()]
+        pieces = self._contents()
+        with together(
+            partial(group.exchange, "save", detail=f"{os.fspath(path)}, when rank 0 has written it"), as_told
+        ):
+            try:
+                if group.topology.rank == 0:
+                    write_checkpoint(Path(path), pieces, optimizers, text)
+            except (OSError, RuntimeError, ValueError) as error:  # what h5py raises
+                raise OSError(f"Strategy.save: {os.fspath(path)}: {type(error).__name__}: {error}") from None
+            finally:
+                for _ in pieces:  # collecting is collective; only rank 0 keeps anything, and only until it cannot
+                    pass
+
+    def _warn_of_unsaved(self) -> None:
+        """Say which variables of the program no file has: those that were made outside of every scope."""
+        outside = context.default_strategy()
+        if outside is None or outside.extended.placement is self._placement:
+            return
+        names = [variable.name for variable in outside.extended.variables if variable.name not in _mentioned]
+        _mentioned.update(names)
+        if names:
+            remedy = "make them in the scope, or pass their values: strategy.save(path, extra={…})"
+            what = (
+                f"variables made outside strategy.scope() are neither saved nor restored: {', '.join(map(repr, names))}"
+            )
+            log.once(logging.WARNING, f"{what}; {remedy}")
+
+    def _ranges(self) -> dict[str, _FileRange]:
+        """Return where each part of a ShardedVariable lies, by its name."""
+        return {
+            part.name: _FileRange(whole.name, start, whole.shape)
+            for whole in self._placement.sharded
+            for part, start in zip(whole.variables, whole.offsets, strict=True)
+        }
+
+    def _contents(self) -> Iterator[Piece]:
+        """Yield what is saved, one variable or one of its slots at a time. Collective."""
+        ranges = self._ranges()
+        for variable in self._placement.variables:  # reading ON_READ variables is collective
+            name, start, shape = ranges.get(variable.name) or _FileRange(variable.name, 0, variable.shape)
+            yield Piece(f"variables/{_key(name)}", shape, start, variable.gathered())
+        for index, (start_value, each) in enumerate(self._slots()):
+            for part, slots in each:
+                for slot, value in slots.items():
+                    array = np.asarray(value)
+                    name, start, shape = ranges.get(part) or _FileRange(part, 0, array.shape)
+                    key = f"optimizers/{index}/slots/{_key(name)}/{_key(slot)}"
+                    yield Piece(key, shape, start, array, start_value)
+
+    def _slots(self) -> Iterator[tuple[float, Iterable[tuple[str, Mapping[str, Any]]]]]:
+        """Yield of each optimizer what slots begin with, and those of each variable, by its name; also of those that wait."""
+        for kept in self._states.kept():
+            yield kept.slot_start, kept.each_slots()
+
+    def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`."""
+        group, ranges = self._group, self._ranges()
+        self._warn_of_unsaved()
+        wanted: dict[str, Form] = {}
+        for variable in self._placement.variables:
+            where = ranges.get(variable.name) or _FileRange(variable.name, 0, variable.shape)
+            wanted[where.name] = where.shape, variable.dtype.name
+        with contextlib.ExitStack() as stack:
+            file: CheckpointFile | None = None
+
+            def look() -> dict[str, Any]:
+                nonlocal file
+                file = stack.enter_context(CheckpointFile(Path(path)))
+                return {"optimizers": file.optimizers, "forms": file.forms(map(_key, wanted))}
+
+            found = _told_by_rank_0(group, path, look)
+            forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
+            numbers = self._numbers(found["optimizers"])
+            self._check(os.fspath(path), wanted, forms, dict(zip(numbers, found["optimizers"], strict=True)))
+            arrays: Contents = {}
+
+            def read() -> dict[str, Any]:
+                assert file is not None
+                arrays.update((key, file.read(key, form)) for key, form in forms.items())
+                return {"extra": file.extra()}
+
+            extra = _told_by_rank_0(group, path, read)["extra"]
+        for variable in self._placement.variables:
+            where = ranges.get(variable.name) or _FileRange(variable.name, 0, variable.shape)
+            key = f"variables/{_key(where.name)}"
+            variable.load(_shared(group, key, arrays.get(key), forms[key], where.start, variable.shape))
+        parts: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {
+            whole.name: [(v.name, start, v.shape) for v, start in zip(whole.variables, whole.offsets, strict=True)]
+            for whole in self._placement.sharded
+        }
+        for index, optimizer in enumerate(found["optimizers"]):
+            prefix = f"optimizers/{index}/slots/"
+            slots: dict[str, Contents] = {}
+            for key in sorted(key for key in forms if key.startswith(prefix)):
+                name, slot = map(_name, key.removeprefix(prefix).split("/"))
+                for part, start, shape in parts.get(name, [(name, 0, forms[key][0])]):
+                    slots.setdefault(part, {})[slot] = _shared(group, key, arrays.get(key), forms[key], start, shape)
+            state = {"iterations": optimizer["iterations"], "slots": slots}
+            self._states.restore(numbers[index], optimizer["name"], state, optimizer["made"])
+        self._states.give()
+        return dict(extra or {})
+
+    def _check(
+        self,
+        path: str,
+        wanted: Mapping[str, Form],
+        forms: Mapping[str, Form],
+        optimizers: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        """Raise ValueError, the same on every rank, unless the file has all that the program needs."""
+        problems = []
+        for name, (shape, dtype) in wanted.items():
+            form = forms.get(f"variables/{_key(name)}")
+            if form is None:
+                problems.append(f"variable {name!r} is not in it")
+            elif form != (shape, dtype):
+                problems.append(f"variable {name!r} is {form[1]} {form[0]} in it, here {dtype} {shape}")
+        for key, form in forms.items():
+            if key.startswith("optimizers/"):
+                name = _name(key.split("/")[3])
+                shape, dtype = wanted[name]
+                slot = shape, accumulation_dtype(parse_dtype(dtype)).name
+                if form != slot:
+                    problems.append(f"{key} is {form[1]} {form[0]} in it, not {slot[1]} {slot[0]} as slots of {name!r}")
+        for optimizer in self._states.registered:
+            number = self._states.number_of(optimizer)
+            saved = optimizers[number]["name"] if number in optimizers else None
+            if saved is None:
+                problems.append(f"optimizer {optimizer.name!r} is not in it")
+            elif saved != optimizer.name:
+                problems.append(f"optimizer {number} is {saved!r} in it, here {optimizer.name!r}")
+        if problems:
+            expected = "a file of this program's variables and optimizers"
+            raise ValueError(explain("Strategy.restore", path, expected=expected, got="; ".join(problems)))
+
+    def _numbers(self, optimizers: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the number by which this strategy knows each optimizer of a file."""
+        store = self._placement.store
+        if store is None:
+            return list(range(len(optimizers)))
+        made = [optimizer["made"] for optimizer in optimizers]
+        if None not in made:
+            return made
+        return store.numbers_of_names([optimizer["name"] for optimizer in optimizers])  # another strategy's file
 
 
 def _agree_extra(group: ProcessGroup, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> str | None:
@@ -101,106 +255,6 @@ def _plain(value: Any, where: str) -> Any:
     raise TypeError(explain("Strategy.save", where, expected=expected, got=f"a {type(value).__name__}", remedy=remedy))
 
 
-def _warn_of_unsaved(extended: StrategyExtended) -> None:
-    """Say which variables of the program no file has: those that were made outside of every scope."""
-    outside = context.default_strategy()
-    if outside is None or outside.extended is extended:
-        return
-    names = [variable.name for variable in outside.extended.variables if variable.name not in _mentioned]
-    _mentioned.update(names)
-    if names:
-        remedy = "make them in the scope, or pass their values: strategy.save(path, extra={…})"
-        what = f"variables made outside strategy.scope() are neither saved nor restored: {', '.join(map(repr, names))}"
-        log.once(logging.WARNING, f"{what}; {remedy}")
-
-
-class _Place(NamedTuple):
-    """Which rows of which dataset a variable is: all of its own, or as a part of a ShardedVariable some of that one's."""
-
-    name: str
-    start: int
-    shape: tuple[int, ...]  # of the whole dataset
-
-
-def _places(extended: StrategyExtended) -> dict[str, _Place]:
-    """Return where each part of a ShardedVariable lies, by its name."""
-    return {
-        part.name: _Place(whole.name, start, whole.shape)
-        for whole in extended.placement.sharded
-        for part, start in zip(whole.variables, whole.offsets, strict=True)
-    }
-
-
-def _contents(extended: StrategyExtended) -> Iterator[Piece]:
-    """Yield what is saved, one variable or one of its slots at a time. Collective."""
-    places = _places(extended)
-    for variable in extended.variables:  # reading ON_READ variables is collective
-        name, start, shape = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
-        yield Piece(f"variables/{_key(name)}", shape, start, variable.gathered())
-    for index, (start_value, each) in enumerate(_slots(extended)):
-        for part, slots in each:
-            for slot, value in slots.items():
-                array = np.asarray(value)
-                name, start, shape = places.get(part) or _Place(part, 0, array.shape)
-                key = f"optimizers/{index}/slots/{_key(name)}/{_key(slot)}"
-                yield Piece(key, shape, start, array, start_value)
-
-
-def _slots(extended: StrategyExtended) -> Iterator[tuple[float, Iterable[tuple[str, Mapping[str, Any]]]]]:
-    """Yield of each optimizer what slots begin with, and those of each variable, by its name; also of those that wait."""
-    for kept in extended.optimizer_states.kept():
-        yield kept.slot_start, kept.each_slots()
-
-
-def restore(extended: StrategyExtended, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`."""
-    group, places = extended.process_group, _places(extended)
-    _warn_of_unsaved(extended)
-    wanted: dict[str, Form] = {}
-    for variable in extended.variables:
-        place = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
-        wanted[place.name] = place.shape, variable.dtype.name
-    with contextlib.ExitStack() as stack:
-        file: CheckpointFile | None = None
-
-        def look() -> dict[str, Any]:
-            nonlocal file
-            file = stack.enter_context(CheckpointFile(Path(path)))
-            return {"optimizers": file.optimizers, "forms": file.forms(map(_key, wanted))}
-
-        found = _told_by_rank_0(group, path, look)
-        forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
-        numbers = _numbers(extended, found["optimizers"])
-        _check(extended, os.fspath(path), wanted, forms, dict(zip(numbers, found["optimizers"], strict=True)))
-        arrays: Contents = {}
-
-        def read() -> dict[str, Any]:
-            assert file is not None
-            arrays.update((key, file.read(key, form)) for key, form in forms.items())
-            return {"extra": file.extra()}
-
-        extra = _told_by_rank_0(group, path, read)["extra"]
-    for variable in extended.variables:
-        place = places.get(variable.name) or _Place(variable.name, 0, variable.shape)
-        key = f"variables/{_key(place.name)}"
-        variable.load(_shared(group, key, arrays.get(key), forms[key], place.start, variable.shape))
-    parts: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {
-        whole.name: [(v.name, start, v.shape) for v, start in zip(whole.variables, whole.offsets, strict=True)]
-        for whole in extended.placement.sharded
-    }
-    for index, optimizer in enumerate(found["optimizers"]):
-        prefix = f"optimizers/{index}/slots/"
-        slots: dict[str, Contents] = {}
-        for key in sorted(key for key in forms if key.startswith(prefix)):
-            name, slot = map(_name, key.removeprefix(prefix).split("/"))
-            for part, start, shape in parts.get(name, [(name, 0, forms[key][0])]):
-                slots.setdefault(part, {})[slot] = _shared(group, key, arrays.get(key), forms[key], start, shape)
-        state = {"iterations": optimizer["iterations"], "slots": slots}
-        extended.optimizer_states.restore(numbers[index], optimizer["name"], state, optimizer["made"])
-    extended.optimizer_states.give()
-    return dict(extra or {})
-
-
 def _told_by_rank_0(
     group: ProcessGroup, path: str | os.PathLike[str], ask: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
@@ -225,51 +279,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"no such file; the working directory is {os.getcwd()}"
     return str(error) if isinstance(error, DamagedError) else f"{type(error).__name__}: {error}"
-
-
-def _check(
-    extended: StrategyExtended,
-    path: str,
-    wanted: Mapping[str, Form],
-    forms: Mapping[str, Form],
-    optimizers: Mapping[int, Mapping[str, Any]],
-) -> None:
-    """Raise ValueError, the same on every rank, unless the file has all that the program needs."""
-    problems = []
-    for name, (shape, dtype) in wanted.items():
-        form = forms.get(f"variables/{_key(name)}")
-        if form is None:
-            problems.append(f"variable {name!r} is not in it")
-        elif form != (shape, dtype):
-            problems.append(f"variable {name!r} is {form[1]} {form[0]} in it, here {dtype} {shape}")
-    for key, form in forms.items():
-        if key.startswith("optimizers/"):
-            name = _name(key.split("/")[3])
-            shape, dtype = wanted[name]
-            slot = shape, accumulation_dtype(parse_dtype(dtype)).name
-            if form != slot:
-                problems.append(f"{key} is {form[1]} {form[0]} in it, not {slot[1]} {slot[0]} as slots of {name!r}")
-    for optimizer in extended.optimizers:
-        number = extended.optimizer_states.number_of(optimizer)
-        saved = optimizers[number]["name"] if number in optimizers else None
-        if saved is None:
-            problems.append(f"optimizer {optimizer.name!r} is not in it")
-        elif saved != optimizer.name:
-            problems.append(f"optimizer {number} is {saved!r} in it, here {optimizer.name!r}")
-    if problems:
-        expected = "a file of this program's variables and optimizers"
-        raise ValueError(explain("Strategy.restore", path, expected=expected, got="; ".join(problems)))
-
-
-def _numbers(extended: StrategyExtended, optimizers: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the number by which this strategy knows each optimizer of a file."""
-    store = extended.placement.store
-    if store is None:
-        return list(range(len(optimizers)))
-    made = [optimizer["made"] for optimizer in optimizers]
-    if None not in made:
-        return made
-    return store.numbers_of_names([optimizer["name"] for optimizer in optimizers])  # another strategy's file
 
 
 def _shared(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from .. import context
 from .._util import nest
@@ -21,12 +21,9 @@ from ..variables import Placement, ShardedVariable, Variable, create_variable, e
 from .aliases import with_aliases
 from .layout import Layout
 from .optimizer_states import OptimizerStates
-from .reductions import as_scalar, copies_of_variables
+from .reductions import Reductions, as_scalar
 from .replica_context import ReplicaContext
 from .replica_threads import ReplicaThreads, current_meeting
-
-if TYPE_CHECKING:
-    from .strategy import Strategy
 
 __all__ = ["Coordination", "StrategyExtended"]
 
@@ -62,6 +59,7 @@ class StrategyExtended:
         placement: where variables live.
         layout: what distinguishes this strategy from others.
         replicas: the contexts of the local replicas.
+        reductions: what is done with values of all replicas.
         threads: what runs several local replicas; None with one.
         optimizer_states: what the optimizers keep, in files and before they are applied.
         coordination: what a coordinator says of this rank.
@@ -71,7 +69,7 @@ class StrategyExtended:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Any,
         layout: Layout,
         group: ProcessGroup,
         ops: CrossDeviceOps,
@@ -90,10 +88,14 @@ class StrategyExtended:
         self.layout, self.is_default, self.closed = layout, is_default, False
         self.coordination = Coordination()
         self._strategy = strategy
-        self._options = options
         self._shared = shared
         self.frame = Frame(strategy)
-        self.replicas = [ReplicaContext(strategy, self, i) for i in range(self.sync_topology.num_local_replicas)]
+        replicas, local = self.sync_topology.num_replicas, self.sync_topology.num_local_replicas
+        self.reductions = Reductions(ops, options, replicas, local, is_default)
+        self.replicas = [
+            ReplicaContext(strategy, index, self.sync_topology, self.num_input_pipelines, self.reductions)
+            for index in range(local)
+        ]
         frames = [replica.frame for replica in self.replicas]
         self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
         self.optimizer_states = OptimizerStates(placement)
@@ -263,8 +265,8 @@ class StrategyExtended:
         op = ReduceOp.parse(reduce_op, "reduce_to")
         if self.is_default:
             return value
-        value = copies_of_variables(self, value)
-        return as_scalar(self.cross_device_ops.reduce(op, value, destinations, self.merged(options)))
+        value = self.reductions.copies_of_variables(value)
+        return as_scalar(self.cross_device_ops.reduce(op, value, destinations, self.reductions.merged(options)))
 
     def batch_reduce_to(
         self,
@@ -282,8 +284,8 @@ class StrategyExtended:
         op = ReduceOp.parse(reduce_op, "batch_reduce_to")
         if self.is_default:
             return [value for value, _ in value_destination_pairs]
-        pairs = [(copies_of_variables(self, value), where) for value, where in value_destination_pairs]
-        totals = self.cross_device_ops.batch_reduce(op, pairs, self.merged(options))
+        pairs = [(self.reductions.copies_of_variables(value), where) for value, where in value_destination_pairs]
+        totals = self.cross_device_ops.batch_reduce(op, pairs, self.reductions.merged(options))
         return [as_scalar(total) for total in totals]
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
@@ -303,12 +305,6 @@ class StrategyExtended:
         return (value,)
 
     # what the strategy's own files use
-
-    def merged(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
-        """Return the options of a call: the strategy's, overridden by the caller's."""
-        if options is None or self._options is None:
-            return options or self._options
-        return self._options.merge(options)
 
     def per_replica(self, values: Sequence[Any]) -> Any:
         """Return a nest of PerReplica of the local replicas' nests, wrapped even where they are equal."""

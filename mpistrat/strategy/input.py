@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,7 @@ from ..data.feed.plan import NoPlan, Workers
 from ..data.nodes.node import Node
 from ..errors import CollectiveMismatchError, by_rank, explain
 
-__all__ = ["Division", "distribute_dataset", "distribute_datasets_from_function"]
-
-T = TypeVar("T")
+__all__ = ["Distributor", "Division"]
 
 
 @final
@@ -85,20 +83,38 @@ class Division:
         return cls(workers, serve_only, {"passes": passes, "same_length": False}, None)
 
 
-def distribute_dataset(
-    group: ProcessGroup, dataset: Dataset, options: InputOptions | None, division: Division
-) -> DistributedDataset:
-    """See `Strategy.distribute_dataset`. Collective."""
-    function, drawn = "distribute_dataset", division.drawn()
+@final
+class Distributor:
+    """Makes the distributed datasets of a strategy, all ranks alike or none. Collective, each of them.
 
-    def make(dataset: Dataset = dataset) -> DistributedDataset:
-        settings = _checked(options, function)
-        if settings.replication_mode is InputReplicationMode.PER_REPLICA:
+    Args:
+        group: the ranks that make a dataset together.
+        division: how this rank takes part in reading.
+        options: where batches go and how many are read ahead; as the user gave them.
+    """
+
+    def __init__(self, group: ProcessGroup, division: Division, options: InputOptions | None) -> None:
+        self._group, self._division, self._options = group, division, options
+        self._drawn = division.drawn()
+
+    def of_dataset(self, dataset: Dataset) -> DistributedDataset:
+        """See `Strategy.distribute_dataset`. Collective."""
+        exchange = functools.partial(self._group.exchange, "distribute_dataset")
+        with together(exchange):
+            made = self._divided(dataset)
+            alike, shown = self._described(dataset, made)
+        same(exchange, alike, _different_datasets, shown)
+        bound = dataset.node.bind(self._group)
+        return made if bound is dataset.node else self._divided(Dataset(bound))
+
+    def _divided(self, dataset: Dataset) -> DistributedDataset:
+        function, division = "distribute_dataset", self._division
+        options = _checked(self._options, function)
+        if options.replication_mode is InputReplicationMode.PER_REPLICA:
             remedy = "PER_REPLICA is for distribute_datasets_from_function."
-            got = settings.replication_mode
+            got = options.replication_mode
             raise ValueError(explain(function, "options", expected="PER_WORKER", got=got, remedy=remedy))
-        told = _settings(group, settings, division, drawn)
-        made = distribute(dataset, division.workers, division.divide, **told)
+        made = distribute(dataset, division.workers, division.divide, **self._settings(options))
         if division.separate and dataset.node.traits.shares_memory:
             expected = "no shared cache: workers that step alone share none"
             remedy = "Use cache(), which every worker keeps for itself."
@@ -106,42 +122,37 @@ def distribute_dataset(
             raise ValueError(explain(function, "dataset", expected=expected, got=shared, remedy=remedy))
         return made
 
-    def described(made: DistributedDataset) -> tuple[str, str]:
-        steps = dataset.cardinality() if division.separate else made.cardinality()
+    def _described(self, dataset: Dataset, made: DistributedDataset) -> tuple[str, str]:
+        """What must be the same on every rank, and what an error shows of it."""
+        steps = dataset.cardinality() if self._division.separate else made.cardinality()
         elements = f"elements {made.element_spec}, {steps} steps in an epoch"
         alike, shown = zip(*_chain(dataset.node), (elements, elements), strict=True)
         return "\n".join(alike), "\n".join(shown)
 
-    made = _agreed(group, function, make, described)
-    bound = dataset.node.bind(group)
-    return made if bound is dataset.node else make(Dataset(bound))
+    def from_function(self, dataset_fn: Callable[[InputContext], Any]) -> DistributedDataset:
+        """See `Strategy.distribute_datasets_from_function`. Collective."""
+        function, division = "distribute_datasets_from_function", self._division
+        steps: FunctionPlan | None = None
+        with together(functools.partial(self._group.exchange, function)):
+            options = _checked(self._options, function)
+            mode = InputReplicationMode(options.replication_mode)
+            settings = self._settings(options)
+            if division.divide is not serve_only:
+                steps = call_dataset_fn(dataset_fn, division.workers, mode, division.within)
+                steps.check()  # of files that are damaged every rank is told
+        if steps is None:
+            return DistributedDataset(NoPlan(None, division.workers), **settings)
+        steps.agree(settings["sum_over_ranks"])
+        return DistributedDataset(steps, **settings)
 
-
-def distribute_datasets_from_function(
-    group: ProcessGroup,
-    dataset_fn: Callable[[InputContext], Any],
-    options: InputOptions | None,
-    division: Division,
-) -> DistributedDataset:
-    """See `Strategy.distribute_datasets_from_function`. Collective."""
-    function, drawn = "distribute_datasets_from_function", division.drawn()
-
-    def make() -> tuple[FunctionPlan | None, dict[str, Any]]:
-        settings = _checked(options, function)
-        mode = InputReplicationMode(settings.replication_mode)
-        told = _settings(group, settings, division, drawn)
-        if division.divide is serve_only:
-            return None, told
-        steps = call_dataset_fn(dataset_fn, division.workers, mode, division.within)
-        steps.check()  # of files that are damaged every rank is told
-        return steps, told
-
-    # What each worker makes may differ; only its success is told, and its length.
-    steps, settings = _agreed(group, function, make, lambda made: ("", ""))
-    if steps is None:
-        return DistributedDataset(NoPlan(None, division.workers), **settings)
-    steps.agree(settings["sum_over_ranks"])
-    return DistributedDataset(steps, **settings)
+    def _settings(self, options: InputOptions) -> dict[str, Any]:
+        devices = _devices(self._group.topology.devices) if options.fetch_to_device else None
+        return {
+            "devices": devices,
+            "buffer_size": options.per_replica_buffer_size,
+            "drawn": self._drawn,
+            **self._division.settings,
+        }
 
 
 def _checked(options: Any, function: str) -> InputOptions:
@@ -151,16 +162,6 @@ def _checked(options: Any, function: str) -> InputOptions:
         got = type(options).__name__
         raise TypeError(explain(function, "options", expected="ms.InputOptions", got=got))
     return options
-
-
-def _settings(group: ProcessGroup, options: InputOptions, division: Division, drawn: Drawn | None) -> dict[str, Any]:
-    devices = _devices(group.topology.devices) if options.fetch_to_device else None
-    return {
-        "devices": devices,
-        "buffer_size": options.per_replica_buffer_size,
-        "drawn": drawn,
-        **division.settings,
-    }
 
 
 def _devices(names: Sequence[str]) -> list[DeviceCopy | None]:
@@ -196,28 +197,6 @@ def _chain(node: Node) -> Iterator[tuple[str, str]]:
         yield f"{type(node).__name__} {number}", f"{text} (fingerprint {number})"
 
 
-def _agreed(
-    group: ProcessGroup,
-    function: str,
-    make: Callable[[], T],
-    described: Callable[[T], tuple[str, str]],
-) -> T:
-    """Return what `make` makes, once it has on every rank and they describe it alike. Collective.
-
-    A description is what must be the same on every rank, and what an error shows of it.
-
-    Raises:
-        What it raised here; else an error like that of the first rank where it raised.
-        CollectiveMismatchError: on every rank, when the descriptions differ.
-    """
-    exchange = functools.partial(group.exchange, function)
-    with together(exchange):
-        made = make()
-        alike, shown = described(made)
-
-    def differ(texts: Mapping[int, str]) -> CollectiveMismatchError:
-        each = by_rank({rank: f"\n{text}\n" for rank, text in texts.items()})
-        return CollectiveMismatchError(f"{function}: the ranks have different datasets: {each}")
-
-    same(exchange, alike, differ, shown)
-    return made
+def _different_datasets(texts: Mapping[int, str]) -> CollectiveMismatchError:
+    each = by_rank({rank: f"\n{text}\n" for rank, text in texts.items()})
+    return CollectiveMismatchError(f"distribute_dataset: the ranks have different datasets: {each}")

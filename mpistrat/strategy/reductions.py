@@ -4,63 +4,102 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, final
 
 import numpy as np
 
 from .._util import nest
 from ..comm.arrays import accumulation_dtype, array_module, as_array, check_reducible, mean_dtype, on_device_of
 from ..cross_device.arithmetic import arithmetic
+from ..cross_device.ops import CrossDeviceOps
 from ..distributed_values import DistributedValues, Mirrored, PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp, VariableSynchronization
 from ..variables import Variable
 
-if TYPE_CHECKING:
-    from .extended import StrategyExtended
-
-__all__ = ["Axis", "broadcast_nest", "copies_of_variables", "gather_nest", "read_variables", "reduce_nest"]
+__all__ = ["Axis", "Reductions", "as_scalar", "read_variables"]
 
 Axis = int | Sequence[int] | None
 
 
-def reduce_nest(
-    extended: StrategyExtended, op: ReduceOp, value: Any, axis: Axis, options: CommunicationOptions | None
-) -> Any:
-    """Return a nest with a reduction over all replicas, and over axes where they are named. Collective.
+@final
+class Reductions:
+    """What a strategy does with values of all its replicas.
 
-    Arguments and errors: see `Strategy.reduce`.
+    Args:
+        ops: how values of the replicas become one.
+        options: defaults of every call.
+        replicas, local_replicas: how many there are, and how many of them on this rank.
+        alone: whether it is the default strategy's, which returns values as they are.
     """
-    if axis is None:
-        if extended.is_default:
+
+    def __init__(
+        self, ops: CrossDeviceOps, options: CommunicationOptions | None, replicas: int, local_replicas: int, alone: bool
+    ) -> None:
+        self.ops, self.alone = ops, alone
+        self._options, self._replicas, self._local_replicas = options, replicas, local_replicas
+
+    def merged(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
+        """Return the options of a call: the strategy's, overridden by the caller's."""
+        if options is None or self._options is None:
+            return options or self._options
+        return self._options.merge(options)
+
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis, options: CommunicationOptions | None) -> Any:
+        """Return a nest with a reduction over all replicas, and over axes where they are named. Collective.
+
+        Arguments and errors: see `Strategy.reduce`.
+        """
+        if axis is None:
+            if self.alone:
+                return value
+            if not nest.is_nested(value):
+                return as_scalar(self.ops.reduce(op, value, None, self.merged(options)))
+            return nest.pack_like(value, self._reduce_all(op, nest.flatten(value), options, nest.form(value)))
+        over = _OVER[op]
+        plans = [over(leaf, axis, self._local_replicas) for leaf in nest.flatten(value)]
+        name = nest.form(value) if nest.is_nested(value) else ""
+        between = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        totals = self._reduce_all(between, [pack for pack, _ in plans], options, name)
+        leaves = [as_scalar(finish(total)) for (_, finish), total in zip(plans, totals, strict=True)]
+        return nest.pack_like(value, leaves)
+
+    def _reduce_all(
+        self, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions | None, name: str
+    ) -> list[Any]:
+        """One collective for all leaves."""
+        merged = self.merged(options)
+        if len(leaves) == 1:
+            return [as_scalar(self.ops.reduce(op, leaves[0], None, merged, name))]
+        totals = self.ops.batch_reduce(op, [(leaf, None) for leaf in leaves], merged, name)
+        return [as_scalar(total) for total in totals]
+
+    def gather(self, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
+        """Return a nest with the arrays of all replicas concatenated. Collective. See `Strategy.gather`."""
+        if self.alone:
             return value
-        if not nest.is_nested(value):
-            return as_scalar(extended.cross_device_ops.reduce(op, value, None, extended.merged(options)))
-        return nest.pack_like(value, _reduce_all(extended, op, nest.flatten(value), options, nest.form(value)))
-    over = _OVER[op]
-    plans = [over(extended, leaf, axis) for leaf in nest.flatten(value)]
-    name = nest.form(value) if nest.is_nested(value) else ""
-    between = ReduceOp.SUM if op is ReduceOp.MEAN else op
-    totals = _reduce_all(extended, between, [pack for pack, _ in plans], options, name)
-    leaves = [as_scalar(finish(total)) for (_, finish), total in zip(plans, totals, strict=True)]
-    return nest.pack_like(value, leaves)
+        ops, merged = self.ops, self.merged(options)
+        return _each(lambda leaf, name: ops.gather(leaf, None, axis, merged, name), value)
 
+    def broadcast(self, value: Any, root: int) -> Any:
+        """Return a nest with the arrays of replica `root`. Collective. See `ReplicaContext.broadcast`."""
+        if self.alone:
+            return value
+        return _each(lambda leaf, name: as_scalar(self.ops.broadcast(leaf, None, root, name)), value)
 
-def gather_nest(extended: StrategyExtended, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
-    """Return a nest with the arrays of all replicas concatenated. Collective. See `Strategy.gather`."""
-    if extended.is_default:
+    def copies_of_variables(self, value: Any) -> Any:
+        """Return a nest in which each variable became what the local replicas have of it.
+
+        With one replica in all, an ON_WRITE variable is a value like any other.
+        """
+        if isinstance(value, Variable):
+            if value.synchronization is VariableSynchronization.ON_READ and not self.alone:
+                return PerReplica(value.values)
+            return Mirrored(value.values) if self._replicas > 1 else value
+        if nest.is_nested(value):
+            return nest.map_structure(self.copies_of_variables, value)
         return value
-    ops, merged = extended.cross_device_ops, extended.merged(options)
-    return _each(lambda leaf, name: ops.gather(leaf, None, axis, merged, name), value)
-
-
-def broadcast_nest(extended: StrategyExtended, value: Any, root: int) -> Any:
-    """Return a nest with the arrays of replica `root`. Collective. See `ReplicaContext.broadcast`."""
-    if extended.is_default:
-        return value
-    ops = extended.cross_device_ops
-    return _each(lambda leaf, name: as_scalar(ops.broadcast(leaf, None, root, name)), value)
 
 
 def _each(act: Callable[[Any, str], Any], value: Any) -> Any:
@@ -70,20 +109,6 @@ def _each(act: Callable[[Any, str], Any], value: Any) -> Any:
     form = nest.form(value)
     leaves = zip(nest.flatten(value), nest.paths(value), strict=True)
     return nest.pack_like(value, [act(leaf, f"{path} of {form}") for leaf, path in leaves])
-
-
-def copies_of_variables(extended: StrategyExtended, value: Any) -> Any:
-    """Return a nest in which each variable became what the local replicas have of it.
-
-    With one replica in all, an ON_WRITE variable is a value like any other.
-    """
-    if isinstance(value, Variable):
-        if value.synchronization is VariableSynchronization.ON_READ and not extended.is_default:
-            return PerReplica(value.values)
-        return Mirrored(value.values) if extended.sync_topology.num_replicas > 1 else value
-    if nest.is_nested(value):
-        return nest.map_structure(lambda leaf: copies_of_variables(extended, leaf), value)
-    return value
 
 
 def read_variables(value: Any) -> Any:
@@ -101,23 +126,12 @@ def as_scalar(value: Any) -> Any:
     return value[()] if type(value) is np.ndarray and value.ndim == 0 else value
 
 
-def _reduce_all(
-    extended: StrategyExtended, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions | None, name: str
-) -> list[Any]:
-    """One collective for all leaves."""
-    ops, merged = extended.cross_device_ops, extended.merged(options)
-    if len(leaves) == 1:
-        return [as_scalar(ops.reduce(op, leaves[0], None, merged, name))]
-    totals = ops.batch_reduce(op, [(leaf, None) for leaf in leaves], merged, name)
-    return [as_scalar(total) for total in totals]
-
-
 Finish = Callable[[Any], Any]
 
 
-def _sum_over(extended: StrategyExtended, leaf: Any, axis: Axis) -> tuple[Any, Finish]:
+def _sum_over(leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
     """What travels for a sum over axes, and how its total becomes the result."""
-    parts, wrap = _parts(extended, leaf, repeat=False)
+    parts, wrap = _parts(leaf, replicas, repeat=False)
     dtype = parts[0].dtype
     check_reducible(dtype, "reduce")
     work = accumulation_dtype(dtype)
@@ -125,9 +139,9 @@ def _sum_over(extended: StrategyExtended, leaf: Any, axis: Axis) -> tuple[Any, F
     return wrap(sums), lambda total: total if total.dtype == dtype else total.astype(dtype)
 
 
-def _mean_over(extended: StrategyExtended, leaf: Any, axis: Axis) -> tuple[Any, Finish]:
+def _mean_over(leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
     """As `_sum_over` for a mean: numerators and the count of what they sum, side by side in one flat array."""
-    parts, wrap = _parts(extended, leaf, repeat=True)
+    parts, wrap = _parts(leaf, replicas, repeat=True)
     check_reducible(parts[0].dtype, "reduce")
     result = mean_dtype(parts[0].dtype)
     work = np.result_type(accumulation_dtype(result), np.float64)  # counts up to 2^53 are exact
@@ -149,9 +163,9 @@ def _mean_over(extended: StrategyExtended, leaf: Any, axis: Axis) -> tuple[Any, 
     return wrap(packs), finish
 
 
-def _product_over(extended: StrategyExtended, leaf: Any, axis: Axis) -> tuple[Any, Finish]:
+def _product_over(leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
     """As `_sum_over` for a product, which is 1 for a replica without elements."""
-    parts, wrap = _parts(extended, leaf, repeat=False)
+    parts, wrap = _parts(leaf, replicas, repeat=False)
     work = arithmetic(ReduceOp.PROD, parts[0].dtype, 1)
     products = []
     for part in parts:
@@ -161,9 +175,9 @@ def _product_over(extended: StrategyExtended, leaf: Any, axis: Axis) -> tuple[An
     return wrap(products), lambda total: total.astype(work.result, copy=False)
 
 
-def _extreme_over(op: ReduceOp, extended: StrategyExtended, leaf: Any, axis: Axis) -> tuple[Any, Finish]:
+def _extreme_over(op: ReduceOp, leaf: Any, axis: Axis, replicas: int) -> tuple[Any, Finish]:
     """As `_sum_over` for MIN or MAX: beside the extremes travels whether a replica has elements at all."""
-    parts, wrap = _parts(extended, leaf, repeat=True)
+    parts, wrap = _parts(leaf, replicas, repeat=True)
     work = arithmetic(op, parts[0].dtype, 1)
     bounds = np.iinfo(work.accumulate) if work.accumulate.kind in "iu" else None
     smallest = op is ReduceOp.MIN
@@ -194,7 +208,7 @@ def _extreme_over(op: ReduceOp, extended: StrategyExtended, leaf: Any, axis: Axi
     return wrap(packs), finish
 
 
-_OVER: dict[ReduceOp, Callable[[StrategyExtended, Any, Axis], tuple[Any, Finish]]] = {
+_OVER: dict[ReduceOp, Callable[[Any, Axis, int], tuple[Any, Finish]]] = {
     ReduceOp.SUM: _sum_over,
     ReduceOp.MEAN: _mean_over,
     ReduceOp.MIN: functools.partial(_extreme_over, ReduceOp.MIN),
@@ -208,13 +222,13 @@ def _no_element(what: str) -> ValueError:
     return ValueError(explain("reduce", "value", expected="an element on some replica", got="none", remedy=remedy))
 
 
-def _parts(extended: StrategyExtended, leaf: Any, *, repeat: bool) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def _parts(leaf: Any, replicas: int, *, repeat: bool) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The local replicas' arrays of a leaf, and how to put into its place what is made of them."""
     if isinstance(leaf, DistributedValues):
         mirrored = isinstance(leaf, Mirrored) and not repeat  # its SUM is refused below, in one place
         wrap: Callable[[list[Any]], Any] = Mirrored if mirrored else PerReplica
         return [as_array(value, "reduce") for value in leaf.values], wrap
-    array, replicas = as_array(leaf, "reduce"), extended.sync_topology.num_local_replicas
+    array = as_array(leaf, "reduce")
     if repeat:
         return [array] * replicas, PerReplica
     return [array], lambda sums: sums[0]

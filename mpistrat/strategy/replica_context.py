@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
 from .. import context, random
 from .._util import nest
+from ..cluster.topology import Topology
 from ..context import Frame
 from ..distributed_values import PerReplica, regroup, select_replica
 from ..errors import ContextError, explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp
 from .aliases import with_aliases
-from .reductions import broadcast_nest, gather_nest, read_variables, reduce_nest
+from .reductions import Reductions, read_variables
 from .replica_threads import current_meeting
-
-if TYPE_CHECKING:
-    from .extended import StrategyExtended
-    from .strategy import Strategy
 
 __all__ = ["ReplicaContext", "ValueContext"]
 
@@ -57,8 +54,9 @@ class ReplicaContext:
 
     __slots__ = (
         "_cross_frame",
-        "_extended",
+        "_device",
         "_index",
+        "_reductions",
         "frame",
         "num_input_pipelines",
         "num_replicas_in_sync",
@@ -66,22 +64,23 @@ class ReplicaContext:
         "strategy",
     )
 
-    def __init__(self, strategy: Strategy, extended: StrategyExtended, index: int) -> None:
-        """Describe local replica `index`. Strategies make them."""
-        topology = extended.sync_topology
+    def __init__(
+        self, strategy: Any, index: int, topology: Topology, num_input_pipelines: int, reductions: Reductions
+    ) -> None:
+        """Describe local replica `index` of the ranks that step together. Strategies make them."""
         self.strategy = strategy
         self.replica_id_in_sync_group = topology.replica_offset + index
         self.num_replicas_in_sync = topology.num_replicas
-        self.num_input_pipelines = extended.num_input_pipelines
+        self.num_input_pipelines = num_input_pipelines
         self.frame = Frame(strategy, replica=self)
         self._cross_frame = Frame(strategy)
-        self._extended = extended
+        self._device, self._reductions = topology.devices[index], reductions
         self._index = index
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The device of this replica."""
-        return (self._extended.sync_topology.devices[self._index],)
+        return (self._device,)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -142,7 +141,7 @@ class ReplicaContext:
         """
         op = ReduceOp.parse(reduce_op, "all_reduce")
         what = f"all_reduce {op.value}"
-        return self._together(what, lambda joined: reduce_nest(self._extended, op, joined, None, options), value)
+        return self._together(what, lambda joined: self._reductions.reduce(op, joined, None, options), value)
 
     def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the replicas' arrays concatenated along an axis, in replica order, on every replica. Collective.
@@ -157,7 +156,7 @@ class ReplicaContext:
             ValueError: a scalar, or an axis out of range.
         """
         what = f"all_gather on axis {axis}"
-        return self._together(what, lambda joined: gather_nest(self._extended, joined, axis, options), value)
+        return self._together(what, lambda joined: self._reductions.gather(joined, axis, options), value)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return one replica's value on every replica. Collective.
@@ -170,7 +169,7 @@ class ReplicaContext:
             ValueError: there is no such replica.
         """
         what = f"broadcast from {root}"
-        return self._together(what, lambda joined: broadcast_nest(self._extended, joined, root), value)
+        return self._together(what, lambda joined: self._reductions.broadcast(joined, root), value)
 
     def rng(self, seed: int, step: int = 0, sample: int | None = None) -> np.random.Generator:
         """Return the random generator of a sample, or of this replica, at a step.

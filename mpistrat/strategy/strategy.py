@@ -19,13 +19,13 @@ from ..errors import explain
 from ..options import CommunicationOptions, RunOptions
 from ..types import ReduceOp
 from ..variables import Variable
-from . import checkpoint
-from . import input as strategy_input
 from .aliases import with_aliases
 from .assemble import Parts
+from .checkpoint import Checkpoint
 from .extended import StrategyExtended
+from .input import Distributor, Division
 from .preemption import StopAgreement, StopRequest, StopTogether
-from .reductions import Axis, copies_of_variables, gather_nest, reduce_nest
+from .reductions import Axis
 from .replica_context import ValueContext
 from .scope import Scope
 from .together import Together
@@ -65,6 +65,8 @@ class Strategy(Together):
             raise TypeError(explain("Strategy", "", expected="a strategy", got=got, remedy=remedy))
         self._extended = parts.extend(self)
         self._replica_frame: Frame = self._extended.replicas[0].frame
+        extended = self._extended
+        self._checkpoint = Checkpoint(extended.process_group, extended.placement, extended.optimizer_states)
         self._stop_request = StopRequest(self._extended.process_group)
         self._stop_agreement: StopAgreement = StopTogether(self._extended.placement.group)
 
@@ -253,8 +255,9 @@ class Strategy(Together):
         if extended.closed:
             extended.require_open("Strategy.reduce")
         context.expect_cross(self, "Strategy.reduce")
-        value = copies_of_variables(extended, value)
-        return reduce_nest(extended, ReduceOp.parse(reduce_op, "reduce"), value, axis, options)
+        reductions = extended.reductions
+        value = reductions.copies_of_variables(value)
+        return reductions.reduce(ReduceOp.parse(reduce_op, "reduce"), value, axis, options)
 
     def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Return the replicas' arrays concatenated along an axis, in replica order, equal on every rank. Collective.
@@ -271,8 +274,8 @@ class Strategy(Together):
         """
         self._extended.require_open("Strategy.gather")
         context.expect_cross(self, "Strategy.gather")
-        value = copies_of_variables(self._extended, value)
-        return gather_nest(self._extended, value, axis, options)
+        reductions = self._extended.reductions
+        return reductions.gather(reductions.copies_of_variables(value), axis, options)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return what each local replica has of a value, in replica order; (value,) of a plain one.
@@ -317,7 +320,7 @@ class Strategy(Together):
         """
         self._extended.require_open("Strategy.distribute_dataset")
         context.expect_cross(self, "Strategy.distribute_dataset")
-        return strategy_input.distribute_dataset(self._readers(), dataset, options, self._division())
+        return Distributor(self._readers(), self._division(), options).of_dataset(dataset)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -338,16 +341,16 @@ class Strategy(Together):
         """
         self._extended.require_open("Strategy.distribute_datasets_from_function")
         context.expect_cross(self, "Strategy.distribute_datasets_from_function")
-        return strategy_input.distribute_datasets_from_function(self._readers(), dataset_fn, options, self._division())
+        return Distributor(self._readers(), self._division(), options).from_function(dataset_fn)
 
     def _readers(self) -> ProcessGroup:
         """The ranks that make a dataset together: in a function of a coordinator this one alone."""
         extended = self._extended
         return extended.placement.group if extended.coordination.scheduled else extended.process_group
 
-    def _division(self) -> strategy_input.Division:
+    def _division(self) -> Division:
         """How this rank takes part in reading."""
-        return strategy_input.Division.together(self._extended.process_group)
+        return Division.together(self._extended.process_group)
 
     # files
 
@@ -381,7 +384,7 @@ class Strategy(Together):
         """
         self._extended.require_open("Strategy.save")
         context.expect_cross(self, "Strategy.save")
-        checkpoint.save(self._extended, path, extra)
+        self._checkpoint.save(path, extra)
 
     def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read all variables, and all that optimizers keep, from a file that `save` wrote. Collective.
@@ -400,7 +403,7 @@ class Strategy(Together):
         """
         self._extended.require_open("Strategy.restore")
         context.expect_cross(self, "Strategy.restore")
-        return checkpoint.restore(self._extended, path)
+        return self._checkpoint.restore(path)
 
     # its life
 
