@@ -236,7 +236,7 @@ class TestReduce:
         seen = []
         ops = two.extended.cross_device_ops
         monkeypatch.setattr(ops, "reduce", lambda op, value, destinations, options: seen.append(options) or 0.0)
-        two.extended._options = ms.CommunicationOptions(bytes_per_pack=8)
+        two.extended.reductions._options = ms.CommunicationOptions(bytes_per_pack=8)
         two.reduce("SUM", FOUR, axis=None)
         two.reduce("SUM", FOUR, axis=None, options=ms.CommunicationOptions(timeout_seconds=5))
         assert seen[0] == ms.CommunicationOptions(bytes_per_pack=8)
