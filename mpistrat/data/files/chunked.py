@@ -246,13 +246,14 @@ class ChunkCache:
         if not chunks.size:
             return np.empty(0, np.int64)
         usable = self._state != _BUSY
-        if self._reading:
+        if self._reading or hint:  # the next rows are often in the chunk that was read last
             usable &= self._used != self._now
         if hint:
             usable &= ~self._expected
         slots = np.flatnonzero(usable)
         if slots.size > chunks.size:  # those that are free first, then those used longest ago
-            age = np.where(self._state[slots] == _FREE, -1, self._used[slots])
+            age = self._used[slots] + self._expected[slots] * self.slots  # not for ever: it may never be read
+            age[self._state[slots] == _FREE] = -1
             slots = slots[np.argsort(age, kind="stable")[: chunks.size]]
         chunks = chunks[: slots.size]
         for slot in slots[self._chunk_in[slots] >= 0].tolist():
