@@ -147,7 +147,7 @@ def test_a_cache_of_few_chunks_reads_in_order_with_hardly_a_chunk_twice(
     write(tmp_path / "f.h5", array, 64, compression="gzip")
     dataset = HDF5Dataset(tmp_path / "f.h5", "x")
     assert np.array_equal(np.concatenate(list(dataset.batch(48))), array)
-    assert reader_of(dataset).counters.chunk_reads in (16, 17)  # one where a read finds only what is expected in its way
+    assert reader_of(dataset).counters.chunk_reads <= 17  # one more where all slots are expected
 
 
 def test_reading_more_chunks_at_once_than_are_kept_is_slow_and_right(
