@@ -55,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(config.stash[JOB])
     elif ON_RANKS is None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and CI: end as by Ctrl-C, with the ranks
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; tests use Ctrl-C
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         config.pluginmanager.register(Stopwatch(config))
     _derandomise_hypothesis(config.option.tier)
 
