@@ -38,6 +38,7 @@ __all__ = [
     "mismatch",
     "only_differences",
     "same",
+    "tell",
     "together",
 ]
 
@@ -103,12 +104,17 @@ def together(exchange: Exchange, error: Callable[[Mapping[int, Failure]], Except
     try:
         yield
     except BaseException as problem:
-        exchange(f"{type(problem).__name__}\n{str(problem) or repr(problem)}")
+        tell(exchange, problem)
         raise
     told = exchange("")
     failures = {rank: Failure(*text.split("\n", 1)) for rank, text in enumerate(told) if text}
     if failures:
         raise error(failures)
+
+
+def tell(exchange: Exchange, problem: BaseException) -> None:
+    """Tell the others, which are at the end of `together`, of an exception of this rank. Collective."""
+    exchange(f"{type(problem).__name__}\n{str(problem) or repr(problem)}")
 
 
 def same(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Momentum", "RMSProp"]
 
 
-class _OwnRule(Optimizer):
+class _BlockRule(Optimizer):
     """An Optimizer whose rule takes a block as one argument."""
 
     @abstractmethod
@@ -39,7 +39,7 @@ class _OwnRule(Optimizer):
 
 
 @final
-class SGD(_OwnRule):
+class SGD(_BlockRule):
     """w -= rate * g; with momentum m = momentum * m - rate * g and w += m; Nesterov: w += momentum * m - rate * g.
 
     Args:
@@ -102,7 +102,7 @@ def Momentum(
     return SGD(learning_rate, momentum, nesterov, **named)
 
 
-class _Adam(_OwnRule):
+class _Adam(_BlockRule):
     """What Adam and AdamW share: everything but the default of the weights' decay."""
 
     def __init__(
@@ -192,7 +192,7 @@ class AdamW(_Adam):
 
 
 @final
-class Adagrad(_OwnRule):
+class Adagrad(_BlockRule):
     """a += g²; w -= rate * g / sqrt(a + epsilon).
 
     Args:
@@ -236,7 +236,7 @@ class Adagrad(_OwnRule):
 
 
 @final
-class RMSProp(_OwnRule):
+class RMSProp(_BlockRule):
     """v = rho * v + (1 - rho) * g²; w -= rate * g / sqrt(v + epsilon).
 
     Args:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..._util.files import flush_folder
 from ...cluster.topology import given_comm
-from ...comm.agree import Ranks
+from ...comm.agree import Ranks, tell
 from ...errors import ClosedError, CollectiveMismatchError, ShardError, explain
 from ..spec import conform, spec_of_element, stack_rows
 from .columns import Columns, columns_of, content_bytes, fields_of, fit, named, spec_of_fields
@@ -178,9 +178,7 @@ class SetWriter:
         elif not self._closed:
             self._closed = True
             try:
-                self.ranks.exchange(
-                    f"{type(error).__name__}\n{str(error) or repr(error)}"
-                )  # the others wait in `close`
+                tell(self.ranks.exchange, error)  # the others wait in `close`
             finally:
                 self._discard()
 
