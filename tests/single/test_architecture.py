@@ -18,6 +18,7 @@ from launcher import ROOT
 
 PACKAGE = ROOT / "mpistrat"
 FILES = sorted(PACKAGE.rglob("*.py"))
+FLOORS_PICTURE = ROOT / "docs" / "images" / "floors.svg"
 
 # The floor of each folder; files beside the folders are floor 0, or front doors that only re-export, which floor 8 uses.
 # _util, below them all, may use of them only what needs nothing itself: errors, types, environment.
@@ -109,6 +110,15 @@ def upward_imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
 def test_every_folder_has_a_floor():
     homeless = {folder_of(path) for path in FILES} - {"", *FLOORS}
     assert not homeless, "give it a floor in FLOORS and in docs/architecture.md"
+
+
+def test_the_picture_of_the_floors_has_every_folder_on_its_floor():
+    shown = {}
+    for floor, boxes in re.findall(r'<g id="floor(-?\d)">(.*?)</g>', FLOORS_PICTURE.read_text(), re.DOTALL):
+        for name in re.findall(r'class="package"[^>]*>(\w+)</text>', boxes):
+            shown[name] = int(floor)
+    there = {folder_of(path) for path in FILES} - {""}
+    assert shown == {name: floor for name, floor in FLOORS.items() if name in there}, FLOORS_PICTURE
 
 
 def test_a_file_imports_only_its_own_folder_and_lower_floors():
