@@ -1,134 +1,52 @@
-"""Fingerprints of collective calls: all ranks compare theirs before data moves, and mismatches become errors.
+"""Collective calls: all ranks compare the fingerprints of theirs before data moves, and mismatches become errors.
 
-A `Call` is the fingerprint of one kind of collective: operation, name, dtype, shape and further detail. On a node its tag is
-exchanged in every barrier (see `node`); between nodes the ranks compare tags at intervals (`compare`).
+On a node the tag of a `Collective` is exchanged in every barrier (see `node`); between nodes the ranks compare tags at intervals
+(`Comparison`).
 """
 
 from __future__ import annotations
 
-from binascii import crc32
 from collections import deque
-from collections.abc import Hashable
 from time import monotonic
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
 from ..errors import CollectiveMismatchError, ContextError, explain
-from .agree import fingerprint, gather_text, mismatch
+from .agree import gather_text, mismatch
+from .call import Call
+from .draws import Draws
+from .monitor.rank_monitor import RankMonitor
+from .node import Node
 
-if TYPE_CHECKING:
-    from .draws import Draws
-    from .monitor.rank_monitor import RankMonitor
-    from .node import Node
-
-__all__ = ["TEXT_BYTES", "Call", "Comparison", "describe"]
+__all__ = ["Collective", "Comparison"]
 
 _MASK = (1 << 63) - 1
 _SERIES = 4096  # so many names are remembered
-TEXT_BYTES = 1000  # of a text are shown; the tag covers all of it
-_STAMP_BYTES = 100  # of them for what changes
-
-
-def describe(op: str, name: str = "", dtype: Any = None, shape: Any = None, detail: Hashable = ()) -> str:
-    """Return a collective in words, the same on every rank that means the same.
-
-    Example:
-        >>> describe("all_reduce", "w", np.float32, (4, 3))
-        "all_reduce 'w' float32 (4, 3)"
-    """
-    words = [op]
-    if name:
-        words.append(repr(name))
-    if dtype is not None:
-        words.append(dtype if isinstance(dtype, str) else str(np.dtype(dtype)))
-    if shape is not None:
-        words.append(str(tuple(int(length) for length in shape)))
-    if detail != ():
-        words.append(detail if isinstance(detail, str) else repr(detail))
-    return " ".join(words)
 
 
 @final
-class Call:
-    """One kind of collective of one group, as a reusable context manager; `ProcessGroup.collective` makes and keeps it.
+class Collective(Call):
+    """A call of one group as the context in which it runs; `ProcessGroup.collective` makes and keeps it."""
 
-    Attributes:
-        tag, text: fingerprint, and what it stands for, with `stamp`.
-        kind: the fingerprint without it.
-        series: operation and name.
-        timeout: seconds that a rank waits in it.
-        payload: the text as it is laid into shared memory: two bytes of length, then UTF-8.
-    """
-
-    __slots__ = (
-        "_comparison",
-        "_monitor",
-        "_node",
-        "_outer",
-        "_shown",
-        "_stamp",
-        "_text",
-        "kind",
-        "payload",
-        "series",
-        "synchronize",
-        "tag",
-        "timeout",
-    )
+    __slots__ = ("_comparison", "_monitor", "_node", "_outer", "_synchronize")
 
     def __init__(
         self,
         text: str,
         timeout: float,
+        series: str,
         monitor: RankMonitor,
         node: Node,
-        comparison: Comparison | None = None,
-        synchronize: bool = False,
-        series: str = "",
+        comparison: Comparison | None,
+        synchronize: bool,
     ) -> None:
-        self._text, self._stamp = text, ""
-        self.series = series
-        self.kind = self.tag = fingerprint(text)
-        self.timeout = timeout
-        shown, longest = text.encode(), TEXT_BYTES - _STAMP_BYTES
-        if len(shown) > longest:
-            shown = shown[: longest - 300] + f" …[{self.kind:x}]… ".encode() + shown[-250:]
-        self._shown = shown
-        self.payload = len(shown).to_bytes(2, "little") + shown
-        self.synchronize = synchronize and node.size > 1
-        self._monitor = monitor
-        self._node = node
-        self._comparison = comparison
+        super().__init__(text, timeout, series)
+        self._monitor, self._node, self._comparison = monitor, node, comparison
+        self._synchronize = synchronize and node.size > 1
         self._outer: Any = None
 
-    @property
-    def text(self) -> str:
-        """What it is, in words."""
-        return self._text + self._stamp
-
-    @property
-    def brief(self) -> str:
-        """The same, cut after 600 characters."""
-        return self._text[:600] + self._stamp
-
-    def stamp(self, words: str) -> Call:
-        """Say what else the ranks must do alike this time, and return the call. Before it is entered.
-
-        For what changes from one call to the next: on a node it is compared each time, between nodes it makes no difference
-        at once, but is found by the next comparison. At most 100 characters of ASCII.
-
-        Example:
-            >>> from mpistrat.comm.process_group import ProcessGroup
-            >>> ProcessGroup.single().collective("step").stamp(", number 3").text
-            'step, number 3'
-        """
-        self._stamp, more = words, words.encode()
-        self.tag = (self.kind ^ (crc32(more) << 24)) or 1
-        self.payload = (len(self._shown) + len(more)).to_bytes(2, "little") + self._shown + more
-        return self
-
-    def __enter__(self) -> Call:
+    def __enter__(self) -> Collective:
         monitor = self._monitor
         if monitor.refusal is not None:
             monitor.refuse(self.text)
@@ -144,7 +62,7 @@ class Call:
             if comparison is not None and comparison.due(self, monitor.number):
                 self._node.barrier(self)
                 comparison.compare(monitor)
-            elif self.synchronize:
+            elif self._synchronize:
                 self._node.barrier(self)
         except BaseException as error:
             monitor.fail(error, True)

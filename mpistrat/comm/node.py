@@ -10,22 +10,19 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
 from ..errors import CollectiveTimeoutError, PeerExitError
 from . import shared_memory
 from .agree import mismatch
-from .contract import TEXT_BYTES, Call
+from .call import TEXT_BYTES, Call
 from .draws import Draws
-from .monitor.rank_monitor import ALL
+from .monitor.rank_monitor import ALL, RankMonitor
 from .shared_memory import SharedBlock
 from .waiting import Backoff, Deadline
 from .window import SharedWindow
-
-if TYPE_CHECKING:
-    from .monitor.rank_monitor import RankMonitor
 
 __all__ = ["STAGING_BYTES", "Node"]
 
@@ -74,7 +71,7 @@ class Node:
         self._sequence = 0
         self.draws = Draws()
         self._laid: list[bytes | None] = [None, None]
-        self._plain = Call("barrier of the node", monitor.default_timeout, monitor, self)
+        self._plain = Call("barrier of the node", monitor.default_timeout)
         self._control: SharedWindow | None = None
         if self.shared:
             self._open_control()
@@ -196,7 +193,7 @@ class Node:
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         story = f"{call.text}: rank {self._monitor.rank} waited {call.timeout:g} s for {who}"
         half = sequence & 1
-        self._lay(half, Call(f"gave up ({story})", call.timeout, self._monitor, self))
+        self._lay(half, Call(f"gave up ({story})", call.timeout))
         self._flags[self._own + _TAG + half] = _POISON
         self._flags[self._own + _STATE] = _GAVE_UP
         self._sync()

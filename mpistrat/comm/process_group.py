@@ -17,8 +17,9 @@ from .._util import log
 from ..cluster.topology import Topology
 from ..environment import Environment
 from ..errors import ClosedError, CollectiveMismatchError, by_rank
-from . import agree, contract
-from .contract import Call, Comparison
+from . import agree
+from .call import describe
+from .contract import Collective, Comparison
 from .monitor import abort, exit_report
 from .monitor.group_monitor import Watchdog
 from .monitor.rank_monitor import RankMonitor, monitored
@@ -70,7 +71,8 @@ class ProcessGroup:
         self._comm: Any = topology.comm if private is not None else None
         self._private = private
         self.monitor = RankMonitor(topology.rank, topology.size, environment.abort_after, environment.warn_after)
-        self._calls: dict[Hashable, Call] = {}
+        self._comparison: Comparison | None = None  # with other nodes
+        self._calls: dict[Hashable, Collective] = {}
         self.contacts: set[int] = set()
         self._attached: list[Attachment] = []
         ranks: Sequence[int] = (topology.rank,)
@@ -84,7 +86,8 @@ class ProcessGroup:
         self.slice_index = self.node.rank if self.node.rank < self.slices else None
         self.replicas_of_node = [topology.replicas_per_rank[rank] for rank in ranks]
         if self.num_nodes > 1:
-            self.monitor.comparison = Comparison(private, environment.check_every, self.node.draws)
+            self._comparison = Comparison(private, environment.check_every, self.node.draws)
+            self.monitor.recent = self._comparison.recent
 
     @classmethod
     def create(cls, topology: Topology, environment: Environment | None = None) -> ProcessGroup:
@@ -134,7 +137,7 @@ class ProcessGroup:
         *,
         timeout: float | None = None,
         synchronize: bool = True,
-    ) -> Call:
+    ) -> Collective:
         """Return the context in which one collective runs. Entering it is collective over all ranks.
 
         On entry the ranks of a node meet and compare what they are about to do. Between nodes they compare when an
@@ -161,15 +164,14 @@ class ProcessGroup:
         call = self._calls.get(key)
         return call if call is not None else self._make_call(key)
 
-    def _make_call(self, key: tuple[Any, ...]) -> Call:
+    def _make_call(self, key: tuple[Any, ...]) -> Collective:
         *what, timeout, synchronize = key
         if len(self._calls) >= _KEPT_CALLS:  # the ranks do the same, so they forget at the same time
             self._calls.clear()
         timeout = self.environment.abort_after if timeout is None else timeout
-        series = contract.describe(*what[:2])
-        compared = self.monitor.comparison
-        call = Call(contract.describe(*what), timeout, self.monitor, self.node, compared, synchronize, series)
-        self._calls[key] = call
+        call = self._calls[key] = Collective(
+            describe(*what), timeout, describe(*what[:2]), self.monitor, self.node, self._comparison, synchronize
+        )
         return call
 
     def quiet(self) -> AbstractContextManager[Any]:

@@ -14,19 +14,16 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
 from ..._util import log
-from ..agree import only_differences
-from ..contract import fingerprint
+from ..agree import fingerprint, only_differences
+from ..call import Call
 from . import abort, exit_report
 from .abort import KEY_BYTES, Failures, failure_key
 from .rank_monitor import ALL, POLL, Answer, Left, RankMonitor, lines
-
-if TYPE_CHECKING:
-    from ..contract import Call
 
 __all__ = ["Watchdog"]
 

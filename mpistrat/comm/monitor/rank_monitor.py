@@ -8,13 +8,11 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
-from ..contract import fingerprint
+from ..agree import fingerprint
+from ..call import Call
 from . import abort
-
-if TYPE_CHECKING:
-    from ..contract import Call, Comparison
 
 __all__ = ["ALL", "POLL", "Answer", "Left", "RankMonitor", "lines", "monitored", "user_place"]
 
@@ -116,7 +114,7 @@ class RankMonitor:
         on_flags: whether this rank waits on flags in shared memory, where it can raise by itself.
         left: ranks of other nodes that left the program.
         failures: the collectives, by number, that failed on this rank since the ranks were last known to be in step.
-        comparison: what compares this rank's collectives with those of other nodes, or None.
+        recent: returns the text of one of this rank's last collectives, by number; "" where it is not known (any more).
         raw: (start, name) of the blocking call on the program's communicator that this rank is in, or None.
         stop: whether this rank, or another one, was told to stop; who sets it lets all others know.
         default_timeout, warn_after: seconds.
@@ -132,7 +130,7 @@ class RankMonitor:
         self.on_flags = False
         self.left: dict[int, Left] = {}
         self.failures: dict[int, Failure] = {}
-        self.comparison: Comparison | None = None
+        self.recent: Callable[[int], str] = lambda number: ""
         self.raw: tuple[float, str] | None = None
         self.stop = False
         self.thread = threading.get_ident()
@@ -201,7 +199,7 @@ class RankMonitor:
             about: number of the collective that another rank, which asks, is in.
         """
         now, place, raw, at = monotonic(), self.place, self.raw, user_place(self.thread)
-        known = self.comparison.recent(about) if self.comparison is not None else ""
+        known = self.recent(about)
         failed = self.failed(about)
         failure = self.failures.get(failed, Failure(now, "", False))
         more = about, fingerprint(known) if known else 0, failed, now - failure.time

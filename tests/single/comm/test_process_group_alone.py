@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat.comm import contract
+from mpistrat.comm.agree import fingerprint
+from mpistrat.comm.call import describe
 from mpistrat.comm.monitor import abort
 from mpistrat.comm.monitor.rank_monitor import user_place
 from mpistrat.comm.process_group import ProcessGroup
@@ -64,7 +65,7 @@ def test_a_call_is_made_once():
     call = group.collective("reduce", "w", np.dtype("f4"), (2, 3), detail=("SUM", 1))
     assert call is group.collective("reduce", "w", np.dtype("f4"), (2, 3), detail=("SUM", 1))
     assert call.text == "reduce 'w' float32 (2, 3) ('SUM', 1)"
-    assert call.tag == contract.fingerprint(call.text) > 0
+    assert call.tag == fingerprint(call.text) > 0
 
 
 def test_calls_do_not_pile_up():
@@ -78,7 +79,7 @@ def test_fingerprint_is_the_same_in_every_process():
     """blake2b of 8 bytes, read as little-endian and halved; from the definition, computed apart."""
     program = "import hashlib; print(int.from_bytes(hashlib.blake2b(b'reduce', digest_size=8).digest(), 'little') // 2)"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert contract.fingerprint("reduce") == int(other.stdout)
+    assert fingerprint("reduce") == int(other.stdout)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_fingerprint_is_the_same_in_every_process():
     ],
 )
 def test_describe(arguments, text):
-    assert contract.describe(*arguments) == text
+    assert describe(*arguments) == text
 
 
 def test_place_in_another_thread():

@@ -1,0 +1,87 @@
+"""A call of a collective as data: what it is in words, and the fingerprint that the ranks compare."""
+
+from __future__ import annotations
+
+from binascii import crc32
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .agree import fingerprint
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["TEXT_BYTES", "Call", "describe"]
+
+TEXT_BYTES = 1000  # of a text are shown; the tag covers all of it
+_STAMP_BYTES = 100  # of them for what changes
+
+
+def describe(op: str, name: str = "", dtype: Any = None, shape: Any = None, detail: Hashable = ()) -> str:
+    """Return a collective in words, the same on every rank that means the same.
+
+    Example:
+        >>> describe("all_reduce", "w", np.float32, (4, 3))
+        "all_reduce 'w' float32 (4, 3)"
+    """
+    words = [op]
+    if name:
+        words.append(repr(name))
+    if dtype is not None:
+        words.append(dtype if isinstance(dtype, str) else str(np.dtype(dtype)))
+    if shape is not None:
+        words.append(str(tuple(int(length) for length in shape)))
+    if detail != ():
+        words.append(detail if isinstance(detail, str) else repr(detail))
+    return " ".join(words)
+
+
+class Call:
+    """One kind of collective: its operation, name, dtype, shape and further detail, as `describe` puts them into words.
+
+    Attributes:
+        tag, text: fingerprint, and what it stands for, with `stamp`.
+        kind: the fingerprint without it.
+        series: operation and name.
+        timeout: seconds that a rank waits in it.
+        payload: the text as it is laid into shared memory: two bytes of length, then UTF-8.
+    """
+
+    __slots__ = ("_shown", "_stamp", "_text", "kind", "payload", "series", "tag", "timeout")
+
+    def __init__(self, text: str, timeout: float, series: str = "") -> None:
+        self._text, self._stamp = text, ""
+        self.series, self.timeout = series, timeout
+        self.kind = self.tag = fingerprint(text)
+        shown, longest = text.encode(), TEXT_BYTES - _STAMP_BYTES
+        if len(shown) > longest:
+            shown = shown[: longest - 300] + f" …[{self.kind:x}]… ".encode() + shown[-250:]
+        self._shown = shown
+        self.payload = len(shown).to_bytes(2, "little") + shown
+
+    @property
+    def text(self) -> str:
+        """What it is, in words."""
+        return self._text + self._stamp
+
+    @property
+    def brief(self) -> str:
+        """The same, cut after 600 characters."""
+        return self._text[:600] + self._stamp
+
+    def stamp(self, words: str) -> Self:
+        """Say what else the ranks must do alike this time, and return the call. Before it is entered.
+
+        For what changes from one call to the next: on a node it is compared each time, between nodes it makes no difference
+        at once, but is found by the next comparison. At most 100 characters of ASCII.
+
+        Example:
+            >>> Call("step", 60.0).stamp(", number 3").text
+            'step, number 3'
+        """
+        self._stamp, more = words, words.encode()
+        self.tag = (self.kind ^ (crc32(more) << 24)) or 1
+        self.payload = (len(self._shown) + len(more)).to_bytes(2, "little") + self._shown + more
+        return self
