@@ -74,9 +74,9 @@ def readable_by_others(paths: Iterable[Path]) -> Finding | None:
     return warning("segments", what, remedy + shlex.join(map(str, open_files[:_LISTED])))
 
 
-def segments_of_this_process(folder: Path = SHARED_FOLDER) -> list[Path]:
+def segments_of_this_process() -> list[Path]:
     """Return the files of /dev/shm that this process has mapped."""
-    return sorted(map(Path, mapped_by(Path("/proc/self/maps"), folder)))
+    return sorted(map(Path, mapped_by(Path("/proc/self/maps"), SHARED_FOLDER)))
 
 
 def _leftovers(left: list[tuple[Path, int]]) -> Finding:

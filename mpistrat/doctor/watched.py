@@ -17,6 +17,7 @@ from typing import Any, final
 __all__ = ["Outcome", "Watched", "said_last", "say", "step"]
 
 _SEPARATOR = "\x1e"
+_LONGEST = 200  # characters of a line that is quoted
 # It ends with the process that watches it, however that ends (Linux: PR_SET_PDEATHSIG, SIGKILL). And it has the same folders
 # to import from, in the same order: neither -m nor -c adds the current one, from which nothing is imported on the way there.
 _START = """
@@ -128,7 +129,7 @@ def _outcome(out: str, err: str, code: int | None) -> Outcome:
     return Outcome(tuple(records), steps[-1] if steps else "starting Python", code, err)
 
 
-def said_last(text: str, most: int = 200) -> str:
+def said_last(text: str) -> str:
     """Return the last line that says something, shortened.
 
     Example:
@@ -137,4 +138,4 @@ def said_last(text: str, most: int = 200) -> str:
     """
     lines = [line.strip() for line in text.replace("\0", "").splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line))]
-    return lines[-1][:most] if lines else ""
+    return lines[-1][:_LONGEST] if lines else ""

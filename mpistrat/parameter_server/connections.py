@@ -24,9 +24,12 @@ from .wire.windows import OneSidedTransport, SharedWindowTransport, WindowPort
 
 __all__ = ["ParameterServers"]
 
+SLOTS = 4  # fragments of pushes that each worker may post before a server takes one
+CHUNK_BYTES = 1 << 20  # the largest payload of a fragment; a server has SLOTS * CHUNK_BYTES of memory for each worker
 FIRST_SLAB = 16 << 20
 LARGEST_SLAB = 1 << 30
 UNLIMITED = 1 << 62
+_SHORTEST_BACK_OFF = 1e-6  # seconds
 
 
 @final
@@ -38,8 +41,6 @@ class ParameterServers:
         workers, servers: ranks, the same lists on every rank.
         transport: one for all pairs ("shared_window", "one_sided", "messages"); default the environment's, else chosen for
             each pair (`choice.choose`).
-        slots: fragments of pushes that each worker may post before a server takes one.
-        chunk_bytes: the largest payload of a fragment. A server has slots × chunk_bytes of memory for each worker.
         back_off: seconds of the longest sleep of a server with nothing to do: 1 ms costs up to 6 % of a core and a push
             waits about 1 ms; shorter sleeps cost more and wait less.
 
@@ -62,16 +63,15 @@ class ParameterServers:
         servers: Sequence[int],
         *,
         transport: str = "",
-        slots: int = 4,
-        chunk_bytes: int = 1 << 20,
         back_off: float = CEILING,
     ) -> None:
         self.group, self.workers, self.servers = group, tuple(workers), tuple(servers)
         _check_roles(group, self.workers, self.servers)
         introduce(group, self.workers, self.servers)
-        _check_sizes(slots, chunk_bytes, back_off)
-        detail = (self.workers, self.servers, transport, slots, chunk_bytes)
-        with group.collective("ParameterServers", detail=detail):
+        if not back_off >= _SHORTEST_BACK_OFF:
+            expected = f"at least {_SHORTEST_BACK_OFF:g}"
+            raise ValueError(explain("ParameterServers", "back_off", expected=expected, got=back_off))
+        with group.collective("ParameterServers", detail=(self.workers, self.servers, transport)):
             self.choice = choose(group, self.workers, self.servers, transport or group.environment.transport)
         log.once(logging.INFO, "parameter servers: " + self.describe())
         self.server: Server | None = None
@@ -82,8 +82,8 @@ class ParameterServers:
         self._comm: Any = group.topology.comm.Dup()
         used = set(self.choice.values())
         self._windows = "shared_window" in used, "one_sided" in used
-        layout = MailboxLayout(len(self.workers), slots if any(self._windows) else 0, chunk_bytes)
-        self._posting = MailboxLayout(len(self.workers), slots, chunk_bytes)
+        layout = MailboxLayout(len(self.workers), SLOTS if any(self._windows) else 0, CHUNK_BYTES)
+        self._posting = MailboxLayout(len(self.workers), SLOTS, CHUNK_BYTES)
         sizes = [layout.nbytes] * len(self.servers)
         mailbox = ServerMemory(group, self._comm, self.servers, sizes, *self._windows, "the servers' mailboxes")
         mailbox.populate((0, mailbox.own.nbytes))
@@ -276,9 +276,3 @@ def _several_threads() -> bool:
     from mpi4py import MPI
 
     return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
-
-
-def _check_sizes(slots: int, chunk_bytes: int, back_off: float) -> None:
-    for name, value, low in (("slots", slots, 1), ("chunk_bytes", chunk_bytes, 16), ("back_off", back_off, 1e-6)):
-        if not value >= low:
-            raise ValueError(explain("ParameterServers", name, expected=f"at least {low:g}", got=value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from unittest import mock
 
 import numpy as np
 
@@ -12,18 +13,19 @@ TRANSPORTS = ("shared_window", "one_sided", "messages")
 
 
 @contextlib.contextmanager
-def parameter_servers(transport, specs=(), servers=1, abort_after=30.0, **settings):
+def parameter_servers(transport, specs=(), servers=1, abort_after=30.0, slots=4, chunk_bytes=1 << 20):
     """Servers on the last ranks, workers on the others, with variables: (shape, dtype) on server 0, or whole specs."""
     from mpistrat.cluster.topology import Topology
     from mpistrat.comm.process_group import ProcessGroup
     from mpistrat.environment import Environment
-    from mpistrat.parameter_server.connections import ParameterServers
+    from mpistrat.parameter_server import connections
     from mpistrat.parameter_server.layout import VariableSpec
 
     topology = Topology.create()
     group = ProcessGroup.create(topology, Environment(abort_after=abort_after))
     first = topology.size - servers
-    ps = ParameterServers(group, range(first), range(first, topology.size), transport=transport, **settings)
+    with mock.patch.multiple(connections, SLOTS=slots, CHUNK_BYTES=chunk_bytes):
+        ps = connections.ParameterServers(group, range(first), range(first, topology.size), transport=transport)
     whole = [s if isinstance(s, VariableSpec) else VariableSpec(f"v{i}", *s) for i, s in enumerate(specs)]
     ps.add_variables(whole)
     group.barrier()
