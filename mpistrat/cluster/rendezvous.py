@@ -17,7 +17,7 @@ from ..environment import Environment
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, PeerExitError, by_rank
 from .start import ranks_of_launcher
 
-__all__ = ["meet"]
+__all__ = ["wait_for_ranks"]
 
 _NAME_BYTES, _VERDICT_BYTES = 64, 1024
 _GRACE = 5.0  # seconds after the time limit in which rank 0, who knows more, may tell first
@@ -25,7 +25,7 @@ _LOOK = 1.0  # seconds between two looks whether a rank of this node has finishe
 _abandoned: list[Any] = []  # requests that never ended, and what MPI may still write to
 
 
-def meet(comm: Any, function: str) -> None:
+def wait_for_ranks(comm: Any, function: str) -> None:
     """Wait until all ranks are here, and check that they are here for the same. Collective over `comm`.
 
     Args:
@@ -40,37 +40,37 @@ def meet(comm: Any, function: str) -> None:
     if comm.size == 1:
         return
     environment = Environment.read()
-    meeting = _Meeting(comm, function)
+    rendezvous = _Rendezvous(comm, function)
     start, backoff, warned = monotonic(), Backoff(5e-3), False
     look, finished = _LOOK, set[int]()
-    while not meeting.over():
+    while not rendezvous.over():
         if not backoff.pause():
             continue
         waited = monotonic() - start
         if waited > look:
             before, finished, look = finished, _finished(comm), waited + _LOOK
-            if before & finished and not meeting.over():
-                _abandoned.append(meeting)
+            if before & finished and not rendezvous.over():
+                _abandoned.append(rendezvous)
                 raise PeerExitError(
                     f"{function}: rank {comm.rank} of {comm.size} waits for rank {min(before & finished)}, which has finished"
                     " its program. All ranks of a communicator make the strategy: look on that rank for an exit or an `if`"
                 )
         if not warned and waited > environment.warn_after:
             warned = True
-            if meeting.tells:
+            if rendezvous.tells:
                 log.setup(environment.log)
                 log.logger.warning(
-                    "%s: rank %d waits for %s since %.0f s", function, comm.rank, meeting.missing(), waited
+                    "%s: rank %d waits for %s since %.0f s", function, comm.rank, rendezvous.missing(), waited
                 )
-        if waited > environment.abort_after + (0.0 if meeting.tells else _GRACE):
-            _abandoned.append(meeting)
+        if waited > environment.abort_after + (0.0 if rendezvous.tells else _GRACE):
+            _abandoned.append(rendezvous)
             raise CollectiveTimeoutError(
-                f"{function}: rank {comm.rank} of {comm.size} waited {environment.abort_after:g} s for {meeting.missing()}."
+                f"{function}: rank {comm.rank} of {comm.size} waited {environment.abort_after:g} s for {rendezvous.missing()}."
                 " All ranks of a communicator make the strategy: look on that rank for an exit, an `if` or long work"
                 " before it, for another comm=, or for a program that ended"
             )
-    if meeting.verdict:
-        raise CollectiveMismatchError(meeting.verdict)
+    if rendezvous.verdict:
+        raise CollectiveMismatchError(rendezvous.verdict)
 
 
 def _finished(comm: Any) -> set[int]:
@@ -87,7 +87,7 @@ def _finished(comm: Any) -> set[int]:
     return {rank for rank in ranks if rank != MPI.UNDEFINED}
 
 
-class _Meeting:
+class _Rendezvous:
     """Rank 0 greets, all tell it what they make, and it answers when it has heard all.
 
     The collectives are those that both MPIs carry out without ranks in between, so that rank 0 sees who has come, and the

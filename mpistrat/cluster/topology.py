@@ -14,7 +14,7 @@ from ..errors import ClusterError, DeviceError, LayoutError, explain
 from .cores import count_node_cores, usable_cores
 from .devices import check_devices, default_devices
 from .launcher_variables import check_launcher, check_size
-from .rendezvous import meet
+from .rendezvous import wait_for_ranks
 from .start import import_mpi
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Topology:
         """
         mpi = running_mpi(function)
         comm = check_comm(mpi, comm, function)
-        meet(comm, function)
+        wait_for_ranks(comm, function)
         own = comm.Dup()
         # Errors shall reach Python as exceptions, whatever the handler of the user's communicator is.
         own.Set_errhandler(mpi.ERRORS_RETURN)

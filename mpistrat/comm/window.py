@@ -48,7 +48,7 @@ class Window(ABC):
         self._sum, self._replace = MPI.SUM, MPI.REPLACE
         self.own = block.segments[own]
         self.words = words_of(self.own)
-        self._operand, self._compare, self._result = (np.zeros(1, np.int64) for _ in range(3))
+        self._operand, self._result = np.zeros(1, np.int64), np.zeros(1, np.int64)
         window.Lock_all(MPI.MODE_NOCHECK)
         self.sync = window.Sync  # between stores of this rank and what others see, and the other way round
         self.sync()
@@ -86,13 +86,6 @@ class Window(ABC):
         """Add to a word of a rank's segment, atomically, and return what it was."""
         self._operand[0] = value
         self._window.Fetch_and_op(self._operand, self._result, rank, offset, self._sum)
-        self._window.Flush(rank)
-        return int(self._result[0])
-
-    def compare_and_swap(self, rank: int, offset: int, expected: int, value: int) -> int:
-        """Write a word of a rank's segment if it is `expected`, atomically; return what it was."""
-        self._operand[0], self._compare[0] = value, expected
-        self._window.Compare_and_swap(self._operand, self._compare, self._result, rank, offset)
         self._window.Flush(rank)
         return int(self._result[0])
 

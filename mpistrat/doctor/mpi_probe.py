@@ -69,7 +69,7 @@ def _try_one_sided(mpi: Any) -> None:
     window.put(0, [(8, np.full(16, 7, np.uint8))])
     found = np.zeros(16, np.uint8)
     window.get(0, 8, found)
-    before = window.fetch_and_add(0, 0, 5), window.compare_and_swap(0, 0, 5, 9)
+    before = window.fetch_and_add(0, 0, 5), window.fetch_and_add(0, 0, 4)
     right = bool((found == 7).all()) and before == (0, 5) and window.get_word(0, 0) == 9
     window.close()
     if not right:

@@ -35,7 +35,7 @@ def check_ranks(needs: Collection[str], limit: float) -> Summary:
     """
     start = time.monotonic()
     first = launched_rank() in (None, 0)
-    patience = limit if first else 1.5 * limit + 10
+    timeout = limit if first else 1.5 * limit + 10
     child = Watched("mpistrat.doctor.rank_probe", [str(0.7 * limit), *needs])
     ended = False
 
@@ -46,10 +46,10 @@ def check_ranks(needs: Collection[str], limit: float) -> Summary:
 
     before = signal.signal(signal.SIGTERM, end)  # what a launcher sends when another rank has failed
     try:
-        outcome = child.finish(patience)
+        outcome = child.finish(timeout)
     finally:
         signal.signal(signal.SIGTERM, before)
-    failed = None if outcome.ended_well else _failure(outcome, patience, ended)
+    failed = None if outcome.ended_well else _failure(outcome, timeout, ended)
     if not first:
         if failed is not None and not ended:
             _tell(failed, _GRACE + 0.5 * (time.monotonic() - start))
@@ -93,7 +93,7 @@ def _check_of(step: str) -> str:
     )
 
 
-def _tell(failed: Finding, patience: float) -> None:
-    """Say in one line what befell this process, if rank 0 does not end the job first by telling the same."""
-    time.sleep(patience)
+def _tell(failed: Finding, delay: float) -> None:
+    """Print in one line what happened to this process, if rank 0 does not end the job first, with the same text."""
+    time.sleep(delay)
     print(f"mpistrat doctor: {failed.what}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ...errors import ClusterError, explain
-from ..rendezvous import meet
+from ..rendezvous import wait_for_ranks
 from ..spec import ClusterSpec, validate
 from ..topology import check_comm, running_mpi
 from .resolver import ClusterResolver, task_url
@@ -43,7 +43,7 @@ class MPIClusterResolver(ClusterResolver):
     ) -> None:
         mpi = running_mpi("MPIClusterResolver")
         comm = check_comm(mpi, comm, "MPIClusterResolver")
-        meet(comm, "MPIClusterResolver")
+        wait_for_ranks(comm, "MPIClusterResolver")
         names, apps, digests = _exchange(mpi, comm, jobs)
         if len(set(digests)) > 1:
             other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])

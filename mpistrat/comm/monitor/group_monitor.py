@@ -13,7 +13,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any, final
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from ..._util import log
 from ..agree import fingerprint, only_differences
 from ..call import Call
+from ..waiting import Backoff, Deadline
 from . import abort, exit_report
 from .abort import KEY_BYTES, Failures, failure_key
 from .rank_monitor import ALL, POLL, Answer, Left, RankMonitor, lines
@@ -164,11 +165,11 @@ class GroupMonitor:
             abort.print_text(f"rank {self.monitor.rank} of {self.monitor.size}: {data.decode(errors='replace')}")
 
     def _receive_for(self, seconds: float, until: Callable[[], bool] = bool) -> None:
-        end = monotonic() + seconds
-        while monotonic() < end and not until():
+        backoff, deadline = Backoff(POLL / 10), Deadline(seconds)
+        while not deadline.passed and not until():
             self.receive()
             self._judge_failures()
-            sleep(POLL / 10)
+            backoff.pause()
 
     def look(self) -> None:
         """One round: messages, questions of this rank's own thread, and a judgement on how long it has been waiting."""

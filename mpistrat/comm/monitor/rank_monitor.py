@@ -7,11 +7,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any, NamedTuple, final
 
 from ..agree import fingerprint
 from ..call import Call
+from ..waiting import Backoff, wait_until
 from . import abort
 
 __all__ = ["ALL", "POLL", "Answer", "Left", "RankMonitor", "lines", "monitored", "user_place"]
@@ -180,12 +181,13 @@ class RankMonitor:
         """Return, as lines to append to an error, where some ranks and this one are. Takes a second."""
         ranks = tuple(ranks)
         start = monotonic()
+
+        def answered() -> bool:
+            return all(rank in self.answers and self.answers[rank].time >= start for rank in ranks)
+
         if self.watched:
             self.wanted = ranks
-            while monotonic() - start < _ANSWER + 2 * POLL:
-                if all(rank in self.answers and self.answers[rank].time >= start for rank in ranks):
-                    break
-                sleep(POLL / 5)
+            wait_until(answered, _ANSWER + 2 * POLL, Backoff(POLL / 5))
         texts = {self.rank: self.answer().text}
         for rank in ranks:
             answer = self.answers.get(rank)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...cluster.rendezvous import meet
+from ...cluster.rendezvous import wait_for_ranks
 from ...comm.agree import as_told, gather_bytes, gather_text, together
 from ...errors import ClusterError, explain
 from ...strategy.layout import PARAMETER_SERVER
@@ -68,7 +68,7 @@ def learn_settings(comm: MPI.Intracomm) -> tuple[dict[str, Any], tuple[int, ...]
 
 def _exchange(comm: MPI.Intracomm, own: dict[str, Any] | None) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
     """Return the settings, own or else rank 0's, and the ranks that have none of their own."""
-    meet(comm, PARAMETER_SERVER.name)
+    wait_for_ranks(comm, PARAMETER_SERVER.name)
     flags = np.empty(comm.size, np.int8)
     comm.Allgather(np.array([own is None], np.int8), flags)
     joined = tuple(np.flatnonzero(flags).tolist())

@@ -97,19 +97,6 @@ def test_sums_of_words_are_exact(window):
     comm.Barrier()
 
 
-@every_kind
-def test_one_rank_wins_a_swap(window):
-    comm = window.comm
-    comm.Barrier()
-    seen = window.compare_and_swap(comm.size - 1, 24, 0, comm.rank + 1)
-    wins = comm.allreduce(int(seen == 0))
-    assert wins == 1
-    winner = window.compare_and_swap(comm.size - 1, 24, -1, 0)
-    assert comm.allgather(winner) == [winner] * comm.size
-    assert seen in (0, winner)
-    comm.Barrier()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_views_outlive_the_window(group, kind):
     window, comm, others = make(group, kind, 4096)
