@@ -31,14 +31,21 @@ class LearningRateSchedule(ABC):
         """Return the learning rate of a step, counted from 0; the same on every rank."""
 
 
-def _check_steps(schedule: object, decay_steps: float) -> None:
-    if not decay_steps > 0:
-        raise ValueError(explain(type(schedule).__name__, "decay_steps", expected="> 0", got=decay_steps))
+@dataclass(frozen=True)
+class _Decay(LearningRateSchedule):
+    """A schedule that decays from an initial learning rate, at the pace of `decay_steps`."""
+
+    initial_learning_rate: float
+    decay_steps: float
+
+    def __post_init__(self) -> None:
+        if not self.decay_steps > 0:
+            raise ValueError(explain(type(self).__name__, "decay_steps", expected="> 0", got=self.decay_steps))
 
 
 @final
 @dataclass(frozen=True)
-class ExponentialDecay(LearningRateSchedule):
+class ExponentialDecay(_Decay):
     """initial_learning_rate * decay_rate ** (step / decay_steps); with `staircase` the exponent is rounded down.
 
     Raises:
@@ -49,13 +56,8 @@ class ExponentialDecay(LearningRateSchedule):
         0.025
     """
 
-    initial_learning_rate: float
-    decay_steps: float
     decay_rate: float
     staircase: bool = False
-
-    def __post_init__(self) -> None:
-        _check_steps(self, self.decay_steps)
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -100,7 +102,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
 @final
 @dataclass(frozen=True)
-class PolynomialDecay(LearningRateSchedule):
+class PolynomialDecay(_Decay):
     """(initial - end) * (1 - step / decay_steps) ** power + end, constant after `decay_steps`.
 
     With `cycle` the decay starts again at each multiple of `decay_steps`, over a longer time: `decay_steps` is then the
@@ -114,14 +116,9 @@ class PolynomialDecay(LearningRateSchedule):
         0.375
     """
 
-    initial_learning_rate: float
-    decay_steps: float
     end_learning_rate: float = 0.0001
     power: float = 1.0
     cycle: bool = False
-
-    def __post_init__(self) -> None:
-        _check_steps(self, self.decay_steps)
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -134,7 +131,7 @@ class PolynomialDecay(LearningRateSchedule):
 
 @final
 @dataclass(frozen=True)
-class InverseTimeDecay(LearningRateSchedule):
+class InverseTimeDecay(_Decay):
     """initial_learning_rate / (1 + decay_rate * step / decay_steps); with `staircase` the quotient is rounded down.
 
     Raises:
@@ -145,13 +142,8 @@ class InverseTimeDecay(LearningRateSchedule):
         0.05
     """
 
-    initial_learning_rate: float
-    decay_steps: float
     decay_rate: float
     staircase: bool = False
-
-    def __post_init__(self) -> None:
-        _check_steps(self, self.decay_steps)
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -161,7 +153,7 @@ class InverseTimeDecay(LearningRateSchedule):
 
 @final
 @dataclass(frozen=True)
-class CosineDecay(LearningRateSchedule):
+class CosineDecay(_Decay):
     """Half a cosine from the initial learning rate down to `alpha` times it, over `decay_steps`; then constant.
 
     With `warmup_target` the rate first rises in a straight line from the initial learning rate to `warmup_target`, over
@@ -179,14 +171,9 @@ class CosineDecay(LearningRateSchedule):
         0.25
     """
 
-    initial_learning_rate: float
-    decay_steps: float
     alpha: float = 0.0
     warmup_target: float | None = None
     warmup_steps: float = 0
-
-    def __post_init__(self) -> None:
-        _check_steps(self, self.decay_steps)
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of a step."""
