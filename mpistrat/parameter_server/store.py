@@ -14,7 +14,7 @@ from ..comm.process_group import ProcessGroup
 from ..errors import MpistratError, explain
 from ..optimizers.optimizer import find, known
 from ..variables import Placement, Variable
-from ..variables.placement import ORDINAL_STEP, Store, Target
+from ..variables.placement import ORDINAL_STEP, Description, Store, Target
 from .connections import ParameterServers
 from .layout import PLACEMENTS, VariableSpec
 from .operations import ORDINALS, optimizer_key
@@ -28,7 +28,6 @@ from .worker.push import PushStep
 if TYPE_CHECKING:
     from ..optimizers.optimizer import Optimizer
     from ..strategy.strategy import Strategy
-    from ..variables.variable import Description
 
 __all__ = ["ServerStore"]
 

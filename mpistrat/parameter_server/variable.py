@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -11,14 +11,11 @@ from .._util.buffers import BufferPool
 from ..cluster.devices import parse
 from ..types import IndexedSlices
 from ..variables.kinds import OnWriteVariable
+from ..variables.placement import Description, Placement
 from ..variables.scatter import row_numbers
 from ..variables.values import as_flat, zeros
-from ..variables.variable import Description
 from .operations import Operation
 from .worker.access import Access
-
-if TYPE_CHECKING:
-    from ..variables.placement import Placement
 
 __all__ = ["ParameterServerVariable"]
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from contextvars import Token
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from .. import context
 from ..cluster.cores import limit_new_libraries
 from ..context import Frame
 from ..errors import explain
-
-if TYPE_CHECKING:
-    from .strategy import Strategy
 
 __all__ = ["Scope", "set_strategy"]
 
@@ -21,7 +18,7 @@ __all__ = ["Scope", "set_strategy"]
 class Scope:
     """Makes a strategy the current one for a `with` block. One object may be entered several times."""
 
-    def __init__(self, strategy: Strategy, frame: Frame) -> None:
+    def __init__(self, strategy: Any, frame: Frame) -> None:
         self._strategy, self._frame = strategy, frame
         self._tokens: list[Token[tuple[Frame, ...]]] = []
 
@@ -38,7 +35,7 @@ class Scope:
         self._tokens.pop()
 
 
-def set_strategy(strategy: Strategy | None) -> None:
+def set_strategy(strategy: Any | None) -> None:
     """Make a strategy the current one outside every scope, in all threads; None resets.
 
     Raises:

@@ -13,10 +13,10 @@ from ..errors import explain
 from ..types import VariableAggregation, VariableSynchronization
 from .kinds import MirroredVariable, SyncOnReadVariable, check_kind
 from .partitioners import check_partitions
-from .placement import Placement, Target
+from .placement import Description, Placement, Target
 from .sharded import ShardedVariable
 from .values import initial_array, move_like, parse_dtype
-from .variable import Description, Variable
+from .variable import Variable
 
 __all__ = ["create_variable"]
 

@@ -19,14 +19,13 @@ from ..distributed_values import DistributedValues, PerReplica
 from ..errors import explain
 from ..types import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
 from .arena import Arena
+from .placement import Description, Placement
 from .scatter import scatter
 from .values import as_flat, checksum, move_like, one_value, read_only, zeros
-from .variable import Description, Variable
+from .variable import Variable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from .placement import Placement
 
 __all__ = ["MirroredVariable", "OnWriteVariable", "SyncOnReadVariable", "check_kind"]
 

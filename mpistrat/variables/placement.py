@@ -6,21 +6,36 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
+
+import numpy as np
 
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
+from ..types import VariableAggregation, VariableSynchronization
 from .arena import ArenaAllocator
 
-if TYPE_CHECKING:
-    from .sharded import ShardedVariable
-    from .variable import Description, Variable
-
-__all__ = ["ORDINAL_STEP", "Placement", "Store", "Target"]
+__all__ = ["ORDINAL_STEP", "Description", "Placement", "Store", "Target"]
 
 ORDINAL_STEP = 4096  # between the numbers of optimizers that are counted together; so many counts don't meet
 
 Target = tuple[Any, int, int]  # a flat array, and the range of its elements that this rank stores
+
+
+@final
+@dataclass(frozen=True)
+class Description:
+    """What is fixed about a variable when it is made, the same on every rank."""
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    trainable: bool
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+    constraint: Callable[[Any], Any] | None
+    beside: int | None = None  # the index of the variable that it shall lie with
 
 
 class Store(ABC):
@@ -38,7 +53,7 @@ class Store(ABC):
     first_worker: int
 
     @abstractmethod
-    def make(self, placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
+    def make(self, placement: Placement, what: Description) -> tuple[Any, list[Target]]:
         """Return a new variable, and where this rank stores its initial value. Collective, inside a collective."""
 
     @abstractmethod
@@ -95,8 +110,8 @@ class Placement:
         partitioner: says into how many shards a variable is cut, see `partitioners`; default: none is cut.
 
     Attributes:
-        variables: all of them, in the order of creation, the same on every rank.
-        sharded: those that several of the variables are together.
+        variables: every `Variable`, in the order of creation, the same on every rank.
+        sharded: each `ShardedVariable` that several of them are together.
         made: the optimizers that were made in the strategy's scope, in that order.
         optimizers: those counted by the store. Others may name them when this rank's program has let go of them.
     """
@@ -109,8 +124,8 @@ class Placement:
     distributed: bool = True
     store: Store | None = None
     partitioner: Callable[..., Sequence[int]] | None = None
-    variables: list[Variable] = field(default_factory=list)
-    sharded: list[ShardedVariable] = field(default_factory=list)
+    variables: list[Any] = field(default_factory=list)
+    sharded: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     made: list[weakref.ref[Any]] = field(default_factory=list)
     _names: dict[str, int] = field(default_factory=dict)

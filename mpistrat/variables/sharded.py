@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -12,12 +12,10 @@ from ..comm.arrays import array_module, as_array, on_device_of, to_host
 from ..errors import explain
 from ..types import IndexedSlices, VariableAggregation, VariableSynchronization
 from .array_like import ArrayVariable
+from .placement import Placement
 from .scatter import checked_slices, row_numbers, row_ranges, rows_of
 from .values import as_flat, one_value, read_only, zeros
 from .variable import Variable
-
-if TYPE_CHECKING:
-    from .placement import Placement
 
 __all__ = ["ShardedVariable", "each_variable"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,30 +13,11 @@ from ..context import Frame
 from ..distributed_values import DistributedValues
 from ..errors import ClosedError, ContextError, explain
 from ..types import VariableAggregation, VariableSynchronization
+from .arena import Arena
 from .array_like import ArrayVariable
+from .placement import Description, Placement
 
-if TYPE_CHECKING:
-    from .arena import Arena
-    from .kinds import MirroredVariable
-    from .placement import Placement
-
-__all__ = ["Description", "Variable", "explain_foreign"]
-
-
-@final
-@dataclass(frozen=True)
-class Description:
-    """What is fixed about a variable when it is made, the same on every rank."""
-
-    index: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    trainable: bool
-    synchronization: VariableSynchronization
-    aggregation: VariableAggregation
-    constraint: Callable[[Any], Any] | None
-    beside: int | None = None  # the index of the variable that it shall lie with
+__all__ = ["Variable", "explain_foreign"]
 
 
 class _FrontDoor(ABCMeta):
@@ -105,7 +85,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
             synchronization: VariableSynchronization = ...,
             aggregation: VariableAggregation = ...,
             constraint: Callable[[Any], Any] | None = None,
-        ) -> MirroredVariable: ...
+        ) -> Variable: ...
 
     def _hold(self, placement: Placement, description: Description) -> None:
         """Hold what all kinds have in common."""
