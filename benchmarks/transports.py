@@ -68,13 +68,13 @@ def pushes(link: Transport, count: int, seconds: float) -> Figures:
     array = np.ones(count, np.float32)
     start, times = time.perf_counter(), []
     while time.perf_counter() - start < seconds:
-        link.push(0, link.pushed + 1, array)
+        link.push(0, array)
     link.flush()
     rate = link.pushed / (time.perf_counter() - start)
     for _ in range(100 if count < 1 << 20 else 5):
         time.sleep(0.013)
         before = time.perf_counter()
-        link.push(0, link.pushed + 1, array)
+        link.push(0, array)
         link.flush()
         times.append(1e3 * (time.perf_counter() - before))
     times.sort()
@@ -131,8 +131,8 @@ def increments(total: int, workers: int) -> Callable[[Transport], Figures]:
 
     def work(link: Transport) -> Figures:
         one = np.ones(1, np.float32)
-        for number in range(1, total // workers + (link.pair.worker < total % workers) + 1):
-            link.push(0, number, one)
+        for _ in range(total // workers + (link.pair.worker < total % workers)):
+            link.push(0, one)
         return {}
 
     return work

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..comm.arrays import accumulation_dtype, check_reducible
 from ..errors import explain
 from ..variables.scatter import scatter
 
 if TYPE_CHECKING:
     from ..optimizers.optimizer import Optimizer
 
-__all__ = ["Handler", "Operation", "Push", "apply_operation", "optimizer_key", "pack", "unpack"]
+__all__ = ["Handler", "Operation", "Push", "apply_operation", "optimizer_key", "pack", "sum_duplicate_rows", "unpack"]
 
 
 class Operation(enum.IntEnum):
@@ -109,6 +110,29 @@ def apply_operation(operation: Operation, array: np.ndarray, rows: np.ndarray | 
         np.add(array, values, out=array)
     else:
         np.subtract(array, values, out=array)
+
+
+def sum_duplicate_rows(rows: np.ndarray, values: np.ndarray, function: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return each row once, in ascending order, with the sum of its values.
+
+    Sums are formed in `accumulation_dtype`, in the order of the values.
+
+    Example:
+        >>> rows, values = sum_duplicate_rows(np.array([5, 1, 5]), np.array([1.0, 2.0, 3.0]), "push_rows")
+        >>> rows.tolist(), values.tolist()
+        ([1, 5], [2.0, 4.0])
+    """
+    if (rows[1:] > rows[:-1]).all():
+        return rows, values
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    if first.all():
+        return ordered, values[order]
+    check_reducible(values.dtype, function, "values")
+    wide = values[order].astype(accumulation_dtype(values.dtype), copy=False)
+    starts = np.flatnonzero(first)
+    return ordered[starts], np.add.reduceat(wide, starts, axis=0, dtype=wide.dtype).astype(values.dtype, copy=False)
 
 
 class Push(NamedTuple):

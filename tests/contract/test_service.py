@@ -19,7 +19,7 @@ def test_a_server_serves_while_its_program_does_other_things(transport):
     def work(worker, transports):
         out, start = np.zeros(3, F4), time.monotonic()
         for number in range(1, 51):
-            transports[0].push(0, number, np.ones(3, F4))
+            transports[0].push(0, np.ones(3, F4))
             transports[0].flush()
             assert transports[0].read(0, out) >= number
         return time.monotonic() - start
@@ -44,7 +44,7 @@ def test_the_servers_program_reads_and_writes_between_pushes(transport):
     shape, pushes, writes = (50_000,), 60, 40
     with parameter_servers(transport, [(shape, np.float64)]) as ps:
         if ps.server is None:
-            run(ps, lambda worker, links: [links[0].push(0, n, np.ones(shape)) for n in range(1, pushes + 1)])
+            run(ps, lambda worker, links: [links[0].push(0, np.ones(shape)) for _ in range(pushes)])
         else:
             server, out, last = ps.server, np.zeros(shape), 0
             server.start(adding(server)[0])
@@ -74,7 +74,7 @@ def test_variables_are_added_while_pushes_are_on_their_way(transport, monkeypatc
         for index in range(1, 20):
             if ps.server is None:
                 for variable in range(index):
-                    ps.transports[0].push(variable, ps.transports[0].pushed + 1, np.ones(400, F4))
+                    ps.transports[0].push(variable, np.ones(400, F4))
             assert ps.add_variables([VariableSpec(f"more{index}", (400,), F4)]) == [index]
         if ps.server is None:
             ps.transports[0].leave(for_good=True)
@@ -90,11 +90,11 @@ def test_waiting_for_several_passes_and_for_good(transport):
         if ps.server is None:
             link = ps.transports[0]
             for _ in range(3):
-                link.push(0, link.pushed + 1, np.ones(1, F4))
+                link.push(0, np.ones(1, F4))
                 link.leave()
             ps.group.barrier()
             time.sleep(0.3)
-            link.push(0, link.pushed + 1, np.ones(1, F4))
+            link.push(0, np.ones(1, F4))
             link.leave(for_good=True)
             link.leave()
         else:
@@ -124,8 +124,8 @@ def test_closing_takes_what_workers_have_sent(transport):
             ps.server.start(adding(ps.server)[0])
             view, server = ps.server.array(0), ps.server
         else:
-            for number in range(1, 21):
-                ps.transports[0].push(0, number, np.ones(1000, F4))
+            for _ in range(20):
+                ps.transports[0].push(0, np.ones(1000, F4))
         workers = len(ps.workers)
     if view is not None:
         from mpistrat.errors import ClosedError
@@ -142,7 +142,7 @@ def test_pushes_that_are_kept_hold_their_worker_back_and_nobody_else(transport, 
     pushes, most = 60, 16
     with parameter_servers(transport, [((elements,), F4)], slots=2, chunk_bytes=1024) as ps:
         if ps.server is None:
-            run(ps, lambda worker, links: [links[0].push(0, n, np.full(elements, n, F4)) for n in range(1, pushes + 1)])
+            run(ps, lambda worker, links: [links[0].push(0, np.full(elements, n, F4)) for n in range(1, pushes + 1)])
             return
         server, kept, held_back, last = ps.server, [], threading.Event(), len(ps.workers) - 1
 
@@ -185,10 +185,10 @@ def test_exchanges_are_counted(transport):
             for step in range(worker + 1):
                 version = link.read(0, np.zeros(10, F4))
                 link.flush()
-                link.push(0, link.pushed + 1, np.ones(10, F4), version=version)
-                link.push_rows(1, link.pushed + 1, [1, 2, 1], np.ones((3, 2)), version=step, commit=True)
+                link.push(0, np.ones(10, F4), version=version)
+                link.push_rows(1, [1, 2], np.ones((2, 2)), version=step, commit=True)
             link.read_rows(1, [0, 1, 2], out)
-            link.commit(link.pushed + 1)
+            link.commit()
             link.leave()
             assert link.stats.pulls == {0: [worker + 1, 40 * (worker + 1)], 1: [1, 48]}
             assert link.stats.pushes == {0: [worker + 1, 40 * (worker + 1)], 1: [worker + 1, 48 * (worker + 1)]}

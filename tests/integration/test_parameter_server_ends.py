@@ -21,7 +21,7 @@ def stop(*_):
 def work(worker, transports):
     link, out = transports[0], np.zeros(1000, np.float32)
     if worker == 1:
-        link.push(1, 1, np.ones(500_000, np.float32))
+        link.push(1, np.ones(500_000, np.float32))
         if TRANSPORT == "messages":
             comm = link._comm
             link._comm = type("Stopping", (), {n: getattr(comm, n) for n in ("Irecv", "Recv", "Iprobe", "Isend")})
@@ -32,7 +32,7 @@ def work(worker, transports):
             slab.get = lambda *a: (get(*a), stop(), setattr(slab, "get", get))
     start = time.monotonic()
     for _ in range(1 if worker == 1 else 100):
-        link.push(0, link.pushed + 1, np.ones(1000, np.float32))
+        link.push(0, np.ones(1000, np.float32))
         link.read(0, out)
         if worker == 1 and TRANSPORT == "messages":
             link._comm = comm
@@ -57,13 +57,13 @@ with ranks_and_servers(abort_after=ABORT) as ps:
         ps.server.wait()
     else:
         link = ps.transports[0]
-        link.push(0, 1, np.ones(1000, np.float32))
+        link.push(0, np.ones(1000, np.float32))
         link.flush()
         print("ready", flush=True)
         if rank == 1:
             WORKER
         while True:
-            link.push(0, link.pushed + 1, np.ones(1000, np.float32))
+            link.push(0, np.ones(1000, np.float32))
             link.flush()
 """
 
@@ -125,7 +125,7 @@ if ps.server is not None:
 else:
     link, out = ps.transports[0], np.zeros(1000, np.float32)
     for number in range(1, 31):
-        link.push(0, number, np.ones(1000, np.float32))
+        link.push(0, np.ones(1000, np.float32))
         link.flush()
         assert link.read(0, out) >= number
     WORKER
@@ -180,7 +180,7 @@ def test_a_worker_that_ends_early_holds_nobody_up(mpi_run, transport):
     """It signs off from a pass and ends its program; the others go on, pass after pass."""
     worker = """link.leave()
     for _ in range(0 if link.pair.worker == 1 else 3):
-        link.push(0, link.pushed + 1, np.ones(1000, np.float32))
+        link.push(0, np.ones(1000, np.float32))
         link.leave()"""
     server = "ps.server.wait(4); assert (ps.server.array(0) == 96).all(), ps.server.array(0)"
     result = mpi_run(whole(transport, WORKER=worker, SERVER=server), 4, timeout=40)

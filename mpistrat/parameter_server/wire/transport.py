@@ -20,7 +20,6 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from ...comm.arrays import accumulation_dtype, check_reducible
 from ...comm.process_group import ProcessGroup
 from ...comm.waiting import PeerWait
 from ...errors import explain
@@ -28,7 +27,7 @@ from ..layout import Address, MailboxLayout, VariableSpec
 from ..report import TransportStats, count
 from .fragments import LARGEST_WHAT, Fragment, MessageKind
 
-__all__ = ["FINISHED", "FOR_GOOD", "Pair", "Port", "Transport", "flat_bytes", "sum_duplicate_rows"]
+__all__ = ["FINISHED", "FOR_GOOD", "Pair", "Port", "Transport", "flat_bytes"]
 
 _SERVE = (
     "A server answers until its program closes the strategy; where MPI allows one thread only, while it is in serve() or"
@@ -130,17 +129,13 @@ class Transport(ABC):
         return version
 
     @final
-    def push(
-        self, variable: int, number: int, array: Any, *, what: int = 0, version: int = 0, commit: bool = False
-    ) -> None:
+    def push(self, variable: int, array: Any, *, what: int = 0, version: int = 0, commit: bool = False) -> None:
         """Send an array to the server, which applies it once. Returns when the array may be changed.
 
         What lies in `gradient(variable)` is not copied, and must not be changed before `settle` has returned.
 
         Args:
             variable: its number.
-            number: of the push: the last one's + 1. A number that has been used sends the push again; the server
-                ignores it if it has come before.
             array: of the variable's dtype and shape.
             what: an integer for the server's handler, 0 <= what < 2^47.
             version: of the variable, for the handler, too.
@@ -150,63 +145,53 @@ class Transport(ABC):
         if type(array) is not np.ndarray or array.dtype != spec.dtype or array.shape != spec.shape:
             array = np.asarray(array)
             _check_array(spec, "push", "array", array, spec.shape)
-        if number != self.pushed + 1 or not 0 <= what <= LARGEST_WHAT:
-            self._check_number(number, what, "push")
+        _check_what(what, "push")
         kind, nbytes = MessageKind.PUSH | MessageKind.ENDS_STEP if commit else MessageKind.PUSH, spec.nbytes
-        pieces = (flat_bytes(np.ascontiguousarray(array)),)
-        self._post(Fragment(kind, variable, number, 0, what, version, 0, nbytes, nbytes), pieces)
-        self.pushed = max(self.pushed, number)
+        payload, number = (flat_bytes(np.ascontiguousarray(array)),), self.pushed + 1
+        self._post(Fragment(kind, variable, number, 0, what, version, 0, nbytes, nbytes), payload)
+        self.pushed = number
         count(self.stats.pushes, variable, nbytes)
 
     @final
     def push_rows(
         self,
         variable: int,
-        number: int,
         rows: Any,
         values: Any,
         *,
         what: int = 0,
         version: int = 0,
         commit: bool = False,
-        sum_duplicates: bool = True,
         depth: int = 1,
     ) -> None:
-        """Send rows to the server, which applies them once; rows that are named twice are summed first.
+        """Send rows to the server as they are, in their order, repeated or not; it applies them once.
 
         Args:
-            variable: its number.
-            number, what, version, commit: as in `push`.
+            variable, what, version, commit: as in `push`.
             rows: integers, one dimension.
             values: array of the variable's dtype, with one row for each of `rows`.
-            sum_duplicates: False sends the rows as they are, in their order, repeated or not.
             depth: of how many dimensions the rows are counted; with 2 a (4, 5, 6) array has 20 rows of 6.
         """
         address = self._address(variable, "push_rows")
         numbers, values = self._check_rows(address, "push_rows", rows, depth), np.asarray(values)
         _check_array(address.spec, "push_rows", "values", values, (numbers.size, *address.spec.shape[depth:]))
-        if sum_duplicates:
-            numbers, values = sum_duplicate_rows(numbers, values, "push_rows")
-        self._check_number(number, what, "push_rows")
-        kind, nbytes = (
-            MessageKind.PUSH_ROWS | MessageKind.ENDS_STEP if commit else MessageKind.PUSH_ROWS,
+        _check_what(what, "push_rows")
+        kind = MessageKind.PUSH_ROWS | MessageKind.ENDS_STEP if commit else MessageKind.PUSH_ROWS
+        payload, nbytes = (
+            (flat_bytes(numbers), flat_bytes(np.ascontiguousarray(values))),
             numbers.nbytes + values.nbytes,
         )
-        pieces = flat_bytes(numbers), flat_bytes(np.ascontiguousarray(values))
-        self._post(Fragment(kind, variable, number, numbers.size, what, version, 0, nbytes, nbytes), pieces)
-        self.pushed = max(self.pushed, number)
+        number = self.pushed + 1
+        self._post(Fragment(kind, variable, number, numbers.size, what, version, 0, nbytes, nbytes), payload)
+        self.pushed = number
         count(self.stats.pushes, variable, nbytes)
 
     @final
-    def commit(self, number: int, *, what: int = 0) -> None:
-        """Send a push without variable and payload: it ends a step.
-
-        Args:
-            number, what: as in `push`.
-        """
-        self._check_number(number, what, "commit")
-        self._post(Fragment(MessageKind.COMMIT, -1, number, 0, what), ())
-        self.pushed = max(self.pushed, number)
+    def commit(self, *, what: int = 0) -> None:
+        """Send a push without variable and payload: it ends a step."""
+        _check_what(what, "commit")
+        self._post(Fragment(MessageKind.COMMIT, -1, self.pushed + 1, 0, what), ())
+        self.pushed += 1
 
     def gradient(self, variable: int) -> np.ndarray | None:
         """Return memory from which a push of a variable is not copied, zeros at first; None if there is none."""
@@ -297,13 +282,6 @@ class Transport(ABC):
             raise ValueError(explain(function, "rows", expected=expected, got=got))
         return np.ascontiguousarray(numbers, np.int64)
 
-    def _check_number(self, number: int, what: int, function: str) -> None:
-        if not 0 <= what <= LARGEST_WHAT:
-            raise ValueError(explain(function, "what", expected=f"0 <= what <= {LARGEST_WHAT}", got=what))
-        if not 1 <= number <= self.pushed + 1:
-            expected = f"{self.pushed + 1}, or a number used before"
-            raise ValueError(explain(function, "number", expected=expected, got=number))
-
 
 class Port(ABC):
     """A server's end of the connections with all workers that use one transport."""
@@ -331,27 +309,9 @@ def flat_bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def sum_duplicate_rows(rows: np.ndarray, values: np.ndarray, function: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row once, in ascending order, with the sum of its values.
-
-    Sums are formed in `accumulation_dtype`, in the order of the values.
-
-    Example:
-        >>> rows, values = sum_duplicate_rows(np.array([5, 1, 5]), np.array([1.0, 2.0, 3.0]), "push_rows")
-        >>> rows.tolist(), values.tolist()
-        ([1, 5], [2.0, 4.0])
-    """
-    if (rows[1:] > rows[:-1]).all():
-        return rows, values
-    order = np.argsort(rows, kind="stable")
-    ordered = rows[order]
-    first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
-    if first.all():
-        return ordered, values[order]
-    check_reducible(values.dtype, function, "values")
-    wide = values[order].astype(accumulation_dtype(values.dtype), copy=False)
-    starts = np.flatnonzero(first)
-    return ordered[starts], np.add.reduceat(wide, starts, axis=0, dtype=wide.dtype).astype(values.dtype, copy=False)
+def _check_what(what: int, function: str) -> None:
+    if not 0 <= what <= LARGEST_WHAT:
+        raise ValueError(explain(function, "what", expected=f"0 <= what <= {LARGEST_WHAT}", got=what))
 
 
 def _check_array(spec: VariableSpec, function: str, argument: str, array: Any, shape: tuple[int, ...]) -> None:

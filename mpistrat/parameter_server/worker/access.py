@@ -12,7 +12,7 @@ import numpy as np
 from ...comm.process_group import ProcessGroup
 from ...errors import ContextError, explain
 from ..connections import ParameterServers
-from ..operations import Operation, apply_operation, pack
+from ..operations import Operation, apply_operation, pack, sum_duplicate_rows
 from ..server.server import Server
 from ..wire.transport import FINISHED
 
@@ -269,8 +269,7 @@ class WorkerAccess(Access):
         """See `Access.write`."""
         with self.lock:
             if self._leads:
-                transport = self._transport(variable)
-                transport.push(variable, transport.pushed + 1, array, what=pack(operation))
+                self._transport(variable).push(variable, array, what=pack(operation))
             self._hand_over()
 
     def write_rows(self, variable: int, operation: Operation, rows: np.ndarray, values: np.ndarray, depth: int) -> None:
@@ -278,12 +277,9 @@ class WorkerAccess(Access):
         values = values.reshape(rows.size, *self._addresses[variable].spec.shape[depth:])
         with self.lock:
             if self._leads:
-                transport = self._transport(variable)
-                summed = operation in (Operation.SCATTER_ADD, Operation.SCATTER_SUB)
-                number = transport.pushed + 1
-                transport.push_rows(
-                    variable, number, rows, values, what=pack(operation), sum_duplicates=summed, depth=depth
-                )
+                if operation in (Operation.SCATTER_ADD, Operation.SCATTER_SUB):
+                    rows, values = sum_duplicate_rows(rows, values, "push_rows")
+                self._transport(variable).push_rows(variable, rows, values, what=pack(operation), depth=depth)
             self._hand_over()
 
     def _hand_over(self) -> None:
@@ -309,9 +305,8 @@ class WorkerAccess(Access):
         if not self._leads:
             return
         with self.lock:
-            transport = self._transport(variable)
             what = pack(Operation.GRADIENT, optimizer)
-            transport.push(variable, transport.pushed + 1, gradient, what=what, version=version, commit=last)
+            self._transport(variable).push(variable, gradient, what=what, version=version, commit=last)
 
     def push_rows(
         self, variable: int, rows: np.ndarray, values: np.ndarray, optimizer: int, version: int, last: bool
@@ -321,11 +316,11 @@ class WorkerAccess(Access):
             return
         with self.lock:
             transport, what = self._transport(variable), pack(Operation.GRADIENT, optimizer)
-            number = transport.pushed + 1
             if rows.size:
-                transport.push_rows(variable, number, rows, values, what=what, version=version, commit=last)
+                rows, values = sum_duplicate_rows(rows, values, "push_rows")
+                transport.push_rows(variable, rows, values, what=what, version=version, commit=last)
             elif last:
-                transport.commit(number, what=what)
+                transport.commit(what=what)
 
     def finish_step(self, optimizer: int, others: Iterable[int]) -> None:
         """Say that all gradients of a step were sent.
@@ -336,8 +331,7 @@ class WorkerAccess(Access):
         """
         with self.lock:
             for server in others if self._leads else ():
-                transport = self._transports[server]
-                transport.commit(transport.pushed + 1, what=pack(Operation.GRADIENT, optimizer))
+                self._transports[server].commit(what=pack(Operation.GRADIENT, optimizer))
             self._hand_over()
 
     def _transport(self, variable: int) -> Any:

@@ -14,9 +14,8 @@ from ...errors import explain
 from ...optimizers.gradients import checked
 from ...optimizers.rule import UpdateRun
 from ...types import IndexedSlices, ReduceOp
-from ..operations import optimizer_key
+from ..operations import optimizer_key, sum_duplicate_rows
 from ..variable import ParameterServerVariable
-from ..wire.transport import sum_duplicate_rows
 from .access import WorkerAccess
 
 if TYPE_CHECKING:

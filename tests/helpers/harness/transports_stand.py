@@ -80,8 +80,8 @@ def check_exact(ps, pushes):
 
     def work(worker, transports):
         one = np.ones(ps.addresses[0].spec.shape, ps.addresses[0].spec.dtype)
-        for number in range(1, share[worker] + 1):
-            transports[0].push(0, number, one)
+        for _ in range(share[worker]):
+            transports[0].push(0, one)
         transports[0].flush()
         assert transports[0].acknowledged() == share[worker]
 
@@ -191,11 +191,13 @@ ROWS = {0: [5, 0, 5, 5], 1: [9, 5], 2: []}
 def check_rows(ps):
     """Rows of variable 0, of shape (10, 2), are pushed, duplicates summed, and read."""
 
+    from mpistrat.parameter_server.operations import sum_duplicate_rows
+
     def values(worker):
         return np.arange(1, 2 * len(ROWS[worker]) + 1, dtype=np.float32).reshape(-1, 2)
 
     def work(worker, transports):
-        transports[0].push_rows(0, 1, ROWS[worker], values(worker))
+        transports[0].push_rows(0, *sum_duplicate_rows(np.array(ROWS[worker], int), values(worker), "push_rows"))
         transports[0].flush()
         out = np.full((3, 2), -1, np.float32)
         assert transports[0].read_rows(0, [5, 1, 5], out) >= 1
@@ -219,7 +221,7 @@ def check_passes(ps):
         link = transports[0]
         out = np.zeros(4, np.float32)
         for _ in range(1 if worker == 0 else 20):
-            link.push(0, link.pushed + 1, np.ones(4, np.float32))
+            link.push(0, np.ones(4, np.float32))
             link.read(0, out)
         link.flush()
         assert link.read(0, out) >= link.pushed

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mpistrat.parameter_server.operations import Operation, apply_operation, pack, unpack
+from mpistrat.parameter_server.operations import Operation, apply_operation, pack, sum_duplicate_rows, unpack
 from mpistrat.parameter_server.wire.fragments import LARGEST_WHAT
 
 
@@ -78,3 +80,22 @@ def test_operations_that_do_not_fit(operation, rows):
     with pytest.raises(ValueError, match=f"apply_operation: operation: expected one that fits, got {operation.name}"):
         apply_operation(operation, array, rows if rows is None else np.array(rows), np.ones((1, 1)))
     assert not array.any()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=30))
+def test_rows_are_summed(rows):
+    values = np.arange(2.0 * len(rows)).reshape(-1, 2)
+    numbers, sums = sum_duplicate_rows(np.array(rows, np.int64), values, "test")
+    dense, expected = np.zeros((6, 2)), np.zeros((6, 2))
+    np.add.at(expected, rows, values)
+    dense[numbers] = sums
+    assert numbers.tolist() == sorted(set(numbers.tolist()))
+    np.testing.assert_array_equal(dense, expected)
+
+
+def test_narrow_rows_are_summed_in_float32():
+    rows, values = np.zeros(4, np.int64), np.array([[2048], [1], [1], [2]], np.float16)  # 2048 + 1 is 2048 in float16
+    assert sum_duplicate_rows(rows, values, "test")[1].tolist() == [[2052]]
+    with pytest.raises(TypeError, match=r"^test: values: expected an array of numbers"):
+        sum_duplicate_rows(rows, np.zeros((4, 1), bool), "test")

@@ -1,4 +1,4 @@
-"""Messages cut into fragments and put together again; where things lie in a mailbox; rows that are summed."""
+"""Messages cut into fragments and put together again; where things lie in a mailbox."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from mpistrat.parameter_server.layout import LINE, MailboxLayout, VariableSpec
 from mpistrat.parameter_server.wire.fragments import LARGEST_WHAT, Assembly, Fragment, cut
-from mpistrat.parameter_server.wire.transport import sum_duplicate_rows
 
 
 @settings(deadline=None)
@@ -44,25 +43,6 @@ def test_no_two_things_share_a_line_or_a_slot(workers, slots, chunk_bytes):
     assert starts[0] >= layout.words_bytes
     assert all(b - a >= LINE + chunk_bytes for a, b in zip(starts, [*starts[1:], layout.nbytes], strict=True))
     assert layout.slot(0, slots + 1) == layout.slot(0, 1)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 5), max_size=30))
-def test_rows_are_summed(rows):
-    values = np.arange(2.0 * len(rows)).reshape(-1, 2)
-    numbers, sums = sum_duplicate_rows(np.array(rows, np.int64), values, "test")
-    dense, expected = np.zeros((6, 2)), np.zeros((6, 2))
-    np.add.at(expected, rows, values)
-    dense[numbers] = sums
-    assert numbers.tolist() == sorted(set(numbers.tolist()))
-    np.testing.assert_array_equal(dense, expected)
-
-
-def test_narrow_rows_are_summed_in_float32():
-    rows, values = np.zeros(4, np.int64), np.array([[2048], [1], [1], [2]], np.float16)  # 2048 + 1 is 2048 in float16
-    assert sum_duplicate_rows(rows, values, "test")[1].tolist() == [[2052]]
-    with pytest.raises(TypeError, match=r"^test: values: expected an array of numbers"):
-        sum_duplicate_rows(rows, np.zeros((4, 1), bool), "test")
 
 
 def test_specs():
