@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -25,8 +26,6 @@ from .command import DONE, Command
 
 __all__ = ["COMMAND"]
 
-_SITE = ("scheduler", "launcher", "mpi", "gpu_request", "gpu_bind", "venv", "conda", "python")
-
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "mpistrat job [options] PROGRAM [ARGUMENT …]"
@@ -41,40 +40,36 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--submit", action="store_true", help="give it to the batch system, and print the job's id")
     where.add_argument("--json", action="store_true", help="print JSON: the script, where it is, the job's id")
 
-    size = parser.add_argument_group("how much")
-    size.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (1)")
-    size.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of each (one for each GPU, else 1)")
-    size.add_argument("--cpus-per-rank", type=int, default=1, metavar="N", help="cores and threads of each rank (1)")
-    size.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="GPUs of each node (0)")
-    size.add_argument("--memory", default="", metavar="SIZE", help="of each node, as in 64G")
-    size.add_argument("--time", default="01:00:00", metavar="TIME", help="the limit, [DAYS-]HH:MM:SS (01:00:00)")
+    size = functools.partial(_add, parser.add_argument_group("how much"), Job)
+    size("nodes", "N", "nodes")
+    size("ranks_per_node", "N", "ranks of each (one for each GPU, else 1)")
+    size("cpus_per_rank", "N", "cores and threads of each rank")
+    size("gpus_per_node", "N", "GPUs of each node")
+    size("memory", "SIZE", "of each node, as in 64G")
+    size("time", "TIME", "the limit, [DAYS-]HH:MM:SS")
 
-    kind = parser.add_argument_group("what kind")
-    kind.add_argument("--strategy", choices=STRATEGIES, help="(multi_worker_mirrored; with --ps parameter_server)")
-    kind.add_argument("--ps", type=int, default=0, metavar="N", help="parameter servers: the last N of the ranks")
-    kind.add_argument(
-        "--ps-nodes", type=int, default=0, metavar="N",
-        help="nodes only for the servers, besides --nodes: a heterogeneous job",
-    )  # fmt: skip
-    kind.add_argument(
-        "--array", default="", metavar="0-9%2", help="one job for each index; behind %% how many at a time"
-    )
-    kind.add_argument("--index-argument", default="", metavar="NAME", help="the program gets --NAME INDEX")
-    kind.add_argument("--output-argument", default="", metavar="NAME", help="the program gets --NAME FOLDER/INDEX")
-    kind.add_argument("--output-folder", default="", metavar="FOLDER", help="(the job's name)")
-    kind.add_argument(
+    kinds = parser.add_argument_group("what kind")
+    kind = functools.partial(_add, kinds)
+    kinds.add_argument("--strategy", choices=STRATEGIES, help="(multi_worker_mirrored; with --ps parameter_server)")
+    kind(Job, "num_ps", "N", "parameter servers: the last N of the ranks", "--ps")
+    kind(Job, "ps_nodes", "N", "nodes only for the servers, besides --nodes: a heterogeneous job")
+    kind(Array, "indices", "0-9%2", "one job for each index; behind %% how many at a time", "--array")
+    kind(Array, "index_argument", "NAME", "the program gets --NAME INDEX")
+    kind(Array, "output_argument", "NAME", "the program gets --NAME FOLDER/INDEX")
+    kind(Array, "output_folder", "FOLDER", "(the job's name)")
+    kinds.add_argument(
         "--preemptible", action="store_true", help="signalled before its end, requeued when it ends with status 42"
     )
-    kind.add_argument("--notice", type=int, metavar="SECONDS", help="before the time limit (120)")
-    kind.add_argument("--max-restarts", type=int, metavar="N", help="how often it is requeued (10)")
-    kind.add_argument("--container", default="", metavar="IMAGE", help="run in this image")
+    kind(Preemption, "notice", "SECONDS", "before the time limit")
+    kind(Preemption, "max_restarts", "N", "how often it is requeued")
+    kind(Job, "container", "IMAGE", "run in this image")
 
-    queue = parser.add_argument_group("for the batch system")
-    queue.add_argument("--name", default="", help="of the job (that of the program)")
-    queue.add_argument("--partition", "--queue", default="", metavar="NAME", help="where it runs")
-    queue.add_argument("--account", default="", metavar="NAME", help="who pays")
-    queue.add_argument("--qos", default="", metavar="NAME", help="quality of service")
-    queue.add_argument("--mail", default="", metavar="ADDRESS", help="who is told when it ends")
+    queue = functools.partial(_add, parser.add_argument_group("for the batch system"), Job)
+    queue("name", "NAME", "of the job (that of the program)", dest="job_name")
+    queue("partition", "NAME", "where it runs", "--partition", "--queue")
+    queue("account", "NAME", "who pays")
+    queue("qos", "NAME", "quality of service")
+    queue("mail", "ADDRESS", "who is told when it ends")
 
     site = parser.add_argument_group("the site", "A profile has all of these; what is given here comes before it.")
     site.add_argument(
@@ -100,6 +95,28 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     site.add_argument(
         "--directive", action="append", metavar="=--OPTION=VALUE", help="option of the batch system; may be repeated"
     )
+
+
+def _add(group: Any, of: type, field: str, metavar: str, text: str, *flags: str, dest: str = "") -> None:
+    """Add the option of a dataclass's field, with its type; not given it is None, and the field's default counts.
+
+    Args:
+        text: the help; behind it comes the field's default, where there is one and no parenthesis says it.
+        flags: where it is not called like the field.
+        dest: where the value lies, if not under the field's name.
+    """
+    default = next(each.default for each in dataclasses.fields(of) if each.name == field)
+    kind = int if isinstance(default, int) else str
+    if default not in ("", dataclasses.MISSING) and not text.endswith(")"):
+        text += f" ({default})"
+    named = flags or (f"--{field.replace('_', '-')}",)
+    group.add_argument(*named, dest=dest or field, type=kind, metavar=metavar, help=text)
+
+
+def _given(args: argparse.Namespace, of: type) -> dict[str, Any]:
+    """The fields of a dataclass that the command line gives."""
+    said = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(of)}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
@@ -129,38 +146,23 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
 def _job(args: argparse.Namespace) -> Job:
     if args.program is None:
         raise ValueError("mpistrat job: expected a program, got none. Put it behind the options")
-    name = args.name or _name(args.program)
-    _refuse("--array", args.array, args, "index_argument", "output_argument", "output_folder")
+    name = args.job_name or _name(args.program)
+    _refuse("--array", args.indices, args, "index_argument", "output_argument", "output_folder")
     _refuse("--preemptible", args.preemptible, args, "notice", "max_restarts")
-    array = None
-    if args.array:
+    said: dict[str, Any] = {"ranks_per_node": max(args.gpus_per_node or 0, 1)}
+    if args.num_ps:
+        said["strategy"] = "parameter_server"
+    said |= _given(args, Job) | {"program": (args.program, *args.words), "name": name}
+    if args.indices:
         if not args.index_argument or not args.output_argument:
             raise ValueError(
                 "mpistrat job: expected --index-argument and --output-argument with --array, got one or none of them. "
                 "By the first the program learns its index, by the second its own folder"
             )
-        array = Array(args.array, args.index_argument, args.output_argument, args.output_folder or name)
-    return Job(
-        program=(args.program, *args.words),
-        module=args.module,
-        name=name,
-        nodes=args.nodes,
-        ranks_per_node=max(args.gpus_per_node, 1) if args.ranks_per_node is None else args.ranks_per_node,
-        cpus_per_rank=args.cpus_per_rank,
-        gpus_per_node=args.gpus_per_node,
-        memory=args.memory,
-        time=args.time,
-        strategy=args.strategy or ("parameter_server" if args.ps else "multi_worker_mirrored"),
-        num_ps=args.ps,
-        ps_nodes=args.ps_nodes,
-        container=args.container,
-        array=array,
-        preemption=_preemption(args) if args.preemptible else None,
-        partition=args.partition,
-        account=args.account,
-        qos=args.qos,
-        mail=args.mail,
-    )
+        said["array"] = Array(**{**_given(args, Array), "output_folder": args.output_folder or name})
+    if args.preemptible:
+        said["preemption"] = Preemption(**_given(args, Preemption))
+    return Job(**said)
 
 
 def _refuse(option: str, given: object, args: argparse.Namespace, *parts: str) -> None:
@@ -168,11 +170,6 @@ def _refuse(option: str, given: object, args: argparse.Namespace, *parts: str) -
     for part in parts:
         if not given and getattr(args, part) not in (None, ""):
             raise ValueError(f"mpistrat job: --{part.replace('_', '-')}: expected {option} beside it, got none")
-
-
-def _preemption(args: argparse.Namespace) -> Preemption:
-    said = {"notice": args.notice, "max_restarts": args.max_restarts}
-    return Preemption(**{name: value for name, value in said.items() if value is not None})
 
 
 def _name(program: str) -> str:
@@ -187,7 +184,7 @@ def _name(program: str) -> str:
 def _site(args: argparse.Namespace) -> SiteProfile:
     """The profile, with what the command line says in its place."""
     site = read_site(args.site)
-    said: dict[str, Any] = {name: getattr(args, name) for name in _SITE if getattr(args, name) is not None}
+    said = _given(args, SiteProfile)
     if args.scheduler not in (None, site.scheduler):  # the launcher and the directives were those of another
         said = {"launcher": "auto", "mpi": "auto", "directives": (), "gpu_request": "per_node", "gpu_bind": ""} | said
     if "venv" in said or "conda" in said:
