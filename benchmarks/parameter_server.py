@@ -22,6 +22,7 @@ from parameter_server_model import Layout, Model, layouts
 from parameter_server_peers import LOOP, Case, PeerError, Process, repeat
 
 import mpistrat as ms
+from mpistrat._util.text import counted
 
 OURS, TENSORFLOW, TORCH = "mpistrat", "TensorFlow", "torch RPC"
 LOOPED = f"TensorFlow, {LOOP} steps a call"
@@ -320,7 +321,7 @@ def report(result: dict[str, Any]) -> str:
         words = [f"{rates[n]:,.1f} ({rates[OURS] / rates[n]:.1f} ×)" if n in rates else "" for n in names]
         wrong = ", ".join(name for name, right in cell["exact"].items() if not right)
         rows.append([f"{cell['servers']} ps, {cell['workers']} w", cell["case"], *words, wrong])
-    where = f"{about['nodes']} node{'s' * (about['nodes'] > 1)}, {about['mpi']}"
+    where = f"{counted(about['nodes'], 'node')}, {about['mpi']}"
     title = f"steps/s of all workers, {where}; (×) ours / this"
     tables = [harness.table(title, ["layout", "a step reads and pushes", *names, "sum wrong"], rows)]
     rows = []

@@ -12,6 +12,7 @@ import numpy as np
 from parameter_server_peers import Case
 
 import mpistrat as ms
+from mpistrat._util.text import counted
 
 PAUSE = 2e-3  # seconds between two looks of a rank that waits
 
@@ -55,7 +56,7 @@ class Layout:
     together: Quiet | None
 
     def __str__(self) -> str:
-        return f"{len(self.servers)} ps, {len(self.workers)} worker{'s' * (len(self.workers) > 1)}"
+        return f"{len(self.servers)} ps, {counted(len(self.workers), 'worker')}"
 
 
 def layouts(world: Any, counts: Iterable[tuple[int, int]]) -> Iterator[Layout]:

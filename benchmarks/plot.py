@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mpistrat._util.text import counted
 from mpistrat.bench import machine
 from mpistrat.bench.machine import layout as title
 from mpistrat.bench.plot import colour, finish, new_figure
@@ -120,7 +121,7 @@ def draw_hdf5_input(folder: Path) -> None:
 
 def case_title(case: dict[str, Any]) -> str:
     """Return a case in a few words."""
-    files = f"{case['files']} file{'s' * (case['files'] > 1)}"
+    files = counted(case["files"], "file")
     row = f"{case['row_bytes'] / 1000:.3g} KB" if case["row_bytes"] >= 1000 else f"{case['row_bytes']} B"
     return f"{case['layout']}, {files}, {row} rows, {case['order']}"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ._util.text import named
+
 __all__ = [
     "ClosedError",
     "ClusterError",
@@ -108,4 +110,4 @@ def by_rank(texts: Mapping[int, str]) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(str(rank))
-    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {text}" for text, who in ranks.items())
+    return "; ".join(f"{named('rank', who)}: {text}" for text, who in ranks.items())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from .._util.text import counted
 from ..errors import MissingDependencyError
 from .job import Job
 from .plan import check, gpus_per_rank, launcher_of
@@ -140,12 +141,12 @@ def _exported(job: Job, site: SiteProfile) -> list[str]:
 
 def _what(job: Job, launcher: str) -> str:
     """The first comment: what kind of job this is."""
-    ranks = f"{job.ranks} rank{'s' * (job.ranks > 1)}"
+    ranks = f"{counted(job.ranks, 'rank')}"
     if job.num_ps:
         nodes = " on nodes of their own" if job.ps_nodes else ""
         workers = job.ranks - job.num_ps
-        servers = f"{job.num_ps} parameter server{'s' * (job.num_ps > 1)}{nodes}"
-        ranks = f"{workers} worker{'s' * (workers > 1)}, then {servers}"
+        servers = f"{counted(job.num_ps, 'parameter server')}{nodes}"
+        ranks = f"{counted(workers, 'worker')}, then {servers}"
     parts = [f"{ranks}, started by {launcher}"]
     parts += [f"{job.gpus_per_node} GPUs on each node"] * bool(job.gpus_per_node)
     parts += ["in a container"] * bool(job.container)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from .._util.text import counted
 from ..comm.agree import Ranks
 from ..data import Dataset, HDF5Dataset
 from ..strategy import MultiWorkerMirroredStrategy
@@ -56,7 +57,7 @@ class Case:
         return max(16, 4 * self.batch // self.chunk_rows)
 
     def __str__(self) -> str:
-        return f"{self.layout}, {self.files} file{'s' * (self.files > 1)}, {self.order}, {self.row_bytes:,} B rows"
+        return f"{self.layout}, {counted(self.files, 'file')}, {self.order}, {self.row_bytes:,} B rows"
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .._util.text import counted
 from .._version import __version__
 from ..cluster.cores import count_node_cores
 
@@ -60,8 +61,8 @@ def layout(about: Mapping[str, Any]) -> str:
     """
     words = about["mpi"].replace("Open MPI v", "Open MPI ").replace("MPICH Version:", "MPICH").split()
     vendor = " ".join(words[: 3 if words[0] == "Open" else 2]).rstrip(",")
-    hosts = "one host" if about["nodes"] == 1 else f"{about['nodes']} hosts"
-    return f"{vendor}, {about['ranks']} rank{'s' * (about['ranks'] > 1)}, {hosts}"
+    hosts = "one host" if about["nodes"] == 1 else counted(about["nodes"], "host")
+    return f"{vendor}, {counted(about['ranks'], 'rank')}, {hosts}"
 
 
 def caption(machines: Sequence[Mapping[str, Any]]) -> str:

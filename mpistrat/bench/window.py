@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .._util.text import counted
 from ..errors import LayoutError, SharedMemoryError
 from ..optimizers import SGD
 from ..parameter_server.strategy import ParameterServerStrategy
@@ -32,7 +33,7 @@ def measure(setting: Setting) -> Result | str:
             values[f"push {size}"][transport] = push
     workers = setting.comm.size - 1
     return Result(
-        title=f"Parameter servers: one server, {workers} worker{'s' * (workers > 1)}",
+        title=f"Parameter servers: one server, {counted(workers, 'worker')}",
         unit="per second",
         first_column="all workers",
         values=values,

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .._util.text import counted
 from ..cluster.launcher_variables import launched_rank
 from ..comm.agree import Ranks
 from ..doctor.finding import Finding, Summary, worst
@@ -114,7 +115,7 @@ def _conclusion(findings: Sequence[Finding]) -> str:
     for status in ("problem", "warning"):
         count = sum(finding.status == status for finding in findings)
         if count:
-            parts.append(f"{count} {status}{'s' * (count > 1)}")
+            parts.append(counted(count, status))
     return " and ".join(parts) if parts else "all is well"
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from .._util.text import counted
 from ..cluster.cores import THREAD_VARIABLES, usable_cores
 from ..cluster.devices import count_gpus
 from ..cluster.launcher_variables import RANK_VARIABLES, launched_size
@@ -153,7 +154,7 @@ def _by_mpiexec(library: MPILibrary, ranks: int, environment: dict[str, str]) ->
         if "OMPI_MCA_osc" not in os.environ and not in_slurm and not _network_cards():
             environment["OMPI_MCA_osc"] = "^ucx"  # its one-sided calls fail where UCX finds no network card
     where = f" from {library.path}" if library.path else ""
-    notes = [f"{library}{where}; {ranks} rank{'s' * (ranks > 1)} on {usable_cores()} cores"]
+    notes = [f"{library}{where}; {counted(ranks, 'rank')} on {usable_cores()} cores"]
     given = os.environ.get("MPIEXEC")
     if given and launcher.where != USER:
         why = next((mismatch(library, one) for one in launchers if one.where == USER), "there is no such program")

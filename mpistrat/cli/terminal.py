@@ -1,4 +1,4 @@
-"""What commands print and take: tables, progress bars, sizes for people, lists of names."""
+"""What commands print and take: tables, progress bars, lists of names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .._util.terminal import progress_bar, reaches_terminal
+from .._util.text import decimal_size
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["Meter", "console", "names", "read_or_not", "size_text"]
+__all__ = ["Meter", "console", "names", "read_or_not"]
 
 _WIDTH = 160  # of what is written into a file or a pipe
 _LINE_EVERY = 10  # seconds
@@ -102,7 +103,7 @@ class Meter:
             print(f"{self._what}: {done} of {total}", file=sys.stderr, flush=True)
 
     def _count(self, amount: int) -> str:
-        return size_text(amount) if self._unit == "bytes" else f"{amount} {self._unit}"
+        return decimal_size(amount) if self._unit == "bytes" else f"{amount} {self._unit}"
 
     def __enter__(self) -> Meter:
         if self._bar is not None:
@@ -134,17 +135,3 @@ def _bar(unit: str) -> Progress:
 def names(text: str) -> list[str]:
     """Return the names of an argument "x,y"."""
     return [name.strip() for name in text.split(",")]
-
-
-def size_text(size: float) -> str:
-    """Return bytes in words.
-
-    Example:
-        >>> size_text(999), size_text(123456), size_text(5e9)
-        ('999 B', '123 kB', '5.0 GB')
-    """
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 999.5 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"

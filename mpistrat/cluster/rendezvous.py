@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .._util import log
+from .._util.text import named
 from ..comm.waiting import Backoff
 from ..environment import Environment
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, PeerExitError, by_rank
@@ -149,5 +150,5 @@ class _Rendezvous:
         """
         if self._comm.rank:
             return "ranks that rank 0 waits for" if self._greeting[0] else "rank 0"
-        absent = [str(rank) for rank, row in enumerate(self._names) if rank and not row[0]]
-        return f"rank{'s' * (len(absent) > 1)} {', '.join(absent[:20])}{', …' * (len(absent) > 20)}"
+        absent = [rank for rank, row in enumerate(self._names) if rank and not row[0]]
+        return named("rank", absent, 20)

@@ -23,6 +23,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from .._util.text import named
 from ..environment import Environment
 from .launcher_variables import RANK_VARIABLES, launched_rank, launched_size
 
@@ -101,7 +102,7 @@ class _Limit:
             if waited > _STARTING:
                 before, (finished, living) = finished, ranks_of_launcher()
                 if before & finished:
-                    who = f"rank{'s' * (len(finished) > 1)} {', '.join(map(str, sorted(finished)))}"
+                    who = named("rank", sorted(finished))
                     first = launched_rank() == min(living, default=None)
                     where = self._where(waited)
                     self._end(f"PeerExitError: {where}: {who} ended without starting it, and the job ends", first)

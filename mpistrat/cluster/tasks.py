@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from .._util.text import named
 from ..errors import ClusterError, explain
 from .resolvers.resolver import ClusterResolver
 from .spec import ROLES, ClusterSpec, validate
@@ -59,12 +60,14 @@ def ranks_by_task(
     if others:
         here = "" if resolver is None else f" (here {resolver.cluster_spec()!r:.200})"
         remedy = "Describe the whole cluster on every rank: only the task differs"
-        raise refuse("one cluster on all ranks", f"another on {_ranks(others)} than on rank 0{here}", remedy)
+        raise refuse("one cluster on all ranks", f"another on {named('rank', others, 8)} than on rank 0{here}", remedy)
     silent = [rank for rank, rank_words in enumerate(words) if not rank_words or rank_words[1] == "None"]
     if len(silent) == len(told):
         return {}
     if silent:
-        raise refuse("a task for every rank", f"none for {_ranks(silent)}", "Give each rank its task_type and task_id")
+        raise refuse(
+            "a task for every rank", f"none for {named('rank', silent, 8)}", "Give each rank its task_type and task_id"
+        )
     tasks: dict[Task, int] = {}
     for rank, (_, job, index) in enumerate(words):
         task = (job, int(index))
@@ -81,8 +84,3 @@ def ranks_by_task(
             if (job, number) not in tasks:
                 raise refuse("a rank for each task", f"none for {job} {number}", "Start one rank for each task")
     return {task: tasks[task] for task in sorted(tasks, key=lambda task: (ROLES.index(task[0]), task[1]))}
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"

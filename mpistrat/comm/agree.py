@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from .. import errors
+from .._util.text import counted
 from ..errors import CollectiveMismatchError, MpistratError, ShardError, by_rank, explain
 
 __all__ = [
@@ -202,7 +203,7 @@ def fingerprint(text: str) -> int:
 
 def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
     """Return the error that tells what each rank did, so many collectives ago."""
-    when = f" {ago} collective{'s' * (ago > 1)} ago" if ago else ""
+    when = f" {counted(ago, 'collective')} ago" if ago else ""
     remedy = ". All ranks must make the same calls in the same order: look for one that depends on the rank"
     others = len({text.split(" ", 1)[0] for text in texts.values()}) > 1
     what = by_rank(only_differences(texts))

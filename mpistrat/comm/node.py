@@ -14,6 +14,7 @@ from typing import Any, final
 
 import numpy as np
 
+from .._util.text import binary_size, named
 from ..errors import CollectiveTimeoutError, PeerExitError
 from . import shared_memory
 from .agree import mismatch
@@ -190,7 +191,7 @@ class Node:
         missing = [self.ranks[i * 8 // _PAGE] for i in self._missing(sequence)]
         if not missing:
             return
-        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        who = named("rank", missing)
         story = f"{call.text}: rank {self._monitor.rank} waited {call.timeout:g} s for {who}"
         half = sequence & 1
         self._lay(half, Call(f"gave up ({story})", call.timeout))
@@ -312,7 +313,7 @@ class Node:
         self._world.Allgather(np.array([-1 if populated else free], np.int64), table)
         for rank, left in enumerate(table.tolist()):
             if left >= 0:
-                raise shared_memory.out_of_memory(what, rank, f"{shared_memory.mebibytes(left)} are free")
+                raise shared_memory.out_of_memory(what, rank, f"{binary_size(left)} are free")
 
     def locate(self, array: np.ndarray) -> tuple[SharedBlock, int, int] | None:
         """Return (block, rank of the node, byte offset) of an array that lies in a segment, else None."""

@@ -20,6 +20,7 @@ from typing import Any, final
 
 import numpy as np
 
+from .._util.text import binary_size
 from ..errors import SharedMemoryError
 from .agree import as_told, gather_text, together
 
@@ -162,7 +163,7 @@ def check_space(world: Any, leader: bool, nbytes: int, what: str) -> None:
     world.Allgather(mine, table)
     for rank, (needed, available) in enumerate(table.tolist()):
         if 0 <= available < needed:
-            raise out_of_memory(what, rank, f"{mebibytes(needed)} are needed, {mebibytes(available)} are free")
+            raise out_of_memory(what, rank, f"{binary_size(needed)} are needed, {binary_size(available)} are free")
 
 
 def out_of_memory(what: str, rank: int, numbers: str) -> SharedMemoryError:
@@ -171,11 +172,6 @@ def out_of_memory(what: str, rank: int, numbers: str) -> SharedMemoryError:
         f"the shared memory of the node of rank {rank} is too small for {what}: {numbers} in {SHARED_FOLDER}. Enlarge it: "
         f"{ENLARGE}"
     )
-
-
-def mebibytes(nbytes: int) -> str:
-    """Return a size in words."""
-    return f"{nbytes / 2**20:.1f} MiB"
 
 
 def free_space() -> int | None:

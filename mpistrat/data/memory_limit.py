@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .._util.text import decimal_size
 from ..errors import explain
 
-__all__ = ["available_memory", "in_words", "require_memory"]
+__all__ = ["available_memory", "require_memory"]
 
 _MEMINFO = Path("/proc/meminfo")
 _GROUPS = Path("/proc/self/cgroup")
@@ -68,19 +69,5 @@ def _room(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
 def require_memory(function: str, needed: int, available: int | None, what: str, remedy: str) -> None:
     """Raise MemoryError, with the numbers, unless there is as much as needed."""
     if available is not None and needed > available:
-        expected = f"{in_words(needed)} of free memory for {what}"
-        raise MemoryError(explain(function, "", expected=expected, got=in_words(available), remedy=remedy))
-
-
-def in_words(nbytes: float) -> str:
-    """Return a size in decimal units.
-
-    Example:
-        >>> in_words(1_234_567_890)
-        '1.2 GB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 10 else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.1f} TB"
+        expected = f"{decimal_size(needed)} of free memory for {what}"
+        raise MemoryError(explain(function, "", expected=expected, got=decimal_size(available), remedy=remedy))

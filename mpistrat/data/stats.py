@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from .._util.text import decimal_size, plural
+
 __all__ = ["InputStats", "StageStats"]
 
 
@@ -69,17 +71,17 @@ class StageStats:
 
     def __str__(self) -> str:
         shown = [
-            self.rows and _count(self.rows, "row"),
-            self.calls and _count(self.calls, "call"),
+            self.rows and _counted(self.rows, "row"),
+            self.calls and _counted(self.calls, "call"),
             self.seconds and f"{self.seconds:.3g} s",
             self.samples_per_second and f"{self.samples_per_second:,.0f} samples/s",
-            self.bytes_read and f"{_size(self.bytes_read)} read",
-            self.chunk_reads and _count(self.chunk_reads, "chunk read"),
-            self.files and _count(self.files, "file"),
-            self.skipped and f"{_count(self.skipped, 'file')} skipped",
-            self.waits and _count(self.waits, "wait"),
+            self.bytes_read and f"{decimal_size(self.bytes_read)} read",
+            self.chunk_reads and _counted(self.chunk_reads, "chunk read"),
+            self.files and _counted(self.files, "file"),
+            self.skipped and f"{_counted(self.skipped, 'file')} skipped",
+            self.waits and _counted(self.waits, "wait"),
             self.wait_seconds and f"{self.wait_seconds:.3g} s waited",
-            self.bytes_received and f"{_size(self.bytes_received)} received",
+            self.bytes_received and f"{decimal_size(self.bytes_received)} received",
         ]
         return ", ".join(text for text in shown if text)
 
@@ -121,7 +123,7 @@ class InputStats:
 
     def __str__(self) -> str:
         head = (
-            f"{_count(self.steps, 'step')}, {_count(self.samples, 'sample')}, {_size(self.bytes)} in"
+            f"{_counted(self.steps, 'step')}, {_counted(self.samples, 'sample')}, {decimal_size(self.bytes)} in"
             f" {self.seconds:.3g} s: {self.samples_per_second:,.0f} samples/s, input-bound {self.input_bound:.0%}"
         )
         width = max((len(text) for text, _ in self.stages), default=0)
@@ -129,19 +131,5 @@ class InputStats:
         return "\n".join([head, *lines])
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def _size(count: float) -> str:
-    """Bytes in words.
-
-    Example:
-        >>> _size(999), _size(1_234_567)
-        ('999 B', '1.23 MB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB"
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {plural(number, noun)}"

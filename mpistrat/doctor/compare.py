@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .._util.text import counted, shortened
 from ..errors import by_rank
 from .finding import Finding, ok, problem, warning
 
@@ -23,7 +24,7 @@ def compare(rows: Rows) -> Iterator[Finding]:
         rows: what `facts` gave on each rank, by rank.
     """
     nodes = max(row["node"] for row in rows) + 1
-    yield ok("ranks", f"{len(rows)} on {nodes} node{'s' * (nodes > 1)}")
+    yield ok("ranks", f"{len(rows)} on {counted(nodes, 'node')}")
     yield _versions(rows)
     yield from _roles(rows)
     yield _settings(rows)
@@ -73,7 +74,7 @@ def _roles(rows: Rows) -> Iterator[Finding]:
         yield problem(name, f"the ranks were told different roles: {_short(by_rank(texts))}", remedy)
         return
     count = Counter(row["role"].split()[0] for row in rows)
-    yield ok(name, ", ".join(f"{n} {role}{'s' * (n > 1 and role != 'ps')}" for role, n in count.items()))
+    yield ok(name, ", ".join(f"{n} ps" if role == "ps" else counted(n, role) for role, n in count.items()))
 
 
 def _strategy(row: dict[str, Any]) -> str:
@@ -149,7 +150,7 @@ def _gpus(rows: Rows) -> Iterator[Finding]:
         return
     without = [row["rank"] for row in rows if not row["gpus"]]
     if without:
-        what = f"ranks {_list(without)} see none, and others do: they are the slowest"
+        what = f"ranks {shortened(without, 8)} see none, and others do: they are the slowest"
         yield problem(name, what, "SLURM: --gpus-per-task=1, or as many --gpus-per-node as --ntasks-per-node")
         return
     users = _users_of_gpus(rows)
@@ -162,7 +163,7 @@ def _gpus(rows: Rows) -> Iterator[Finding]:
     visible = {one for other in rows if other["node"] == node for one in other["gpus"]}
     there = max(row["node_gpus"], len(visible))
     used = sum(1 for where, _ in users if where == node)
-    what = f"ranks {_list(ranks)} on {row['host']} share {uuid}"
+    what = f"ranks {shortened(ranks, 8)} on {row['host']} share {uuid}"
     if used < there:
         remedy = (
             "SLURM: --gpus-per-task=1 --gpu-bind=single:1, or --gpus-per-node and no CUDA_VISIBLE_DEVICES of your own"
@@ -203,7 +204,7 @@ def _crowded(here: Rows, confined: Rows, cores: int, threads: int) -> Finding:
     row = confined[0]
     there = row["machine_cores"]
     ranks = len(confined)
-    what = f"{ranks} rank{'s' * (ranks > 1)} on {row['host']} with {threads} threads in all share {cores} core{'s' * (cores > 1)}"
+    what = f"{counted(ranks, 'rank')} on {row['host']} with {threads} threads in all share {counted(cores, 'core')}"
     advice = []
     if row["threads_set"] and ranks <= cores:
         what += f" ({row['threads_set']})"
@@ -222,10 +223,6 @@ def _needs(rows: Rows) -> Iterator[Finding]:
     for need in sorted({need for row in rows for need in row["missing"]}):
         reasons = {row["rank"]: row["missing"][need] for row in rows if need in row["missing"]}
         yield problem(need, f"needed, and missing: {_short(by_rank(reasons))}", f"See mpistrat doctor --need {need}")
-
-
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _short(text: str) -> str:

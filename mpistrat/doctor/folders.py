@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from .._util.text import binary_size, counted, shortened
 from ..cluster.topology import Topology
 from ..comm.agree import gather_text
 from ..comm.monitor.leftovers import mapped_by, of_this_user, remove_unused, unused
@@ -48,7 +49,7 @@ def check_shared_folder(folder: Path = SHARED_FOLDER, *, clean: bool = False) ->
 
 
 def _room(folder: Path, size: int, free: int) -> Finding:
-    said = f"{_mib(free)} free of {_mib(size)}"
+    said = f"{binary_size(free)} free of {binary_size(size)}"
     if free < min(_LITTLE, size):
         what = f"{said}: MPI itself, and the variables of a node, need room there"
         return problem("/dev/shm", what, f"See what fills it: ls -l {folder}. Enlarge it: {ENLARGE}")
@@ -80,29 +81,20 @@ def segments_of_this_process() -> list[Path]:
 
 
 def _leftovers(left: list[tuple[Path, int]]) -> Finding:
-    size, names = _mib(sum(nbytes for _, nbytes in left)), _listed([path for path, _ in left])
-    what = f"{_count(left)} that no process uses, {size}, left by jobs that were killed: {names}"
+    size, names = binary_size(sum(nbytes for _, nbytes in left)), _listed(path for path, _ in left)
+    what = f"{counted(len(left), 'file')} of yours that no process uses, {size}, left by jobs that were killed: {names}"
     return warning("leftovers", what, "mpistrat doctor --clean removes them")
 
 
 def _removed(files: list[tuple[Path, int]]) -> Finding:
     if not files:
         return ok("leftovers", "none of yours: nothing was removed")
-    size, names = _mib(sum(nbytes for _, nbytes in files)), _listed([path for path, _ in files])
-    return ok("leftovers", f"removed {_count(files)} that no process used, {size}: {names}")
+    size, names = binary_size(sum(nbytes for _, nbytes in files)), _listed(path for path, _ in files)
+    return ok("leftovers", f"removed {counted(len(files), 'file')} of yours that no process used, {size}: {names}")
 
 
-def _count(files: list[tuple[Path, int]]) -> str:
-    return f"{len(files)} file{'s' * (len(files) > 1)} of yours"
-
-
-def _listed(paths: list[Path]) -> str:
-    more = len(paths) - _LISTED
-    return ", ".join(path.name for path in paths[:_LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 10 << 30 else f"{nbytes / 2**20:.0f} MiB"
+def _listed(paths: Iterable[Path]) -> str:
+    return shortened([path.name for path in paths], _LISTED)
 
 
 _TEMPORARY = "temporary folder"

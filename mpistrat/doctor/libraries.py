@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from .._util.text import counted
 from ..cluster.launchers import MPILibrary
 from .finding import Finding, ok, problem, warning
 from .watched import Outcome
@@ -63,7 +64,7 @@ def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
     elif "gpu" in needs or "nccl" in needs:
         yield problem("GPU", "CuPy finds none", reason or "Ask the batch system for one")
     elif count := len(gpus_of_machine()):
-        what = f"this machine has {count} NVIDIA GPU{'s' * (count > 1)}, and this process can use none: it trains on the CPU"
+        what = f"this machine has {counted(count, 'NVIDIA GPU')}, and this process can use none: it trains on the CPU"
         yield warning("GPU", what, reason or "Ask the batch system for one")
     else:
         yield ok("GPU", "none: devices are CPUs")

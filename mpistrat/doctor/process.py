@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from .._util.text import ranges
 from .._version import __version__
 from ..cluster.cores import THREAD_VARIABLES, available_cores, cpu_quota
 from .finding import Finding, ok, warning
 
-__all__ = ["blas_threads", "check_cores", "check_interpreter", "check_limits", "core_ranges", "versions"]
+__all__ = ["blas_threads", "check_cores", "check_interpreter", "check_limits", "versions"]
 
 _PACKAGES = ("numpy", "mpi4py", "h5py")
 
@@ -45,7 +46,7 @@ def check_interpreter() -> Iterator[Finding]:
 def check_cores() -> Iterator[Finding]:
     """Compare cores with BLAS threads, and with the processor time that a container may use."""
     cores = available_cores()
-    what = f"{len(cores)} for this process ({core_ranges(cores)})"
+    what = f"{len(cores)} for this process ({','.join(ranges(cores))})"
     allowed = cpu_quota()
     if allowed is not None and allowed.cores < len(cores):
         remedy = "Start as many ranks × threads as the quota allows, or raise it (docker run --cpus=…)"
@@ -73,22 +74,6 @@ def blas_threads() -> tuple[int, str]:
             said[name] = int(text)
     name = max(said, key=said.__getitem__, default="")
     return said.get(name, 0), f"{name}={said[name]}" if name else ""
-
-
-def core_ranges(cores: list[int]) -> str:
-    """Return sorted core numbers in short.
-
-    Example:
-        >>> core_ranges([0, 1, 2, 3, 8, 10, 11])
-        '0-3,8,10-11'
-    """
-    parts: list[list[int]] = []
-    for core in cores:
-        if parts and core == parts[-1][1] + 1:
-            parts[-1][1] = core
-        else:
-            parts.append([core, core])
-    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in parts)
 
 
 _FILES, _STACK = 1024, 1 << 20

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from .._util.text import ranges
 from ..cluster.cores import available_cores, threads_per_core, usable_cores
 from ..cluster.devices import gpu_identities
 from ..cluster.launcher_variables import lone_rank
@@ -28,7 +29,7 @@ from .folders import check_temporary_folder, readable_by_others, segments_of_thi
 from .launching import TOO_LONG
 from .libraries import gpus_of_machine
 from .mpi_probe import LEVELS, gpu_support
-from .process import blas_threads, core_ranges, versions
+from .process import blas_threads, versions
 from .transfers import check_all_reduce, check_clocks, check_windows
 from .watched import say, step
 
@@ -139,7 +140,7 @@ def facts(topology: Topology, needs: Collection[str]) -> dict[str, Any]:
         **_role(topology),
         "gpus": [uuid for uuid, _ in gpus],
         "node_gpus": len(gpus_of_machine()),
-        "cores": core_ranges(cores),
+        "cores": ",".join(ranges(cores)),
         "core_list": cores,
         "node_cores": topology.node_cores * threads_per_core(),
         "machine_cores": os.cpu_count() or 1,

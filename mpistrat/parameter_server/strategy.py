@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from .. import context
+from .._util.text import counted
 from ..cluster import ClusterResolver, Topology
 from ..cluster.topology import check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
@@ -367,7 +368,7 @@ class ParameterServerStrategy(Strategy):
     def __repr__(self) -> str:
         nodes = self._extended.topology.num_nodes
         state = "closed" if self._extended.closed else f"{self.num_workers} workers, {self.num_ps} servers"
-        return f"<{_NAME} {state}, {nodes} node{'s' * (nodes > 1)}>"
+        return f"<{_NAME} {state}, {counted(nodes, 'node')}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(explain(_NAME, "", expected="no copy.deepcopy", got="one", remedy="Make another strategy"))

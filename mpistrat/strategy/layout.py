@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from .._util.text import counted
 from ..cluster.topology import Topology
 from ..errors import LayoutError, explain
 
@@ -74,7 +75,7 @@ def check_layout(layout: Layout, topology: Topology) -> None:
             layout.name,
             "comm",
             expected=several if layout.many_ranks else "one rank",
-            got=f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}",
+            got=f"{ranks} ranks on {counted(nodes, 'node')}",
             remedy=remedy,
             rank=topology.rank,
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .. import context, global_batch
 from .._util import nest
+from .._util.text import counted
 from ..cluster.resolvers.resolver import ClusterResolver
 from ..comm.process_group import ProcessGroup
 from ..context import Frame
@@ -446,7 +447,7 @@ class Strategy(Together):
     def __repr__(self) -> str:
         topology = self._extended.topology
         state = "closed" if self._extended.closed else f"{topology.num_replicas} replicas on {topology.size} ranks"
-        return f"<{type(self).__name__} {state}, {topology.num_nodes} node{'s' * (topology.num_nodes > 1)}>"
+        return f"<{type(self).__name__} {state}, {counted(topology.num_nodes, 'node')}>"
 
 
 def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -7,12 +7,13 @@ import json
 import time
 from typing import Any
 
+from ..._util.text import counted, decimal_size
 from ...comm.agree import Ranks
 from ...data.shards.files import FileSet, resolve
 from ...data.shards.survey import check_file
 from ...errors import ShardError
 from ..command import DONE, PROBLEM, Command
-from ..terminal import Meter, size_text
+from ..terminal import Meter
 
 __all__ = ["COMMAND"]
 
@@ -72,8 +73,8 @@ def _document(told: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _print(told: list[dict[str, Any]], seconds: float) -> None:
-    size = size_text(sum(one["bytes"] for one in told))
-    print(f"{len(told)} file{'s' * (len(told) != 1)}, {size}, {seconds:.1f} s")
+    size = decimal_size(sum(one["bytes"] for one in told))
+    print(f"{counted(len(told), 'file')}, {size}, {seconds:.1f} s")
     for by, words in _WORDS.items():
         number = sum(one["by"] == by for one in told)
         if number:

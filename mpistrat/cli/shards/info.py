@@ -6,10 +6,11 @@ import argparse
 import json
 from typing import Any
 
+from ..._util.text import counted, decimal_size
 from ...comm.agree import Ranks
 from ...data.shards.survey import FieldSurvey, SetSurvey, survey
 from ..command import DONE, Command
-from ..terminal import console, names, size_text
+from ..terminal import console, names
 
 __all__ = ["COMMAND"]
 
@@ -53,9 +54,7 @@ def _print(found: SetSurvey, *, plain: bool) -> None:
 
     out = console(plain=plain)
     count = len(found.files)
-    out.print(
-        f"{count} file{'s' * (count != 1)} in {found.files[0][0].parent}: {found.rows} rows, {size_text(found.bytes)}"
-    )
+    out.print(f"{counted(count, 'file')} in {found.files[0][0].parent}: {found.rows} rows, {decimal_size(found.bytes)}")
     guard = "every file has a digest (shards check compares them)"
     out.print(f"manifest: {guard if found.manifest else 'none'}\n")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -78,7 +77,7 @@ def _print(found: SetSurvey, *, plain: bool) -> None:
         files.add_column(title, justify="right")
     files.add_column("digest", overflow="fold")
     for path, rows, size, digest in found.files[:_FILES]:
-        files.add_row(path.name, "source" if rows is None else str(rows), size_text(size), _short(digest))
+        files.add_row(path.name, "source" if rows is None else str(rows), decimal_size(size), _short(digest))
     out.print(files)
     if any(rows is None for _, rows, _, _ in found.files):
         out.print("source: virtual datasets of other files draw from this one; it has no rows of its own")
@@ -92,7 +91,7 @@ def _cells(field: FieldSurvey) -> list[str]:
     ratio = "" if not field.data_bytes or not field.stored_bytes else f"{field.data_bytes / field.stored_bytes:.2f}"
     reader = f"{field.reader}: {field.reason}" if field.reason else field.reader
     chunk = "" if field.chunk_rows is None else str(field.chunk_rows)
-    return [field.name, field.dtype, shape, layout, chunk, size_text(field.stored_bytes), ratio, reader]
+    return [field.name, field.dtype, shape, layout, chunk, decimal_size(field.stored_bytes), ratio, reader]
 
 
 def _short(digest: str | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..._util.partition import block
+from ..._util.text import counted, decimal_size
 from ...comm.agree import Ranks
 from ...data.shards.convert import Conversion, convert, open_source
 from ...data.shards.files import manifest_path
@@ -18,7 +19,7 @@ from ...data.shards.set_writer import SetWriter, set_pattern
 from ...data.shards.settings import ShardSettings
 from ...errors import explain
 from ..command import DONE, Command
-from ..terminal import Meter, names, size_text
+from ..terminal import Meter, names
 
 __all__ = ["COMMAND"]
 
@@ -127,8 +128,8 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if ranks.rank == 0:
         paths = writer.paths
         size, seconds = sum(path.stat().st_size for path in paths), time.perf_counter() - started
-        count = f"{len(paths)} shard{'s' * (len(paths) != 1)}"
-        print(f"{pattern}: {count}, {source.rows} rows, {size_text(size)}, written in {seconds:.1f} s")
+        count = counted(len(paths), "shard")
+        print(f"{pattern}: {count}, {source.rows} rows, {decimal_size(size)}, written in {seconds:.1f} s")
         for note in source.notes:
             print(f"note: {note}")
     return DONE

@@ -17,11 +17,12 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, final
 
+from ..._util.text import plural, ranges
 from ...cluster import start
 from ...cluster.launcher_variables import launched_rank, launched_size
 from ...environment import Environment
@@ -336,23 +337,6 @@ def failure_key(text: str) -> bytes:
     return hashlib.blake2b(alike.encode(errors="replace"), digest_size=KEY_BYTES).digest()
 
 
-def ranges(ranks: Iterable[int]) -> str:
-    """Return some ranks in words.
-
-    Example:
-        >>> ranges([1, 2, 3, 7]), ranges([5])
-        ('ranks 1-3, 7', 'rank 5')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-    return f"rank{'s' * (len(runs) > 1 or (bool(runs) and runs[0][0] != runs[0][1]))} {words}"
-
-
 @final
 class Failures:
     """What rank 0 knows of the failures of a group of ranks.
@@ -385,7 +369,8 @@ class Failures:
             groups.setdefault(self._waiting[rank], []).append(rank)
         for text, ranks in groups.items():
             if text not in self._printed:
-                found[ranks[0]] = f"(the same on {ranges(ranks[1:])})\n" if ranks[1:] else ""
+                others = ", ".join(ranges(ranks[1:]))
+                found[ranks[0]] = f"(the same on {plural(len(ranks) - 1, 'rank')} {others})\n" if others else ""
         self._printed.update(groups)
         self._waiting.clear()
         return found

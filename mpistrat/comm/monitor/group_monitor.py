@@ -19,6 +19,7 @@ from typing import Any, final
 import numpy as np
 
 from ..._util import log
+from ..._util.text import named
 from ..agree import fingerprint, only_differences
 from ..call import Call
 from ..waiting import Backoff, Deadline
@@ -240,7 +241,7 @@ class GroupMonitor:
         texts = self._texts(fresh)
         silent = [rank for rank in range(monitor.size) if rank != monitor.rank and rank not in fresh]
         if late and silent and monitor.raw is raw:
-            who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+            who = named("rank", silent)
             abort.end_job(
                 f"PeerExitError: comm.{name} takes longer than {monitor.default_timeout:g} s, and {who} can no longer take part:"
                 + lines(texts)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ... import context
 from ..._util.arguments import integer
+from ..._util.text import counted
 from ...errors import explain
 from ...global_batch import HandedOut
 from ..dataset import Dataset
@@ -344,7 +345,7 @@ class DistributedDataset:
         first, last = workers.replica_offset, workers.replica_offset + workers.num_local_replicas - 1
         here = f"replica {first}" if first == last else f"replicas {first} to {last}"
         division = (
-            f"distributed over {_count(workers.num_replicas, 'replica')} of {_count(workers.count, 'worker')}, {here} here:"
+            f"distributed over {counted(workers.num_replicas, 'replica')} of {counted(workers.count, 'worker')}, {here} here:"
             f" {self._plan.describe()}; {self._depth} steps ahead"
         )
         return "\n".join([*map(str, self._plan.datasets), division])
@@ -377,10 +378,6 @@ def distribute(dataset: Dataset, workers: Workers, divide: Divide = auto_shard, 
     steps = divide(dataset.node, workers)
     _ = steps.row_spec, steps.cardinality()  # open the files
     return DistributedDataset(steps, **settings)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _stages(datasets: Sequence[Node]) -> Iterator[tuple[str, StageStats | None]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._util.text import counted
 from ...errors import ShardError, explain
 from ..stats import StageStats
 from .chunked import ChunkedReader
@@ -122,9 +123,7 @@ class MixedReader:
             own = np.concatenate(([0], np.cumsum([rows[shard] for shard in part])))
             self._reader_of[list(part)] = number
             self._shift[list(part)] = own[:-1] - self._index.starts[list(part)]
-        counts = ", ".join(
-            f"{r.kind} for {len(p)} file{'s' * (len(p) != 1)}" for r, p in zip(readers, parts, strict=True)
-        )
+        counts = ", ".join(f"{r.kind} for {counted(len(p), 'file')}" for r, p in zip(readers, parts, strict=True))
         self.kind = f"mixed: {counts}"
         self.reason = "; ".join(dict.fromkeys(reader.reason for reader in readers if reader.reason))
 

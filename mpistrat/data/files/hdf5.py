@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
+from ..._util.text import counted, shortened
 from ...errors import explain
 from ..buffers import RowBuffers
 from ..dataset import Dataset
@@ -254,7 +255,7 @@ class HDF5Rows(InputRows):
         count = len(self._files.paths) + len(self._files.skipped)
         skipped = len(opened.skipped if opened else self._files.skipped)
         directory = (self._files.paths or [path for path, _ in self._files.skipped])[0].parent
-        where = f"HDF5Dataset: {count} file{'s' * (count != 1)} in {directory}"
+        where = f"HDF5Dataset: {counted(count, 'file')} in {directory}"
         if skipped:
             where = f"{where} ({skipped} of {count} files skipped)"
         if opened is None:
@@ -265,8 +266,7 @@ class HDF5Rows(InputRows):
             where = f"{where} ({are} of virtual datasets)"
         fields = ", ".join(f"{name} {_described(opened, name)}" for name in opened.fields)
         if opened.left_out:
-            more = f" and {len(opened.left_out) - _NAMED} more" if len(opened.left_out) > _NAMED else ""
-            fields = f"{fields}; left out: {', '.join(opened.left_out[:_NAMED])}{more}"
+            fields = f"{fields}; left out: {shortened(opened.left_out, _NAMED)}"
         return f"{where}, {opened.rows} rows of {fields}"
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ..._util import log
 from ..._util.files import algorithm_of, digest_of_ends, digest_of_file
+from ..._util.text import decimal_size
 from ...comm.agree import together
 from ...errors import ShardError, explain
 from ..files.handles import ShardFile
-from ..memory_limit import in_words
 from .manifest import Field, Manifest, ShardEntry, read_manifest
 
 if TYPE_CHECKING:
@@ -297,7 +297,9 @@ def is_small(files: FileSet) -> bool:
         return True
     where = files.paths[0].parent
     how = "pass verify=True, or run: mpistrat shards check"
-    log.once(logging.INFO, f"HDF5Dataset: the digests of {in_words(size)} in {where} are not compared; to do so, {how}")
+    log.once(
+        logging.INFO, f"HDF5Dataset: the digests of {decimal_size(size)} in {where} are not compared; to do so, {how}"
+    )
     return False
 
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..._util import log
+from ..._util.text import decimal_size
 from ...errors import ShardError, explain
 from ..files.handles import ShardFile, open_hdf5
 from ..files.storage import Chunks, Contiguous, Layout, OnlyHDF5, Pointers, Storage
 from ..files.varying import POINTER
-from ..memory_limit import available_memory, in_words
+from ..memory_limit import available_memory
 from .files import FileSet, check_ends
 from .manifest import Field, ShardEntry, fields_to_json
 from .objects import Refused, all_names, check_storage, field_of, find
@@ -123,7 +124,7 @@ class Shard:
         size = self._row_bytes(dataset)
         available = available_memory() if size > _LARGE_ROW else None
         if available is not None and size > available:
-            raise Refused(f"rows of {in_words(size)}, where {in_words(available)} of memory are free")
+            raise Refused(f"rows of {decimal_size(size)}, where {decimal_size(available)} of memory are free")
         if dataset.is_virtual or dataset.external or not dataset.nbytes or dataset.id.get_storage_size():
             return
         if dataset.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_USER_DEFINED:

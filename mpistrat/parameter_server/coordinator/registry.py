@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, final
 
 from ..._util import log
+from ..._util.text import binary_size
 from ...errors import MissingDependencyError, explain
 from ...optimizers import Optimizer
 from ...optimizers import optimizer as optimizers
@@ -244,7 +245,7 @@ def dumps(value: Any, reduce: Reducer, what: str = "") -> bytes:
     if what and len(data) > _LARGE:
         log.once(
             logging.WARNING,
-            f"{what} has {len(data) >> 20} MiB with all that it refers to, and is sent each time: let workers make large "
+            f"{what} has {binary_size(len(data))} with all that it refers to, and is sent each time: let workers make large "
             "data, with create_per_worker_resource or create_per_worker_dataset",
         )
     return data

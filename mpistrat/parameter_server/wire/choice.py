@@ -8,6 +8,7 @@ from time import monotonic, sleep
 
 import numpy as np
 
+from ..._util.text import named
 from ...comm.process_group import ProcessGroup
 from ...comm.window import WORD, RemoteWindow
 from ...errors import LayoutError, explain
@@ -78,7 +79,7 @@ def describe(choice: Mapping[tuple[int, int], str], workers: Sequence[int], serv
         for name in TRANSPORTS[::-1]:
             which = [f"{w} (rank {workers[w]})" for (w, s), used in choice.items() if s == server and used == name]
             if which:
-                groups.append(f"{name} with worker{'s' * (len(which) > 1)} {', '.join(which)}")
+                groups.append(f"{name} with {named('worker', which)}")
         lines.append(f"server {server} (rank {rank}): {'; '.join(groups)}")
     return "\n".join(lines)
 

@@ -89,7 +89,7 @@ def test_a_readable_table() -> None:
     counters = StageStats(calls=2, seconds=0.5, bytes_read=1_500_000)
     stats = InputStats(120, 11_520, 35_400_000, 0.225, 1.8, (("from_arrays", None), ("map(f)", counters)))
     assert str(stats).splitlines() == [
-        "120 steps, 11,520 samples, 35.4 MB in 1.8 s: 6,400 samples/s, input-bound 12%",
+        "120 steps, 11,520 samples, 35 MB in 1.8 s: 6,400 samples/s, input-bound 12%",
         "  from_arrays",
         "  map(f)       2 calls, 0.5 s, 1.5 MB read",
     ]

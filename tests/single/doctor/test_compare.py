@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from mpistrat._util.text import ranges
 from mpistrat.doctor.compare import compare
 from mpistrat.doctor.finding import Finding, ok, problem, warning, worst
-from mpistrat.doctor.process import core_ranges
 
 
 def rows(*ranks: dict, machine_cores: int = 8, node_gpus: int = 0) -> list[dict]:
@@ -24,7 +24,7 @@ def rows(*ranks: dict, machine_cores: int = 8, node_gpus: int = 0) -> list[dict]
             "thread_level": "MULTIPLE", "versions": {"python": "3.11.7", "mpistrat": "0.1.0"}, "settings": {}, "missing": {},
         }  # fmt: skip
         row.update(own)
-        row["cores"] = core_ranges(row["core_list"])
+        row["cores"] = ",".join(ranges(row["core_list"]))
         made.append(row)
     return made
 

@@ -336,7 +336,7 @@ class TestSharedFolder:
         with open(tmp_path / "mpich_shm_open"):
             finding = named(list(check_shared_folder(tmp_path)), "leftovers")
             assert finding.status == "warning" and finding.what.startswith(
-                "8 files of yours that no process uses, 0 MiB"
+                "8 files of yours that no process uses, 0.0 MiB"
             )
             assert finding.what.endswith("mpich_shm_5 and 2 more")
             finding = named(list(check_shared_folder(tmp_path, clean=True)), "leftovers")

@@ -113,7 +113,7 @@ class TestSickMachine:
 
     def test_crashed_jobs_left_files(self, found):
         finding = found.finding("leftovers")
-        assert finding["status"] == "warning" and "2 files of yours that no process uses, 3 MiB" in finding["what"]
+        assert finding["status"] == "warning" and "2 files of yours that no process uses, 3.0 MiB" in finding["what"]
         assert finding["remedy"] == "mpistrat doctor --clean removes them"
 
     def test_what_was_not_broken_is_well(self, found):
@@ -141,14 +141,14 @@ def test_the_users_own_launcher_is_that_of_another_mpi(mpi, other):
 def test_shared_memory_is_full(mpi):
     found = visit(mpi, shm="size=2m", before="head -c 2M /dev/zero > /dev/shm/full", status=1)
     finding = found.finding("/dev/shm")
-    assert finding["status"] == "problem" and "0 MiB free of 2 MiB" in finding["what"]
+    assert finding["status"] == "problem" and "0.0 MiB free of 2.0 MiB" in finding["what"]
     assert "--shm-size=8g" in finding["remedy"] and "ls -l /dev/shm" in finding["remedy"]
 
 
 def test_shared_memory_is_small_as_in_many_containers(mpi):
     found = visit(mpi, shm="size=64m")
     finding = found.finding("/dev/shm")
-    assert finding["status"] == "warning" and "of 64 MiB" in finding["what"] and "--shm-size=8g" in finding["remedy"]
+    assert finding["status"] == "warning" and "of 64.0 MiB" in finding["what"] and "--shm-size=8g" in finding["remedy"]
 
 
 def test_srun_is_told_a_protocol_that_fits(mpi, tmp_path):

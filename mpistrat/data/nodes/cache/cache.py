@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...._util import log, nest
+from ...._util.text import decimal_size
 from ....errors import explain
-from ...memory_limit import available_memory, in_words, require_memory
+from ...memory_limit import available_memory, require_memory
 from ...spec import is_ragged
 from ...stats import StageStats
 from ..node import INFINITE, Addresses, Node, Traits
@@ -134,7 +135,7 @@ class Cached(Stage):
         pieces = Pieces.of(source, 0)
         claims = Claims(np.zeros(pieces.count, np.int16))
         memory = RowMemory(source.row_spec, source.count)
-        return FilledMemory(source, memory, pieces, claims, self._counters, f"{in_words(nbytes)} in memory")
+        return FilledMemory(source, memory, pieces, claims, self._counters, f"{decimal_size(nbytes)} in memory")
 
     def locate(self, epoch: int, position: int) -> Addresses:
         numbers = self._rows().numbers(position)
@@ -254,7 +255,7 @@ class CachedInOrder(InOrder):
     def describe(self) -> str:
         if self._kept is None:
             return "cache(): no complete pass yet"
-        return f"cache(): {len(self._kept)} elements, {in_words(sum(map(_nbytes, self._kept)))} in memory"
+        return f"cache(): {len(self._kept)} elements, {decimal_size(sum(map(_nbytes, self._kept)))} in memory"
 
 
 _CHECK_BYTES = 64 << 20

@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...._util import nest
+from ...._util.text import binary_size, counted, decimal_size
 from ....comm import shared_memory
 from ....comm.shared_memory import SharedBlock
 from ....comm.waiting import Deadline
 from ....errors import ClosedError, CollectiveTimeoutError
 from ...buffers import RowBuffers
-from ...memory_limit import available_memory, in_words, require_memory
+from ...memory_limit import available_memory, require_memory
 from ...stats import StageStats
 from .rows import READ_BYTES, ParentRows, Pieces, RowMemory, row_backoff
 
@@ -278,14 +279,14 @@ def node_memory(source: ParentRows, group: ProcessGroup, counters: StageStats) -
     state = segment[rows_bytes : rows_bytes + 2 * pieces.count].view(np.int16)
     rank = group.topology.rank
     claims = Claims(state, rank, file, node.sync, group.environment.abort_after if node.shared else None)
-    where = f"shared memory of {group.num_nodes} node{'s' * (group.num_nodes > 1)}" if node.shared else "memory"
+    where = f"shared memory of {counted(group.num_nodes, 'node')}" if node.shared else "memory"
     memory = FilledMemory(
         source,
         RowMemory(source.row_spec, source.count, segment),
         pieces,
         claims,
         counters,
-        f"{in_words(rows_bytes)} in {where}",
+        f"{decimal_size(rows_bytes)} in {where}",
         provider(block, rank),
     )
     group.attach(memory)
@@ -298,7 +299,7 @@ def provider(block: SharedBlock, rank: int) -> Callable[[int, int], None]:
     def provide(low: int, high: int) -> None:
         if not block.populate(0, low, high):
             free = shared_memory.free_space() or 0
-            raise shared_memory.out_of_memory(block.what, rank, f"{shared_memory.mebibytes(free)} are free")
+            raise shared_memory.out_of_memory(block.what, rank, f"{binary_size(free)} are free")
 
     return provide
 

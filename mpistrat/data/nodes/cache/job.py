@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...._util import nest
+from ...._util.text import decimal_size
 from ....comm.agree import Failure, together
 from ....comm.waiting import wait_until
 from ....errors import ClosedError, ShardError, explain
 from ...buffers import RowBuffers
-from ...memory_limit import in_words
 from ...stats import StageStats
 from .fill import agree_memory, provider
 from .rows import READ_BYTES, ParentRows, Pieces, RowMemory, row_backoff
@@ -308,7 +308,7 @@ class JobMemory:
     def describe(self) -> str:
         """Say how much lies where."""
         nbytes = RowMemory.nbytes(self._source.row_spec, self._source.count)
-        where = f"{in_words(nbytes)} in the memory of {len(self._parts.borders) - 1} ranks"
+        where = f"{decimal_size(nbytes)} in the memory of {len(self._parts.borders) - 1} ranks"
         return where if self._transport is None else f"{where}, fetched between nodes by {self._transport.name}"
 
     def close(self) -> None:

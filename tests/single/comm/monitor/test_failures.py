@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from mpistrat.comm.monitor.abort import Failures, failure_key, ranges
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [([5], "rank 5"), ([1, 2, 3], "ranks 1-3"), ([3, 1, 7], "ranks 1, 3, 7"), ([*range(1, 8), 9], "ranks 1-7, 9")],
-)
-def test_ranges(ranks, words):
-    assert ranges(ranks) == words
+from mpistrat.comm.monitor.abort import Failures, failure_key
 
 
 def test_texts_that_name_the_rank_are_alike():

@@ -80,7 +80,7 @@ def test_a_missing_cloudpickle_is_named(monkeypatch):
 
 def test_a_large_function_is_warned_of(strategy, caplog):
     pickling.dumps(np.zeros(3 << 20), ObjectRegistry(strategy).reduce, "step")
-    assert "step has 24 MiB" in caplog.text
+    assert "step has 24.0 MiB" in caplog.text
 
 
 RULES = [

@@ -1,0 +1,83 @@
+"""Numbers for people: counts with their nouns, lists of numbers, sizes of memory and files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__ = ["binary_size", "counted", "decimal_size", "named", "plural", "ranges", "shortened"]
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a noun as it stands behind a number."""
+    return noun if number == 1 else f"{noun}s"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun.
+
+    Example:
+        >>> counted(1, "rank"), counted(2, "rank")
+        ('1 rank', '2 ranks')
+    """
+    return f"{number} {plural(number, noun)}"
+
+
+def named(noun: str, items: Sequence[object], most: int | None = None) -> str:
+    """Return a noun and which ones are meant.
+
+    Example:
+        >>> named("rank", [3]), named("rank", [0, 1, 2], most=2)
+        ('rank 3', 'ranks 0, 1, …')
+    """
+    shown = [*map(str, items[:most]), *["…"] * (most is not None and len(items) > most)]
+    return f"{plural(len(items), noun)} {', '.join(shown)}"
+
+
+def shortened(items: Sequence[object], most: int) -> str:
+    """Return a list, of which the first ones are shown.
+
+    Example:
+        >>> shortened([4, 5], most=2), shortened([4, 5, 6], most=2)
+        ('4, 5', '4, 5 and 1 more')
+    """
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """Return numbers in ascending order, runs of them in one.
+
+    Example:
+        >>> ranges([7, 1, 2, 3])
+        ['1-3', '7']
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [f"{low}-{high}" if high > low else str(low) for low, high in runs]
+
+
+def decimal_size(nbytes: float) -> str:
+    """Return the size of files or rows.
+
+    Example:
+        >>> decimal_size(999), decimal_size(1_234_567), decimal_size(123e6)
+        ('999 B', '1.2 MB', '123 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 9.95 else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.1f} TB"
+
+
+def binary_size(nbytes: int) -> str:
+    """Return the size of memory as it is given to containers and mounts.
+
+    Example:
+        >>> binary_size(3 << 20), binary_size(16 << 30)
+        ('3.0 MiB', '16.0 GiB')
+    """
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 10 << 30 else f"{nbytes / 2**20:.1f} MiB"
