@@ -1,9 +1,9 @@
 """Agreement of ranks: one rank's error is raised on every rank, and what must be the same everywhere is compared.
 
-Whatever one rank alone does before a collective (open a file, check an argument, call the user's function) may fail there, and
-the others would wait for ever. So it is done inside `together`, at the end of which all ranks tell each other how it went:
+What one rank does alone before a collective (open a file, check an argument, call the user's function) may fail there, and the
+others would wait without end. So it is done inside `together`, at the end of which all ranks exchange their errors:
 
-    exchange = functools.partial(group.exchange, "restore", detail=path)  # who asks, for the errors of the collective
+    exchange = functools.partial(group.exchange, "restore", detail=path)  # the collective's name, for errors
     with together(exchange):
         file = open_file(path) if rank == 0 else None
     same(exchange, repr(settings), lambda texts: CollectiveMismatchError(f"different settings: {by_rank(texts)}"))
@@ -94,54 +94,44 @@ def as_told(failures: Mapping[int, Failure]) -> Exception:
 
 @contextmanager
 def together(exchange: Exchange, error: Callable[[Mapping[int, Failure]], Exception] = first) -> Iterator[None]:
-    """Meet at the end of a `with` block: an exception on any rank becomes one on every rank. Collective.
+    """Exchange errors at the end of a `with` block: an exception on any rank becomes one on every rank. Collective.
 
-    A rank with an exception of its own raises that.
-
-    Args:
-        exchange: how the ranks tell each other.
-        error: makes what is raised on the other ranks, out of the failures by rank: `first`, `as_told`, or the caller's own.
+    A rank with an exception of its own raises that; the others raise what `error` makes of the failures by rank: `first`,
+    `as_told`, or the caller's own.
     """
     try:
         yield
     except BaseException as problem:
         tell(exchange, problem)
         raise
-    told = exchange("")
-    failures = {rank: Failure(*text.split("\n", 1)) for rank, text in enumerate(told) if text}
+    failures = {rank: Failure(*text.split("\n", 1)) for rank, text in enumerate(exchange("")) if text}
     if failures:
         raise error(failures)
 
 
 def tell(exchange: Exchange, problem: BaseException) -> None:
-    """Tell the others, which are at the end of `together`, of an exception of this rank. Collective."""
+    """Send an exception of this rank to the others, which are at the end of `together`. Collective."""
     exchange(f"{type(problem).__name__}\n{str(problem) or repr(problem)}")
 
 
 def same(
     exchange: Exchange, value: str, error: Callable[[dict[int, str]], Exception], shown: str | None = None
 ) -> None:
-    """Check that all ranks have the same text. Collective; what `error` returns is raised on every rank.
+    """Check that all ranks have the same text. Collective; what `error` makes of the texts is raised on every rank.
 
-    Args:
-        exchange: how the ranks tell each other.
-        value: of this rank.
-        error: makes the error out of what each rank has.
-        shown: what stands for the value in the error; default all of it.
+    With `shown`, the error gets that for each rank instead of the text.
     """
     mine = value if shown is None else f"{fingerprint(value)}\0{shown}"
-    told = exchange(mine)
-    if len({text.split("\0", 1)[0] for text in told} if shown is not None else set(told)) > 1:
-        raise error({rank: text if shown is None else text.split("\0", 1)[1] for rank, text in enumerate(told)})
+    texts = exchange(mine)
+    if len({text.split("\0", 1)[0] for text in texts} if shown is not None else set(texts)) > 1:
+        raise error({rank: text if shown is None else text.split("\0", 1)[1] for rank, text in enumerate(texts)})
 
 
 @final
 class Ranks:
-    """The ranks of a communicator, or one rank alone, which then needs no MPI: of a command, or of a set of shards.
+    """The ranks of a communicator, or one rank alone (None), which needs no MPI: of a command, or of a set of shards.
 
-    Args:
-        comm: an intracommunicator of mpi4py, or None.
-        function: what the user called, for errors.
+    `function` is what the user called, for errors.
     """
 
     def __init__(self, comm: Any, function: str) -> None:
@@ -154,7 +144,7 @@ class Ranks:
         return [text] if self.comm is None else gather_text(self.comm, text)
 
     def together(self) -> AbstractContextManager[None]:
-        """Meet at the end of a `with` block; an exception on one rank becomes one on every rank. Collective.
+        """Exchange errors at the end of a `with` block; an exception on one rank becomes one on every rank. Collective.
 
         Raises:
             ShardError: on a rank without an exception of its own, naming those that had one.
@@ -166,10 +156,10 @@ class Ranks:
         return ShardError(explain(self._function, "", expected="every rank to get here", got=got))
 
     def agree(self, text: str) -> None:
-        """Check that all ranks say the same. Collective.
+        """Check that all ranks have the same text. Collective.
 
         Raises:
-            CollectiveMismatchError: on every rank, with what each of them said.
+            CollectiveMismatchError: on every rank, with the text of each.
         """
         same(self.exchange, text, mismatch)
 
@@ -179,7 +169,7 @@ class Ranks:
 
 def gather_text(comm: Any, text: str) -> list[str]:
     """Return every rank's text, in order of rank. Collective over `comm`."""
-    return [piece.decode(errors="replace") for piece in gather_bytes(comm, text.encode(errors="replace"))]
+    return [data.decode(errors="replace") for data in gather_bytes(comm, text.encode(errors="replace"))]
 
 
 def gather_bytes(comm: Any, mine: bytes) -> list[bytes]:
@@ -190,7 +180,7 @@ def gather_bytes(comm: Any, mine: bytes) -> list[bytes]:
     everything = np.empty(int(counts.sum()), np.uint8)
     ends = np.cumsum(counts)
     comm.Allgatherv(data, [everything, (counts, ends - counts)])
-    return [piece.tobytes() for piece in np.split(everything, ends[:-1])]
+    return [part.tobytes() for part in np.split(everything, ends[:-1])]
 
 
 def fingerprint(text: str) -> int:
@@ -198,11 +188,11 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 or 1
 
 
-# who has what
+# differences between ranks
 
 
 def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
-    """Return the error that tells what each rank did, so many collectives ago."""
+    """Return the error with what each rank did, so many collectives ago."""
     when = f" {counted(ago, 'collective')} ago" if ago else ""
     remedy = ". All ranks must make the same calls in the same order: look for one that depends on the rank"
     others = len({text.split(" ", 1)[0] for text in texts.values()}) > 1

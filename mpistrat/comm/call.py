@@ -72,10 +72,10 @@ class Call:
         return self._text[:600] + self._stamp
 
     def stamp(self, words: str) -> Self:
-        """Say what else the ranks must do alike this time, and return the call. Before it is entered.
+        """Add what else must be the same on all ranks this time, and return the call. Before it is entered.
 
-        For what changes from one call to the next: on a node it is compared each time, between nodes it makes no difference
-        at once, but is found by the next comparison. At most 100 characters of ASCII.
+        For what changes from one call to the next: on a node it is compared each time, between nodes by the next
+        comparison. At most 100 characters of ASCII.
 
         Example:
             >>> Call("step", 60.0).stamp(", number 3").text

@@ -53,10 +53,10 @@ class Collective(Call):
         if monitor.size == 1:
             return self
         if not monitor.acting.acquire(False):
-            raise _crowded(self.text, monitor)
+            raise _second_thread(self.text, monitor)
         monitor.number += 1
-        self._outer = monitor.place
-        monitor.place = (monotonic(), self, monitor.number)
+        self._outer = monitor.current
+        monitor.current = (monotonic(), self, monitor.number)
         try:
             comparison = self._comparison
             if comparison is not None and comparison.due(self, monitor.number):
@@ -66,7 +66,7 @@ class Collective(Call):
                 self._node.barrier(self)
         except BaseException as error:
             monitor.fail(error, True)
-            monitor.place = self._outer
+            monitor.current = self._outer
             monitor.acting.release()
             raise
         return self
@@ -76,7 +76,7 @@ class Collective(Call):
         if monitor.size > 1:
             if error is not None:
                 monitor.fail(error, False)
-            monitor.place, self._outer = self._outer, None
+            monitor.current, self._outer = self._outer, None
             monitor.acting.release()
 
 
@@ -84,7 +84,7 @@ class Collective(Call):
 class Comparison:
     """Compares the calls of all ranks over a communicator on which nothing else is reduced.
 
-    Not every call is compared, but no difference is forgotten: what is compared is a number that depends on all calls so far.
+    Not every call is compared, but no difference is lost: what is compared is a hash of all calls so far.
     """
 
     def __init__(self, comm: Any, every: int, draws: Draws) -> None:
@@ -116,12 +116,12 @@ class Comparison:
     def compare(self, monitor: RankMonitor) -> None:
         """Check that all ranks made the same calls, up to the one that they are in. Collective.
 
-        Where they did not, they go on in step: with the same number, and as if none had failed before.
+        Where they did not, they continue in step: with the same number, and as if none had failed before.
 
         Raises:
-            CollectiveMismatchError: on every rank, with what each of them did where they first differ.
+            CollectiveMismatchError: on every rank, with the call of each where they first differ.
         """
-        self._pair[0], self._pair[1] = self._rolling, ~self._rolling  # the least of ~x tells the largest x
+        self._pair[0], self._pair[1] = self._rolling, ~self._rolling  # the least of ~x is ~ the largest x
         self._comm.Allreduce(self._pair, self._least, self._min)
         before, self._compared = self._compared, monitor.number
         if self._least[0] == ~self._least[1]:
@@ -135,8 +135,8 @@ class Comparison:
             for text in gather_text(self._comm, words)
         ]
         monitor.number = self._compared = max(max(own) for own in calls)
-        if monitor.place is not None:
-            monitor.place = (*monitor.place[:2], monitor.number)
+        if monitor.current is not None:
+            monitor.current = (*monitor.current[:2], monitor.number)
         monitor.failures.clear()
         raise _first_difference(calls) or self._draws.differ(self._comm, range(self._comm.size), mine[-1][1])
 
@@ -154,10 +154,10 @@ def _first_difference(calls: list[dict[int, str]]) -> CollectiveMismatchError | 
     return None
 
 
-def _crowded(text: str, monitor: RankMonitor) -> ContextError:
-    """The error of a thread that comes while another one is in a collective: ranks would sum what does not belong together."""
-    place = monitor.place
-    inside = "another collective" if place is None else place[1].brief
+def _second_thread(text: str, monitor: RankMonitor) -> ContextError:
+    """The error of a thread that enters a collective while another is in one: ranks would sum unrelated values."""
+    current = monitor.current
+    inside = "another collective" if current is None else current[1].brief
     expected = "one thread of a rank at a time in collectives"
     remedy = "Make all collective calls in one thread, or under a lock, in the same order on every rank"
     return ContextError(

@@ -13,7 +13,7 @@ from .agree import gather_text
 
 __all__ = ["Draws"]
 
-_KEPT = 256  # draws that an error can tell of
+_KEPT = 256  # draws that can be compared
 _MASK = (1 << 62) - 1
 
 # A step of an epoch of a dataset.
@@ -24,10 +24,10 @@ _Draw = tuple[int, int, int]
 class Draws:
     """The batches that one rank has drawn in the thread that made its strategy.
 
-    Other threads draw at their own pace; what they draw is not compared.
+    Draws of other threads, which are not synchronized, are not compared.
 
     Attributes:
-        mark: a number that stands for all draws so far and their order.
+        mark: a hash of all draws so far, in order.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,7 @@ class Draws:
         self._places: list[str] = []
 
     def dataset(self, place: str) -> Callable[[int, int], None]:
-        """Return what is to be called with the epoch and step of each batch of a new dataset. All ranks do.
-
-        Args:
-            place: where the program made it.
-        """
+        """Return what to call with the epoch and step of each batch of a new dataset, made at a line. All ranks do."""
         self._places.append(place)
         number = len(self._places)
 
@@ -58,19 +54,16 @@ class Draws:
     def differ(self, comm: Any, ranks: Sequence[int], call: str) -> CollectiveMismatchError:
         """Return the error about the first draw that was not the same on every rank, and forget all. Collective over `comm`.
 
-        Args:
-            comm: who compares.
-            ranks: their numbers in the group.
-            call: the collective in which it was found.
+        `ranks` are the numbers of its ranks in the group, `call` is the collective that found the difference.
         """
         first = self._count - len(self._recent)
-        told = [json.loads(text) for text in gather_text(comm, json.dumps([first, list(self._recent)]))]
+        found = [json.loads(text) for text in gather_text(comm, json.dumps([first, list(self._recent)]))]
         self.mark = self._count = 0
         self._recent.clear()
-        start, end = max(first for first, _ in told), max(first + len(draws) for first, draws in told)
-        number, drawn = end, [""] * len(told)
+        start, end = max(first for first, _ in found), max(first + len(draws) for first, draws in found)
+        number, drawn = end, [""] * len(found)
         for at in range(start, end):
-            drawn = [self._words(draws[at - first : at - first + 1]) for first, draws in told]
+            drawn = [self._words(draws[at - first : at - first + 1]) for first, draws in found]
             number = at
             if len(set(drawn)) > 1:
                 break

@@ -23,7 +23,7 @@ from .process_group import ProcessGroup
 
 __all__ = ["DeviceCopy", "NcclCommunicator", "Started", "nccl_available", "nccl_datatype_name", "require_nccl"]
 
-_KEPT = 16  # pieces of memory of either kind that are kept without a use
+_KEPT = 16  # free buffers of either kind that are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +35,11 @@ class Started:
 
 
 class _Loan:
-    """One use of a piece of GPU memory: it lives as long as an array or a view over that memory does."""
+    """One use of a GPU buffer: it lives as long as an array or a view over that memory does."""
 
 
 @dataclass(eq=False)
-class _Piece:
+class _Buffer:
     """Memory, host or GPU, and the event after which it may be written again; None for at once."""
 
     memory: Any
@@ -48,11 +48,13 @@ class _Piece:
     loan: weakref.ref[_Loan] | None = None
 
 
-def _fitting(pieces: list[_Piece], nbytes: int) -> _Piece | None:
-    """Take the smallest piece that is large enough out of a list."""
-    found = min((piece for piece in pieces if piece.nbytes >= nbytes), key=lambda piece: piece.nbytes, default=None)
+def _fitting(buffers: list[_Buffer], nbytes: int) -> _Buffer | None:
+    """Take the smallest buffer that is large enough out of a list."""
+    found = min(
+        (buffer for buffer in buffers if buffer.nbytes >= nbytes), key=lambda buffer: buffer.nbytes, default=None
+    )
     if found is not None:
-        pieces.remove(found)
+        buffers.remove(found)
     return found
 
 
@@ -62,18 +64,15 @@ class DeviceCopy:
 
     Each array gets memory of the GPU that is written again only when no array or view in it is left *and* all that
     the computing thread had begun by then has run: `reclaim` records that moment.
-
-    Args:
-        index: which GPU of this rank.
     """
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._lock = threading.Lock()
         self._stream: Any = None
-        self._staging: list[_Piece] = []  # pinned host memory
-        self._free: list[_Piece] = []
-        self._lent: list[_Piece] = []
+        self._staging: list[_Buffer] = []  # pinned host memory
+        self._free: list[_Buffer] = []
+        self._lent: list[_Buffer] = []
 
     def start(self, array: NDArray[Any]) -> Started:
         """Begin to copy an array; it may be changed once this returns.
@@ -99,28 +98,28 @@ class DeviceCopy:
             self._staging.append(host)
             return Started(target, arrived)
 
-    def _host_memory(self, nbytes: int) -> _Piece:
-        arrived = [piece for piece in self._staging if piece.free_after.done]
+    def _host_memory(self, nbytes: int) -> _Buffer:
+        arrived = [buffer for buffer in self._staging if buffer.free_after.done]
         found = _fitting(arrived, nbytes)
         if found is not None:
             self._staging.remove(found)
             return found
-        for piece in arrived[: max(0, len(self._staging) - _KEPT)]:
-            self._staging.remove(piece)
-        return _Piece(pinned_empty(nbytes, np.dtype(np.uint8)), nbytes)
+        for buffer in arrived[: max(0, len(self._staging) - _KEPT)]:
+            self._staging.remove(buffer)
+        return _Buffer(pinned_empty(nbytes, np.dtype(np.uint8)), nbytes)
 
     def _device_array(self, cupy: Any, array: NDArray[Any]) -> Any:
-        """An array on the GPU in a free piece of memory, which the stream waits for, or in a new one."""
-        piece = _fitting(self._free, array.nbytes)
-        if piece is None:
+        """An array on the GPU in a free buffer, which the stream waits for, or in a new one."""
+        buffer = _fitting(self._free, array.nbytes)
+        if buffer is None:
             with self._stream:  # the memory pool keeps what a stream has used for that stream
-                piece = _Piece(cupy.cuda.alloc(array.nbytes), array.nbytes)
-        elif piece.free_after is not None:
-            self._stream.wait_event(piece.free_after)
+                buffer = _Buffer(cupy.cuda.alloc(array.nbytes), array.nbytes)
+        elif buffer.free_after is not None:
+            self._stream.wait_event(buffer.free_after)
         loan = _Loan()
-        piece.loan = weakref.ref(loan)
-        self._lent.append(piece)
-        memory = cupy.cuda.UnownedMemory(int(piece.memory.ptr), piece.nbytes, loan, self._index)
+        buffer.loan = weakref.ref(loan)
+        self._lent.append(buffer)
+        memory = cupy.cuda.UnownedMemory(int(buffer.memory.ptr), buffer.nbytes, loan, self._index)
         return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def finish(self, started: Started) -> Any:
@@ -134,19 +133,19 @@ class DeviceCopy:
     def reclaim(self) -> None:
         """Take back the memory of arrays that are gone; call it where the work that used them was begun."""
         with self._lock:
-            gone = [piece for piece in self._lent if piece.loan is None or piece.loan() is None]
+            gone = [buffer for buffer in self._lent if buffer.loan is None or buffer.loan() is None]
             if not gone:
                 return
             cupy = import_cupy("DeviceCopy")
             with cupy.cuda.Device(self._index):
                 used = cupy.cuda.Event(disable_timing=True)
                 used.record(cupy.cuda.get_current_stream())
-                for piece in gone:
-                    self._lent.remove(piece)
-                    piece.free_after = used
-                    self._free.append(piece)
-                for piece in self._free[:-_KEPT]:
-                    self._stream.wait_event(piece.free_after)  # the pool may give it to this stream's next array
+                for buffer in gone:
+                    self._lent.remove(buffer)
+                    buffer.free_after = used
+                    self._free.append(buffer)
+                for buffer in self._free[:-_KEPT]:
+                    self._stream.wait_event(buffer.free_after)  # the pool may give it to this stream's next array
                 del self._free[:-_KEPT]
 
 
@@ -225,11 +224,7 @@ class NcclCommunicator:
     """
 
     def __init__(self, group: ProcessGroup, devices: Sequence[int]) -> None:
-        """Collective over all ranks.
-
-        Args:
-            group: the ranks.
-            devices: this rank's GPUs, one for each local replica.
+        """Connect this rank's GPUs, one for each local replica. Collective over all ranks.
 
         Raises:
             MissingDependencyError: NCCL or CuPy is missing.
@@ -256,10 +251,9 @@ class NcclCommunicator:
             self._nccl.groupEnd()
 
     def all_reduce(self, arrays: Sequence[Any]) -> None:
-        """Sum contiguous CuPy arrays over all replicas, in place. Collective; returns when the sums are there.
+        """Sum contiguous CuPy arrays of one dtype and size over all replicas, in place; one for each local GPU, in order.
 
-        Args:
-            arrays: one for each local GPU, in the order of the devices, of one dtype and size.
+        Collective; returns when the sums are there.
 
         Raises:
             TypeError: NCCL cannot sum the dtype.

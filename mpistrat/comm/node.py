@@ -28,18 +28,18 @@ from .window import SharedWindow
 __all__ = ["STAGING_BYTES", "Node"]
 
 STAGING_BYTES = 1 << 20  # for each rank, twice
-FLAG_RANKS = 16  # with more ranks MPI's own barrier is quicker than everybody looking at everybody
+FLAG_RANKS = 16  # with more ranks MPI's own barrier is faster than every rank polling every flag
 
-# The control page of a rank, in words of 8 bytes: what it has reached, two tags, whether it is still there, and its wish.
+# The control page of a rank, in words of 8 bytes: barriers it has reached, two tags, its state, and its request.
 _PAGE = 4096
-_SEQUENCE, _TAG, _STATE, _WISH = 0, 1, 3, 4
+_SEQUENCE, _TAG, _STATE, _REQUEST = 0, 1, 3, 4
 _TEXT = (64, 64 + TEXT_BYTES + 2)  # bytes; the texts that belong to the tags
-_HERE, _LEFT, _GAVE_UP = 0, 1, 2  # whether it is still there; beside _LEFT, times _STATES, its exit status
+_HERE, _LEFT, _GAVE_UP = 0, 1, 2  # states; added to _LEFT, times _STATES, is the exit status
 _STATES = 4
-_POISON = -1  # the tag of a rank that gave up: nobody's call has it
+_POISON = -1  # the tag of a rank that gave up: no call has it
 
 _SPINS, _YIELDS = 50, 1500  # about 2 µs and 1 ms
-_START, _GROWTH = 5e-5, 1.01  # seconds of the first sleep; so slowly that a wait of 50 ms is noticed within half of one
+_START, _GROWTH = 5e-5, 1.01  # seconds of the first sleep; the end of a wait of 50 ms is noticed within half a ms
 
 
 @final
@@ -54,13 +54,9 @@ class Node:
     """
 
     def __init__(self, monitor: RankMonitor, comm: Any = None, world: Any = None, ranks: Sequence[int] = (0,)) -> None:
-        """Set up control pages and staging room. Collective over `world`; not collective without it.
+        """Set up control pages and staging buffers. Collective over `world`; not collective without it.
 
-        Args:
-            monitor: what this rank is doing, and what is known of the others.
-            comm: the ranks of this node; None keeps all memory private.
-            world: all ranks of the group; None with `comm`.
-            ranks: the numbers in `world` of the ranks in `comm`.
+        Without `comm`, the ranks of this node, all memory is private; `ranks` are their numbers in `world`.
         """
         self.ranks, self.size = tuple(ranks), len(ranks)
         self.rank = 0 if comm is None else int(comm.rank)
@@ -68,7 +64,7 @@ class Node:
         self._monitor, self._comm, self._world = monitor, comm, world
         self._blocks: list[SharedBlock] = []
         self._starts: list[int] = []
-        self._places: list[tuple[int, SharedBlock, int]] = []
+        self._segments: list[tuple[int, SharedBlock, int]] = []
         self._sequence = 0
         self.draws = Draws()
         self._laid: list[bytes | None] = [None, None]
@@ -143,18 +139,18 @@ class Node:
         self._bytes[start : start + len(call.payload)] = call.payload
 
     def _wait(self, i: int, sequence: int, call: Call) -> None:
-        """Wait for one flag: first eagerly, then with sleeps, looking after everything that may go wrong."""
-        flags, give_way = self._flags, os.sched_yield
+        """Wait for one flag: first spinning, then with sleeps, checking for all that may go wrong."""
+        flags, yield_core = self._flags, os.sched_yield
         for _ in range(_YIELDS):
             if flags[i] >= sequence:
                 return
-            give_way()
+            yield_core()
         backoff, deadline = Backoff(yields=0, start=_START, growth=_GROWTH), Deadline(call.timeout)
         self._monitor.on_flags = True
         try:
             while flags[i] < sequence:
                 backoff.pause()
-                self._comm.Iprobe()  # what MPI has buffered for ranks that wait in MPI moves on only in its calls
+                self._comm.Iprobe()  # MPI sends what it has buffered for other ranks only within its calls
                 self._check_gone(sequence, call)
                 if deadline.passed:
                     self._give_up(sequence, call)
@@ -162,7 +158,7 @@ class Node:
             self._monitor.on_flags = False
 
     def _missing(self, sequence: int) -> list[int]:
-        """The places of the ranks that have not come."""
+        """The offsets of the flags of ranks that have not come."""
         return [i for i in self._others if self._flags[i] < sequence]
 
     def _check_gone(self, sequence: int, call: Call) -> None:
@@ -192,17 +188,17 @@ class Node:
         if not missing:
             return
         who = named("rank", missing)
-        story = f"{call.text}: rank {self._monitor.rank} waited {call.timeout:g} s for {who}"
+        text = f"{call.text}: rank {self._monitor.rank} waited {call.timeout:g} s for {who}"
         half = sequence & 1
-        self._lay(half, Call(f"gave up ({story})", call.timeout))
+        self._lay(half, Call(f"gave up ({text})", call.timeout))
         self._flags[self._own + _TAG + half] = _POISON
         self._flags[self._own + _STATE] = _GAVE_UP
         self._sync()
-        self._refuse_all(story)
-        raise CollectiveTimeoutError(f"{story}; {ALL}:{self._monitor.where(missing)}")
+        self._refuse_all(text)
+        raise CollectiveTimeoutError(f"{text}; {ALL}:{self._monitor.where(missing)}")
 
-    def _refuse_all(self, story: str) -> None:
-        self._monitor.refusal = CollectiveTimeoutError(f"an earlier collective failed: {story}")
+    def _refuse_all(self, text: str) -> None:
+        self._monitor.refusal = CollectiveTimeoutError(f"an earlier collective failed: {text}")
 
     def _differ(self, half: int, call: Call) -> None:
         texts, gave_up = {}, False
@@ -216,35 +212,31 @@ class Node:
         error = mismatch(texts)
         if not gave_up:
             raise error
-        story = f"{call.text}: rank {self._monitor.rank} came too late: {error}"
-        self._refuse_all(story)
-        raise CollectiveTimeoutError(story)
+        text = f"{call.text}: rank {self._monitor.rank} came too late: {error}"
+        self._refuse_all(text)
+        raise CollectiveTimeoutError(text)
 
     @property
     def barriers(self) -> int:
-        """How many barriers there were."""
+        """Number of barriers so far."""
         return self._sequence
 
-    def agree_later(self, wish: bool) -> bool:
-        """Return whether a rank wished it at a call that came before the last barrier. Collective on the node; nobody waits.
+    def agree_later(self, request: bool) -> bool:
+        """Return whether a rank requested it in a call before the last barrier. Collective on the node; no rank waits.
 
-        A wish is stored with the number of barriers before it. The ranks call this after the same barriers; so a wish that is
-        older than the last barrier was stored before anybody left that, and all see it, and nobody counts a younger one.
+        A request is stored with the number of barriers before it. The ranks call this after the same barriers; so one that is
+        older than the last barrier was stored before any rank left that, and all see it, and none counts a newer one.
         """
         if self.size == 1:
-            return wish
-        flags, own, sequence = self._flags, self._own + _WISH, self._sequence
-        if wish and not flags[own]:
+            return request
+        flags, own, sequence = self._flags, self._own + _REQUEST, self._sequence
+        if request and not flags[own]:
             flags[own] = sequence + 1
         self._sync()
-        return 0 < flags[own] <= sequence or any(0 < flags[i + _WISH] <= sequence for i in self._others)
+        return 0 < flags[own] <= sequence or any(0 < flags[i + _REQUEST] <= sequence for i in self._others)
 
     def leave(self, status: int = 0) -> None:
-        """Tell the others, at the end of the program, that this rank will not come again.
-
-        Args:
-            status: with which it exits, as far as it knows.
-        """
+        """Show the others, at the end of the program, that this rank will not come again, and its exit status if known."""
         if self._control is not None:
             self._flags[self._own + _STATE] = _LEFT + _STATES * status
             self._sync()
@@ -256,18 +248,18 @@ class Node:
     # memory
 
     def sync(self) -> None:
-        """Keep this rank's loads and stores of shared memory before and after it apart. Any thread.
+        """Separate this rank's loads and stores of shared memory before it from those after it. Any thread.
 
-        Who fills memory calls it before it stores the flag that says so; who has seen the flag, before it reads.
+        A writer calls it between the data and the flag, a reader between the flag and the data.
         """
         if self._control is not None:
             self._sync()
 
     def staging(self) -> list[np.ndarray]:
-        """Return the staging room of every rank of the node that belongs to the next barrier.
+        """Return the staging buffer of every rank of the node that belongs to the next barrier.
 
         Write `staging()[node.rank]` before `barrier()`, read the others after it, in the same list. The next barrier has
-        other room, so one barrier is enough; two barriers later this room is used again.
+        other buffers, so one barrier is enough; two barriers later these are used again.
 
         Returns:
             uint8 arrays of STAGING_BYTES bytes, by rank of the node.
@@ -277,9 +269,7 @@ class Node:
     def allocate(self, nbytes: Sequence[int], what: str) -> SharedBlock:
         """Make a block of memory with a segment for each rank of the node. Collective over all ranks of the group.
 
-        Args:
-            nbytes: the size of each rank's segment, in order of rank of the node; the same on each of them.
-            what: what the memory is for, in words for the error.
+        `nbytes` are the sizes of the segments, the same on each rank of the node; `what` names the use of the memory in errors.
 
         Raises:
             SharedMemoryError: on every rank, where the shared memory of any node is too small.
@@ -297,7 +287,7 @@ class Node:
                 start = segment.ctypes.data
                 at = bisect_right(self._starts, start)
                 self._starts.insert(at, start)
-                self._places.insert(at, (start + segment.nbytes, block, index))
+                self._segments.insert(at, (start + segment.nbytes, block, index))
         return block
 
     def agree_populated(self, populated: bool, what: str) -> None:
@@ -321,13 +311,13 @@ class Node:
         at = bisect_right(self._starts, address) - 1
         if at < 0:
             return None
-        end, block, index = self._places[at]
+        end, block, index = self._segments[at]
         return (block, index, address - self._starts[at]) if address < end and not block.closed else None
 
     def close(self) -> None:
-        """Free all memory that nobody has a view of. Collective on the node."""
+        """Free all memory of which no view exists. Collective on the node."""
         self._halves = [[], []]
-        self._starts, self._places = [], []
+        self._starts, self._segments = [], []
         for block in self._blocks:
             block.close()
         self._blocks = []

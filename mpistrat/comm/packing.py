@@ -30,21 +30,13 @@ class Pack:
     dtype: np.dtype
 
     def pack(self, arrays: Sequence[Any]) -> Any:
-        """Return the flat array of this pack's members; one contiguous member alone is not copied.
-
-        Args:
-            arrays: all planned arrays.
-        """
+        """Return the flat array of this pack's members of all planned arrays; one contiguous member alone is not copied."""
         xp = array_module(arrays[self.indices[0]])
         parts = [xp.ascontiguousarray(arrays[index]).reshape(-1) for index in self.indices]
         return parts[0] if len(parts) == 1 else xp.concatenate(parts)
 
     def unpack(self, flat: Any) -> list[Any]:
-        """Return views of a flat array in the members' shapes.
-
-        Args:
-            flat: as `pack` makes it, of any dtype.
-        """
+        """Return views in the members' shapes of a flat array as `pack` makes it, of any dtype."""
         members, low = [], 0
         for shape in self.shapes:
             size = int(np.prod(shape, dtype=np.int64))
@@ -54,13 +46,9 @@ class Pack:
 
 
 def plan_packs(arrays: Sequence[Any], bytes_per_pack: int | None = 0) -> list[Pack]:
-    """Return packs of arrays of equal dtype, in order, each of at most so many bytes.
+    """Return packs of arrays of equal dtype, in order, each of at most so many bytes; 0 or None makes one for each dtype.
 
     Dtypes are in the order of their first array. An array larger than a pack is one by itself.
-
-    Args:
-        arrays: arrays with shape, dtype and nbytes.
-        bytes_per_pack: most bytes in a pack; 0 or None makes one pack for each dtype.
 
     Example:
         >>> [pack.indices for pack in plan_packs([np.zeros(2), np.zeros(2, np.int8), np.zeros(3)], 16)]
@@ -89,7 +77,7 @@ def _cut(members: list[int], sizes: list[int], limit: int) -> list[list[int]]:
 
 
 def pack_sizes(total: int, num_packs: int) -> list[int]:
-    """Return the lengths of the pieces that a flat array is cut into; the last takes the remainder.
+    """Return the lengths of the parts that a flat array is cut into; the last takes the remainder.
 
     Example:
         >>> pack_sizes(10, 3)

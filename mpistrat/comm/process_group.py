@@ -38,7 +38,7 @@ class Attachment(Protocol):
         """Free what it has. Collective over the group; `ProcessGroup.close` calls it first."""
 
     def leave(self) -> Callable[[], None] | None:
-        """Let go of the others, at the end of the program or where they cannot be reached.
+        """Show the others that this rank leaves, at the end of the program or where they cannot be reached.
 
         What it returns is called as the last thing before MPI ends: it may wait until all others have left, too.
         """
@@ -62,7 +62,7 @@ class ProcessGroup:
         inter: communicator of the owners of this rank's slice; None with one domain, and without a slice.
         replicas_of_node: number of local replicas of each rank of the domain.
         monitor: what this rank is doing.
-        contacts: ranks that wait for this one outside collectives, and are told when it leaves the program.
+        contacts: ranks that wait for this one outside collectives, and receive a message when it leaves the program.
     """
 
     def __init__(self, topology: Topology, environment: Environment, private: Any = None) -> None:
@@ -93,11 +93,11 @@ class ProcessGroup:
     def create(cls, topology: Topology, environment: Environment | None = None) -> ProcessGroup:
         """Make the group of a topology's ranks. Collective over them.
 
-        With several ranks it makes exceptions that nobody catches end the job, and starts the watchdog.
+        With several ranks it makes uncaught exceptions end the job, and starts the watchdog.
 
         Args:
             topology: made by `Topology.create`; it must outlive the group.
-            environment: settings; default: what the environment variables say.
+            environment: settings; default: those of the environment variables.
 
         Raises:
             CollectiveMismatchError: on every rank, if the settings differ.
@@ -140,9 +140,9 @@ class ProcessGroup:
     ) -> Collective:
         """Return the context in which one collective runs. Entering it is collective over all ranks.
 
-        On entry the ranks of a node meet and compare what they are about to do. Between nodes they compare when an
+        On entry the ranks of a node wait for each other and compare their calls. Between nodes they compare when an
         operation of this name is called differently from the last time, and every `environment.check_every` collectives;
-        then they learn of every difference since the last comparison.
+        then they find every difference since the last comparison.
 
         Args:
             op, name, dtype, shape, detail: what must be the same on every rank. `detail` must have the same repr there.
@@ -150,7 +150,7 @@ class ProcessGroup:
             synchronize: False if the caller itself calls `node.barrier(call)` as its first synchronisation.
 
         Raises:
-            CollectiveMismatchError: the ranks differ; on every rank that meets the one that does.
+            CollectiveMismatchError: the ranks differ; on every rank that compares itself with one that does.
             CollectiveTimeoutError: a rank did not come in time.
             PeerExitError: a rank left the program.
             ClosedError: after `close()`.
@@ -180,7 +180,7 @@ class ProcessGroup:
 
     @functools.cached_property
     def comm(self) -> Any:
-        """The communicator as a program gets it: the topology's, whose blocking calls the watchdog sees."""
+        """The communicator for programs: the topology's, whose blocking calls the watchdog sees."""
         return self.topology.comm if self._private is None else monitored(self.topology.comm, self.monitor)
 
     # raw transfers, to be used inside collective()
@@ -235,7 +235,7 @@ class ProcessGroup:
                 self._comm.Barrier()
 
     def attach(self, attachment: Attachment) -> None:
-        """Have something closed before the group is, the last one first. Do it on every rank alike."""
+        """Register an object to be closed before the group is, the last one first; the same on every rank."""
         self._attached.append(attachment)
 
     def close(self) -> None:
@@ -267,13 +267,13 @@ class ProcessGroup:
             self._private.Free()
 
     def has_left(self, rank: int) -> bool:
-        """Return whether a rank has left the program, as far as this one has heard."""
+        """Return whether a rank has left the program, as far as this one knows."""
         if rank in self.node.ranks:
             return self.node.has_left(self.node.ranks.index(rank))
         return rank in self.monitor.left
 
     def leave(self) -> None:
-        """Tell the others, at the end of the program, that this rank takes part in nothing any more."""
+        """Report to the others, at the end of the program, that this rank takes part in nothing any more."""
         if self.closed or self._private is None:
             return
         for attachment in reversed(self._attached):
@@ -284,9 +284,9 @@ class ProcessGroup:
         for rank, node in enumerate(self.topology.node_of):
             domains.setdefault(node if shared else rank, []).append(rank)
         mine = self.topology.node_index if shared else self.topology.rank
-        # One rank of each other domain is enough: it will wait for this one in the next collective, and tell.
-        told = {r[self.node.rank % len(r)] for d, r in domains.items() if d != mine}
-        Watchdog.tell_left(self.monitor, sorted(told | (self.contacts - set(domains[mine]))))
+        # One rank of each other domain is enough: it will wait for this one in the next collective, and raise there.
+        informed = {r[self.node.rank % len(r)] for d, r in domains.items() if d != mine}
+        Watchdog.report_left(self.monitor, sorted(informed | (self.contacts - set(domains[mine]))))
 
 
 def _different_settings(texts: Mapping[int, str]) -> CollectiveMismatchError:
@@ -299,7 +299,7 @@ def _mpi_ended() -> bool:
     return MPI.Is_finalized()
 
 
-_groups: set[ProcessGroup] = set()  # not closed; one that was dropped owes the others word of its end, too
+_groups: set[ProcessGroup] = set()  # not closed; the end of one that was dropped is reported, too
 _waits: list[Callable[[], None]] = []  # before MPI ends
 _process: int | None = None
 
@@ -311,7 +311,7 @@ def _note_leaving(attachment: Attachment) -> None:
 
 
 def _at_exit(group: ProcessGroup) -> None:
-    """See to it that the watchdog ends, and the others are told, before MPI ends, whoever ends it."""
+    """Have the watchdog end, and the end reported to the others, before MPI ends, in whichever way."""
     global _process
     _groups.add(group)
     if _process is None:
@@ -325,7 +325,7 @@ def _at_exit(group: ProcessGroup) -> None:
 
 
 def _leave() -> None:
-    """End the watchdog and tell the others.
+    """End the watchdog and report the end to the others.
 
     In a forked child, and after MPI's end, there is nothing to do; MPICH finalises within Abort, too.
     """
@@ -334,7 +334,7 @@ def _leave() -> None:
     Watchdog.stop()
     for group in list(_groups):
         group.leave()
-    for wait in _waits:  # what others may still want of this rank; MPI's end waits for them anyway
+    for wait in _waits:  # others may still need this rank; MPI's end waits for them anyway
         wait()
     _waits.clear()
     exit_report.end()

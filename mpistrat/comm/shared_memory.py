@@ -61,8 +61,8 @@ class SharedBlock:
     def populate(self, index: int, low: int, high: int) -> bool:
         """Make the system find memory for bytes [low, high) of a segment.
 
-        Returns False where there is none left; bytes that are there keep their value. Where the system cannot say
-        (Linux before 5.14), the answer is whether the free space would do.
+        Returns False where there is none left; bytes that are there keep their value. Where the system cannot report
+        it (Linux before 5.14), the answer is whether the free space would do.
         """
         if self.window is None or high <= low:
             return True
@@ -96,13 +96,9 @@ def allocate_private(nbytes: int, what: str) -> SharedBlock:
 
 
 def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> SharedBlock:
-    """Make a block. Collective over `world`: every node makes one.
+    """Make a block, with a segment of `nbytes[i]` bytes for rank i of the node. Collective over `world`: every node makes one.
 
-    Args:
-        node: communicator of the ranks of this node.
-        world: communicator of all ranks.
-        nbytes: size of the segment of each rank of the node, the same list on each of them.
-        what: what the memory is for, in words for the error.
+    `what` names the use of the memory in errors.
 
     Raises:
         SharedMemoryError: on every rank, where the memory of any node is too small.
@@ -134,9 +130,9 @@ def _window(node: Any, world: Any, nbytes: int, what: str) -> Any:
     try:
         return _allocate(node, nbytes)
     except MPI.Exception as error:
-        said = " ".join(f"{error}".split())[:300] or "an error without a text"
+        text = " ".join(f"{error}".split())[:300] or "an error without a text"
         raise SharedMemoryError(
-            f"MPI cannot share memory for {what} on the node of rank {world.rank}: {said}. Look whether"
+            f"MPI cannot share memory for {what} on the node of rank {world.rank}: {text}. Look whether"
             f" {SHARED_FOLDER} is full (df {SHARED_FOLDER}), or something removes files there. To enlarge it: {ENLARGE}"
         ) from None
 
@@ -152,7 +148,7 @@ def _allocate(node: Any, nbytes: int) -> Any:
 
 
 def check_space(world: Any, leader: bool, nbytes: int, what: str) -> None:
-    """Check that each node can hold what it is asked for; its leader looks. Collective over `world`.
+    """Check that each node, of which the leader looks, has room for so many bytes. Collective over `world`.
 
     Raises:
         SharedMemoryError: on every rank, with the numbers of the first node that cannot.
@@ -175,7 +171,7 @@ def out_of_memory(what: str, rank: int, numbers: str) -> SharedMemoryError:
 
 
 def free_space() -> int | None:
-    """Return the bytes that shared memory has left on this node, None where nobody can tell."""
+    """Return the bytes that shared memory has left on this node, None where the system does not report it."""
     try:
         found = os.statvfs(SHARED_FOLDER)
     except OSError:

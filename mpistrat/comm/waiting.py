@@ -1,6 +1,6 @@
 """Back-off and deadlines: waits by polling, with increasing sleeps, up to a time limit. Nothing here calls MPI.
 
-A loop that looks for something and has more to do between two looks:
+A loop that polls and has more to do between two polls:
 
     backoff, deadline = Backoff(), Deadline(seconds)
     while not arrived():
@@ -8,9 +8,9 @@ A loop that looks for something and has more to do between two looks:
             raise CollectiveTimeoutError(...)
         backoff.pause()
 
-`wait_until(arrived, seconds)` is that loop for a function; `PeerWait` is it for what other ranks shall do, and raises where they
-have left the program or take too long. Data that MPI receives in one call is reported by the next: look twice before you sleep,
-as `Backoff` does, which gives way a hundred times first.
+`wait_until(arrived, seconds)` is that loop for a function; `PeerWait` is it for what other ranks are to do, and raises where they
+have left the program or take too long. Data that MPI receives in one call is reported by the next: poll twice before sleeping, as
+`Backoff` does, which yields a hundred times first.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ..errors import CollectiveTimeoutError, PeerExitError
 __all__ = ["CEILING", "Backoff", "Deadline", "PeerWait", "wait_until"]
 
 CEILING = 1e-3  # seconds of the longest sleep: below 6 % of a core when idle, about 1 ms until something is seen
-_CHECK = 0.05  # seconds between two looks after what may have gone wrong
+_CHECK = 0.05  # seconds between two checks for what may have gone wrong
 
 
 @final
 class Backoff:
-    """Gives way to other processes some times, then sleeps, each time longer by a factor, up to a ceiling in seconds.
+    """Yields to other processes some times, then sleeps, each time longer by a factor, up to a ceiling in seconds.
 
-    So a wait is noticed to be over at most one factor too late, until the ceiling is reached. A message crosses several such
+    So the end of a wait is noticed at most one factor too late, until the ceiling is reached. A message crosses several such
     waits, of both ranks: with sleeps that double they add up to milliseconds, hence an eighth.
 
     Args:
         ceiling: seconds of the longest sleep.
-        yields: how often it gives way before it sleeps; about 0.5 µs each.
+        yields: how often it yields before it sleeps; about 0.5 µs each.
         start: seconds of the first sleep.
-        growth: factor from one sleep to the next; closer to 1 where a long wait must be noticed soon, too.
+        growth: factor from one sleep to the next; closer to 1 where the end of a long wait must be noticed soon, too.
     """
 
     __slots__ = ("_ceiling", "_count", "_growth", "_seconds", "_start", "_yields")
@@ -69,10 +69,7 @@ class Backoff:
 
 @final
 class Deadline:
-    """The time that a wait may take; it begins now.
-
-    Args:
-        seconds: how long; None for ever.
+    """The time in seconds that a wait may take, from now; None for no limit.
 
     Example:
         >>> Deadline(None).passed, Deadline(0.0).passed
@@ -133,10 +130,10 @@ class PeerWait:
 
     Args:
         group: a `ProcessGroup`; its `environment` says how long a wait may take.
-        what: what is waited for, in words.
-        ranks: who is waited for.
-        limited: whether the wait may take too long at all; a server waits for ever for workers that are there.
-        remedy: what those that are waited for must do, told where it takes long.
+        what: the wait in words.
+        ranks: those it waits for.
+        limited: whether there is a time limit; a server waits without one for workers that are there.
+        remedy: what these ranks must do, for the warning and the error.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Window(ABC):
         window.Lock_all(MPI.MODE_NOCHECK)
         self.sync = window.Sync  # between stores of this rank and what others see, and the other way round
         self.sync()
-        comm.Barrier()  # nobody writes into memory that another rank has yet to clear
+        comm.Barrier()  # no rank writes into memory that another has yet to clear
         self.sync()
 
     @abstractmethod
@@ -61,17 +61,16 @@ class Window(ABC):
 
     @abstractmethod
     def get_rows(self, rank: int, offset: int, rows: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows of a table in a rank's segment into `out`.
+        """Copy rows of a table, whose row 0 is at a byte offset in a rank's segment, into `out`.
 
         Args:
-            rank: whose segment.
-            offset: of row 0, in bytes.
+            rank, offset: of the table.
             rows: int64 numbers of rows, in any order, repeated or not.
             out: contiguous bytes of shape (number of rows, bytes of a row).
         """
 
     @abstractmethod
-    def put(self, rank: int, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
+    def put(self, rank: int, parts: Iterable[tuple[int, np.ndarray]]) -> None:
         """Copy flat, contiguous bytes to offsets of a rank's segment."""
 
     @abstractmethod
@@ -92,16 +91,14 @@ class Window(ABC):
     def populate(self, low: int, high: int, index: int | None = None) -> bool:
         """Make the system find memory for bytes [low, high) of a segment; False where it cannot.
 
-        Args:
-            low, high: the range.
-            index: of the segment: in a `SharedWindow` the rank, else None; default this rank's own.
+        The segment is this rank's own, or in a `SharedWindow` that of rank `index`.
         """
         return self._block.populate(self._own_index if index is None else index, low, high)
 
     def close(self) -> None:
         """Free the memory, or leave it to the end of the process if a view of it lives on any rank. Collective.
 
-        Later calls do nothing. Nobody else frees a window: not a finaliser, and not the end of the program.
+        Later calls do nothing. Nothing else frees a window: no finaliser, and not the end of the program.
         """
         if self._block.closed:
             return
@@ -126,13 +123,9 @@ class Window(ABC):
 
 @final
 class SharedWindow(Window):
-    """A window over memory that the ranks of a node share: they load and store. Collective over `world`.
+    """A window over memory that the ranks of a node, `comm`, share: they load and store.
 
-    Args:
-        comm: the ranks of this node.
-        world: all ranks, of all nodes: every node makes a window.
-        nbytes: size of the segment of each rank of the node, the same list on each of them.
-        what: what the memory is for, in words for the error.
+    Collective over `world`: every node makes a window, with a segment of `nbytes[i]` bytes for rank i of the node.
 
     Raises:
         SharedMemoryError: on every rank, where the shared memory of any node is too small.
@@ -142,7 +135,7 @@ class SharedWindow(Window):
         block = shared_memory.allocate_shared(comm, world, nbytes, what)
         self.segments = block.segments
         if comm.size == 1:
-            block.segments[0][:] = 0  # then it is no fresh page of the system's, but whatever MPI had
+            block.segments[0][:] = 0  # then it is no fresh page, but memory of MPI with any content
         self._words = [words_of(segment) for segment in block.segments]
         super().__init__(block, comm.rank, comm)
 
@@ -157,9 +150,9 @@ class SharedWindow(Window):
         table = segment[offset : offset + (segment.nbytes - offset) // row * row].reshape(-1, row)
         np.take(table, rows, axis=0, out=out, mode="clip")  # "raise" would go through a copy
 
-    def put(self, rank: int, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
+    def put(self, rank: int, parts: Iterable[tuple[int, np.ndarray]]) -> None:
         segment = self.segments[rank]
-        for offset, data in pieces:
+        for offset, data in parts:
             segment[offset : offset + data.nbytes] = data
         self.sync()
 
@@ -229,15 +222,15 @@ class RemoteWindow(Window):
             self._window.Flush(rank)
             datatype.Free()
 
-    def put(self, rank: int, pieces: Iterable[tuple[int, np.ndarray]]) -> None:
-        for offset, data in pieces:
+    def put(self, rank: int, parts: Iterable[tuple[int, np.ndarray]]) -> None:
+        for offset, data in parts:
             for low in range(0, data.nbytes, CHUNK):
                 self._window.Put([data[low : low + CHUNK], self._byte], rank, offset + low)
         self._window.Flush(rank)
 
     def get_word(self, rank: int, offset: int) -> int:
-        # No Fetch_and_op: a word that its owner stores into must not meet an atomic operation. Eight aligned bytes are
-        # copied whole by everything that we know.
+        # No Fetch_and_op: a word that its owner stores into must not meet an atomic operation. All known hardware
+        # copies eight aligned bytes whole.
         self._window.Get([self._result, self._byte], rank, offset)
         self._window.Flush(rank)
         return int(self._result[0])

@@ -16,7 +16,7 @@ from ..cluster.devices import parse
 from ..comm.agree import same, together
 from ..comm.draws import Draws
 from ..comm.gpu import DeviceCopy
-from ..comm.monitor.rank_monitor import user_place
+from ..comm.monitor.rank_monitor import user_line
 from ..comm.process_group import ProcessGroup
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions, InputReplicationMode
 from ..data.feed.auto_shard import auto_shard, deal_out, serve_only
@@ -55,7 +55,7 @@ class Division:
 
     def drawn(self) -> Drawn | None:
         """Return who is told what is drawn from a new dataset. All ranks do it alike."""
-        return None if self.draws is None else self.draws.dataset(user_place(threading.get_ident()))
+        return None if self.draws is None else self.draws.dataset(user_line(threading.get_ident()))
 
     @classmethod
     def together(cls, group: ProcessGroup) -> Division:

@@ -47,13 +47,13 @@ _PRINTING = 3.0  # seconds that another rank gets to print this one's text, and 
 _ABORT_DELAY = 4  # seconds that a launcher gets to end the other ranks after one has exited
 _RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process, so that its children do not take themselves for it
 KEY_BYTES = 16
-_GATHER = 0.25  # seconds in which failures count as the same moment's
+_GATHER = 0.25  # seconds in which failures count as simultaneous
 ending = False  # this process is about to end the job, as opposed to leaving the program
 # Given a text and its reason in short: makes the ranks that do not fail print the reason, and returns who fails alike, or None if
 # one of these prints the text. The watchdog's.
 agree_who_prints: Callable[[str, str], str | None] | None = None
 
-_rank: tuple[int, int] | None = None  # this rank and the number of ranks, once a strategy has said so
+_rank: tuple[int, int] | None = None  # this rank and the number of ranks, once there is a strategy
 _process: int | None = None  # in which the hooks hold
 _exit_status: int | None = None  # what sys.exit was called with
 
@@ -65,12 +65,8 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 def end_job(text: str, code: int = 1, reason: str = "") -> None:
     """Print a text on stderr and end every rank of the job. Does not return while MPI runs.
 
-    Of ranks that end the job with one text at the same moment the lowest prints it, with the numbers of the others.
-
-    Args:
-        text: printed by this rank.
-        code: exit status of the job.
-        reason: printed by the other ranks that the watchdog can reach; default the whole text.
+    Of ranks that end the job with one text at the same moment the lowest prints it, with the numbers of the others. The other
+    ranks that the watchdog can reach print `reason`; default the whole text.
     """
     global ending
     ending = True
@@ -95,7 +91,7 @@ def print_text(text: str) -> None:
         sys.stderr.write(text if text.endswith("\n") else text + "\n")
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    except (OSError, ValueError, AttributeError):  # closed or missing streams keep nobody alive
+    except (OSError, ValueError, AttributeError):  # closed or missing streams do not keep the job alive
         pass
 
 
@@ -105,7 +101,7 @@ def is_user_code(filename: str) -> bool:
 
 
 def format_exception(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:
-    """Return an exception with its traceback, as Python prints it, without the frames of this package that tell a user nothing.
+    """Return an exception with its traceback, as Python prints it, without frames of this package that are of no use to a user.
 
     They stay where the package did not raise the error on purpose, or the user's own code below it, and with
     MPISTRAT_TRACEBACK=full.
@@ -113,7 +109,7 @@ def format_exception(kind: type[BaseException], error: BaseException | None, tra
     whole = traceback.TracebackException(kind, error, trace, compact=True)  # type: ignore[arg-type]
     try:
         full = Environment.read().traceback == "full"
-    except ValueError:  # a setting that is wrong: perhaps what the exception is about
+    except ValueError:  # a wrong setting, which may be what the exception is about
         full = False
     folded = [] if full else [_fold(part) for part in _chain(whole)]
     note = "(lines inside mpistrat are left out: MPISTRAT_TRACEBACK=full shows them)\n" if any(folded) else ""
@@ -154,15 +150,15 @@ def _fold(error: traceback.TracebackException) -> bool:
 
 
 def exit_status() -> int:
-    """Return the status with which this process ends, as far as sys.exit has told; else 0."""
+    """Return the status with which this process ends, where sys.exit was called; else 0."""
     return _exit_status or 0
 
 
 def _exit_ends_the_job() -> bool:
-    """Tell whether the launcher is Open MPI 5's (PRRTE, also as prun): there a rank ends the job by exiting.
+    """Return whether the launcher is Open MPI 5's (PRRTE, also as prun): there a rank ends the job by exiting.
 
     MPI's Abort, by a rank on another host than mpirun's, ends all ranks but not mpirun (seen with 5.0.11), which waits
-    for ever for word of the ranks beside the aborting one. A rank that exits with an error before MPI is finalised makes
+    without end for messages of the ranks beside the aborting one. A rank that exits with an error before MPI is finalised makes
     PRRTE end the others, and itself, wherever they are; see also `_let_exits_win`. So there is one way for one host and
     for many. srun, which starts ranks itself, sets no such variable.
     """
@@ -193,17 +189,17 @@ def install_under_launcher() -> None:
         return
     process = str(os.getpid())
     if os.environ.setdefault(_RANK_PROCESS, process) == process:
-        start.ranks_of_launcher()  # a first look: who lives now
+        start.ranks_of_launcher()  # a first look at which ranks live now
         _hook()
 
 
 def install(rank: int, size: int) -> None:
-    """From now on an exception that nobody catches ends the job. Later calls do nothing.
+    """Make uncaught exceptions end the job, from now on. Later calls do nothing.
 
     The main thread's and other threads' exceptions are printed as Python or an earlier hook prints them, under a line
-    that tells the rank; the other ranks print the exception without its traceback; then the job ends with status 1 (130
-    for KeyboardInterrupt). With one rank nothing is changed, nor in a process that this one forks, whose end is its
-    parent's affair.
+    that names the rank; the other ranks print the exception without its traceback; then the job ends with status 1 (130
+    for KeyboardInterrupt). With one rank nothing is changed, nor in a process that this one forks, whose end is left to
+    its parent.
     """
     global _rank
     if size == 1:
@@ -214,7 +210,7 @@ def install(rank: int, size: int) -> None:
 
 
 def _hook() -> None:
-    """Stand in for what prints exceptions and for sys.exit. Again where the program has taken our place."""
+    """Replace the exception hooks and sys.exit, also where the program has set hooks of its own since."""
     global _process
     first, _process = _process is None, os.getpid()
     if not isinstance(sys.excepthook, _Hook):
@@ -230,7 +226,7 @@ def _hook() -> None:
 def exit(status: Any = None, /) -> NoReturn:
     """Exit the interpreter by raising SystemExit(status), as sys.exit, and note the status.
 
-    It stands for sys.exit, since nothing that runs at the end of a program is told. It can be pickled, as that can.
+    It replaces sys.exit, since what runs at the end of a program does not get the status. It can be pickled, as that can.
     """
     global _exit_status
     _exit_status = status & 0xFF if isinstance(status, int) else int(status is not None)
@@ -238,7 +234,7 @@ def exit(status: Any = None, /) -> NoReturn:
 
 
 def _at_exit() -> None:
-    """Others may wait for this rank before a strategy exists; in MPI's start, where it ends with an error before that."""
+    """End the job where this rank ends with an error before MPI has started, in which the others may wait for it."""
     if os.getpid() != _process:
         return
     mpi = sys.modules.get("mpi4py.MPI")
@@ -248,7 +244,7 @@ def _at_exit() -> None:
 
 
 def _in_child() -> None:
-    """A forked child ends without MPI's end, which would be the parent's: mpi4py would call it as the last thing."""
+    """Have a forked child end without MPI's end, which is the parent's, but which mpi4py would call at exit."""
     process = os.getpid()
 
     def leave() -> None:
@@ -276,14 +272,14 @@ def _who() -> str:
     return "a rank" if rank is None else f"rank {rank[0]} of {rank[1]}"
 
 
-def _last_words(error: BaseException | None, kind: type[BaseException], trace: Any, plain: bool) -> str:
+def _text_of(error: BaseException | None, kind: type[BaseException], trace: Any, plain: bool) -> str:
     if plain:
         return format_exception(kind, error, trace)
     return f"{kind.__name__}: {error}"
 
 
 class _Hook:
-    """Stands for sys.excepthook, and calls what stood there before where that was the program's own."""
+    """Replaces sys.excepthook, and calls the earlier hook where that was the program's own."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before, self._busy = before, False
@@ -301,14 +297,14 @@ class _Hook:
         plain = self._before is sys.__excepthook__
         if not plain:
             self._before(kind, error, trace)
-        text = _last_words(error, kind, trace, plain)
+        text = _text_of(error, kind, trace, plain)
         status = 130 if kind is KeyboardInterrupt else getattr(error, "status", 0) or 1
         reason = "".join(traceback.format_exception_only(kind, error))
         end_job(f"{_who()}: the job ends on this exception\n{text}", status, reason)
 
 
 class _ThreadHook:
-    """Stands for threading.excepthook."""
+    """Replaces threading.excepthook."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before = before
@@ -323,7 +319,7 @@ class _ThreadHook:
         plain = self._before is threading.__excepthook__
         if not plain:
             self._before(args)
-        text = _last_words(args.exc_value, args.exc_type, args.exc_traceback, plain)
+        text = _text_of(args.exc_value, args.exc_type, args.exc_traceback, plain)
         reason = "".join(traceback.format_exception_only(args.exc_type, args.exc_value))
         end_job(f"{_who()}: the job ends on this exception in {name}\n{text}", reason=reason)
 
@@ -332,7 +328,7 @@ class _ThreadHook:
 
 
 def failure_key(text: str) -> bytes:
-    """Return what texts have in common that differ in the rank that they are about, and its position in memory."""
+    """Return a hash that is the same for texts that differ only in the ranks and memory addresses they name."""
     alike = re.sub(r"\brank \d+(?: of \d+)?|\b0x[0-9a-f]+", "", text)
     return hashlib.blake2b(alike.encode(errors="replace"), digest_size=KEY_BYTES).digest()
 
@@ -358,8 +354,8 @@ class Failures:
         self._waiting[rank] = key
 
     def verdicts(self, now: float) -> dict[int, str | None]:
-        """Return what ranks that wait for it shall do, once the moment is over: who else failed alike, in words, for
-        one that prints; None for one that is silent.
+        """Return, once all failures may be here, for each rank that waits which others failed alike, in words, if it prints;
+        None if it does not print.
         """
         if not self._waiting or (len(self._waiting) < self._size and now - self._first < _GATHER):
             return {}

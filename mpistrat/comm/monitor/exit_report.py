@@ -1,7 +1,7 @@
 """Exit reports: a small process on each node reports a rank that was killed, which cannot do so itself.
 
 The launcher ends the others before one of them could. The first rank of a node starts the process (`exit_report_process.py`),
-and every rank of the node keeps a Unix socket to it: "rank 2 of 4 (ps 0) on h1". A rank that ends in order says that, and so
+and every rank of the node keeps a Unix socket to it: "rank 2 of 4 (ps 0) on h1". A rank that ends in order sends that, and so
 does one that reports why the job ends. A socket that closes without that is a rank that died, and the process prints a line
 about the first one.
 """
@@ -41,7 +41,7 @@ _line: socket.socket | None = None
 
 
 def start(topology: Topology) -> None:
-    """Start the process, on the first rank of each node, where none runs. Nobody waits for it yet."""
+    """Start the process, on the first rank of each node, where none runs. No rank waits for it yet."""
     if topology.local_rank == 0 and not _name:
         listener = _listen()
         if listener is not None:
@@ -49,7 +49,7 @@ def start(topology: Topology) -> None:
 
 
 def begin(topology: Topology) -> None:
-    """Have somebody speak for this rank when it cannot. Collective over the topology; after `start`, it waits for the process.
+    """Connect to the process, which reports this rank if it is killed. Collective over the topology; after `start`.
 
     Where there are no Unix sockets, or no interpreter to start, there is none.
     """
@@ -68,7 +68,7 @@ def begin(topology: Topology) -> None:
 
 
 def _listen() -> socket.socket | None:
-    """Take a name that nobody can guess, and that is no file."""
+    """Listen under a name that cannot be guessed, and that is no file."""
     global _name
     listener = None
     try:
@@ -95,7 +95,7 @@ def _start(listener: socket.socket) -> None:
             stdout=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
-        ).returncode = 0  # nobody waits for it: it ends after this rank
+        ).returncode = 0  # no wait for it: it ends after this rank
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         log.logger.debug("a killed rank will not be named: %s", error)
     listener.close()
@@ -107,7 +107,7 @@ def _connect(who: str, nodes: int) -> None:
     try:
         line.settimeout(_CONNECT)
         line.connect(b"\0" + _name)
-        line.recv(1)  # it listens: of lines that close before, nobody sees in which order
+        line.recv(1)  # it listens: the order in which lines close before that is lost
     except OSError as error:
         log.logger.debug("a killed rank will not be named: %s", error)
         line.close()
@@ -127,23 +127,23 @@ def _forget() -> None:
 
 
 def _send(words: str) -> None:
-    """Tell the process something."""
+    """Send the process a line."""
     if _line is not None:
         with contextlib.suppress(OSError):
             _line.sendall(words.encode() + b"\n")
 
 
 def register_rank(who: str) -> None:
-    """Say who this rank is, as the line about its death shall."""
+    """Send the name of this rank for the report of its death."""
     _send(f"who {who}")
 
 
 def report_exit() -> None:
-    """Say that the ranks themselves tell why the job ends."""
+    """Send that the ranks themselves report why the job ends."""
     _send("told")
 
 
 def end() -> None:
-    """Say that this rank ends in order."""
+    """Send that this rank ends in order."""
     _send("bye")
     _forget()

@@ -59,7 +59,7 @@ def status_of(pid: int) -> int | None:
 
 
 def report(rank: Rank, status: int | None, nodes: int, at: float) -> str:
-    """Return the line about a rank that died without a word."""
+    """Return the line about a rank that died without a message."""
     when = time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"
     number = 0 if status is None else status & 0x7F
     if status is None:
@@ -74,7 +74,7 @@ def report(rank: Rank, status: int | None, nodes: int, at: float) -> str:
 
 
 class Death:
-    """A rank's end without a word, and how it ended as far as anybody could see."""
+    """A rank's end without a message, and how it ended as far as the system shows it."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank, self.at, self.status = rank, time.time(), status_of(rank.pid)
@@ -98,20 +98,20 @@ class ExitMonitor:
     def __init__(self) -> None:
         self.nodes, self.quiet, self.left = 1, False, time.monotonic() - LEAVING
         self.deaths: list[Death] = []  # in their order
-        self.until = 0.0  # when it is said who died first, though not all have ended
+        self.until = 0.0  # when the first death is reported, though not all have ended
 
-    def hear(self, rank: Rank, words: str) -> None:
+    def receive(self, rank: Rank, words: str) -> None:
         kind, _, rest = words.partition(" ")
         if kind == "who":
             rank.who = rest
         elif kind == "nodes":
             self.nodes = int(rest)
-        elif kind == "told" and not self.deaths:  # the ranks say themselves why the job ends; after a death it is why
+        elif kind == "told" and not self.deaths:  # the ranks report why the job ends; after a death, that is why
             self.quiet = True
         elif kind == "bye":
             rank.ended, self.left = True, time.monotonic()
 
-    def lose(self, rank: Rank) -> None:
+    def closed(self, rank: Rank) -> None:
         """Note a line that has closed."""
         if rank.ended or self.quiet:
             return
@@ -123,8 +123,8 @@ class ExitMonitor:
             self.until = time.monotonic() + ALL_ENDS
         self.deaths.append(death)
 
-    def settle(self) -> None:
-        """Name the rank that died first, when all have ended or had the time to.
+    def finish(self) -> None:
+        """Report the rank that died first, when all have ended or had the time to.
 
         Lines close in the order of deaths: the system closes what a process opened last before what it opened first, as the
         connection that its launcher watches. But launchers ask before they kill: a rank that was asked to end is not the first
@@ -137,17 +137,17 @@ class ExitMonitor:
         others = [other for other in deaths if not other.asked and other.at - first.at < TOGETHER]
         self.quiet = True
         if not first.asked:
-            self.say(first)
+            self.report(first)
         elif others:
-            self.say(others[0])
+            self.report(others[0])
 
-    def say(self, death: Death) -> None:
+    def report(self, death: Death) -> None:
         with contextlib.suppress(OSError):
             os.write(2, report(death.rank, death.status, self.nodes, death.at).encode(errors="replace"))
 
 
 class Connections:
-    """Where the ranks' lines end."""
+    """The process's end of the ranks' connections."""
 
     def __init__(self, listener: socket.socket, parent: int) -> None:
         self.parent = parent
@@ -159,26 +159,26 @@ class Connections:
         self.until = time.monotonic() + FIRST_RANK
 
     def serve(self) -> None:
-        """Listen until the last rank has gone."""
+        """Serve until the last rank has ended."""
         while self.ranks or (time.monotonic() < self.until and os.getppid() == self.parent):
             idle = -1.0 if self.ranks else PARENT
             if self.monitor.deaths:
                 idle = max(self.monitor.until - time.monotonic(), 0.0)
             ready = self.events.poll(idle)  # in the order in which it happened
             if self.monitor.deaths and time.monotonic() >= self.monitor.until:
-                self.monitor.settle()
+                self.monitor.finish()
             for descriptor, _ in ready:
                 if descriptor == self.listener.fileno():
                     self.accept()
                 else:
                     self.receive(descriptor)
-        self.monitor.settle()
+        self.monitor.finish()
         self.clean()
 
     def clean(self) -> None:
         """Remove what ranks that were killed, or that ended the job, left in shared memory."""
         if any(map(os.path.exists, self.files)):
-            import runpy  # here: seldom needed, and this process shall be there soon
+            import runpy  # late: seldom needed, and this process has to start fast
 
             runpy.run_path(os.path.join(os.path.dirname(__file__), "leftovers.py"))["remove_these"](self.files)
 
@@ -201,9 +201,9 @@ class Connections:
             data = rank.line.recv(4096)
         *lines, rank.text = (rank.text + data).split(b"\n")
         for words in lines:
-            self.monitor.hear(rank, words.decode(errors="replace"))
+            self.monitor.receive(rank, words.decode(errors="replace"))
         if not data:
-            self.monitor.lose(rank)
+            self.monitor.closed(rank)
             self.events.unregister(descriptor)
             rank.line.close()
             del self.ranks[descriptor]

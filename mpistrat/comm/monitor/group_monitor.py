@@ -1,9 +1,9 @@
 """The watchdog: a thread that watches over waits inside MPI.
 
-A wait inside MPI cannot be left. So a thread of each process answers the other ranks' question where it is, and when a
-collective takes too long it prints every rank's place and ends the job. Whatever ends the job on one rank, it makes the
-others print why. It talks over a communicator of the group's own, needs MPI.THREAD_MULTIPLE, and costs a collective no
-more than the storing of its place.
+A wait inside MPI cannot be left. So a thread of each process reports to other ranks, on request, which collective its rank is
+in, and when a collective takes too long it prints that of every rank and ends the job. When one rank ends the job, the watchdogs
+of the others print why. They communicate over the group's own communicator, need MPI.THREAD_MULTIPLE, and cost a collective no
+more than storing that it was entered.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["Watchdog"]
 
 _NEIGHBOUR = 2.0  # seconds of waiting after which, and between which, the next rank is compared
 _ANSWER = 1.0  # seconds that the others have to answer
-_GRACE = 5.0  # seconds after the timeout in which someone better placed may tell the story
-_RELAY = 0.75  # seconds that rank 0 has to say who prints why the job ends, and to pass it on
+_GRACE = 5.0  # seconds after the timeout in which a rank that knows more may report it
+_RELAY = 0.75  # seconds that rank 0 has to decide who prints why the job ends, and to forward it
 _SPREAD = 0.3  # seconds that the others have to print it
-_ASK, _PLACE, _LEFT, _END, _STOP, _FAIL, _VERDICT = 1, 2, 3, 4, 5, 6, 7
+_ASK, _REPLY, _LEFT, _END, _STOP, _FAIL, _VERDICT = 1, 2, 3, 4, 5, 6, 7
 _HEAD = struct.Struct("<qqd?qqqd")  # an Answer but its time and texts
 _NUMBER, _LAST = struct.Struct("<q"), struct.Struct("<qqq")
 _LONGEST = 4096
@@ -42,28 +42,28 @@ _LONGEST = 4096
 
 @final
 class GroupMonitor:
-    """The watchdog's notes about one group."""
+    """The watchdog's state of one group, and its messages there."""
 
     def __init__(self, monitor: RankMonitor, comm: Any) -> None:
         self.monitor, self.comm = monitor, comm
         self.sending: list[tuple[Any, bytes]] = []
         self.sent, self.received = np.zeros(monitor.size, np.int64), 0  # messages: to each rank, and from all
-        self.told_end = False  # whether this rank knows, or has told, why the job ends
+        self.end_sent = False  # whether this rank has sent or received why the job ends
         self.failures = Failures(monitor.size)  # of all ranks, if this is rank 0
-        self.verdict: tuple[str | None] | None = None  # on this rank's own failure: see `tell_end`
-        self.told_stop = False
-        self.told_raw: set[str] = set()
+        self.verdict: tuple[str | None] | None = None  # on this rank's own failure: see `report_end`
+        self.stop_sent = False
+        self.warned_calls: set[str] = set()
         self.judged: tuple[Any, ...] | None = None
-        self.start_place(None)
+        self.start_wait(None)
 
-    def start_place(self, place: tuple[Any, ...] | None) -> None:
-        self.judged = place
+    def start_wait(self, current: tuple[Any, ...] | None) -> None:
+        self.judged = current
         self.warned = False
         self.asked_all = 0.0
-        self.asked_next = 0.0 if place is None else place[0]
+        self.asked_next = 0.0 if current is None else current[0]
 
     def send(self, kind: int, data: bytes, rank: int) -> None:
-        """Send without waiting: a rank that does not listen must not stop this one."""
+        """Send without waiting: a rank that does not receive must not stop this one."""
         self.sending = [(request, kept) for request, kept in self.sending if not request.Test()]
         from mpi4py import MPI
 
@@ -71,7 +71,7 @@ class GroupMonitor:
         self.sent[rank] += 1
 
     def _messages(self) -> Iterator[tuple[int, int, bytearray]]:
-        """Source, kind and content of what came."""
+        """Source, kind and content of each message that has arrived."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -83,14 +83,14 @@ class GroupMonitor:
             yield source, kind, data
 
     def receive(self) -> None:
-        """Answer and note what came."""
+        """Handle the messages that have arrived."""
         monitor = self.monitor
         for source, kind, data in self._messages():
             if kind == _ASK:
-                said = monitor.answer(*_NUMBER.unpack(data))
-                texts = b"\0".join(text.encode()[:_LONGEST] for text in (said.text, said.error))
-                self.send(_PLACE, _HEAD.pack(*said[1:-2]) + texts, source)
-            elif kind == _PLACE:
+                answer = monitor.answer(*_NUMBER.unpack(data))
+                texts = b"\0".join(text.encode()[:_LONGEST] for text in (answer.text, answer.error))
+                self.send(_REPLY, _HEAD.pack(*answer[1:-2]) + texts, source)
+            elif kind == _REPLY:
                 text, _, error = data[_HEAD.size :].decode(errors="replace").partition("\0")
                 monitor.answers[source] = Answer._make((monotonic(), *_HEAD.unpack_from(data), text, error))
             elif kind == _LEFT:
@@ -98,7 +98,7 @@ class GroupMonitor:
             elif kind == _STOP:
                 monitor.stop = True
             elif kind == _END:
-                self._hear_end(bytes(data))
+                self._receive_end(bytes(data))
             elif kind == _FAIL:
                 self.failures.note(source, bytes(data[:KEY_BYTES]), bytes(data[KEY_BYTES:]), monotonic())
             elif kind == _VERDICT:
@@ -118,14 +118,14 @@ class GroupMonitor:
         for request, _ in self.sending:
             request.Wait()
 
-    def _tell_stop(self) -> None:
-        """Tell all others that one of them was told to stop, through rank 0: they may all have been."""
-        self.told_stop = True
+    def _send_stop(self) -> None:
+        """Forward a request to stop to all others, through rank 0: they may all have one."""
+        self.stop_sent = True
         for rank in range(1, self.monitor.size) if self.monitor.rank == 0 else (0,):
             self.send(_STOP, b"!", rank)
 
-    def tell_end(self, key: bytes, data: bytes) -> str | None:
-        """Tell all others why the job ends, through rank 0; return who fails alike, in words, or None if one of these prints it.
+    def report_end(self, key: bytes, data: bytes) -> str | None:
+        """Send all others why the job ends, through rank 0; return who fails alike, in words, or None if one of these prints it.
 
         Ranks that all fail alike then send few messages, and print one text.
         """
@@ -135,30 +135,30 @@ class GroupMonitor:
         else:
             self.send(_FAIL, key + data, 0)
         self._receive_for(_RELAY, until=lambda: self.verdict is not None)
-        if self.verdict is None:  # rank 0 cannot listen
+        if self.verdict is None:  # rank 0 cannot receive
             self._spread_end(data, range(monitor.size))
         self._receive_for(_SPREAD)
         return "" if self.verdict is None else self.verdict[0]
 
     def _judge_failures(self) -> None:
-        """On rank 0: tell the ranks that fail who of them prints, and the others why the job ends."""
+        """On rank 0: send the ranks that fail who of them prints, and the others why the job ends."""
         verdicts = self.failures.verdicts(monotonic())
         for rank, words in verdicts.items():
             if rank == self.monitor.rank:
                 self.verdict = (words,)
             else:
                 self.send(_VERDICT, b"" if words is None else b"p" + words.encode(), rank)
-        if verdicts and not self.told_end:
-            self._hear_end(self.failures.reason, set(range(self.monitor.size)) - set(verdicts))
+        if verdicts and not self.end_sent:
+            self._receive_end(self.failures.reason, set(range(self.monitor.size)) - set(verdicts))
 
     def _spread_end(self, data: bytes, ranks: Iterable[int]) -> None:
-        self.told_end = True
+        self.end_sent = True
         for rank in ranks:
             if rank != self.monitor.rank:
                 self.send(_END, data, rank)
 
-    def _hear_end(self, data: bytes, others: Iterable[int] = ()) -> None:
-        if self.told_end:
+    def _receive_end(self, data: bytes, others: Iterable[int] = ()) -> None:
+        if self.end_sent:
             return
         self._spread_end(data, others)
         exit_report.report_exit()
@@ -173,63 +173,63 @@ class GroupMonitor:
             backoff.pause()
 
     def look(self) -> None:
-        """One round: messages, questions of this rank's own thread, and a judgement on how long it has been waiting."""
+        """One round: messages, questions of this rank's own thread, and whether it has waited too long."""
         self.receive()
         self._judge_failures()
         monitor = self.monitor
-        if monitor.stop and not self.told_stop:
-            self._tell_stop()
+        if monitor.stop and not self.stop_sent:
+            self._send_stop()
         wanted, monitor.wanted = monitor.wanted, ()
         self._ask(wanted)
-        place, raw = monitor.place, monitor.raw
-        if place is not None:
-            if place is not self.judged:
-                self.start_place(place)
-            self._judge(place, monotonic())
+        current, raw = monitor.current, monitor.raw
+        if current is not None:
+            if current is not self.judged:
+                self.start_wait(current)
+            self._judge(current, monotonic())
         elif raw is not self.judged or raw is None:
-            self.start_place(raw)
+            self.start_wait(raw)
         else:
             self._judge_raw(raw, monotonic())
 
     def _ask(self, ranks: Iterable[int]) -> None:
-        place = self.monitor.place
-        question = _NUMBER.pack(-1 if place is None else place[2])
+        current = self.monitor.current
+        question = _NUMBER.pack(-1 if current is None else current[2])
         for rank in ranks:
             if rank != self.monitor.rank:
                 self.send(_ASK, question, rank)
 
-    def _judge(self, place: tuple[float, Call, int], now: float) -> None:
-        monitor, (start, call, _) = self.monitor, place
+    def _judge(self, current: tuple[float, Call, int], now: float) -> None:
+        monitor, (start, call, _) = self.monitor, current
         waited = now - start
         gone = monitor.departed()
-        if gone is not None and waited > POLL and not monitor.on_flags and monitor.place is place:
+        if gone is not None and waited > POLL and not monitor.on_flags and monitor.current is current:
             texts = {monitor.rank: monitor.answer().text, gone: "has left the program"}
             abort.end_job(f"PeerExitError: {call.text} can never end:{lines(texts)}", monitor.left[gone].status or 1)
-        self._compare_next(place, now)
+        self._compare_next(current, now)
         late = waited > call.timeout + (_GRACE if monitor.on_flags else 0)
         if not late and (self.warned or waited < monitor.warn_after):
             return
         fresh = self._ask_all(now)
         if fresh is not None:
-            for rank, said in fresh.items():
-                self._compare(place, rank, said)
+            for rank, answer in fresh.items():
+                self._compare(current, rank, answer)
             self._report(fresh, late, waited, call)
 
     def _ask_all(self, now: float) -> dict[int, Answer] | None:
-        """Return what all ranks say that answer in time; None while they may."""
+        """Return the answers of all ranks that answer in time; None while more may come."""
         monitor = self.monitor
         if not self.asked_all:
             self.asked_all = now
             self._ask(range(monitor.size))
             return None
-        fresh = {rank: said for rank, said in monitor.answers.items() if said.time >= self.asked_all}
+        fresh = {rank: answer for rank, answer in monitor.answers.items() if answer.time >= self.asked_all}
         if len(fresh) < monitor.size - 1 and now - self.asked_all < _ANSWER:
             return None
         self.asked_all = 0.0
         return fresh
 
     def _judge_raw(self, raw: tuple[float, str], now: float) -> None:
-        """A call of MPI by the program itself may take as long as it likes, but not wait for a rank that has gone."""
+        """End the job where a call of MPI by the program waits for a rank that has gone; others may take any time."""
         monitor, (start, name) = self.monitor, raw
         waited = now - start
         late = waited > monitor.default_timeout and now >= self.asked_next
@@ -249,14 +249,14 @@ class GroupMonitor:
         self.asked_next = now + _GRACE
         if not self.warned:
             self.warned = True
-            if name not in self.told_raw and monitor.rank == min(
-                [monitor.rank, *(rank for rank, said in fresh.items() if said.in_mpi)]
+            if name not in self.warned_calls and monitor.rank == min(
+                [monitor.rank, *(rank for rank, answer in fresh.items() if answer.in_mpi)]
             ):
-                self.told_raw.add(name)  # the next one may take as long, and was told of
+                self.warned_calls.add(name)  # the next one may take as long, and is not reported again
                 log.logger.warning("comm.%s takes longer than %g s:%s", name, monitor.warn_after, lines(texts))
 
     def _texts(self, fresh: dict[int, Answer]) -> dict[int, str]:
-        """Where each rank is, in words."""
+        """The position of each rank, in words."""
         monitor = self.monitor
         texts = {r: fresh[r].text if r in fresh else "does not answer" for r in range(monitor.size)}
         texts[monitor.rank] = monitor.answer().text
@@ -264,45 +264,49 @@ class GroupMonitor:
             texts[rank] = "has left the program"
         return texts
 
-    def _compare_next(self, place: tuple[float, Call, int], now: float) -> None:
+    def _compare_next(self, current: tuple[float, Call, int], now: float) -> None:
         """Ask the next rank now and then. If any two ranks differ, so do some neighbours in the ring."""
         rank = (self.monitor.rank + 1) % self.monitor.size
-        said = self.monitor.answers.get(rank)
-        if said is not None:
-            self._compare(place, rank, said)
+        answer = self.monitor.answers.get(rank)
+        if answer is not None:
+            self._compare(current, rank, answer)
         if now - self.asked_next > _NEIGHBOUR:
             self.asked_next = now
             self._ask([rank])
 
-    def _compare(self, place: tuple[float, Call, int], rank: int, said: Answer) -> None:
+    def _compare(self, current: tuple[float, Call, int], rank: int, answer: Answer) -> None:
         """End the job where another rank did something else in this rank's collective, or failed in it or before it."""
-        monitor, (_, call, number) = self.monitor, place
+        monitor, (_, call, number) = self.monitor, current
         failed = (
-            said.about == number and said.ago > _NEIGHBOUR and not monitor.on_flags and monitor.strayed(said.failed)
+            answer.about == number
+            and answer.ago > _NEIGHBOUR
+            and not monitor.on_flags
+            and monitor.out_of_step(answer.failed)
         )
-        differs = said.number == number and said.tag != call.tag
-        differed = said.about == number and said.print not in (0, fingerprint(call.text))
-        if not (failed or differs or differed) or monitor.place is not place:
+        differs = answer.number == number and answer.tag != call.tag
+        differed = answer.about == number and answer.print not in (0, fingerprint(call.text))
+        if not (failed or differs or differed) or monitor.current is not current:
             return
-        texts = {monitor.rank: monitor.answer().text, rank: said.text}
+        texts = {monitor.rank: monitor.answer().text, rank: answer.text}
         if failed:
-            texts[rank] += f"; #{said.failed} ended there {said.ago:.1f} s before by {said.error}"
-            what = (
-                f"{call.text} can never end: an error ended #{said.failed} on rank {rank}, which went on:{lines(texts)}"
-            )
+            texts[rank] += f"; #{answer.failed} ended there {answer.ago:.1f} s before by {answer.error}"
+            what = f"{call.text} can never end: an error ended #{answer.failed} on rank {rank}, which went on:{lines(texts)}"
         else:
             what = f"the ranks entered different collectives:{lines(only_differences(texts))}"
         abort.end_job(f"CollectiveMismatchError: {what}")
 
     def _report(self, fresh: dict[int, Answer], late: bool, waited: float, call: Call) -> None:
-        """The lowest rank that waits tells the story; the others do if it does not."""
+        """Print what all ranks do: the lowest rank that waits, or another where that does not."""
         monitor = self.monitor
-        waiting = [monitor.rank, *(r for r, said in fresh.items() if said.number >= 0 and (said.in_mpi or not late))]
+        waiting = [
+            monitor.rank,
+            *(r for r, answer in fresh.items() if answer.number >= 0 and (answer.in_mpi or not late)),
+        ]
         texts = self._texts(fresh)
         if not late:
             self.warned = True
-            missing = len(fresh) < monitor.size - 1 or any(said.number != monitor.number for said in fresh.values())
-            if monitor.rank == min(waiting):  # where all are in it, it has much to do
+            missing = len(fresh) < monitor.size - 1 or any(answer.number != monitor.number for answer in fresh.values())
+            if monitor.rank == min(waiting):  # where all are in it, it takes long by itself
                 level = logging.WARNING if missing else logging.INFO
                 text = f"{call.text} takes longer than {monitor.warn_after:g} s; {ALL}"
                 log.logger.log(level, "%s:%s", text, lines(texts))
@@ -313,12 +317,12 @@ class GroupMonitor:
 
 @final
 class Watchdog:
-    """The thread that looks after all groups of this process. There is one, `Watchdog.instance`, from the first group on."""
+    """The thread that monitors all groups of this process. There is one, `Watchdog.instance`, from the first group on."""
 
     instance: Watchdog | None = None
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # who holds it may be sure that the thread makes no MPI call
+        self.lock = threading.RLock()  # while it is held, the thread makes no MPI call
         self._groups: list[GroupMonitor] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat-watchdog", daemon=True)
@@ -326,12 +330,7 @@ class Watchdog:
 
     @classmethod
     def add(cls, monitor: RankMonitor, comm: Any) -> None:
-        """RankMonitor over a group.
-
-        Args:
-            monitor: what this rank is doing in it.
-            comm: communicator of the group's ranks on which nobody else sends messages.
-        """
+        """Monitor a group, over a communicator of its ranks on which nothing else sends messages."""
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -343,19 +342,14 @@ class Watchdog:
             return
         if cls.instance is None:
             cls.instance = cls()
-            abort.agree_who_prints = cls.tell_end
+            abort.agree_who_prints = cls.report_end
         monitor.watched = True
         with cls.instance.lock:
             cls.instance._groups.append(GroupMonitor(monitor, comm))
 
     @classmethod
     def remove(cls, monitor: RankMonitor, comm: Any = None) -> None:
-        """Forget a group. Collective over its ranks if they are about to free its communicator, else not.
-
-        Args:
-            monitor: what `add` was given.
-            comm: the communicator that will be freed: it is left without a message. None if it stays to the program's end.
-        """
+        """Forget a group. With `comm`, its communicator, which is then without messages and may be freed, collective."""
         monitor.watched = False
         mine: list[GroupMonitor] = []
         if cls.instance is not None:
@@ -369,8 +363,8 @@ class Watchdog:
             ).drain()  # others may have a watchdog where this rank has none
 
     @classmethod
-    def tell_left(cls, monitor: RankMonitor, ranks: Iterable[int]) -> None:
-        """Tell ranks of other nodes that this one leaves the program. Call it after `stop`."""
+    def report_left(cls, monitor: RankMonitor, ranks: Iterable[int]) -> None:
+        """Report to ranks of other nodes that this one leaves the program. Call it after `stop`."""
         if cls.instance is None:
             return
         for group in cls.instance._groups:
@@ -381,11 +375,11 @@ class Watchdog:
                     )
 
     @classmethod
-    def tell_end(cls, text: str, reason: str) -> str | None:
+    def report_end(cls, text: str, reason: str) -> str | None:
         """Make the other ranks print why this one ends the job. Takes a second at most.
 
         Returns:
-            Who else prints this text, in words to print behind it; None if this rank shall not print it, for another one does.
+            Which ranks have the same text, in words to print behind it; None if another rank prints it.
         """
         instance = cls.instance
         if instance is None or not instance._groups or not instance.lock.acquire(timeout=POLL):
@@ -393,7 +387,7 @@ class Watchdog:
         try:
             group = max(instance._groups, key=lambda group: group.monitor.size)
             what = f"the job ends because of rank {group.monitor.rank}: {reason}"
-            return group.tell_end(failure_key(text), what.encode()[:_LONGEST])
+            return group.report_end(failure_key(text), what.encode()[:_LONGEST])
         finally:
             instance.lock.release()
 
@@ -420,11 +414,11 @@ class Watchdog:
                 self._judge_alone()
 
     def _judge_alone(self) -> None:
-        """While MPI must be left alone (NCCL is in flight) nobody can be asked."""
+        """Enforce the timeouts while MPI must not be called (NCCL is in flight) and other ranks cannot be asked."""
         for group in list(self._groups):
-            monitor, place = group.monitor, group.monitor.place
-            if place is not None and monotonic() - place[0] > place[1].timeout + _GRACE:
+            monitor, current = group.monitor, group.monitor.current
+            if current is not None and monotonic() - current[0] > current[1].timeout + _GRACE:
                 abort.end_job(
-                    f"CollectiveTimeoutError: {place[1].text} takes longer than {place[1].timeout:g} s:"
+                    f"CollectiveTimeoutError: {current[1].text} takes longer than {current[1].timeout:g} s:"
                     + lines({monitor.rank: monitor.answer().text})
                 )

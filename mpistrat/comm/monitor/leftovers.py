@@ -22,7 +22,7 @@ FOLDER = Path("/dev/shm")
 # What MPI libraries and NCCL call their files: MPICH, Open MPI 5 and 4, Intel MPI, MVAPICH, UCX, PSM, libfabric, Cray, NCCL.
 PATTERNS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "Intel_MPI_*", "shm-col-space-*", "cxshm*",
             "ucx_shm_posix_*", "psm2_shm.*", "psm3_shm.*", "fi_shm_*", "cray-shared-mem-*", "nccl-*", "mpistrat*")  # fmt: skip
-YOUNG = 60.0  # seconds: a file that somebody made just now may not have been mapped yet
+YOUNG = 60.0  # seconds: a file made just now may not have been mapped yet
 _LOOKS = (0.2, 0.5, 1.0, 2.0, 5.0)  # seconds between looks after the end of a launcher, whose ranks may end later
 
 
@@ -46,12 +46,7 @@ def mapped_by(maps: Path, folder: Path = FOLDER) -> set[str]:
 
 
 def unused(folder: Path = FOLDER, age: float = YOUNG) -> list[tuple[Path, int]]:
-    """Return this user's files that an MPI made and no living process has mapped or open, with their sizes.
-
-    Args:
-        folder: where to look.
-        age: files that are younger, in seconds, are left out.
-    """
+    """Return this user's files, older than `age` seconds, that an MPI made and no living process maps or has open, and sizes."""
     now = time.time()
     old = [(path, about.st_size) for path, about in of_this_user(folder) if now - about.st_mtime > age]
     used = _used(folder) if old else set()
@@ -109,7 +104,7 @@ def _after(launcher: int) -> None:
     start = time.time() - 1.0  # files' times are those of the last tick
     descriptor = os.pidfd_open(launcher)
     if os.fork():
-        os._exit(0)  # who started this shall become the launcher, which must not find a child that it does not know
+        os._exit(0)  # the caller becomes the launcher, which must not find a child that it did not start
     os.setsid()
     select.select([descriptor], [], [])
     end = time.time() + 1.0

@@ -15,9 +15,9 @@ from ..call import Call
 from ..waiting import Backoff, wait_until
 from . import abort
 
-__all__ = ["ALL", "POLL", "Answer", "Left", "RankMonitor", "lines", "monitored", "user_place"]
+__all__ = ["ALL", "POLL", "Answer", "Left", "RankMonitor", "lines", "monitored", "user_line"]
 
-POLL = 0.1  # seconds between two looks of the watchdog
+POLL = 0.1  # seconds between two rounds of the watchdog
 _ANSWER = 1.0  # seconds that the others have to answer
 _FAILURES = 64  # so many failed collectives are remembered
 _SHOWN = 400  # characters of an error
@@ -33,11 +33,8 @@ _BLOCKING = [
 ]  # fmt: skip
 
 
-def user_place(thread: int) -> str:
-    """Return `file:line` of where the user's own code is in a thread.
-
-    That is the innermost line outside this package, the standard library and installed packages.
-    """
+def user_line(thread: int) -> str:
+    """Return `file:line` of the user's code that a thread is in, outside this package, the standard library and others."""
     frame = sys._current_frames().get(thread)
     innermost = "an unknown line"
     if frame is not None:
@@ -51,7 +48,7 @@ def user_place(thread: int) -> str:
 
 
 class Answer(NamedTuple):
-    """What a rank said about itself.
+    """The state of a rank, as it answered.
 
     Attributes:
         time: when it came.
@@ -93,7 +90,7 @@ class Left(NamedTuple):
         number: of its last collective.
         failed: of the last one that failed on entry, or of the last one if that failed; 0 for none.
         status: its exit status.
-        time: when it was heard of.
+        time: when this rank received that.
     """
 
     number: int
@@ -108,23 +105,23 @@ class RankMonitor:
 
     Attributes:
         rank, size: in the group.
-        place: (start, call, number) of the collective that this rank is in, or None.
+        current: (start, call, number) of the collective that this rank is in, or None.
         number: how many collectives this rank has entered.
         acting: held by the thread that is in a collective.
-        refusal: the error that the next collective raises, None while all is well.
+        refusal: the error that the next collective raises, or None.
         on_flags: whether this rank waits on flags in shared memory, where it can raise by itself.
         left: ranks of other nodes that left the program.
         failures: the collectives, by number, that failed on this rank since the ranks were last known to be in step.
         recent: returns the text of one of this rank's last collectives, by number; "" where it is not known (any more).
         raw: (start, name) of the blocking call on the program's communicator that this rank is in, or None.
-        stop: whether this rank, or another one, was told to stop; who sets it lets all others know.
+        stop: whether this rank, or another one, is requested to stop; the watchdog forwards it to all others.
         default_timeout, warn_after: seconds.
     """
 
     def __init__(self, rank: int, size: int, default_timeout: float, warn_after: float) -> None:
         self.rank, self.size = rank, size
         self.default_timeout, self.warn_after = default_timeout, warn_after
-        self.place: tuple[float, Call, int] | None = None
+        self.current: tuple[float, Call, int] | None = None
         self.number = 0
         self.acting = threading.RLock()
         self.refusal: Exception | None = None
@@ -140,17 +137,17 @@ class RankMonitor:
         self.watched = False
 
     def refuse(self, text: str) -> None:
-        """Raise the error that stands in the way of a collective."""
+        """Raise `refusal`, if any, in the name of a collective."""
         if self.refusal is not None:
             raise type(self.refusal)(f"{text}: {self.refusal}")
 
     def fail(self, error: BaseException, on_entry: bool) -> None:
         """Note that an error ends the collective that this rank is in."""
-        if self.place is not None:
+        if self.current is not None:
             if len(self.failures) >= _FAILURES:
                 self.failures.pop(next(iter(self.failures)))
             text = f"{type(error).__name__}: {error}"[:_SHOWN]
-            self.failures[self.place[2]] = Failure(monotonic(), text, on_entry)
+            self.failures[self.current[2]] = Failure(monotonic(), text, on_entry)
 
     def failed(self, about: int) -> int:
         """Return that collective if it failed here, else the last one that failed on entry; 0 for none."""
@@ -159,7 +156,7 @@ class RankMonitor:
             return about
         return max((number for number, failure in failures.items() if failure.on_entry), default=0)
 
-    def strayed(self, failed: int) -> bool:
+    def out_of_step(self, failed: int) -> bool:
         """Return whether a rank that failed in a collective is no longer in step with this one.
 
         This rank is still in it, or has done it.
@@ -169,11 +166,11 @@ class RankMonitor:
     def departed(self) -> int | None:
         """Return a rank of another node that left without taking part in the collective this rank is in, or None.
 
-        Where it failed in it, this rank may be about to learn of that error, and has a moment for it.
+        Where it failed in it, this rank may be about to receive that error, and has a moment for it.
         """
         late = monotonic() - _ANSWER
         for rank, left in list(self.left.items()):
-            if self.number > left.number or (left.time < late and self.strayed(left.failed)):
+            if self.number > left.number or (left.time < late and self.out_of_step(left.failed)):
                 return rank
         return None
 
@@ -195,18 +192,14 @@ class RankMonitor:
         return lines(texts)
 
     def answer(self, about: int = -1) -> Answer:
-        """Return where this rank is.
-
-        Args:
-            about: number of the collective that another rank, which asks, is in.
-        """
-        now, place, raw, at = monotonic(), self.place, self.raw, user_place(self.thread)
+        """Return the state of this rank, for a rank that asks from within collective number `about`."""
+        now, current, raw, at = monotonic(), self.current, self.raw, user_line(self.thread)
         known = self.recent(about)
         failed = self.failed(about)
         failure = self.failures.get(failed, Failure(now, "", False))
         more = about, fingerprint(known) if known else 0, failed, now - failure.time
-        if place is not None:
-            start, call, number = place
+        if current is not None:
+            start, call, number = current
             text = f"in {call.brief} #{number} for {now - start:.1f} s, at {at}"
             return Answer(now, number, call.tag, now - start, not self.on_flags, *more, text, failure.error)
         if raw is not None:

@@ -86,9 +86,9 @@ def test_place_is_kept_while_inside(group):
         return
     with group.collective("outer") as outer:
         with group.collective("inner"):
-            assert group.monitor.place[1].text == "inner"
-        assert group.monitor.place[1] is outer
-    assert group.monitor.place is None
+            assert group.monitor.current[1].text == "inner"
+        assert group.monitor.current[1] is outer
+    assert group.monitor.current is None
 
 
 def test_settings_must_agree(make_group):

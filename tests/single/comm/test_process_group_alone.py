@@ -11,7 +11,7 @@ import pytest
 from mpistrat.comm.agree import fingerprint
 from mpistrat.comm.call import describe
 from mpistrat.comm.monitor import abort
-from mpistrat.comm.monitor.rank_monitor import user_place
+from mpistrat.comm.monitor.rank_monitor import user_line
 from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.errors import ClosedError
 
@@ -108,8 +108,8 @@ def test_place_in_another_thread():
     here.wait(5)
     time.sleep(0.05)
     line = wait.__code__.co_firstlineno + 2
-    assert user_place(thread.ident) == f"test_process_group_alone.py:{line}"
-    assert user_place(-1) == "an unknown line"
+    assert user_line(thread.ident) == f"test_process_group_alone.py:{line}"
+    assert user_line(-1) == "an unknown line"
 
 
 def test_one_rank_keeps_pythons_hooks():

@@ -25,19 +25,21 @@ def named(monkeypatch):
             strftime=lambda form, when: "00:00:00",
         )  # fmt: skip
         monkeypatch.setattr(exit_report_process, "time", clock)
-        monkeypatch.setattr(exit_report_process.ExitMonitor, "say", lambda self, death: said.append(death.rank.number))
+        monkeypatch.setattr(
+            exit_report_process.ExitMonitor, "report", lambda self, death: said.append(death.rank.number)
+        )
         monitor = exit_report_process.ExitMonitor()
         now[0] += 100
         ranks = [types.SimpleNamespace(number=n, pid=n, ended=False, who=f"rank {n}") for n in range(4)]
         for number, what, *later in events:
             now[0] += later[0] if later else 0.001
             if isinstance(what, str):
-                monitor.hear(ranks[number], what)
+                monitor.receive(ranks[number], what)
             else:
                 monkeypatch.setattr(exit_report_process, "status_of", lambda pid, status=what: status)
-                monitor.lose(ranks[number])
-        monitor.settle()
-        monitor.settle()
+                monitor.closed(ranks[number])
+        monitor.finish()
+        monitor.finish()
         assert len(said) < 2
         return said[0] if said else None
 
