@@ -42,7 +42,7 @@ class Quota:
 
     Attributes:
         cores: seconds of processor time a second.
-        group: tells control groups apart, by the number that the kernel gives them.
+        group: the kernel's number of the control group.
     """
 
     cores: float
@@ -74,9 +74,9 @@ def cpu_quota() -> Quota | None:
 
 
 def allotted(name: str) -> int | None:
-    """Return a number of CPUs that SLURM tells in a variable; None where it binds processes to them itself.
+    """Return the number of CPUs in a variable of SLURM; None where it binds processes to them itself.
 
-    Where the mask leaves CPUs of the machine out, it says more than the variable, which an mpiexec hands
+    Where the mask leaves CPUs of the machine out, it is better than the variable, which an mpiexec passes
     from the first node to all others.
     """
     text = os.environ.get(name, "")
@@ -184,16 +184,12 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
 
     Where the user set OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, BLIS_NUM_THREADS or VECLIB_MAXIMUM_THREADS,
     that is what this rank has: its replicas share it, and for a single one nothing is changed. Libraries that are imported
-    later obey from the next `scope` on.
+    later are limited from the next `scope` on. Returns the number of threads set, or None if nothing was changed.
 
     Args:
-        ranks_per_node: ranks on this node.
-        local_replicas: replicas of this rank, which compute at the same time.
+        ranks_per_node, local_replicas: how many compute at the same time.
         node_cores: cores of all ranks of this node (`Topology.node_cores`). More than this rank's own where the
             launcher binds each rank to cores of its own. Default: the ranks share this rank's.
-
-    Returns:
-        The number of threads set, or None if nothing was changed.
     """
     global _limit
     own = usable_cores()
@@ -211,7 +207,7 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
     if busy * local_replicas * ranks_per_node > node_cores * threads_per_core():
         fewer = f"set OMP_NUM_THREADS={share * local_replicas}, " if busy > share else ""
         once(
-            logging.INFO if chosen and busy == 1 else logging.WARNING,  # who says one thread a rank has thought of it
+            logging.INFO if chosen and busy == 1 else logging.WARNING,  # one thread a rank is set on purpose
             f"{ranks_per_node} ranks with {local_replicas} replicas of {busy} BLAS threads share {node_cores} cores:"
             f" {fewer}start fewer ranks, or let the launcher give them more cores",
         )
@@ -219,7 +215,7 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
 
 
 def limit_new_libraries() -> None:
-    """Let libraries obey that were imported since `set_blas_threads`. Cheap where there are none."""
+    """Limit libraries that were imported since `set_blas_threads`. Cheap where there are none."""
     if _limit is not None and len(sys.modules) != _modules:
         _apply()
 
@@ -232,13 +228,13 @@ def _apply() -> None:
 
 
 def _given() -> int:
-    """Return the number of threads that the user's variables name, 0 where they name none."""
+    """Return the number of threads in the user's variables, 0 for none."""
     texts = [os.environ.get(name, "").split(",")[0].strip() for name in THREAD_VARIABLES]
     return max((int(text) for text in texts if text.isascii() and text.isdigit() and len(text) < 7), default=0)
 
 
 def _controller() -> Any:
-    """Return the thread pools loaded into this process. Looked up each time: a library may have come since."""
+    """Return the thread pools loaded into this process. Looked up each time: a library may have been loaded since."""
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()

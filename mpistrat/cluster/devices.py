@@ -41,7 +41,7 @@ def parse(device: str) -> tuple[str, int]:
 
 
 def canonical(device: str) -> str:
-    """Return the one spelling of a device that this package uses.
+    """Return the canonical spelling of a device.
 
     Raises:
         DeviceError: the string is malformed.
@@ -78,7 +78,7 @@ def _find_gpus() -> tuple[int, str]:
 def gpu_identities() -> tuple[list[tuple[str, str]], str]:
     """Return UUID and model of each GPU that this process can use; and, where there is none, the reason and the remedy.
 
-    A GPU of which CuPy tells no UUID is named by its place on the bus.
+    A GPU without a UUID in CuPy is named by its bus id.
     """
     count, reason = _find_gpus()
     found = []
@@ -97,10 +97,6 @@ def default_devices(local_rank: int, local_size: int) -> tuple[str, ...]:
 
     A rank alone on its node takes every GPU; otherwise each takes the GPU of its rank on the node, and ranks share GPUs
     where there are fewer GPUs than ranks. Without a GPU that CuPy can use: the CPU.
-
-    Args:
-        local_rank: this rank among the ranks of its node.
-        local_size: number of ranks on the node.
     """
     gpus = count_gpus()
     if gpus == 0:
@@ -118,10 +114,6 @@ def check_devices(devices: Sequence[str] | str, function: str = "check_devices")
     """Return the devices in their canonical spelling after checking that this rank has them.
 
     CPU devices are logical: "cpu:0", "cpu:1", … may be named freely and each makes a replica.
-
-    Args:
-        devices: one device string or several.
-        function: the caller to name in an error.
 
     Raises:
         DeviceError: no device, a malformed one, one named twice, or a GPU that this rank does not see.

@@ -1,4 +1,4 @@
-"""What the launcher (mpiexec, srun) says in the environment, and whether MPI agrees with it."""
+"""Environment variables of launchers (mpiexec, srun): size and rank, compared with MPI's."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
 
 # Variable -> launcher. Each is set for a task by what started it; an MPI's own launcher comes before srun.
 # SLURM_NTASKS is not among them: sbatch sets it for its script, which is one process and no task of srun.
-# PMIx itself has no variable that tells a size.
-_OTHERS = 3.0  # seconds in which rank 0 tells why none of them can start
+# PMIx itself has no variable with a size.
+_OTHERS = 3.0  # seconds in which rank 0 prints why none of them can start
 _STEP = "SLURM_STEP_NUM_TASKS"
 _SIZE_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpiexec",
@@ -47,7 +47,7 @@ RANK_VARIABLES = {
 
 
 def launched_size() -> tuple[int, str] | None:
-    """Return how many processes the launcher says it started, and the variable that says so.
+    """Return how many processes the launcher started, and the variable that has the number.
 
     None if no launcher did, for instance in a batch script outside `srun`.
     """
@@ -56,7 +56,7 @@ def launched_size() -> tuple[int, str] | None:
 
 
 def launched_rank() -> int | None:
-    """Return which of its processes the launcher says that this is; None if none did, or it does not say."""
+    """Return the launcher's number of this process; None if no launcher started it, or has none."""
     launched = launched_size()
     text = os.environ.get(RANK_VARIABLES[launched[1]], "") if launched is not None else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
@@ -67,8 +67,8 @@ class LoneRank:
     """A process that MPI takes for the only one, of several that a launcher started.
 
     Attributes:
-        expected: what the launcher says.
-        got: what MPI says.
+        expected: the launcher's number of ranks.
+        got: MPI's.
         remedy: what to do.
     """
 
@@ -78,11 +78,7 @@ class LoneRank:
 
 
 def lone_rank(comm_size: int) -> LoneRank | None:
-    """Return what is wrong with an MPI world of one rank; None if the launcher meant it.
-
-    Args:
-        comm_size: size of MPI's COMM_WORLD.
-    """
+    """Return what is wrong with a COMM_WORLD of one rank; None if the launcher started one, or it has more."""
     sizes = _launched_sizes()
     step = sizes.get(_STEP)
     if len(sizes) > 1:  # an mpiexec within a job: its step is one of its own helpers, and may well be one task
@@ -101,10 +97,7 @@ def lone_rank(comm_size: int) -> LoneRank | None:
 
 
 def check_size(comm_size: int) -> None:
-    """Check that an MPI world of one rank is what the launcher meant.
-
-    Args:
-        comm_size: size of MPI's COMM_WORLD.
+    """Check that the launcher started one process, where COMM_WORLD has one rank.
 
     Raises:
         ClusterError: MPI sees one rank and the launcher started more: each process believes that it is rank 0 of 1.
@@ -118,10 +111,7 @@ def check_size(comm_size: int) -> None:
 def check_launcher(function: str) -> None:
     """Check, before MPI starts, that the mpiexec around this process is that of the MPI that mpi4py will load.
 
-    One process tells: the others wait for their end, which the launcher or they themselves make.
-
-    Args:
-        function: that needs MPI.
+    One process raises; the others wait until the launcher ends them, or exit.
 
     Raises:
         ClusterError: on rank 0: each process would be alone as rank 0 of 1, or fail in MPI_Init.
@@ -148,7 +138,7 @@ def check_launcher(function: str) -> None:
 
 
 def _launched_sizes() -> dict[str, int]:
-    """Return the sizes that the known variables hold, in the order of the table; what is no count is left out."""
+    """Return the sizes that the known variables hold, in the order of the table; other values are left out."""
     sizes = {}
     for name in _SIZE_VARIABLES:
         text = os.environ.get(name, "")

@@ -1,4 +1,4 @@
-"""Which MPI library mpi4py loads, asked without starting MPI; the launchers on this machine, and which one starts that MPI."""
+"""The MPI library that mpi4py loads, found without starting MPI; the launchers on this machine, and which one starts that MPI."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ except OSError:
     lines = []
 paths = [line.split(maxsplit=5)[-1] for line in lines if " r-xp " in line and "/" in line]
 paths = [path for path in paths if path.rpartition("/")[2].startswith("libmpi")]
-print(json.dumps({"name": name, "version": version, "said": MPI.Get_library_version(), "path": (paths or [""])[0],
+print(json.dumps({"name": name, "version": version, "text": MPI.Get_library_version(), "path": (paths or [""])[0],
                   "mpi4py": mpi4py.__version__}))
 """
 _DEVICE = r"Device:[ \t]+(\S.*?)[ \t]*(?:\n|$)"  # "MPICH Device:      ch4:ucx ofi"
@@ -67,10 +67,10 @@ class MPILibrary:
     Attributes:
         name: as mpi4py calls it: "MPICH", "Open MPI", "Intel MPI", …
         version: as "5.0.2".
-        text: the first line of what the library says of itself.
-        path: its file; "" where the system does not tell.
+        text: the first line of its own version text.
+        path: its file; "" where the system does not show it.
         mpi4py: version of mpi4py.
-        device: what MPICH and its relatives say of the network layers that they were built with: "ch4:ucx ofi".
+        device: the network layers that MPICH and its relatives were built with: "ch4:ucx ofi".
     """
 
     name: str
@@ -87,7 +87,7 @@ class MPILibrary:
 
     @property
     def netmods(self) -> tuple[str, ...]:
-        """The network layers that it was built with, the one that it takes by itself first; () where it does not say.
+        """The network layers that it was built with, the default one first; () where it is unknown.
 
         Example:
             >>> MPILibrary("MPICH", "5.0.2", "", device="ch4:ucx ofi").netmods
@@ -118,20 +118,17 @@ def family_to_load() -> tuple[Family, bool] | None:
     try:
         _mpiabi: Any = importlib.import_module(
             "mpi4py._mpiabi"
-        )  # its own import asks it first: nothing is looked for twice
+        )  # its own import asks it first: no search is done twice
         abi = _mpiabi._get_mpiabi()
         family = next(family for family in ("mpich", "openmpi") if family == abi)
         library = _mpiabi._dlopen_libmpi(_mpiabi.LIBMPI or os.environ.get("MPI4PY_LIBMPI"))
         return cast(Family, family), hasattr(library, "PMIx_Init")
-    except Exception:  # not an interface that mpi4py promises
+    except Exception:  # no public interface of mpi4py
         return None
 
 
 def loaded_library(python: str = sys.executable) -> MPILibrary:
     """Return the MPI library that a Python's mpi4py loads. Starts MPI nowhere.
-
-    Args:
-        python: the interpreter to ask.
 
     Raises:
         ClusterError: there is no mpi4py, or it finds no MPI library.
@@ -142,12 +139,12 @@ def loaded_library(python: str = sys.executable) -> MPILibrary:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ClusterError(explain("loaded_library", "python", expected=expected, got=str(error))) from error
     if reply.returncode:
-        said = (reply.stderr.strip().splitlines() or [f"exit status {reply.returncode}"])[-1]
+        got = (reply.stderr.strip().splitlines() or [f"exit status {reply.returncode}"])[-1]
         remedy = (
             "Load your site's MPI module, or add the folder of its libmpi to LD_LIBRARY_PATH, "
             "or install a wheel: pip install mpich"
         )
-        raise ClusterError(explain("loaded_library", python, expected=expected, got=said, remedy=remedy))
+        raise ClusterError(explain("loaded_library", python, expected=expected, got=got, remedy=remedy))
     try:
         return _library(**json.loads(reply.stdout.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
@@ -155,18 +152,18 @@ def loaded_library(python: str = sys.executable) -> MPILibrary:
         raise ClusterError(explain("loaded_library", python, expected="an answer of a Python", got=got)) from None
 
 
-def _library(name: str, version: Sequence[int], said: str, path: str = "", mpi4py: str = "") -> MPILibrary:
-    """Return what mpi4py and the library say of themselves."""
-    said = said.strip("\0 \n")
-    device = "".join(re.findall(_DEVICE, said)[:1])
-    return MPILibrary(name, ".".join(map(str, version)), said.splitlines()[0].strip(), path, mpi4py, device)
+def _library(name: str, version: Sequence[int], text: str, path: str = "", mpi4py: str = "") -> MPILibrary:
+    """Return a library by what mpi4py and its version text contain."""
+    text = text.strip("\0 \n")
+    device = "".join(re.findall(_DEVICE, text)[:1])
+    return MPILibrary(name, ".".join(map(str, version)), text.splitlines()[0].strip(), path, mpi4py, device)
 
 
 _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "orterun")
 _SECONDS = 20
 USER = "$MPIEXEC"
 
-# What `--version` says -> whose it is. Open MPI 4 calls its launcher OpenRTE; Hydra is that of MPICH and its relatives.
+# Output of `--version` -> whose it is. Open MPI 4 calls its launcher OpenRTE; Hydra is that of MPICH and its relatives.
 _KINDS: tuple[tuple[str, str, Family], ...] = (
     (r"\(Open ?MPI\) v?(\d[\w.]*)", "Open MPI", "openmpi"),
     (r"\(OpenRTE\) v?(\d[\w.]*)", "Open MPI", "openmpi"),
@@ -182,7 +179,7 @@ class Launcher:
 
     Attributes:
         command: its words, the path first.
-        name: of the MPI that it belongs to; "" where it does not say.
+        name: of the MPI that it belongs to; "" where that is unknown.
         version: of that MPI.
         family: which libraries it starts.
         where: it was found: "$MPIEXEC", "with the MPI library", "with Python" or "PATH".
@@ -207,7 +204,7 @@ class Launcher:
 def find_launchers(library: MPILibrary | None = None) -> list[Launcher]:
     """Return the mpiexecs at hand, one of each MPI in a folder, the nearest first.
 
-    The user's word ($MPIEXEC) comes first, then what was installed with the MPI library, with Python, and on PATH. Each is
+    The user's choice ($MPIEXEC) comes first, then what was installed with the MPI library, with Python, and on PATH. Each is
     run with `--version`.
     """
     launchers: dict[tuple[str, ...], Launcher] = {}
@@ -235,11 +232,11 @@ def mismatch(library: MPILibrary, launcher: Launcher) -> str:
     if launcher.where == USER and launcher.family == "other":
         return ""
     whose = f"{launcher.name} {launcher.version}" if launcher.name else "an MPI that it does not name"
-    said = f"it belongs to {whose}, and mpi4py loads {library}"
+    reason = f"it belongs to {whose}, and mpi4py loads {library}"
     if launcher.family != library.family:
-        return said
+        return reason
     if library.family == "openmpi" and launcher.version.split(".")[0] != library.version.split(".")[0]:
-        return said
+        return reason
     return ""
 
 
@@ -271,7 +268,7 @@ def _candidates(library: MPILibrary | None) -> Iterator[tuple[tuple[str, ...], s
 
 
 def _ask(command: tuple[str, ...], where: str) -> Launcher:
-    """Return what a launcher says that it is."""
+    """Return a launcher by its `--version`."""
     try:
         reply = subprocess.run([command[0], "--version"], capture_output=True, text=True, timeout=_SECONDS)
         name, version, family = _kind(reply.stdout + reply.stderr)
@@ -280,9 +277,9 @@ def _ask(command: tuple[str, ...], where: str) -> Launcher:
     return Launcher(command, name, version, family, where)
 
 
-def _kind(said: str) -> tuple[str, str, Family]:
+def _kind(text: str) -> tuple[str, str, Family]:
     for pattern, name, family in _KINDS:
-        found = re.search(pattern, said, re.DOTALL)
+        found = re.search(pattern, text, re.DOTALL)
         if found:
             return name, found[1], family
     return "", "", "other"

@@ -1,4 +1,4 @@
-"""By which start-up protocol (PMI) srun and an MPI library find each other: the value of `srun --mpi=`."""
+"""The start-up protocol (PMI) between srun and an MPI library: the value of `srun --mpi=`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NETMOD = "MPIR_CVAR_CH4_NETMOD"  # the network layer that MPICH uses, of those 
 def wanted_pmis(library: MPILibrary) -> tuple[str, ...]:
     """Return the protocols that a library speaks, the best first; () for a library that is not known here.
 
-    Some MPICHs are built with PMIx, those of the wheels are not, and the library does not tell.
+    Some MPICHs are built with PMIx, those of the wheels are not, and the library does not show it.
 
     Example:
         >>> wanted_pmis(MPILibrary("Cray MPICH", "8.1.28", "MPI VERSION    : CRAY MPICH version 8.1.28"))
@@ -62,8 +62,8 @@ def offered_pmis(srun: str = "srun") -> list[str]:
         reply = subprocess.run([srun, "--mpi=list"], capture_output=True, text=True, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    said = re.findall(r"\b(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi)\b", reply.stdout + reply.stderr)
-    return [] if reply.returncode else list(dict.fromkeys(said))
+    found = re.findall(r"\b(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi)\b", reply.stdout + reply.stderr)
+    return [] if reply.returncode else list(dict.fromkeys(found))
 
 
 def srun_environment(library: MPILibrary | None, pmi: str) -> dict[str, str]:
@@ -71,10 +71,7 @@ def srun_environment(library: MPILibrary | None, pmi: str) -> dict[str, str]:
 
     SLURM's PMI2 reads lines of 1 KB. MPICH over UCX writes longer ones, with which MPI_Init fails, or hangs now and then;
     over libfabric they are short. An MPICH that was built with UCX alone has no such choice: only its own mpiexec starts it.
-
-    Args:
-        library: None for one that nobody knows: it may be the MPICH of a wheel, and no other is known to mind.
-        pmi: the value of `--mpi=`.
+    An unknown library (None) may be the MPICH of a wheel, and no other is known to mind.
 
     Example:
         >>> srun_environment(MPILibrary("MPICH", "5.0.2", "", device="ch4:ucx ofi"), "pmi2")
@@ -86,7 +83,7 @@ def srun_environment(library: MPILibrary | None, pmi: str) -> dict[str, str]:
 
 
 def pmi2_remedy(library: MPILibrary) -> str:
-    """Return what to do before a library's ranks can start under `srun --mpi=pmi2`; "" where all is well.
+    """Return what to do before a library's ranks can start under `srun --mpi=pmi2`; "" if nothing.
 
     Example:
         >>> pmi2_remedy(MPILibrary("MPICH", "5.0.2", "", device="ch4:ucx"))
@@ -100,7 +97,7 @@ def pmi2_remedy(library: MPILibrary) -> str:
 
 
 def unset_variable(library: MPILibrary) -> str:
-    """Return the setting that a library wants under srun besides and this process lacks; "" if none."""
+    """Return the setting that a library needs under srun and this process lacks; "" if none."""
     netmod = srun_environment(library, "pmi2").get(_NETMOD)
     if netmod and not os.environ.get(_NETMOD):
         return f"{_NETMOD}={netmod}"
@@ -111,7 +108,7 @@ def unset_variable(library: MPILibrary) -> str:
 
 
 def srun_remedy(library: MPILibrary | None) -> str:
-    """Return what to do where srun was not told the protocol of a library; None for one that nobody knows.
+    """Return what to do where srun was not told the protocol of a library; None for an unknown one.
 
     SLURM is not asked what it offers: thousands of ranks may want to know at once.
 

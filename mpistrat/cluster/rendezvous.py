@@ -1,7 +1,7 @@
-"""Where the ranks of a communicator meet before their first blocking call: bounded in time, and told apart by what they make.
+"""Rendezvous of the ranks of a communicator before their first blocking call, bounded in time; what each makes is compared.
 
-Nothing of ours watches over them yet, and a wait inside MPI cannot be left. So they meet in MPI's nonblocking collectives and
-look at them now and then.
+No watchdog runs yet, and a wait inside MPI cannot be left. So the ranks use MPI's nonblocking collectives and test them from time
+to time.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ from .start import ranks_of_launcher
 __all__ = ["wait_for_ranks"]
 
 _NAME_BYTES, _VERDICT_BYTES = 64, 1024
-_GRACE = 5.0  # seconds after the time limit in which rank 0, who knows more, may tell first
-_LOOK = 1.0  # seconds between two looks whether a rank of this node has finished its program
+_GRACE = 5.0  # seconds after the time limit in which rank 0, which knows more, may raise first
+_LOOK = 1.0  # seconds between two checks whether a rank of this node has finished its program
 _abandoned: list[Any] = []  # requests that never ended, and what MPI may still write to
 
 
 def wait_for_ranks(comm: Any, function: str) -> None:
-    """Wait until all ranks are here, and check that they are here for the same. Collective over `comm`.
-
-    Args:
-        comm: of the ranks that meet.
-        function: what this rank makes; the same on all ranks.
+    """Wait until all ranks are here, and check that they make the same, `function`. Collective over `comm`.
 
     Raises:
         CollectiveMismatchError: on every rank, when they make different things.
@@ -58,12 +54,12 @@ def wait_for_ranks(comm: Any, function: str) -> None:
                 )
         if not warned and waited > environment.warn_after:
             warned = True
-            if rendezvous.tells:
+            if rendezvous.informed:
                 log.setup(environment.log)
                 log.logger.warning(
                     "%s: rank %d waits for %s since %.0f s", function, comm.rank, rendezvous.missing(), waited
                 )
-        if waited > environment.abort_after + (0.0 if rendezvous.tells else _GRACE):
+        if waited > environment.abort_after + (0.0 if rendezvous.informed else _GRACE):
             _abandoned.append(rendezvous)
             raise CollectiveTimeoutError(
                 f"{function}: rank {comm.rank} of {comm.size} waited {environment.abort_after:g} s for {rendezvous.missing()}."
@@ -89,10 +85,10 @@ def _finished(comm: Any) -> set[int]:
 
 
 class _Rendezvous:
-    """Rank 0 greets, all tell it what they make, and it answers when it has heard all.
+    """A scatter from rank 0, a gather of what each rank makes, and a broadcast of the verdict when rank 0 has received all.
 
-    The collectives are those that both MPIs carry out without ranks in between, so that rank 0 sees who has come, and the
-    others whether it has.
+    Both MPIs carry these collectives out without intermediate ranks, so that rank 0 sees which ranks have come, and the
+    others whether rank 0 has.
     """
 
     def __init__(self, comm: Any, function: str) -> None:
@@ -115,8 +111,8 @@ class _Rendezvous:
         self._answered: Any = None if root else comm.Ibcast(self._answer, 0)
 
     @property
-    def tells(self) -> bool:
-        """Whether this rank knows better than rank 0 does who is missing."""
+    def informed(self) -> bool:
+        """Whether this rank knows at least as well as rank 0 which ranks are missing."""
         return self._comm.rank == 0 or not self._greeting[0]
 
     def over(self) -> bool:
@@ -133,7 +129,7 @@ class _Rendezvous:
         return True
 
     def _judge(self) -> None:
-        """Tell all others, as rank 0, what is wrong."""
+        """Broadcast, as rank 0, what is wrong."""
         made = {rank: row.tobytes().rstrip(b"\0").decode(errors="replace") for rank, row in enumerate(self._names)}
         if len(set(made.values())) > 1:
             text = (
@@ -144,9 +140,9 @@ class _Rendezvous:
         self._answered = self._comm.Ibcast(self._answer, 0)
 
     def missing(self) -> str:
-        """Return who has not come, in words.
+        """Return which ranks have not come, in words.
 
-        Rank 0 looks at what MPI has written so far: a name is there when its rank has come.
+        On rank 0 the gather shows it so far: a name is there when its rank has come.
         """
         if self._comm.rank:
             return "ranks that rank 0 waits for" if self._greeting[0] else "rank 0"

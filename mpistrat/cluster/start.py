@@ -1,12 +1,12 @@
 """MPI's start under a launcher, bounded in time; and how a process that has not started MPI ends the job.
 
-MPI_Init waits for the other ranks, and mpi4py holds Python's lock meanwhile. So where this package is the one that starts
-MPI, it calls MPI_Init_thread through ctypes, which lets go of the lock, and a thread tells and ends what takes too long.
+MPI_Init waits for the other ranks, and mpi4py holds Python's lock meanwhile. So where this package
+starts MPI, it calls MPI_Init_thread through ctypes, which releases the lock, and a thread reports and ends what takes too long.
 
-A rank that has finished its program will never come. Before MPI could tell, the operating system does, on the same node: the
+A rank that has finished its program will never come. Before MPI runs, the operating system shows it, on the same node: the
 ranks are children of one launcher process (with what the user starts between the two, a shell for instance), and each has its
-number in its environment. One that was there and is gone has finished; so has one that says so in its process name while it
-waits for the others in MPI's end.
+number in its environment. One that was there and is gone has finished; so has one whose process name shows it while it
+waits for the others in MPI_Finalize.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEVELS = {"single": 0, "funneled": 1, "serialized": 2, "multiple": 3}  # as MPI
 _PMI = "PMI_FD"
 _LOOK = 0.5  # seconds between two looks at the other ranks of the node
 _STARTING = 2.0  # seconds in which the launcher starts processes
-_PRINTING = 1.0  # seconds in which one rank of the node tells why the job ends
+_PRINTING = 1.0  # seconds in which one rank of the node prints why the job ends
 _LOCAL_SIZES = "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"
 _FINISHED = "mpistrat: left"  # a process's name has at most 15 characters
 _seen: set[int] = set()  # ranks of this node that have lived
@@ -47,7 +47,7 @@ def running() -> Any:
 
 
 def import_mpi() -> Any:
-    """Return the module mpi4py.MPI; importing it starts MPI as mpi4py.rc says. Collective over the job where it does.
+    """Return the module mpi4py.MPI; importing it starts MPI by the settings of mpi4py.rc. Collective over the job where it does.
 
     With several ranks a start that takes longer than MPISTRAT_ABORT_AFTER ends the job.
     """
@@ -56,9 +56,9 @@ def import_mpi() -> Any:
     rc: Any = mpi4py.rc
     launched = launched_size()
     here = sys.modules.get("mpi4py.MPI")
-    told = any(name.startswith("MPI4PY_RC_") for name in os.environ)
+    configured = any(name.startswith("MPI4PY_RC_") for name in os.environ)
     level = _LEVELS.get(rc.thread_level) if rc.threads in (True, "yes") else 0
-    ours = here is None and not told and rc.initialize in (True, "yes") and rc.errors == "exception"
+    ours = here is None and not configured and rc.initialize in (True, "yes") and rc.errors == "exception"
     if not ours or level is None or launched is None or launched[0] == 1:
         return importlib.import_module("mpi4py.MPI")
     before = rc.initialize, rc.finalize
@@ -83,7 +83,7 @@ def _init(mpi: Any, level: int) -> None:
 
 
 class _Limit:
-    """Tells, and then ends the job, where what is done inside takes too long."""
+    """Warns, and then ends the job, where its `with` block takes too long."""
 
     def __init__(self, size: int) -> None:
         self._done, self._size, self._environment = threading.Event(), size, Environment.read()
@@ -117,7 +117,7 @@ class _Limit:
                 if launched_rank() in (
                     0,
                     self._size - 1,
-                ):  # two speak for all: one of them may be the one that is missing
+                ):  # two print for all: one of them may be missing
                     self._say(f"mpistrat WARNING: {self._where(environment.warn_after)}")
 
     def _end(self, text: str, first: bool = True) -> None:
@@ -140,8 +140,8 @@ class _Limit:
 def end_before_mpi(status: int) -> None:
     """Have the launcher end the job, by a process that has not started MPI; the caller then exits.
 
-    Most launchers do so when a process exits with an error. MPICH's lets the others wait in MPI_Init for ever. It is told
-    over the connection on which MPI_Init would talk to it (PMI 1). A child of the rank has no such connection, and ends nothing.
+    Most launchers do so when a process exits with an error. MPICH's lets the others wait in MPI_Init without end. It gets
+    a message over the connection that MPI_Init would use (PMI 1). A child of the rank has no such connection, and ends nothing.
     """
     number = os.environ.get(_PMI, "")
     if number.isdigit() and "HYDI_CONTROL_FD" in os.environ:
@@ -160,7 +160,7 @@ def ranks_of_launcher() -> tuple[set[int], set[int]]:
     """Return the ranks of this node, as the launcher counts, that have finished their program, and those that have not.
 
     A rank that had gone before the first call is seen where all ranks are on this node. The launcher may still be starting
-    processes: who acts upon it looks twice. Both are empty where the system does not show it.
+    processes: so check twice before acting on it. Both are empty where the system does not show it.
     """
     launched, rank = launched_size(), launched_rank()
     if launched is None or rank is None:
@@ -201,7 +201,7 @@ def _children(process: int) -> Iterator[int]:
 
 
 def _has_finished(process: int) -> bool:
-    """Tell whether a rank's process, or the Python that a shell of it has started, says that it has finished."""
+    """Return whether a rank's process, or the Python that a shell of it has started, is marked as finished."""
     with contextlib.suppress(OSError):
         if Path(f"/proc/{process}/comm").read_text().rstrip("\n") == _FINISHED:
             return True

@@ -1,4 +1,4 @@
-"""Which rank is which task: what the resolver of each rank says of it, compared."""
+"""Tasks of ranks: which rank is which task, by the resolvers of all ranks, compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Task = tuple[str, int]
 
 
 def own_task(resolver: ClusterResolver | None) -> str:
-    """Return what this rank tells the others of its task and its cluster; "" where it knows neither.
+    """Return what this rank sends the others of its task and its cluster; "" where it knows neither.
 
     Raises:
         ClusterError: the cluster or the task breaks a rule of `roles`, or the task is half given.
@@ -34,17 +34,11 @@ def own_task(resolver: ClusterResolver | None) -> str:
 
 
 def ranks_by_task(
-    function: str, told: Sequence[str], resolver: ClusterResolver | None, jobs: Sequence[str]
+    function: str, texts: Sequence[str], resolver: ClusterResolver | None, jobs: Sequence[str]
 ) -> Mapping[Task, int]:
     """Return the rank of each task, the chief first, then by role and number; {} where no rank knows its task.
 
-    The same on every rank, errors included.
-
-    Args:
-        function: the caller to name in errors.
-        told: what each rank told, see `own_task`.
-        resolver: this rank's.
-        jobs: the roles that the ranks may have.
+    The same on every rank, errors included. `texts` are those of `own_task` on each rank, `jobs` the roles that they may have.
 
     Raises:
         ClusterError: the clusters differ, some ranks know their task and some do not, a rank has another role, two ranks
@@ -54,7 +48,7 @@ def ranks_by_task(
     def refuse(expected: str, got: str, remedy: str) -> ClusterError:
         return ClusterError(explain(function, "cluster_resolver", expected=expected, got=got, remedy=remedy))
 
-    words = [text.split() for text in told]
+    words = [text.split() for text in texts]
     digests = [rank_words[0] if rank_words else "" for rank_words in words]
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
@@ -62,7 +56,7 @@ def ranks_by_task(
         remedy = "Describe the whole cluster on every rank: only the task differs"
         raise refuse("one cluster on all ranks", f"another on {named('rank', others, 8)} than on rank 0{here}", remedy)
     silent = [rank for rank, rank_words in enumerate(words) if not rank_words or rank_words[1] == "None"]
-    if len(silent) == len(told):
+    if len(silent) == len(texts):
         return {}
     if silent:
         raise refuse(

@@ -1,4 +1,4 @@
-"""Where the ranks are: the communicators of the world, of a node and between nodes, and who holds which replica."""
+"""Topology of the ranks: the communicators of the world, of a node and between nodes, and which rank has which replica."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Topology:
         thread_level: int = 0,
         node_cores: int = 1,
     ) -> None:
-        """Derive the whole layout from what each rank told the others. `create` calls it."""
+        """Derive the whole layout from what the ranks have exchanged. `create` calls it."""
         self.comm, self.intra = comm, intra
         self.inter: MPI.Intracomm | None = inter
         self.hostname, self.thread_level, self.node_cores = hostname, thread_level, node_cores
@@ -89,7 +89,7 @@ class Topology:
         devices: Sequence[str] | str | None = None,
         function: str = "Topology.create",
     ) -> Topology:
-        """Find out where the ranks of a communicator are. Collective over `comm`; starts MPI if nobody has yet.
+        """Find out where the ranks of a communicator are. Collective over `comm`; starts MPI if it is not running.
 
         Args:
             comm: an intracommunicator, duplicated here; default COMM_WORLD.
@@ -107,7 +107,7 @@ class Topology:
         comm = check_comm(mpi, comm, function)
         wait_for_ranks(comm, function)
         own = comm.Dup()
-        # Errors shall reach Python as exceptions, whatever the handler of the user's communicator is.
+        # Errors are to reach Python as exceptions, whatever the handler of the user's communicator is.
         own.Set_errhandler(mpi.ERRORS_RETURN)
         intra = own.Split_type(mpi.COMM_TYPE_SHARED, key=own.rank)
         try:
@@ -254,7 +254,7 @@ def check_comm(mpi: Any, comm: Any, function: str) -> Any:
 
 
 def given_comm(comm: Any, function: str) -> Any:
-    """Return the communicator that a user gives to what can do without: None for None, and then MPI is not started.
+    """Return the communicator of a user where none is needed: None for None, and then MPI is not started.
 
     Raises:
         LayoutError, ClusterError: as `check_comm`.

@@ -134,12 +134,9 @@ def split_lists(function: str, jobs: Mapping[str, Sequence[int]], size: int) -> 
 
 
 def split_apps(function: str, jobs: Sequence[str], apps: Sequence[int]) -> dict[str, list[int]]:
-    """Return the ranks of each job when job k is the k-th program of the launch.
+    """Return the ranks of each job when job k, which may repeat, is the k-th program of the launch.
 
-    Args:
-        function: the caller to name in errors.
-        jobs: a job for each program; the same job may come several times.
-        apps: for each rank the number of its program, -1 where MPI does not know.
+    `apps` are the programs of the ranks, -1 where MPI does not know it.
 
     Raises:
         ClusterError: MPI knows no program numbers, or there are more or fewer programs than jobs.

@@ -1,4 +1,4 @@
-"""Cluster resolvers: what every source of a cluster's description can tell; one that the program gives, and several as one."""
+"""Cluster resolvers: the base class of all; one of a cluster that the program gives, and one of several resolvers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, by default of this process; "" with nobody to connect to."""
+        """Return the address of a task, by default of this process; "" where there is nothing to connect to."""
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return the number of accelerators of this process by type, {} without any.

@@ -174,15 +174,15 @@ def _check_launcher(total: int, procid: int) -> None:
 
 
 def _check_place(nodes: list[int], procid: int) -> None:
-    """Compare the order found here with what SLURM tells this process of itself."""
+    """Compare the order found here with SLURM's variables of this process."""
     if procid >= len(nodes):
         raise _error("SLURM_PROCID", f"a task from 0 to {len(nodes) - 1}", procid)
     if os.environ.get("SLURM_NODEID") and _number("SLURM_NODEID") != nodes[procid]:
         expected = f"node {nodes[procid]} for task {procid} by SLURM_DISTRIBUTION and SLURM_STEP_TASKS_PER_NODE"
         raise _error("SLURM_NODEID", expected, os.environ["SLURM_NODEID"])
     here = [task for task, node in enumerate(nodes) if node == nodes[procid]]
-    told = os.environ.get("SLURM_GTIDS", "").split(",")  # the tasks on this node
-    if all(text.isascii() and text.isdigit() and len(text) < 8 for text in told) and sorted(map(int, told)) != here:
+    given = os.environ.get("SLURM_GTIDS", "").split(",")  # the tasks on this node
+    if all(text.isascii() and text.isdigit() and len(text) < 8 for text in given) and sorted(map(int, given)) != here:
         expected = f"tasks {','.join(map(str, here))} on the node of task {procid} by SLURM_DISTRIBUTION"
         raise _error("SLURM_GTIDS", f"{expected:.400}", f"{os.environ['SLURM_GTIDS']!r:.120}")
 
