@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ __all__ = [
     "RemoteValue",
     "RemoteValueStatus",
 ]
+
+
+_numbers = itertools.count(1)  # of RemoteValues
 
 
 class RemoteValueStatus(enum.Enum):
@@ -41,14 +45,13 @@ class RemoteValue:
         status: NOT_READY, READY, or ABORTED if the function failed or was cancelled.
     """
 
-    def __init__(self, coordinator: Any, number: int) -> None:
+    def __init__(self, coordinator: Any) -> None:
         """`ClusterCoordinator.schedule` makes it."""
         self.status = RemoteValueStatus.NOT_READY
-        self._coordinator, self._number = coordinator, number
+        self._coordinator, self._number = coordinator, next(_numbers)
         self._data: bytes | None = None
         self._error: BaseException | None = None
         self._value: Any = None
-        self._callbacks: list[Callable[[RemoteValue], None]] = []
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the value, after waiting for it. For the chief.
@@ -91,29 +94,31 @@ class Closure:
     """One scheduled function.
 
     Attributes:
-        number: counted from 1 over all closures.
         what: its name, for errors.
         data: function and arguments as bytes.
-        inputs: the RemoteValues among what it refers to.
         value: what it will return.
+        inputs: the RemoteValues among what it refers to.
         worker: the only worker that may run it, or None.
         priority: larger ones go first.
         isolated: whether its error is its caller's alone, instead of the next join's.
+        kept: what must not be freed before it has run.
         start: called before it is sent the first time; returns whether it shall be.
-        kept: what must not be let go of before it has run.
+        callback: called with the value once it is there, or aborted.
+        number: counted from 1 over all closures that were submitted.
         missing: how many of its inputs are not ready.
     """
 
-    number: int
     what: str
     data: bytes
-    inputs: list[RemoteValue]
     value: RemoteValue
+    inputs: Sequence[RemoteValue] = ()
     worker: int | None = None
     priority: float = 0
     isolated: bool = False
-    start: Callable[[], bool] | None = None
     kept: Sequence[Any] = ()
+    start: Callable[[], bool] | None = None
+    callback: Callable[[RemoteValue], None] | None = None
+    number: int = 0
     missing: int = 0
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..._util import nest
 from ...errors import ClosedError, ContextError, explain
-from .closures import PerWorkerValues, RemoteValue
+from .closures import Closure, PerWorkerValues, RemoteValue
 from .cluster import Cluster, check_workers
 from .dispatcher import FIRST, Dispatcher
 from .executor import CoordinatorExecutor
@@ -278,7 +278,7 @@ class ClusterCoordinator:
             raise TypeError(explain(function, "fn", expected=expected, got=got, remedy=remedy)) from error
         kept, registry.kept = registry.kept, []
         self._cluster.prepare(registry.used)
-        return dispatcher.submit(self, what, data, tuple(inputs.values()), kept=kept, **how)
+        return dispatcher.submit(Closure(what, data, RemoteValue(self), tuple(inputs.values()), kept=kept, **how))
 
     def _make_on_workers(self, fn: Callable[..., Any], args: tuple[Any, ...], function: str) -> PerWorkerValues:
         dispatcher = self._dispatcher(function)
@@ -294,7 +294,7 @@ class ClusterCoordinator:
     def _drop(self, dispatcher: Dispatcher, number: int) -> None:
         for worker in dispatcher.alive():
             data = dumps((_forget, (self._cluster.registry, number), {}), self._cluster.registry.reduce)
-            dispatcher.submit(self, "forget", data, worker=worker, priority=FIRST, isolated=True)
+            dispatcher.submit(Closure("forget", data, RemoteValue(self), (), worker, FIRST, isolated=True))
 
     def _ask(self, value: Any) -> Any:
         if not isinstance(value, PerWorkerValues):

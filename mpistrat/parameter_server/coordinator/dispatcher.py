@@ -98,7 +98,7 @@ class Dispatcher:
         self._error: BaseException | None = None
         self._cancelled, self._cancel_everything = 0, False  # the number of the last one that the last cancellation met
         self._why_cancelled: BaseException = ClosureCancelledError("")
-        self._finished: list[RemoteValue] = []
+        self._finished: list[Closure] = []  # whose callbacks are to be called
         self._next_check = 0.0
         self.threaded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self._thread: threading.Thread | None = None
@@ -107,45 +107,29 @@ class Dispatcher:
 
     # what the coordinator does
 
-    def submit(
-        self,
-        coordinator: Any,
-        what: str,
-        data: bytes,
-        inputs: Sequence[RemoteValue] = (),
-        worker: int | None = None,
-        priority: float = 0,
-        isolated: bool = False,
-        kept: Sequence[Any] = (),
-        start: Callable[[], bool] | None = None,
-        callback: Callable[[RemoteValue], None] | None = None,
-    ) -> RemoteValue:
+    def submit(self, closure: Closure) -> RemoteValue:
         """Put a function into the queue and return its value; wait while the queue is full.
-
-        Args: see `Closure`; the value belongs to `coordinator`, and `callback` gets it once it is there, or aborted.
 
         Raises:
             What a closure before it raised, unless this one is isolated.
         """
+        isolated = closure.isolated
         if not isolated:
             self.raise_error()
-        if priority != FIRST:
+        if closure.priority != FIRST:
             self.drive(lambda: self._size() < self.queue_size or (self._error is not None and not isolated))
             if not isolated:
                 self.raise_error()
         with self.lock:
             if not self._alive:
-                raise PeerExitError(f"{what} cannot be run: all workers have left the program")
+                raise PeerExitError(f"{closure.what} cannot be run: all workers have left the program")
             self._count += 1
-            value = RemoteValue(coordinator, self._count)
-            if callback is not None:
-                value._callbacks.append(callback)
-            closure = Closure(self._count, what, data, list(inputs), value, worker, priority, isolated, start, kept)
+            closure.number = self._count
             self._pending += not isolated
             self._enter(closure)
             self._dispatch()
         self._start()
-        return value
+        return closure.value
 
     def alive(self) -> list[int]:
         """Return the indices of the workers that have not left."""
@@ -269,9 +253,9 @@ class Dispatcher:
                 self._check(now)
             self._dispatch()
             finished, self._finished = self._finished, []
-        for value in finished:
-            for callback in value._callbacks:
-                callback(value)
+        for closure in finished:
+            if closure.callback is not None:
+                closure.callback(closure.value)
         return moved
 
     def _start(self) -> None:
@@ -403,7 +387,7 @@ class Dispatcher:
         """Go on with those that waited for a value, now that it is there or will never be."""
         value = closure.value
         self._pending -= not closure.isolated
-        self._finished.append(value)
+        self._finished.append(closure)
         for waiting in self._waiting.pop(value, ()):
             if waiting.value.status is not RemoteValueStatus.NOT_READY:
                 continue

@@ -50,7 +50,7 @@ def test_results_hold_the_values_of_variables(strategy):
 
 def test_what_belongs_to_others_is_refused(strategy):
     registry, other = ObjectRegistry(strategy), ms.Variable([1.0])
-    for wrong in (other, RemoteValue(object(), 1), threading.Lock(), (x for x in "generator")):
+    for wrong in (other, RemoteValue(object()), threading.Lock(), (x for x in "generator")):
         with pytest.raises(TypeError):
             pickling.dumps([wrong], registry.reduce_with({}))
 
@@ -58,10 +58,11 @@ def test_what_belongs_to_others_is_refused(strategy):
 def test_remote_values_are_noted_and_resolved(strategy):
     registry, inputs = ObjectRegistry(strategy), {}
     registry.coordinator = object()
-    value = RemoteValue(registry.coordinator, 7)
+    value = RemoteValue(registry.coordinator)
     data = pickling.dumps(lambda: value, registry.reduce_with(inputs))
-    assert inputs == {7: value}
-    with registry.with_inputs({7: memoryview(pickling.dumps([1, 2], registry.reduce))}):
+    assert list(inputs.values()) == [value]
+    (number,) = inputs
+    with registry.with_inputs({number: memoryview(pickling.dumps([1, 2], registry.reduce))}):
         assert pickling.loads(data, registry.resolve)() == [1, 2]
 
 
@@ -133,7 +134,7 @@ def test_the_order_of_a_variable_carries_its_form_only():
 
 
 def closure(number, worker=None, priority=0):
-    return Closure(number, "f", b"", [], RemoteValue(None, number), worker, priority)
+    return Closure("f", b"", RemoteValue(None), (), worker, priority, number=number)
 
 
 def test_the_queue_keeps_priority_then_number():
