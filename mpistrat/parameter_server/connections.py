@@ -85,7 +85,7 @@ class ParameterServers:
         layout = MailboxLayout(len(self.workers), SLOTS if any(self._windows) else 0, CHUNK_BYTES)
         self._posting = MailboxLayout(len(self.workers), SLOTS, CHUNK_BYTES)
         sizes = [layout.nbytes] * len(self.servers)
-        mailbox = ServerMemory(group, self._comm, self.servers, sizes, *self._windows, "the servers' mailboxes")
+        mailbox = self._allocate(sizes, "the servers' mailboxes")
         mailbox.populate((0, mailbox.own.nbytes))
         self._memory = SharedMemory(layout, mailbox)
         self.addresses = self._memory.addresses
@@ -118,8 +118,7 @@ class ParameterServers:
             self.group, index, self.workers, self._memory, by_windows, self._comm.Iprobe, back_off, self._threads,
         )  # fmt: skip
         if by_windows:
-            windows = WindowPort(by_windows, self._memory, index, server.deliver, server.accepts)
-            server.add_port(windows, by_windows)
+            server.add_port(WindowPort(server, by_windows, self._memory), by_windows)
         if by_messages:
             ranks = {self.workers[w]: w for w in by_messages}
             port = MessagePort(server, ranks, self._memory, self._comm, server.deliver)
@@ -163,7 +162,7 @@ class ParameterServers:
         return list(range(len(self.addresses) - len(specs), len(self.addresses)))
 
     def _near(self, specs: Sequence[VariableSpec]) -> list[tuple[int, ...]]:
-        """Return for each variable the workers that shall be able to read it where it lies: see `snapshots.py`. Collective.
+        """Return for each variable the workers that shall be able to read it where it lies: see `atomic_reads.py`. Collective.
 
         None where there is little memory, and where a network may read it, which would take all of it at once.
         """
@@ -188,10 +187,10 @@ class ParameterServers:
         self._next_slab = min(2 * self._next_slab, LARGEST_SLAB)
         self._room = [aligned(max(n, wanted)) for n in needed]
         self._used = [0] * len(self.servers)
-        memory = ServerMemory(
-            self.group, self._comm, self.servers, self._room, *self._windows, "the servers' variables"
-        )
-        self._memory.slabs.append(memory)
+        self._memory.slabs.append(self._allocate(self._room, "the servers' variables"))
+
+    def _allocate(self, nbytes: Sequence[int], what: str) -> ServerMemory:
+        return ServerMemory(self.group, self._comm, self.servers, nbytes, *self._windows, what)
 
     def _grow_staging(self, specs: Sequence[VariableSpec]) -> None:
         """Make room for large pushes, where there is plenty; without it they come in fragments. Collective."""
@@ -202,8 +201,7 @@ class ParameterServers:
             return
         free, nbytes = free_space(), [area * HALVES * len(self.workers) for area in wanted]
         if self.group.agree(free is None or free // 4 > sum(nbytes), "min"):
-            what = "large pushes to the servers"
-            memory = ServerMemory(self.group, self._comm, self.servers, nbytes, *self._windows, what)
+            memory = self._allocate(nbytes, "large pushes to the servers")
             memory.populate((0, memory.own.nbytes))
             self._memory.stagings.append(Staging(wanted, memory))
 

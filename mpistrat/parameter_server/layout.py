@@ -11,7 +11,7 @@ The mailbox of a server, in bytes:
 | slots for each worker | that worker | header and payload of one fragment of a message |
 
 A line is 64 bytes, so that no two writers share a cache line. A slab holds variables: a line with the version word and those
-of `snapshots.py`, then the bytes of the variable. A large one that workers of the same node may read in place has a
+of `atomic_reads.py`, then the bytes of the variable. A large one that workers of the same node may read in place has a
 word for each of them before that line, and after it further buffers like the first, and one for the gradient of each of them.
 """
 

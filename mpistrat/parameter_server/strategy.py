@@ -24,8 +24,7 @@ from ..strategy.layout import PARAMETER_SERVER
 from ..strategy.preemption import StopAtPasses, StopRequest
 from ..strategy.strategy import Strategy
 from .connections import ParameterServers
-from .coordinator.cluster import Cluster
-from .coordinator.join import share_settings
+from .coordinator.cluster import Cluster, share_settings
 from .report import ParameterServerStats
 from .roles import RoleAssignment, Roles, Settings
 from .store import ServerStore

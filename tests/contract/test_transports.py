@@ -209,7 +209,7 @@ def test_rows_of_a_large_table(transport):
 @pytest.mark.big(gib=1)
 def test_a_reader_that_stopped_does_not_hold_up_others_for_long(transport):
     """Worker 0 announces a reading of a variable of 200 MB and does not end it, worker 1 pushes rows meanwhile."""
-    from mpistrat.parameter_server.server.seqlock import _VARIABLES
+    from mpistrat.parameter_server.server.atomic_reads import _VARIABLES
 
     def work(worker, transports):
         link = transports[0]

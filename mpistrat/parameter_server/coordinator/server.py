@@ -9,8 +9,7 @@ from ...cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFCo
 from ...cluster.topology import check_comm, running_mpi
 from ...errors import explain
 from ..strategy import ParameterServerStrategy
-from .cluster import Cluster
-from .join import learn_settings, with_joined
+from .cluster import Cluster, learn_settings, with_joined
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -20,9 +20,8 @@ from ..report import ServerStats, count
 from ..wire.fragments import Fragment, MessageKind
 from ..wire.memory import ServerMemory, SharedMemory
 from ..wire.transport import FOR_GOOD, Port
-from .seqlock import SeqLockWriter
+from .atomic_reads import SeqLockWriter, SnapshotBuffers
 from .service import PassWait, Rounds, Service
-from .snapshots import SnapshotBuffers
 
 __all__ = ["Server"]
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
 from ...comm.window import Window
 from ..layout import LINE, Address
-from ..server.seqlock import SeqLockReader
-from ..server.snapshots import HeldSnapshot
+from ..server.atomic_reads import HeldSnapshot, SeqLockReader
 from .fragments import Assembly, Fragment, MessageKind, cut
 from .memory import HALVES, SharedMemory
 from .transport import Pair, Port, Transport
+
+if TYPE_CHECKING:
+    from ..server.server import Server
 
 __all__ = ["OneSidedTransport", "SharedWindowTransport", "WindowPort"]
 
@@ -194,23 +196,14 @@ class WindowPort(Port):
     """Looks into the slots of its workers.
 
     Args:
+        server: whose port it is.
         workers: their numbers.
         memory: with this rank's segments.
-        server: this server's number.
-        deliver: takes a worker, the last fragment of a message, and the whole payload.
-        accepts: takes a worker, and returns whether a push of it may be taken now.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[int],
-        memory: SharedMemory,
-        server: int,
-        deliver: Callable[[int, Fragment, np.ndarray], None],
-        accepts: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, server: Server, workers: Sequence[int], memory: SharedMemory) -> None:
         layout = memory.layout
-        self._accepts, self._server, self._deliver = accepts, server, deliver
+        self._accepts, self._server, self._deliver = server.accepts, server.index, server.deliver
         self._mailbox, self._stagings = memory.mailbox, memory.stagings
         self._addresses, self._slabs = memory.addresses, memory.slabs
         self._workers = [

@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from mpistrat.parameter_server.server.seqlock import _VARIABLES, SeqLockWriter
+from mpistrat.parameter_server.server.atomic_reads import _VARIABLES, SeqLockWriter
 
 
 @pytest.fixture
 def gate(monkeypatch):
     """A gate over three words of which the first two are readers', with a short patience."""
-    monkeypatch.setattr("mpistrat.parameter_server.server.seqlock._SECONDS", 0.3)
+    monkeypatch.setattr("mpistrat.parameter_server.server.atomic_reads._SECONDS", 0.3)
     words = memoryview(bytearray(24)).cast("q")
     return words, SeqLockWriter(words, [0, 8], lambda: None, lambda: None)
 
@@ -48,7 +48,7 @@ def test_a_reader_that_never_ends_is_waited_for_once(gate):
 
 
 def test_a_reader_of_a_large_variable_holds_nobody_up_for_long_and_gets_more_time_if_it_goes_on(gate, monkeypatch):
-    monkeypatch.setattr("mpistrat.parameter_server.server.seqlock._MOST_SECONDS", 0.4)
+    monkeypatch.setattr("mpistrat.parameter_server.server.atomic_reads._MOST_SECONDS", 0.4)
     words, writer = gate
     for number, expected in (7, 0.4), (8, 0.8), (9, 1.3):  # the last is the time for 50 MB
         words[0] = number * _VARIABLES + 4 + 1

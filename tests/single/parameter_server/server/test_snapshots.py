@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.parameter_server.layout import Address, VariableSpec
-from mpistrat.parameter_server.server.snapshots import HeldSnapshot, SnapshotBuffers
+from mpistrat.parameter_server.server.atomic_reads import HeldSnapshot, SnapshotBuffers
 
 
 class Memory:

@@ -1,0 +1,243 @@
+"""Atomic reads of memory that a server writes: a seqlock with reader announcements, and versioned buffers.
+
+Seqlock: the version word of a variable is odd while the server writes; a reader copies, and retries if the word was odd or
+has changed. A plain seqlock starves readers of a busy server. So a reader announces itself in a separate word, and the
+server waits for it before its next write, a bounded time, once for each announcement: a reader that was stopped or died
+delays the server only once. Each retry is a new announcement. The server waits a second at most for the first, since all
+workers wait meanwhile, and twice as long for each further one of a slow reader, so that its read eventually succeeds.
+
+Versioned buffers: reads without a copy. A large variable has several buffers, for workers that share memory with its server:
+one with the current version, one for each of these workers to hold, and one for the next version. Words next to the version
+give the current buffer, and whether buffers may be held; each worker has a word for the buffer that it holds (a hazard
+pointer). A worker that announces a buffer and finds afterwards that it is still current, holds it. The server uses a buffer
+that is neither current nor held; there always is one. So neither waits for the other, and a worker that stops or dies blocks
+only its own buffer. A buffer that a worker holds does not change as long as any array of its program refers to it. Buffers
+are allocated only after a worker has requested one and a gradient of the whole variable has come: writing a few rows of a
+variable would cost a copy of all of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, final
+
+import numpy as np
+
+from ...comm.waiting import Backoff, PeerWait
+from ...comm.window import SharedWindow, Window
+from ..layout import Address
+from ..wire.memory import ServerMemory
+
+__all__ = ["HeldSnapshot", "SeqLockReader", "SeqLockWriter", "SnapshotBuffers"]
+
+_BITS = 24  # of an announcement for the variable, the others number the announcements
+_VARIABLES = 1 << _BITS
+_SECONDS, _BYTES_PER_SECOND = 0.1, 50e6  # how long a server waits for one reading
+_MOST_SECONDS = 1.0  # but at first no longer than this
+_YIELDS = 1000
+_SLEEP = 1e-4
+
+
+@final
+class SeqLockReader:
+    """A worker's end.
+
+    Args:
+        mailbox: the window with the announcement.
+        rank: of the server, in the window.
+        offset: of the word.
+        wait: makes what waits while the server writes.
+    """
+
+    def __init__(self, mailbox: Window, rank: int, offset: int, wait: Callable[[], PeerWait]) -> None:
+        self._mailbox, self._rank, self._offset, self._wait = mailbox, rank, offset, wait
+        self._number = 0
+
+    def read(self, variable: int, slab: Window, version: int, copy: Callable[..., None], *args: Any) -> int:
+        """Copy until the copy is whole; return the version of what was copied.
+
+        Args:
+            variable: its number.
+            slab: the window with the variable.
+            version: offset of the version word.
+            copy: copies what is read; called with `args`.
+        """
+        mailbox, rank, offset = self._mailbox, self._rank, self._offset
+        try:
+            while True:
+                self._number += 1
+                mailbox.put_word(rank, offset, self._number * _VARIABLES + variable + 1)
+                before = slab.get_word(rank, version)
+                if before & 1:
+                    wait = self._wait()
+                    while before & 1:
+                        wait.pause()
+                        before = slab.get_word(rank, version)
+                slab.sync()
+                copy(*args)
+                slab.sync()
+                if slab.get_word(rank, version) == before:
+                    return before >> 1
+        finally:
+            mailbox.put_word(rank, offset, 0)
+
+
+@final
+class SeqLockWriter:
+    """A server's end.
+
+    Args:
+        words: the words of the mailbox.
+        offsets: of the words of all workers that read by themselves.
+        sync: makes what others wrote visible.
+        progress: lets MPI carry out what others do to this rank's memory.
+    """
+
+    def __init__(
+        self, words: memoryview, offsets: Sequence[int], sync: Callable[[], object], progress: Callable[[], object]
+    ) -> None:
+        self._words, self._announced = words, [offset // 8 for offset in offsets]
+        self._sync, self._progress = sync, progress
+        self._given_up: dict[int, int] = {}
+        self._most: dict[int, float] = {}  # seconds for the next attempt of readers that were given up
+
+    def wait(self, variable: int, nbytes: int) -> None:
+        """Wait until nobody is in a reading of a variable that began before now, or for long enough."""
+        self._sync()
+        words, wanted = self._words, variable + 1
+        start = 0.0
+        for word in self._announced:
+            announcement = words[word]
+            if announcement % _VARIABLES == wanted and self._given_up.get(word) != announcement:
+                start = start or monotonic()  # one time for all: they read at the same time
+                self._wait_for(word, announcement, start, _SECONDS + nbytes / _BYTES_PER_SECOND)
+
+    def _wait_for(self, word: int, announcement: int, start: float, seconds: float) -> None:
+        most = self._most.get(word, _MOST_SECONDS)
+        until, backoff = start + min(seconds, most), Backoff(_SLEEP, yields=_YIELDS, start=_SLEEP)
+        while self._words[word] == announcement:
+            self._progress()
+            self._sync()
+            if backoff.pause() and monotonic() > until:
+                self._given_up[word], self._most[word] = announcement, 2 * most
+                return
+        self._most.pop(word, None)
+
+    def readers(self) -> int:
+        """Return a number that changes whenever a reader announces itself or is done."""
+        return hash(tuple([self._words[word] for word in self._announced]))
+
+
+_ASKED = -1  # in a worker's word: it would hold a buffer if it might
+_TRIES = 100  # against a server that makes new versions in the meantime: each takes much longer than a try
+
+
+@final
+class HeldSnapshot:
+    """A worker's end, for one variable.
+
+    Args:
+        address: where the variable lies.
+        worker: number of the worker.
+        window, rank: in which its server's segment is.
+    """
+
+    def __init__(self, address: Address, worker: int, window: SharedWindow, rank: int) -> None:
+        self._address, self._window, self._rank = address, window, rank
+        self._word = address.held(worker)
+        self._root: Any = _nobody  # of all arrays that refer to the buffer
+        self._version = 0
+
+    def read(self) -> tuple[int, np.ndarray] | None:
+        """Return a version of the variable, and it, read-only and not copied; None if it must be copied."""
+        window, rank, address = self._window, self._rank, self._address
+        root = self._root()
+        if root is not None:
+            same = window.get_word(rank, address.version) == self._version
+            return (self._version >> 1, self._array(root)) if same else None
+        for _ in range(_TRIES):
+            if not window.get_word(rank, address.may_hold):
+                window.put_word(rank, self._word, _ASKED)
+                return None
+            version, buffer = window.get_word(rank, address.version), window.get_word(rank, address.current)
+            window.put_word(rank, self._word, buffer + 1)
+            window.sync()
+            same = window.get_word(rank, address.version) == version and not version & 1
+            if same and window.get_word(rank, address.may_hold):
+                return version >> 1, self._hold(buffer, version)
+        return None
+
+    def _hold(self, buffer: int, version: int) -> np.ndarray:
+        start, nbytes = self._address.buffer(buffer), self._address.spec.nbytes
+        memory: Any = self._window.segments[self._rank][start : start + nbytes]
+        root = np.frombuffer(memory.data, np.uint8)  # over a buffer: arrays made of it refer to it, not to the segment
+        root.flags.writeable = False
+        self._root, self._version = weakref.ref(root), version
+        return self._array(root)
+
+    def _array(self, root: np.ndarray) -> np.ndarray:
+        return root.view(self._address.spec.dtype).reshape(self._address.spec.shape)
+
+
+def _nobody() -> None:
+    """Stands for a reference to an array that is gone."""
+
+
+@final
+class SnapshotBuffers:
+    """A server's end, for one variable. Under the server's lock.
+
+    Args:
+        address: where the variable lies.
+        slab: the memory there.
+
+    Attributes:
+        current: number of the buffer with the newest version.
+    """
+
+    def __init__(self, address: Address, slab: ServerMemory) -> None:
+        self._address, self._slab = address, slab
+        self._words = [address.held(worker) // 8 for worker in address.near]
+        self._open: bool | None = None if address.near else False  # None: nobody has asked yet
+        self.current = 0
+
+    def view(self, buffer: int) -> np.ndarray:
+        """Return a buffer as an array, writable."""
+        start, spec = self._address.buffer(buffer), self._address.spec
+        return self._slab.own[start : start + spec.nbytes].view(spec.dtype).reshape(spec.shape)
+
+    def open(self) -> bool:
+        """Return whether buffers may be held; from the first time on that somebody has asked, if there is memory for them."""
+        if self._open is None and any(self._held()):
+            address = self._address
+            self._open = self._slab.find(address.buffer(1), address.buffer(address.buffers))
+            self._allow(self._open)
+        return bool(self._open)
+
+    def close(self) -> bool:
+        """Let no buffer be held from now on. Return whether the current one is held still."""
+        if not self._open:
+            return False
+        self._open = False
+        self._allow(False)
+        return self.current + 1 in self._held()
+
+    def free(self) -> int:
+        """Return a buffer that is neither current nor held."""
+        taken = {self.current + 1, *self._held()}
+        return next(buffer for buffer in range(self._address.buffers) if buffer + 1 not in taken)
+
+    def make_current(self, buffer: int) -> None:
+        """Say where the newest version lies. The version must be odd meanwhile."""
+        self.current = self._slab.words[self._address.current // 8] = buffer
+
+    def _held(self) -> list[int]:
+        self._slab.sync()
+        words = self._slab.words
+        return [words[at] for at in self._words]
+
+    def _allow(self, yes: bool) -> None:
+        self._slab.words[self._address.may_hold // 8] = yes
+        self._slab.sync()
