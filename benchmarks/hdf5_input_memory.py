@@ -90,7 +90,7 @@ def private_bytes() -> int:
 def added(share: Share, name: str, seconds: float) -> dict[str, float]:
     """Return the bytes that a pass of one reader adds to this process at the peak, and the part of the rows that it read.
 
-    Libraries are imported before, and count for nobody. A pass that takes longer than some seconds is cut short.
+    Libraries are imported before, and do not count. A pass that takes longer than some seconds is cut short.
     """
     for reader, module in {"mpistrat": "mpi4py.MPI", "torch": "torch.utils.data", "tf.data": "tensorflow"}.items():
         if name.startswith(reader):

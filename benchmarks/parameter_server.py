@@ -126,7 +126,7 @@ class Cluster:
             process.reply("start", START)
 
     def pause(self) -> None:
-        """Let nobody notice them."""
+        """Stop the processes that can be stopped, so that they take no time."""
         for process in self._processes if self._stops else ():
             process.pause()
 
@@ -162,7 +162,7 @@ class Peer(Contender):
         return bool(self._ask("exact", self._layout.worker == 0, steps=total) in (True, None))
 
     def _ask(self, do: str, here: bool = True, **arguments: Any) -> Any:
-        """Give this rank's leader a command, if it is `here` that somebody obeys, while all processes run."""
+        """Give this rank's leader a command, if one that runs commands is `here`, while all processes run."""
         cluster, world = self._cluster, self._layout.world
         cluster.resume()
         world.meet()

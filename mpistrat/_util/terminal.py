@@ -9,8 +9,9 @@ from ..environment import Environment
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
+    from typing_extensions import Self
 
-__all__ = ["progress_bar", "reaches_terminal"]
+__all__ = ["WithBar", "progress_bar", "reaches_terminal"]
 
 
 def reaches_terminal(stream: str) -> bool:
@@ -36,3 +37,22 @@ def progress_bar(*columns: ProgressColumn, expand: bool = False) -> Progress:
     from rich.progress import Progress
 
     return Progress(*columns, expand=expand, console=Console(stderr=True, force_terminal=True))
+
+
+class WithBar:
+    """An object that shows a bar, or none, while a `with` lasts.
+
+    Attributes:
+        bar: None for none.
+    """
+
+    bar: Progress | None
+
+    def __enter__(self) -> Self:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()

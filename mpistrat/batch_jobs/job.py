@@ -7,8 +7,7 @@ from typing import final
 
 from ..environment import STRATEGIES
 from ..errors import explain
-from .checks import chosen, matching, text, whole
-from .fit import check_fit
+from .checks import check_fit, chosen, matching, text, whole
 
 __all__ = ["Array", "Job", "Preemption"]
 

@@ -34,7 +34,7 @@ def render(job: Job, site: SiteProfile, for_pmi2: Mapping[str, str] = FOR_PMI2) 
     Args:
         job: what runs.
         site: where.
-        for_pmi2: variables that the job's MPI wants under `srun --mpi=pmi2`; the default is for an MPI that nobody knows.
+        for_pmi2: variables that the job's MPI wants under `srun --mpi=pmi2`; the default is for an unknown MPI.
 
     Raises:
         ValueError: the site's batch system cannot do what the job asks for.

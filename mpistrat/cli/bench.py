@@ -23,7 +23,7 @@ from .terminal import console
 __all__ = ["COMMAND"]
 
 _PLOT = "mpistrat_bench.png"
-_WIDTH = 79  # of what is printed: under mpiexec nobody knows the terminal's
+_WIDTH = 79  # of what is printed: under mpiexec the terminal's is not known
 _SPLIT = re.compile(r"(,| \+) ")  # heads of columns, into lines
 
 
@@ -89,7 +89,7 @@ class _Show:
         self._console.print(f"{textwrap.fill(report.result.note, _WIDTH)}\n")
 
     def end(self, document: dict[str, Any]) -> None:
-        """Say what it was measured on."""
+        """Print on what machine it was measured."""
         if self._silent:
             return
         about = document["machine"]

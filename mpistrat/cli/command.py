@@ -1,4 +1,4 @@
-"""What a command is; a file for each defines one."""
+"""What a command is, and the tree of them. A new one is a file that defines a `Command`, and a line in the tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..comm.agree import Ranks
 
-__all__ = ["DONE", "PROBLEM", "STATUS", "WRONG_USE", "Command", "Group"]
+__all__ = ["DONE", "PROBLEM", "ROOT", "STATUS", "WRONG_USE", "Command", "Group"]
 
 DONE, PROBLEM, WRONG_USE = 0, 1, 2  # exit statuses
 STATUS = "0 fine, 1 a problem was found, 2 wrong use"
@@ -49,3 +49,15 @@ class Group:
 
     summary: str
     commands: Mapping[str, str] = field(default_factory=dict)
+
+
+ROOT = Group(
+    "tf.distribute for MPI programs",
+    {
+        "run": "run:COMMAND",
+        "bench": "bench:COMMAND",
+        "shards": "shards:COMMAND",
+        "job": "job:COMMAND",
+        "doctor": "doctor:COMMAND",
+    },
+)

@@ -182,7 +182,7 @@ def _name(program: str) -> str:
 
 
 def _site(args: argparse.Namespace) -> SiteProfile:
-    """The profile, with what the command line says in its place."""
+    """The profile, with the settings of the command line."""
     site = read_site(args.site)
     said = _given(args, SiteProfile)
     if args.scheduler not in (None, site.scheduler):  # the launcher and the directives were those of another
@@ -199,7 +199,7 @@ def _site(args: argparse.Namespace) -> SiteProfile:
 
 
 def _with_what_is_here(site: SiteProfile, args: argparse.Namespace) -> tuple[SiteProfile, MPILibrary | None]:
-    """The profile with what nobody said, and this machine tells: the environment, its MPI, and how srun starts that."""
+    """The profile, completed by what this machine has: the environment, its MPI, and how srun starts that."""
     if args.container:
         return site, None
     if not (site.venv or site.conda) and site.python == "python":
@@ -247,7 +247,7 @@ def _python(site: SiteProfile) -> str | None:
 
 
 def _here() -> dict[str, Any]:
-    """The environment that this command runs in: nobody said another."""
+    """The environment that this command runs in."""
     if sys.prefix != sys.base_prefix:
         return {"venv": sys.prefix}
     if os.environ.get("CONDA_PREFIX") == sys.prefix:
@@ -269,7 +269,7 @@ def _document(site: SiteProfile) -> dict[str, Any]:
 
 
 def _write(path: str, script: str) -> None:
-    """Write a script that its owner may read, write and run, and nobody else."""
+    """Write a script that only its owner may read, write and run."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700), "wb") as file:
         os.fchmod(file.fileno(), 0o700)
         file.write(script.encode())

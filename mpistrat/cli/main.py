@@ -18,8 +18,7 @@ from .._version import __version__
 from ..cluster.launcher_variables import launched_rank, launched_size
 from ..comm.agree import Ranks
 from ..errors import ClusterError, MissingDependencyError, MpistratError, ShardError
-from .command import PROBLEM, STATUS, WRONG_USE, Command, Group
-from .commands import ROOT
+from .command import PROBLEM, ROOT, STATUS, WRONG_USE, Command, Group
 from .terminal import read_or_not
 
 __all__ = ["main"]

@@ -1,8 +1,8 @@
 """Between a launcher and a rank's program: whole lines that begin with the rank, and a file for each rank.
 
 Run by its path, with the standard library only: `rank_output.py VARIABLES TAG FOLDER WORD …`. The program takes this
-process's place, so that signals and its status go past nobody. What it writes is read by a process beside it, which ends
-with the program's last word.
+process's place, so that no process is between it and signals or its status. What it writes is read by a process beside
+it, which ends after the program's last output.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _tagged(tag: bytes, file: int) -> None:
 
 
 def _forward(ways: dict[int, int], tag: bytes, file: int) -> None:
-    """Pass on what comes in at one end, line by line, until nobody writes any more."""
+    """Pass on what comes in at one end, line by line, until all writers have closed it."""
     import select
 
     texts = dict.fromkeys(ways, b"")
@@ -81,7 +81,7 @@ def _write(target: int, tag: bytes, line: bytes) -> None:
     for at in range(0, max(len(line), 1), _LONGEST):
         try:
             os.write(target, tag + line[at : at + _LONGEST] + b"\n")
-        except OSError:  # nobody reads it any more; a file may still be wanted
+        except OSError:  # the reader has gone; a file may still be wanted
             return
 
 

@@ -295,7 +295,7 @@ def _become(start: Start) -> NoReturn:
 
 
 def _clean_up_after(launcher: int) -> None:
-    """Have somebody, who is nobody's child, remove what killed ranks leave in /dev/shm when the launcher has ended."""
+    """Start a daemon that removes what killed ranks leave in /dev/shm when the launcher has ended."""
     with contextlib.suppress(OSError):
         subprocess.run(
             [sys.executable, "-S", "-I", leftovers.__file__, str(launcher)], env={}, cwd="/", check=False,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .._util.terminal import progress_bar, reaches_terminal
+from .._util.terminal import WithBar, progress_bar, reaches_terminal
 from .._util.text import decimal_size
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def read_or_not() -> Iterator[None]:
 
 
 class _ReadOrNot:
-    """A stream, until nobody is left to read it: what is written then is gone."""
+    """A stream that drops what is written after its reader has gone."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream or open(os.devnull, "w")  # noqa: SIM115 - None where it was closed before the start
@@ -75,7 +75,7 @@ class _ReadOrNot:
         return getattr(self._stream, name)
 
 
-class Meter:
+class Meter(WithBar):
     """Shows on stderr how much is done: a bar on a terminal, elsewhere a line now and then. Use it in a `with`.
 
     Args:
@@ -89,14 +89,14 @@ class Meter:
         self._what, self._total, self._unit, self._silent = what, total, unit, silent
         self._done = 0
         self._shown = time.monotonic()
-        self._bar = _bar(unit) if not silent and reaches_terminal("stderr") else None
-        self._task = None if self._bar is None else self._bar.add_task(what, total=total)
+        self.bar = _bar(unit) if not silent and reaches_terminal("stderr") else None
+        self._task = None if self.bar is None else self.bar.add_task(what, total=total)
 
     def advance(self, amount: int) -> None:
         """Count what was done."""
         self._done += amount
-        if self._bar is not None and self._task is not None:
-            self._bar.advance(self._task, amount)
+        if self.bar is not None and self._task is not None:
+            self.bar.advance(self._task, amount)
         elif not self._silent and time.monotonic() - self._shown > _LINE_EVERY:
             self._shown = time.monotonic()
             done, total = self._count(self._done), self._count(self._total)
@@ -104,15 +104,6 @@ class Meter:
 
     def _count(self, amount: int) -> str:
         return decimal_size(amount) if self._unit == "bytes" else f"{amount} {self._unit}"
-
-    def __enter__(self) -> Meter:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def _bar(unit: str) -> Progress:

@@ -139,7 +139,7 @@ def _thread_level(rows: Rows) -> Finding:
 
 
 def _gpus(rows: Rows) -> Iterator[Finding]:
-    """Find GPUs that several ranks would take, as `default_devices` chooses, and GPUs that nobody takes."""
+    """Find GPUs that several ranks would take, as `default_devices` chooses, and GPUs that none takes."""
     name = "GPUs"
     if not any(row["gpus"] for row in rows):
         if count := max(row["node_gpus"] for row in rows):

@@ -51,7 +51,7 @@ def _mpiexec(
 
 
 def _typed(launchers: Sequence[Launcher]) -> Launcher | None:
-    """Return what starts ranks where nobody names a path: the user's word $MPIEXEC, else what PATH has for `mpiexec`."""
+    """Return what starts ranks where no path is given: the user's $MPIEXEC, else what PATH has for `mpiexec`."""
     given = next((launcher for launcher in launchers if launcher.where == USER), None)
     path = shutil.which("mpiexec") or shutil.which("mpirun")
     if given is not None or path is None:

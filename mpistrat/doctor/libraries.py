@@ -1,4 +1,4 @@
-"""HDF5, GPUs and NCCL, as a watched program found them."""
+"""HDF5, GPUs and NCCL: a watched program, this module run by itself, imports them; what it found is judged here."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from .._util.text import counted
 from ..cluster.launchers import MPILibrary
 from .finding import Finding, ok, problem, warning
-from .watched import Outcome
+from .watched import Outcome, say, step
 
-__all__ = ["check_gpus", "check_hdf5", "gpus_of_machine"]
+__all__ = ["check_gpus", "check_hdf5", "gpus_of_machine", "main"]
 
 
 def check_hdf5(outcome: Outcome, library: MPILibrary | None, needs: Collection[str]) -> Iterator[Finding]:
     """Say whether h5py works and is parallel.
 
     Args:
-        outcome: of `libraries_probe`.
+        outcome: of `main`.
         library: the MPI of mpi4py.
         needs: what the user wants; "parallel-hdf5" counts.
     """
@@ -48,7 +48,7 @@ def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
     """Say which GPUs CuPy finds, and whether it has NCCL.
 
     Args:
-        outcome: of `libraries_probe`.
+        outcome: of `main`.
         needs: what the user wants; "gpu" and "nccl" count.
     """
     gpus, reason = outcome.get("gpus"), outcome.get("no_gpu")
@@ -80,8 +80,43 @@ def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
 
 
 def gpus_of_machine() -> list[str]:
-    """Return the PCI addresses of NVIDIA's GPUs in this machine, whoever may use them."""
+    """Return the PCI addresses of NVIDIA's GPUs in this machine, usable by this process or not."""
     try:
         return sorted(path.name for path in Path("/proc/driver/nvidia/gpus").iterdir())
     except OSError:
         return []
+
+
+def main() -> None:
+    """Import the libraries, say what they are. MPI is not started."""
+    import mpi4py
+
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    step("import h5py")
+    import h5py
+
+    versions = h5py.version
+    say(h5py=[versions.version, versions.hdf5_version, bool(h5py.get_config().mpi)], libmpi=_mpi_files())
+    step("asking CuPy for GPUs")
+    from ..cluster.devices import gpu_identities
+
+    gpus, reason = gpu_identities()
+    say(gpus=[list(gpu) for gpu in gpus], no_gpu=reason)
+    step("asking CuPy for NCCL")
+    from ..comm.gpu import nccl_available
+
+    say(no_nccl=nccl_available())
+
+
+def _mpi_files() -> list[str]:
+    """The files of MPI libraries that this process has loaded."""
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split(maxsplit=5)[-1].strip() for line in maps}
+    except OSError:
+        return []
+    return sorted(path for path in paths if path.rpartition("/")[2].startswith("libmpi.so"))
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,7 @@ def check_login(needs: Collection[str], limit: float, *, clean: bool = False) ->
         clean: remove what this user's killed jobs left in /dev/shm.
     """
     environment = alone()
-    probes = {name: Watched(f"mpistrat.doctor.{name}_probe", env=environment) for name in ("mpi", "libraries")}
+    probes = {name: Watched(f"mpistrat.doctor.{name}", env=environment) for name in ("mpi", "libraries")}
     library: MPILibrary | None = None
     findings = list(check_interpreter())
     here = [*check_cores(), *check_shared_folder(clean=clean), *check_limits()]

@@ -28,7 +28,7 @@ from .finding import Finding, problem, warning
 from .folders import check_temporary_folder, readable_by_others, segments_of_this_process
 from .launching import TOO_LONG
 from .libraries import gpus_of_machine
-from .mpi_probe import LEVELS, gpu_support
+from .mpi import LEVELS, gpu_support
 from .process import blas_threads, versions
 from .transfers import check_all_reduce, check_clocks, check_windows
 from .watched import say, step

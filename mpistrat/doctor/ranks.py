@@ -52,7 +52,7 @@ def check_ranks(needs: Collection[str], limit: float) -> Summary:
     failed = None if outcome.ended_well else _failure(outcome, timeout, ended)
     if not first:
         if failed is not None and not ended:
-            _tell(failed, _GRACE + 0.5 * (time.monotonic() - start))
+            _print_later(failed, _GRACE + 0.5 * (time.monotonic() - start))
         return Summary([] if failed is None else [failed])
     findings = [Finding(**record["finding"]) for record in outcome.records if "finding" in record]
     if failed is not None:
@@ -93,7 +93,7 @@ def _check_of(step: str) -> str:
     )
 
 
-def _tell(failed: Finding, delay: float) -> None:
+def _print_later(failed: Finding, delay: float) -> None:
     """Print in one line what happened to this process, if rank 0 does not end the job first, with the same text."""
     time.sleep(delay)
     print(f"mpistrat doctor: {failed.what}", file=sys.stderr, flush=True)

@@ -23,9 +23,9 @@ from typing import Any
 import mpistrat as ms
 from mpistrat.environment import Environment
 
-from . import digits_data, plots, resume
+from . import digits_data, resume
 from .digits_model import Digits
-from .progress import Clock, Progress
+from .progress import Clock, Progress, training_curves
 
 __all__ = ["main", "train"]
 
@@ -144,7 +144,7 @@ def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
         (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in epochs))
         title = f"digits, {summary['strategy']}, {summary['ranks']} ranks, {summary['replicas']} replicas"
         accuracies = [line["test_accuracy"] for line in epochs]
-        if not plots.training_curves(output / "training.png", losses, accuracies, title):
+        if not training_curves(output / "training.png", losses, accuracies, title):
             print("no training.png: matplotlib is not installed (extra `plot`)", file=sys.stderr)
         (output / "resume.h5").unlink(missing_ok=True)
     return summary

@@ -1,18 +1,19 @@
-"""How a training job tells where it is: a bar on a terminal, or a line for each epoch; and where its time went."""
+"""Progress of a training job: a bar on a terminal, or a line for each epoch; where its time went; at the end a picture."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mpistrat as ms
 
-from .._util.terminal import progress_bar, reaches_terminal
+from .._util.terminal import WithBar, progress_bar, reaches_terminal
 
-__all__ = ["PARTS", "Clock", "Progress"]
+__all__ = ["PARTS", "Clock", "Progress", "training_curves"]
 
 PARTS = ("input", "compute", "communication")
 WORDS = {"input": "input-bound"}
@@ -86,7 +87,7 @@ class Clock:
         return f"{shares}; pulled {rates[0]:,.0f} MB/s, pushed {rates[1]:,.0f} MB/s"
 
 
-class Progress:
+class Progress(WithBar):
     """Shows steps and epochs on stderr; use it as a context manager. On other ranks than the first it shows nothing.
 
     Args:
@@ -99,7 +100,7 @@ class Progress:
         if style == "auto":
             style = "bar" if reaches_terminal("stderr") else "lines"
         self._lines = style == "lines"
-        self._bar = self._make_bar(steps, done) if style == "bar" else None
+        self.bar = self._make_bar(steps, done) if style == "bar" else None
 
     def _make_bar(self, steps: int, done: int) -> Any:
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -119,23 +120,50 @@ class Progress:
 
     def step(self, epoch: int, loss: float, clock: Clock) -> None:
         """Say that one more step is done."""
-        if self._bar is not None:
-            task = self._bar.task_ids[0]
-            self._bar.update(task, advance=1, epoch=epoch, loss=loss, rate=clock.rate(), shares=clock.shares())
+        if self.bar is not None:
+            task = self.bar.task_ids[0]
+            self.bar.update(task, advance=1, epoch=epoch, loss=loss, rate=clock.rate(), shares=clock.shares())
 
     def epoch(self, epoch: int, loss: float, accuracy: float, clock: Clock) -> None:
         """Say that an epoch is done."""
         text = f"epoch {epoch}: loss {loss:.4f}, test accuracy {accuracy:.4f}, {clock.rate():,.0f} samples/s ({clock.shares()})"
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False)
         elif self._lines:
             print(text, file=sys.stderr, flush=True)
 
-    def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+def training_curves(path: Path, losses: Sequence[float], accuracies: Sequence[float], title: str) -> bool:
+    """Write the curves as a PNG; return False, and write nothing, without matplotlib.
+
+    Args:
+        losses: one a step.
+        accuracies: one an epoch, between 0 and 1.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    steps_an_epoch = len(losses) / max(len(accuracies), 1)
+    left.plot([(i + 1) / max(steps_an_epoch, 1) for i in range(len(losses))], losses, color="#08519c", linewidth=1)
+    left.set(xlabel="epoch", ylabel="loss of a step (mean over the global batch)", yscale="log")
+    right.plot(range(1, len(accuracies) + 1), accuracies, color="#2ca02c", marker="o", markersize=4)
+    right.set(xlabel="epoch", ylabel="test accuracy")
+    if accuracies:
+        right.annotate(
+            f"{accuracies[-1]:.4f}",
+            (len(accuracies), accuracies[-1]),
+            textcoords="offset points",
+            xytext=(-4, -16),
+            ha="right",
+        )
+    right.xaxis.get_major_locator().set_params(integer=True)
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=120)
+    return True

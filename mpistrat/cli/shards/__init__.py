@@ -1,8 +1,24 @@
 """Sets of HDF5 files: written from other files, described, checked."""
 
+from __future__ import annotations
+
+import argparse
+
 from ..command import Group
 
-__all__ = ["COMMAND"]
+__all__ = ["COMMAND", "add_files", "given_files"]
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names a set of files."""
+    parser.add_argument("files", metavar="FILES", nargs="+", help="a folder, a pattern, or HDF5 files")
+
+
+def given_files(args: argparse.Namespace) -> str | list[str]:
+    """Return the set that the command line names: one word may be a folder or a pattern."""
+    words: list[str] = args.files
+    return words[0] if len(words) == 1 else words
+
 
 COMMAND = Group(
     "write, describe and check sets of HDF5 files",

@@ -14,6 +14,7 @@ from ...data.shards.survey import check_file
 from ...errors import ShardError
 from ..command import DONE, PROBLEM, Command
 from ..terminal import Meter
+from . import add_files, given_files
 
 __all__ = ["COMMAND"]
 
@@ -26,14 +27,14 @@ _WORDS = {
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", metavar="FILES", nargs="+", help="a folder, a pattern, or HDF5 files")
+    add_files(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     started = time.perf_counter()
     with ranks.together():
-        files = resolve(args.files[0] if len(args.files) == 1 else args.files)
+        files = resolve(given_files(args))
     with ranks.together():
         mine = _check(files, ranks)
     told: list[dict[str, Any]] = [one for text in ranks.exchange(json.dumps(mine)) for one in json.loads(text)]

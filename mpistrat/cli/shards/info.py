@@ -11,6 +11,7 @@ from ...comm.agree import Ranks
 from ...data.shards.survey import FieldSurvey, SetSurvey, survey
 from ..command import DONE, Command
 from ..terminal import console, names
+from . import add_files, given_files
 
 __all__ = ["COMMAND"]
 
@@ -18,7 +19,7 @@ _FILES = 20  # shown at most
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", metavar="FILES", nargs="+", help="a folder, a pattern, or HDF5 files")
+    add_files(parser)
     parser.add_argument(
         "--fields", metavar="NAME,…", type=names, help="the datasets wanted, where not all belong together"
     )
@@ -28,7 +29,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     with ranks.together():
         if ranks.rank == 0:
-            found = survey(args.files[0] if len(args.files) == 1 else args.files, args.fields)
+            found = survey(given_files(args), args.fields)
             if args.json:
                 print(json.dumps(_document(found), indent=1))
             else:
