@@ -17,15 +17,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def integer(function: str, argument: str, value: Any, least: int | None = None, remedy: str = "") -> int:
     """Return a value as an integer.
 
-    Args:
-        function, argument: for the error.
-        value: what was given.
-        least: the smallest that is legal; None for any.
-        remedy: what to do where it is no integer.
-
     Raises:
-        TypeError: it is no integer.
-        ValueError: it is smaller.
+        TypeError: it is no integer; with the remedy.
+        ValueError: it is smaller than the least that is legal.
 
     Example:
         >>> integer("f", "n", np.int64(3), 1)
@@ -41,10 +35,10 @@ def integer(function: str, argument: str, value: Any, least: int | None = None, 
 
 
 def tensorflow_names(*unused: str, **ours: str) -> Callable[[F], F]:
-    """Let a function's arguments carry TensorFlow's names, too, and let it take a `name`, which only graphs need.
+    """Accept TensorFlow's names of a function's arguments, too, and a `name`, which only graphs need.
 
     Args:
-        unused: TensorFlow's arguments that say nothing here, beside `name`.
+        unused: TensorFlow's arguments without a meaning here, beside `name`.
         ours: this package's name of each of TensorFlow's.
 
     Example:

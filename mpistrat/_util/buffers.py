@@ -1,4 +1,4 @@
-"""Memory for results: large arrays that nobody holds any more are used again, which saves the system's page faults."""
+"""Buffer pool for results: memory of large arrays without references is used again, which saves page faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 __all__ = ["BufferPool"]
 
 ALIGNMENT = 64  # bytes of a cache line: rows are copied to its beginning about 5 % faster than to its middle
-SMALLEST = 1 << 18  # bytes; malloc keeps smaller pieces itself
+SMALLEST = 1 << 18  # bytes; malloc keeps smaller blocks itself
 LARGEST = 1 << 28
 
 
@@ -24,13 +24,10 @@ def _aligned(nbytes: int) -> np.ndarray:
 
 @final
 class BufferPool:
-    """Gives out arrays like `np.empty`, and keeps the memory of the last few large ones.
+    """Makes arrays like `np.empty`, and keeps the memory of the last few large ones.
 
-    Memory is given out again only when no array and no view on it is left. A fresh array of 16 MB costs about as much in
+    Memory is used again only when no array and no view on it is left. A fresh array of 16 MB costs about as much in
     page faults as the sum that is written into it. Threads may share a pool.
-
-    Args:
-        kept: how many pieces of memory are kept.
     """
 
     def __init__(self, kept: int = 4) -> None:
@@ -59,7 +56,7 @@ class BufferPool:
         return root.view(dtype)
 
     def _take(self, nbytes: int) -> np.ndarray | None:
-        """The free memory of that size that was used last: the caches still know it."""
+        """The free memory of that size that was used last: it may still be in the caches."""
         for index in reversed(range(len(self._buffers))):
             memory, root = self._buffers[index]
             if memory.nbytes == nbytes and root() is None:

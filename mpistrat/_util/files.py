@@ -34,9 +34,9 @@ __all__ = [
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)  # somebody has the lock; other errors: this file system has none
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)  # another process has the lock; other errors: this file system has none
 _TRIES = 16
-_PIECE = 1 << 22
+_READ_BYTES = 1 << 22
 _END = 1 << 16
 
 
@@ -44,8 +44,8 @@ _END = 1 << 16
 def replacing(path: Path) -> Iterator[Path]:
     """Give a new empty file beside `path` to write; behind the `with` block it has that name.
 
-    An error in the block leaves `path` as it was. The file's name cannot be guessed, so that nobody in a folder that others
-    write to lays a link there, and two jobs that write one path do not share it. Its writer holds a lock of the system's on
+    An error in the block leaves `path` as it was. The file's name cannot be guessed, so that no other user of the folder
+    can put a link there, and two jobs that write one path do not share it. Its writer holds a file lock on
     it: what a killed one has left is not locked, and is removed when `path` is next replaced.
 
     Raises:
@@ -64,7 +64,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def flush_folder(folder: Path) -> None:
-    """Have the disk keep the names in a folder: so renames survive a crash."""
+    """Flush the names in a folder to the disk, so that renames survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(descriptor)
@@ -77,7 +77,7 @@ def _create(path: Path) -> tuple[Path, int]:
     for _ in range(_TRIES):
         beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         descriptor = os.open(beside, _NEW, 0o666)
-        # Somebody who looks for dead files may have come between, and have removed it.
+        # Another process that looks for dead files may have removed it before it was locked.
         if _lock(descriptor) is not False and os.fstat(descriptor).st_nlink:
             return beside, descriptor
         beside.unlink(missing_ok=True)
@@ -86,7 +86,7 @@ def _create(path: Path) -> tuple[Path, int]:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove what killed processes of this user have left beside a file, if the file system tells which those are."""
+    """Remove what killed processes of this user have left beside a file, if the file system has locks."""
     of_this = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.part")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
@@ -107,7 +107,7 @@ def _remove_if_dead(path: str) -> None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a file until its descriptor is closed; False if somebody else has it, None where there are no locks."""
+    """Lock a file until its descriptor is closed; False if another process has it, None where there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -145,15 +145,15 @@ def digest_of_file(path: Path, algorithm: str | None = None) -> str:
     """
     name, hasher = _hasher(algorithm)
     with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE):
-            hasher.update(piece)
+        while data := file.read(_READ_BYTES):
+            hasher.update(data)
     return f"{name}:{hasher.hexdigest()}"
 
 
 def digest_of_ends(path: Path, algorithm: str | None = None) -> str:
     """Return "algorithm:hex" of a file's first and last 64 KiB and of its length. Raises as `digest_of_file`.
 
-    It takes two small reads, and tells files of one size apart.
+    Two small reads, to distinguish files of one size.
     """
     name, hasher = _hasher(algorithm)
     with path.open("rb", buffering=0) as file:
@@ -166,7 +166,7 @@ def digest_of_ends(path: Path, algorithm: str | None = None) -> str:
 
 
 def digest_of_array(array: np.ndarray, about: str = "", algorithm: str | None = None) -> str:
-    """Return "algorithm:hex" of an array's dtype, shape and values, and of what else is said about it.
+    """Return "algorithm:hex" of an array's dtype, shape and values, and of a text about it.
 
     It is the same on machines of either byte order. Raises as `digest_of_file`.
 

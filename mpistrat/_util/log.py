@@ -26,7 +26,7 @@ logger.addFilter(_filter)
 
 
 def set_rank(rank: int) -> None:
-    """Say which rank this process is; later lines carry it."""
+    """Set the rank that later lines carry."""
     _filter.rank = rank
 
 
@@ -44,6 +44,6 @@ def setup(level: str = "warning") -> None:
 def once(level: int, message: str) -> None:
     """Log a message the first time it is given, never again; at most INFO on ranks other than 0.
 
-    What all ranks would say of themselves is said by one.
+    So what holds for all ranks is reported by one.
     """
     logger.log(level if _filter.rank in (0, "-") else min(level, logging.INFO), message)

@@ -15,11 +15,7 @@ __all__ = ["WithBar", "progress_bar", "reaches_terminal"]
 
 
 def reaches_terminal(stream: str) -> bool:
-    """Return whether what is written to a stream reaches a terminal: it is one, or the launcher's is.
-
-    Args:
-        stream: "stdout" or "stderr".
-    """
+    """Return whether what is written to "stdout" or "stderr" reaches a terminal: it is one, or the launcher's is."""
     own = getattr(sys, stream)
     if own is not None and not own.closed and own.isatty():
         return True
@@ -27,12 +23,7 @@ def reaches_terminal(stream: str) -> bool:
 
 
 def progress_bar(*columns: ProgressColumn, expand: bool = False) -> Progress:
-    """Return a bar on stderr, for a terminal as wide as it says itself or COLUMNS says.
-
-    Args:
-        columns: its parts.
-        expand: a part with a ratio takes the rest of the line.
-    """
+    """Return a bar on stderr, of the terminal's width or COLUMNS; with `expand` a part with a ratio fills the line."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -61,7 +61,7 @@ class GradientArena(Protocol):
 @final
 @dataclass(frozen=True)
 class Destination:
-    """Where a reduction is written that needs no copies: elements [low, high) of the gradient arena that holds its values."""
+    """The destination of a reduction without copies: elements [low, high) of the gradient arena that holds its values."""
 
     arena: GradientArena
     low: int
@@ -109,10 +109,7 @@ class ArenaSum:
     ) -> None:
         """Call consume(low, high, sum) for this rank's ranges. Collective over `group.inter`.
 
-        Args:
-            ranges: element ranges that this rank owns; its peers on other nodes own the same.
-            how: the function and the dtype; the divisor is left to `consume`.
-            consume: gets blocks of at most 64 K elements.
+        Its peers on other nodes own the same ranges. Blocks have at most 64 K elements; the divisor is left to `consume`.
         """
         arrays, inter = _of_node(arena), self._group.inter
         chunk = self._chunk(how.accumulate)
@@ -131,9 +128,7 @@ class ArenaSum:
     def reduce_in_place(self, destinations: Sequence[Destination], reduce_op: ReduceOp, call: Any) -> None:
         """Write the reduction of gradients into the arena of the node's first replica. Collective, inside one.
 
-        Args:
-            destinations: the same on every rank; the ranks of the node have arrived.
-            call: what the closing barrier carries and compares.
+        The destinations are the same on every rank, and the ranks of the node have arrived. The closing barrier compares `call`.
         """
         arenas = {id(destination.arena): destination.arena for destination in destinations}
         for key, arena in arenas.items():

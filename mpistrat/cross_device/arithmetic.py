@@ -1,4 +1,4 @@
-"""How a reduction is computed: by which function, in which dtype, by what it is divided, and to what it is rounded."""
+"""Arithmetic of a reduction: its function, the dtype it is computed in, its divisor, and the dtype of the result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Arithmetic:
 
     Attributes:
         accumulate: dtype in which everything is combined, between ranks too.
-        result: dtype to which the end is rounded, once.
+        result: dtype to which the total is rounded, once.
         divisor: the number of replicas for a mean, else 1.
         ufunc: NumPy's function of two values that combines them: np.add for a sum or a mean.
     """
@@ -71,7 +71,7 @@ def flatten_all(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def combine(ufunc: np.ufunc, parts: Sequence[Any], out: Any) -> None:
-    """Write what the parts become, from the first to the last, in the dtype of `out`."""
+    """Write the reduction of the parts, from the first to the last, in the dtype of `out`."""
     if len(parts) == 1:
         np.copyto(out, parts[0], casting="unsafe")
         return

@@ -33,7 +33,7 @@ __all__ = ["AutoAllReduce", "Chooser", "Rule", "make_cross_device_ops"]
 def make_cross_device_ops(
     implementation: CommunicationImplementation | CrossDeviceOps | str | None = None,
 ) -> CrossDeviceOps:
-    """Return the object that carries out reductions; the caller binds it to its ranks.
+    """Return an object that does reductions; the caller binds it to its ranks.
 
     Args:
         implementation: an algorithm's name or member of CommunicationImplementation, an object of one's own, or None
@@ -41,7 +41,7 @@ def make_cross_device_ops(
 
     Raises:
         MissingDependencyError: NCCL without CuPy, or CuPy without NCCL.
-        ValueError: it is nothing of that.
+        ValueError: it is none of these.
 
     Example:
         >>> type(make_cross_device_ops("mpi")).__name__
@@ -64,8 +64,8 @@ def make_cross_device_ops(
 class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.AUTO):
     """Hands each reduction to the algorithm that a table names for its device, layout and size.
 
-    The table is the file that MPISTRAT_CHOOSER names, else the one that ships. Where it says NCCL and there is none, MPI
-    or shared memory takes over, and the log says so once.
+    The table is the file that MPISTRAT_CHOOSER names, else the one that ships. Where it names NCCL and there is none, MPI
+    or shared memory is used, which is logged once.
 
     Example:
         >>> print(AutoAllReduce().chooser)  # doctest: +ELLIPSIS
@@ -172,7 +172,7 @@ class Rule:
         nodes: "one" or "several".
         below: the rule holds for fewer bytes; None for any number.
         algorithm: MPI, HIERARCHICAL or NCCL.
-        why: the reason, for people.
+        why: the reason, for readers.
     """
 
     device: str
@@ -190,7 +190,7 @@ class Chooser:
         table: a table as the JSON file holds it, or the path of such a file; default: the one that ships.
 
     Raises:
-        ValueError: the table is malformed, or leaves a case without a rule; naming the file and the place.
+        ValueError: the table is malformed, or leaves a case without a rule; with the file and the rule.
         FileNotFoundError: there is no such file.
 
     Example:
@@ -211,17 +211,11 @@ class Chooser:
         self._rules = _parse(content, self.source)
 
     def choose(self, device: str, nodes: str, nbytes: int) -> Rule:
-        """Return the rule for an array of so many bytes.
-
-        Args:
-            device: "cpu" or "gpu": where the array is.
-            nodes: "one" or "several".
-            nbytes: of one replica's array.
-        """
+        """Return the rule for an array of so many bytes on a "cpu" or "gpu", on "one" node or "several"."""
         for rule in self._rules[device, nodes]:
             if rule.below is None or nbytes < rule.below:
                 return rule
-        raise ValueError(f"Chooser: no rule for {nbytes} bytes")  # _parse made sure there is one
+        raise ValueError(f"Chooser: no rule for {nbytes} bytes")  # _parse has checked that there is one
 
     @property
     def rules(self) -> list[Rule]:

@@ -76,7 +76,7 @@ class FlatAllReduce(CrossDeviceOps):
 
 
 def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:
-    """Return a new CuPy array, on the first value's GPU, with what the local replicas' become.
+    """Return a new CuPy array, on the first value's GPU, with the reduction of the local replicas'.
 
     Not yet run on a GPU.
     """

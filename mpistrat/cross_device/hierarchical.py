@@ -36,7 +36,7 @@ __all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
 
 # Constants, never tuned at run time: other chunks would give other bits.
 SMALL_BYTES = 1 << 17  # up to here even gradients in shared memory are exchanged rather than summed in place
-# An exchange. Of all ranks together: above, it pays that each rank sums a slice only, if there are more than two.
+# An exchange. Of all ranks together: above, with more than two, it is faster that each rank sums a slice only.
 EXCHANGE_BYTES = 1 << 20
 EXCHANGE_CHUNK = 1 << 20  # bytes of every rank that are summed at a time, so that they stay in cache
 _CACHED_VIEWS = 256
@@ -52,7 +52,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
     """Sums over the ranks of a node through shared memory, then over the nodes by MPI, slice by slice.
 
     Rank i of each node sums slice i and all-reduces it with the ranks i of the other nodes, so that every rank drives the
-    network. On one node that second half is empty. Any number of ranks and of replicas on each is right. Where ranks
+    network. On one node that second half is empty. Any number of ranks, and of replicas on each, works. Where ranks
     share no memory it is one MPI_Allreduce.
 
     Arrays on a GPU go through pinned host memory (not yet run on a GPU).
@@ -82,7 +82,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     def close(self) -> None:
         super().close()
-        self._exchange = self._staged = self._arenas = None  # memory that somebody holds cannot be freed
+        self._exchange = self._staged = self._arenas = None  # memory with references cannot be freed
 
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
         if self._find(arrays, destinations) is not None:
@@ -95,7 +95,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
         group = self.group
-        if group.num_nodes == group.topology.size:  # nobody shares memory with anybody
+        if group.num_nodes == group.topology.size:  # no ranks share memory
             return mpi_sum(group.inter, arrays, how, self.results)
         exchange = self._exchanged(arrays[0])
         if exchange is not None:
@@ -215,7 +215,7 @@ class _StagedSum:
     def sum(self, arrays: Sequence[np.ndarray], how: Arithmetic, call: Any) -> np.ndarray:
         """Return the reduction of the local replicas' flat arrays, a new array. Collective over all ranks.
 
-        The barriers carry and compare `call`.
+        The barriers compare `call`.
         """
         size = arrays[0].size
         out = self._results.empty(size, how.result)
@@ -277,8 +277,8 @@ class _StagedSum:
 class _ExchangeSum:
     """Sums arrays over the ranks of one node by way of its staging memory: every rank sums everything.
 
-    One barrier a chunk is enough: the staging memory of consecutive barriers alternates between two halves, so nobody
-    writes where somebody may still read. With P ranks each reads P - 1 others, where slices would take two copies and
+    One barrier a chunk is enough: the staging memory of consecutive barriers alternates between two halves, so no rank
+    writes where another may still read. With P ranks each reads P - 1 others, where slices would take two copies and
     twice the barriers: so it is used for small arrays, and for all on two ranks.
 
     Attributes:
@@ -294,7 +294,7 @@ class _ExchangeSum:
     def sum(self, arrays: Sequence[np.ndarray], how: Arithmetic, call: Any) -> np.ndarray:
         """Return the reduction of the local replicas' flat arrays, a new array. Collective on the node.
 
-        The barriers carry and compare `call`.
+        The barriers compare `call`.
         """
         size = arrays[0].size
         step = self._chunk // how.accumulate.itemsize

@@ -27,8 +27,8 @@ __all__ = ["NcclAllReduce"]
 class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.NCCL):
     """Sums CuPy arrays over the GPUs of all ranks with NCCL; each replica needs a GPU of its own.
 
-    Arrays on the host, dtypes that NCCL does not know, and MIN, MAX and PROD, of which NCCL does not promise what NaN
-    becomes, go the way of HierarchicalAllReduce or MpiAllReduce, and the log says so once. Not yet run on a GPU.
+    Arrays on the host, dtypes that NCCL does not know, and MIN, MAX and PROD, for which NCCL does not define the
+    result of NaN, are reduced by HierarchicalAllReduce or MpiAllReduce, which is logged once. Not yet run on a GPU.
 
     Args:
         num_packs: into how many messages `batch_reduce` cuts the values of one dtype, the last taking the remainder; 0
@@ -104,7 +104,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         return results
 
     def _other(self, values: Sequence[Any], reduce_op: ReduceOp) -> CrossDeviceOps | None:
-        """Who takes values that NCCL cannot."""
+        """The algorithm for values that NCCL cannot reduce; None where it can."""
         if not is_gpu(values[0]):
             once(logging.WARNING, "NcclAllReduce: arrays on the host are summed by HierarchicalAllReduce")
             self._on_host.call = self.call
@@ -118,13 +118,13 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
             return self._unknown
         return None
 
-    def _sum(self, arrays: list[Any], how: Arithmetic, pieces: int = 1) -> list[Any]:
+    def _sum(self, arrays: list[Any], how: Arithmetic, messages: int = 1) -> list[Any]:
         """The reduction of each local GPU's array, on that GPU."""
         if self._communicator is None:
             self._communicator = NcclCommunicator(self.group, [array.device.id for array in arrays])
         flats = [array.reshape(-1) for array in arrays]
         low = 0
-        for size in pack_sizes(flats[0].size, pieces):
+        for size in pack_sizes(flats[0].size, messages):
             if size:
                 self._communicator.all_reduce([flat[low : low + size] for flat in flats])
             low += size

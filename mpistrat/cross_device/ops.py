@@ -1,6 +1,6 @@
-"""CrossDeviceOps: how values of several replicas become one. Subclass it to bring an algorithm of your own.
+"""CrossDeviceOps: how values of several replicas become one. Subclass it for an algorithm of your own.
 
-It checks and compares; what moves and sums is in the algorithms' files, of which each holds one, and in values.py.
+It checks and compares; the algorithms are in a file each, gather and broadcast in values.py.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ IMPLEMENTATIONS: dict[CommunicationImplementation, type[CrossDeviceOps]] = {}
 class CrossDeviceOps(ABC):
     """How values of several replicas become one (TF: tf.distribute.CrossDeviceOps).
 
-    A strategy owns one and calls its public methods, which check the values, compare over all ranks what each is about
-    to do, and then call the `…_implementation` methods. A subclass overrides those: `reduce_implementation` and
-    `batch_reduce_implementation` always, the other two where it knows a better way. It is asked for SUM and MEAN only,
+    A strategy owns one and calls its public methods, which check the values, compare the calls of all ranks,
+    and then call the `…_implementation` methods. A subclass overrides those: `reduce_implementation` and
+    `batch_reduce_implementation` always, the other two where it has a better way. It is called for SUM and MEAN only,
     unless it names more in `reduce_ops`.
 
     Sums have a fixed order: the same layout of ranks gives the same bits.
     """
 
-    #: The reductions that the algorithm knows; all others are refused on its behalf.
+    #: The reductions that the algorithm has; all others raise an error.
     reduce_ops: tuple[ReduceOp, ...] = (ReduceOp.SUM, ReduceOp.MEAN)
 
     _group: ProcessGroup | None = None
@@ -69,7 +69,7 @@ class CrossDeviceOps(ABC):
             IMPLEMENTATIONS[implementation] = cls
 
     def bind(self, group: ProcessGroup) -> None:
-        """Say over which ranks this object works; the strategy does it once.
+        """Set the ranks that this object works over; the strategy does it once.
 
         Raises:
             ValueError: it already belongs to another strategy.
@@ -117,7 +117,7 @@ class CrossDeviceOps(ABC):
             reduce_op: a ReduceOp, or its name.
             per_replica_value: PerReplica with one array for each local replica, all of one shape and dtype; or a plain
                 value: the local replica's where the rank has one.
-            destinations: a Variable, a device string, a value, or None: where the result shall be. Where every value is
+            destinations: a Variable, a device string, a value, or None: where the result is to be. Where every value is
                 the memory of this Variable's gradient, HierarchicalAllReduce sums in place, and the result is a
                 read-only view, valid until that gradient is written again.
             options: bytes_per_pack, timeout_seconds, implementation of this call.
@@ -305,7 +305,7 @@ class CrossDeviceOps(ABC):
     def reduce_arena(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
         """Sum gradient arenas over all replicas and hand the sums out block by block. Collective, inside one.
 
-        Every rank of the node has arrived before the call; nobody may write a gradient before the caller's next barrier.
+        Every rank of the node has arrived before the call; no rank may write a gradient before the caller's next barrier.
 
         Args:
             arena: the gradients of all replicas.

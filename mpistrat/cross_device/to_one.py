@@ -25,7 +25,7 @@ TAG = 7
 class ReductionToOneDevice(FlatAllReduce):
     """Gathers all replicas' values on rank 0, sums them there in replica order, and broadcasts the result.
 
-    The sum is the left fold ((v0 + v1) + v2) + …, whatever the layout of ranks; slow, and of use as a reference or
+    The sum is the left fold ((v0 + v1) + v2) + …, whatever the layout of ranks. It is slow: for reference, or
     where the order of the sum matters. float16 and bfloat16 are folded in float32.
 
     Args:

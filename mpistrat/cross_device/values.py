@@ -302,7 +302,7 @@ def checked_slices(values: Sequence[Any], reduce_op: ReduceOp, function: str) ->
     Raises:
         CollectiveMismatchError: a local replica's value is no IndexedSlices, or has another form than the first.
         ValueError: indices are not one integer for each row of the values.
-        TypeError: another reduction than SUM and MEAN, which rows side by side cannot stand for.
+        TypeError: another reduction than SUM and MEAN, which concatenated rows cannot represent.
     """
     if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
         expected, got = f"dense arrays for {reduce_op.value}", "IndexedSlices"

@@ -44,15 +44,9 @@ class FusedStep(UpdateRun):
         slots: SlotStore,
         number: int | None,
     ) -> None:
-        """Plan the step. All ranks make it.
+        """Plan the step, of variables in the same order on every rank. All ranks make it.
 
-        Args:
-            optimizer: whose rule it is.
-            strategy: whose variables they are; opaque.
-            variables: of one strategy, in the same order on every rank.
-            left_out: names of variables that have no gradient.
-            slots: the optimizer's.
-            number: of the optimizer in the strategy's scope, None if it was not made there.
+        `left_out` are names of variables without a gradient, `number` is the optimizer's in the strategy's scope, if made there.
         """
         self.strategy = strategy
         self._optimizer, self._number = optimizer, number
@@ -69,7 +63,7 @@ class FusedStep(UpdateRun):
         self.describe()
 
     def describe(self) -> None:
-        """Say again what the ranks compare, after the optimizer's numbers have changed."""
+        """Describe anew what the ranks compare, after the optimizer's numbers have changed."""
         names = ", ".join(variable.name for variable in self._variables)
         absent = f", not {', '.join(self._left_out)}" if self._left_out else ""
         decays = [self._optimizer.decay_of(variable) for variable in self._variables]
@@ -82,15 +76,11 @@ class FusedStep(UpdateRun):
         self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}{which}"
 
     def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
-        """Lay the gradients that the local replicas handed over into the arenas."""
+        """Copy the local replicas' gradients into the arenas."""
         load_gradients(replicas, key)
 
     def run(self, aggregate: bool) -> None:
-        """Take the step. Collective; in cross-replica context.
-
-        Args:
-            aggregate: whether gradients are summed over the replicas; else they are equal on all already.
-        """
+        """Take the step. Collective; in cross-replica context."""
         optimizer, group = self._optimizer, self._group
         number, rate = optimizer.calls + 1, optimizer.learning_rate
         detail = self._detail if aggregate else self._detail + ", without aggregation"
@@ -111,7 +101,7 @@ class FusedStep(UpdateRun):
                 for step in self._arena_steps:
                     self._sum(step, aggregate, step.take)
             else:
-                with np.errstate(over="ignore"):  # of squares; sums are looked at below
+                with np.errstate(over="ignore"):  # of squares; sums are checked below
                     for step in self._arena_steps:
                         self._sum(step, aggregate, step.keep)
                 scales = self._scales(number)
@@ -122,7 +112,7 @@ class FusedStep(UpdateRun):
             variable.apply_constraint(compare=due)
 
     def _checksum_of_gradients(self) -> int:
-        """A checksum of gradients that are said to be equal on all replicas: those of the first local one."""
+        """A checksum of gradients that should be equal on all replicas: those of the first local one."""
         return checksum(*(variable.gradient(0).reshape(-1) for variable in self._variables if variable.size))
 
     def _compare_nodes(self) -> None:
@@ -140,10 +130,10 @@ class FusedStep(UpdateRun):
         if all(len(different) == 1 for index, different in owned.items() if index >= 0):
             return
         own = {variable.name: _shown(variable) for variable in self._variables}
-        told = [json.loads(text) for text in group.all_gather_text(json.dumps(own))]
+        shown = [json.loads(text) for text in group.all_gather_text(json.dumps(own))]
         texts = {
-            rank: ", ".join(f"{name} {value}" for name, value in said.items() if {t[name] for t in told} != {value})
-            for rank, said in enumerate(told)
+            rank: ", ".join(f"{name} {value}" for name, value in mine.items() if {t[name] for t in shown} != {value})
+            for rank, mine in enumerate(shown)
         }
         remedy = (
             "Something that no description shows has changed the weights on some nodes only: a hyperparameter, a constraint, "
@@ -159,10 +149,10 @@ class FusedStep(UpdateRun):
             step.take_local(consume)
 
     def _scales(self, number: int) -> dict[str, float]:
-        """Return by what the gradients of each variable are multiplied, the same bits on every rank; NaN for what is not finite.
+        """Return the factors of the gradients of each variable, the same bits on every rank; NaN for what is not finite.
 
         Raises:
-            FloatingPointError: on every rank, for what is not finite if the optimizer says so.
+            FloatingPointError: on every rank, for what is not finite, with `check_numerics`.
         """
         optimizer = self._optimizer
         squares = np.array([square for step in self._arena_steps for square in step.squares.values()])
@@ -184,7 +174,7 @@ class FusedStep(UpdateRun):
         return dict.fromkeys(sums, scale)
 
     def _refuse_numbers(self, number: int) -> None:
-        """Say on which ranks gradients are not finite, if any are: squares may be infinite where no gradient is. Collective.
+        """Raise with the ranks whose gradients are not finite, if any: squares may be infinite where no gradient is. Collective.
 
         Raises:
             FloatingPointError: on every rank.
@@ -195,11 +185,11 @@ class FusedStep(UpdateRun):
             for variable in step.variables
         }
         summed = {name: count for step in self._arena_steps for name, count in step.not_finite().items()}
-        told = [json.loads(text) for text in self._group.all_gather_text(json.dumps([own, summed]))]
+        counted = [json.loads(text) for text in self._group.all_gather_text(json.dumps([own, summed]))]
         for variable in self._variables:
-            counts = {rank: mine[variable.name] for rank, (mine, _) in enumerate(told) if mine.get(variable.name)}
+            counts = {rank: mine[variable.name] for rank, (mine, _) in enumerate(counted) if mine.get(variable.name)}
             ranks = [] if variable.arena is None else owners(variable.arena)
-            overflown = sum(told[rank][1].get(variable.name, 0) for rank in ranks)
+            overflown = sum(counted[rank][1].get(variable.name, 0) for rank in ranks)
             if not counts and not overflown:
                 continue
             got = by_rank({rank: f"{count} that are not" for rank, count in counts.items()})
@@ -240,24 +230,17 @@ class _ArenaStep:
 
     @property
     def gradients(self) -> Any:
-        return self.arena.gradients  # never held: memory that somebody holds cannot be freed
+        return self.arena.gradients  # never kept: memory with references cannot be freed
 
     def digest(self) -> int:
-        """Return a number that tells this rank's slice of the weights from others, by one pass over it."""
+        """Return a digest of this rank's slice of the weights, by one pass over it."""
         total = 0
         for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
             total = (total * 3 + quick_digest(self.arena.values[low:high])) & ((1 << 63) - 1)
         return total
 
     def begin(self, step: int, rate: float, number: int, two_passes: bool) -> None:
-        """Set what is the same for all blocks of a step.
-
-        Args:
-            step: the number of the update.
-            rate: its rate.
-            number: of the call, which where gradients are accumulated is not always an update.
-            two_passes: whether sums are kept before they are taken.
-        """
+        """Set what is the same for all blocks of update `step`, in the `number`-th call; keep sums first with `two_passes`."""
         optimizer = self._optimizer
         several = optimizer.gradient_accumulation_steps
         self._mean = several or 0  # of so many calls, 0 for no mean
@@ -303,9 +286,9 @@ class _ArenaStep:
             copy[low:high] = move_like(target, copy)
 
     def keep(self, low: int, high: int, gradient: Any) -> None:
-        """Put a sum, or the mean of several steps, aside, and add the squares of its elements up.
+        """Keep a sum, or the mean of several steps, and add up the squares of its elements.
 
-        It is kept in the owner's own gradient memory, which nobody else reads there, unless gradients are still looked at.
+        It is kept in the owner's gradient memory, which no other rank reads there, unless gradients are still needed.
         """
         if self._mean and self._updates:
             self._form_mean(low, high, gradient)
@@ -375,7 +358,7 @@ def _inside(spans: Sequence[tuple[int, Any, T]], low: int, high: int) -> Iterato
 
 
 def _shown(variable: Variable) -> str:
-    """Return by what a variable's value is told from others, in words."""
+    """Return a checksum of a variable's value, and how many numbers in it are not finite, in words."""
     value = to_host(variable.array)
     odd = value.size - int(np.count_nonzero(np.isfinite(value)))
     return f"#{checksum(value.reshape(-1)):08x}" + f" with {odd} that are not finite" * bool(odd)

@@ -1,4 +1,4 @@
-"""The gradients that users hand over, checked and laid into the variables' gradient memory."""
+"""Gradients of users, checked and copied into the variables' gradient memory."""
 
 from __future__ import annotations
 
@@ -49,11 +49,9 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[s
 
 
 def load_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
-    """Lay the local replicas' gradients into the arenas; those that lie there stay.
+    """Copy the local replicas' gradients into the arenas; those that are there stay.
 
-    Args:
-        replicas: what each local replica handed over.
-        key: the ids of the variables of the first one, negative where it has no gradient.
+    `key` has the ids of the variables of the first replica, negative where it has no gradient.
 
     Raises:
         ValueError: the replicas have gradients for other variables; a shape that is not the variable's.

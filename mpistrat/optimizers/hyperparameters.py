@@ -1,4 +1,4 @@
-"""The numbers of an optimizer: rate, count, the arguments that all have in common, and how ranks compare them."""
+"""Hyperparameters of an optimizer: rate, count, the arguments that all have in common, and how ranks compare them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AVERAGE, GRADIENT_SUM = (
 
 Rate = float | LearningRateSchedule | Callable[..., float]
 
-# What an optimizer keeps of its own steps, and neither describes nor shares with the same one on other ranks.
+# State of an optimizer's own steps, neither described nor shared with the same one on other ranks.
 OWN = frozenset(
     [
         *(
@@ -65,15 +65,15 @@ class Settings(SettingsButDecay, total=False):
     weight_decay: float | None
 
 
-# With which values settings are left out of descriptions.
-_UNSAID: dict[str, tuple[object, ...]] = dict.fromkeys(Settings.__annotations__, (None, False)) | {
+# Values with which settings are left out of descriptions.
+_DEFAULTS: dict[str, tuple[object, ...]] = dict.fromkeys(Settings.__annotations__, (None, False)) | {
     "ema_momentum": (0.99,)
 }
 _FIXED = ("use_ema", "gradient_accumulation_steps")  # they decide which slots there are
 
 
 class Hyperparameters(ABC):
-    """What `Optimizer` knows of its numbers. Setting a public attribute makes the ranks compare it at the next step."""
+    """The hyperparameters of an `Optimizer`. Setting a public attribute makes the ranks compare it at the next step."""
 
     _steps: dict[tuple[int, ...], Any]
 
@@ -114,7 +114,7 @@ class Hyperparameters(ABC):
         self._excluded: set[Variable] = set()
         self._excluded_names: list[re.Pattern[str]] = []
         self._private_words = ""
-        self._slots_words = ""  # tells what `set_slots` was given
+        self._slots_words = ""  # a hash of what `set_slots` was given
         self._iterations = 0
         self._counted_from = 0  # steps are counted alike, but may be set otherwise on one rank
         self._revision = 0
@@ -146,13 +146,13 @@ class Hyperparameters(ABC):
                 raise TypeError(explain(type(self).__name__, "learning_rate", expected=expected, got=got))
             value = float(value)
         elif not isinstance(value, LearningRateSchedule):
-            value = _Asked(value)
+            value = _CallableRate(value)
         self._rate = value
 
     @property
     def given_learning_rate(self) -> Rate:
         """What `learning_rate` was set to: a number, a schedule, or a callable."""
-        return self._rate.function if isinstance(self._rate, _Asked) else self._rate
+        return self._rate.function if isinstance(self._rate, _CallableRate) else self._rate
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""
@@ -180,7 +180,7 @@ class Hyperparameters(ABC):
     # weight decay
 
     def decay_of(self, variable: Variable) -> float:
-        """Return which part of a variable's weights, times the rate, is taken off before each update."""
+        """Return the part of a variable's weights, times the rate, that is subtracted before each update."""
         if variable in self._excluded or any(pattern.search(variable.name) for pattern in self._excluded_names):
             return 0.0
         return self.weight_decay or 0.0
@@ -188,7 +188,7 @@ class Hyperparameters(ABC):
     def exclude_from_weight_decay(
         self, var_list: Iterable[Variable] | None = None, var_names: Iterable[str] | None = None
     ) -> None:
-        """Let variables keep their weights; every rank must say the same, before the first step.
+        """Exclude variables from the decay of weights; the same on every rank, before the first step.
 
         Args:
             var_list: variables.
@@ -248,8 +248,8 @@ class Hyperparameters(ABC):
         return None if value is None else int(value)
 
 
-class _Asked:
-    """A callable as a schedule: asked without arguments, as Keras does, or with the step where it needs one argument."""
+class _CallableRate:
+    """A callable as a schedule: called without arguments, as Keras does, or with the step where it needs one argument."""
 
     def __init__(self, function: Callable[..., float]) -> None:
         self.function = function
@@ -269,13 +269,13 @@ class _Asked:
 def _numbers(thing: object) -> str:
     """The attributes of an object that are numbers or hold some, in words that mean the same on every rank."""
     own = getattr(thing, "__dict__", {}).items()
-    words = ((key, _word(value)) for key, value in own if key[:1] != "_" and not _unsaid(key, value))
+    words = ((key, _word(value)) for key, value in own if key[:1] != "_" and not _is_default(key, value))
     return ", ".join(f"{key}={word}" for key, word in words if word)
 
 
-def _unsaid(key: str, value: object) -> bool:
+def _is_default(key: str, value: object) -> bool:
     return key == "slot_names" or (
-        key in _UNSAID and any(value is default or value == default for default in _UNSAID[key])
+        key in _DEFAULTS and any(value is default or value == default for default in _DEFAULTS[key])
     )
 
 

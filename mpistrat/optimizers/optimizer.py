@@ -1,4 +1,4 @@
-"""The Optimizer: what all update rules have in common, and the front door `apply_gradients`."""
+"""The Optimizer: what all update rules have in common, and `apply_gradients`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
 
 @final
 class _Pairs:
-    """The pairs that one replica hands over; one leaf for those who walk through nested structures."""
+    """The pairs of one replica; a leaf of nested structures."""
 
     __slots__ = ("pairs",)
 
@@ -44,7 +44,7 @@ class _Pairs:
 
 
 class Optimizer(Rule):
-    """Updates variables by their gradients. Subclass it to bring a rule of your own: `__init__` and `update`.
+    """Updates variables by their gradients. Subclass it for a rule of your own: `__init__` and `update`.
 
     An update works on flat blocks, element by element, so that it may be done on any part of any variable: each rank of a
     node updates its part, and keeps the slots of that part only.
@@ -54,7 +54,7 @@ class Optimizer(Rule):
     differ from rank to rank, say a counter, belongs under a name with two.
 
     Args:
-        learning_rate: a number; a schedule, which is asked once a step; or a callable without an argument, as in Keras, or with
+        learning_rate: a number; a schedule, which is called once a step; or a callable without an argument, as in Keras, or with
             one, the number of steps before.
         slot_names: what is kept for each weight between steps, one number each.
         slot_start: their value before the first step.
@@ -136,11 +136,11 @@ class Optimizer(Rule):
         _known[ordinal] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with."""
+        """Return the state of a copy."""
         return {name: value for name, value in vars(self).items() if name not in ("_made_in", "_number")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become a copy, which is an optimizer of its own and counted like any other."""
+        """Become a copy: an optimizer of its own, counted like any other."""
         self.__dict__.update(state)
         self._count()
 
@@ -171,7 +171,7 @@ class Optimizer(Rule):
         """Update a block: what a step calls. It calls `update` with the block's fields."""
         self.update(*block)
 
-    # who it is
+    # identity
 
     @property
     def ordinal(self) -> int:
@@ -198,7 +198,7 @@ class Optimizer(Rule):
         """The variables that were updated so far, in the order of their first update."""
         return tuple(self._variables)
 
-    # the front door
+    # steps
 
     def apply_gradients(
         self,
@@ -244,7 +244,7 @@ class Optimizer(Rule):
         return self.iterations
 
     def _apply(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
-        """Take a step with what the local replicas handed over. Collective; in cross-replica context."""
+        """Take a step with the local replicas' gradients. Collective; in cross-replica context."""
         replicas = [p.pairs for p in pairs.values] if isinstance(pairs, DistributedValues) else [pairs.pairs]
         key = tuple([id(variable) if gradient is not None else -id(variable) for gradient, variable in replicas[0]])
         step = self._steps.get(key)
@@ -371,13 +371,13 @@ class Optimizer(Rule):
         return self._iterations if store is None else store.iterations(self)
 
     def _store(self) -> Store | None:
-        """What keeps the slots, where these are not beside arenas."""
+        """The store of the slots, where these are not beside arenas."""
         return self._made_in if self._strategy is None else self._strategy.extended.placement.store
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `get_state` gave, on any layout. Every rank must do it.
 
-        Slots of variables that this optimizer has not met yet wait until it does.
+        Slots of variables that this optimizer has not updated yet are kept until it does.
 
         Raises:
             ValueError: slots of another optimizer, or of variables of another shape.
@@ -405,7 +405,7 @@ def known() -> list[Optimizer]:
 
 
 class Definition(NamedTuple):
-    """What the same optimizer is made of in another process of the job: all but its steps and slots.
+    """The data of the same optimizer in another process of the job: all but its steps and slots.
 
     Attributes:
         ordinal: see `Optimizer.ordinal`.
@@ -425,7 +425,7 @@ class Definition(NamedTuple):
 
 
 def definition(optimizer: Optimizer) -> Definition:
-    """Return what `make_defined` makes the same optimizer of."""
+    """Return the data from which `make_defined` makes the same optimizer."""
     own = {name: value for name, value in vars(optimizer).items() if name not in _UNDEFINED}
     base = {"slot_names": optimizer.slot_names, "slot_start": optimizer.slot_start, "name": optimizer.name}
     rate = optimizer.given_learning_rate

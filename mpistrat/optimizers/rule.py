@@ -1,6 +1,6 @@
-"""An optimizer's rule, apart from who applies it: what a block of weights is, and what every step does on one.
+"""The rule of an optimizer, apart from the steps that apply it: blocks of weights, and what every step does on one.
 
-`Optimizer` is the front door; the fused step of arenas and the updates of a parameter server work on blocks.
+`Optimizer` is the public class; the fused step of arenas and the updates of a parameter server work on blocks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rule(Hyperparameters):
 
 
 class UpdateRun(ABC):
-    """The step of one optimizer on one set of variables, as a strategy takes it: made at the first one, used at every other.
+    """The step of one optimizer on one set of variables, by a strategy: made at the first step, used at every other.
 
     Attributes:
         strategy: whose variables they are; opaque.
@@ -60,23 +60,17 @@ class UpdateRun(ABC):
 
     @abstractmethod
     def describe(self) -> None:
-        """Say again what the optimizer is, after its numbers have changed."""
+        """Describe the optimizer anew, after its numbers have changed."""
 
     @abstractmethod
     def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
-        """Take the gradients that the local replicas handed over.
-
-        Args:
-            replicas: each local replica's gradients and variables.
-            key: tells one set of variables from another.
-        """
+        """Take the gradients of each local replica; `key` identifies the set of variables."""
 
     @abstractmethod
     def run(self, aggregate: bool) -> None:
         """Take the step; in cross-replica context. Collective over the replicas in sync.
 
-        Args:
-            aggregate: whether gradients are summed over the replicas; else they are equal on all already.
+        Without `aggregate`, gradients are not summed over the replicas: they are equal on all already.
         """
 
 
@@ -84,10 +78,7 @@ class UpdateRun(ABC):
 class BlockUpdate:
     """Updates blocks of one dtype: decay, clipping by value, the rule, averages. 16-bit weights are widened, and rounded once.
 
-    Args:
-        rule: what is common to all blocks.
-        dtype: of the weights.
-        scratch: four flat arrays of the dtype in which gradients are summed, at least as large as a block.
+    `scratch` are four flat arrays of the dtype in which gradients are summed, at least as large as a block.
 
     Attributes:
         block: the last of them, for the caller's use: a block of gradients.
@@ -99,7 +90,7 @@ class BlockUpdate:
         self._rule = rule
         self.narrow = accumulation_dtype(dtype) != dtype
         self._step, self._rate = 0, 0.0
-        self._revision = -1  # of the rule, when its limit was looked at
+        self._revision = -1  # of the rule, when its limit was read
         self._limit: float | None = None
         self._momentum: float | None = None  # of the averages, None where there are none
         self._overwrites = False
@@ -118,13 +109,9 @@ class BlockUpdate:
     def update(
         self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Iterable[tuple[int, int, float]]
     ) -> None:
-        """Update a block of weights and its slots in place; the gradient is overwritten.
+        """Update a block of weights and its slots in place; the gradient, of the dtype of sums, is overwritten.
 
-        Args:
-            target: flat array of the weights.
-            gradient: flat array of their size, of the dtype in which gradients are summed.
-            slots: flat arrays like it.
-            decays: which elements [low, high) of the block decay, and by what, times the rate.
+        `decays` are the elements [low, high) of the block that decay, and by what, times the rate.
         """
         weights = self._widened(target)
         for low, high, decay in decays:
@@ -139,7 +126,7 @@ class BlockUpdate:
             target[...] = weights
 
     def average(self, target: Any, slots: Mapping[str, Any]) -> None:
-        """Do for a block that is not updated in this step what belongs to the averages of its weights."""
+        """Update the averages of a block's weights in a step that does not update these."""
         if self._momentum is not None:
             weights = self._widened(target)
             self._average(weights, slots[AVERAGE], self._momentum)
@@ -154,7 +141,7 @@ class BlockUpdate:
         return weights
 
     def _average(self, weights: Any, average: Any, momentum: float) -> None:
-        """average = momentum * average + (1 - momentum) * weights; the weights become it where that is due."""
+        """average = momentum * average + (1 - momentum) * weights; the weights become it where this step overwrites them."""
         work = self._scratch[0][: weights.size]
         np.multiply(weights, 1 - momentum, out=work)
         np.multiply(average, momentum, out=average)

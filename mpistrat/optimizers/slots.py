@@ -29,7 +29,7 @@ def owners(arena: Arena) -> list[int]:
 
 @final
 class ArenaSlots:
-    """The slots of this rank's slice of an arena, and room to compute in, which all steps on the arena share.
+    """The slots of this rank's slice of an arena, and scratch memory, which all steps on the arena share.
 
     Attributes:
         low, high: the slice.
@@ -70,7 +70,7 @@ class SlotStore:
     """All slots of one optimizer.
 
     Attributes:
-        pending: slots of variables that the optimizer has not met yet, by name of variable.
+        pending: slots of variables that the optimizer has not updated yet, by name of variable.
     """
 
     def __init__(self, owner: Rule) -> None:
@@ -132,7 +132,7 @@ class SlotStore:
                 target[...] = move_like(flat[begin - low : end - low], target)
 
     def fill_pending(self, variables: Iterable[Variable]) -> None:
-        """Give variables the slots that wait for them."""
+        """Write the pending slots of variables."""
         for variable in variables:
             values = self.pending.pop(variable.name, None)
             if values is not None:
