@@ -5,8 +5,6 @@ Importing starts no MPI and needs no optional library; creating a strategy does 
 
 from __future__ import annotations
 
-from typing import Any
-
 from . import cluster_resolver, context, coordinator, data, errors, nn, optimizers, partitioners, random
 from ._version import __version__
 from .cluster import ClusterSpec
@@ -46,7 +44,6 @@ from .strategy import (
     show_config,
     strategy_from_environment,
 )
-from .strategy.aliases import ALIASES
 from .types import (
     CommunicationImplementation,
     IndexedSlices,
@@ -55,6 +52,12 @@ from .types import (
     VariableSynchronization,
 )
 from .variables import ShardedVariable, Variable
+
+# TensorFlow's other names
+CollectiveAllReduceStrategy = MultiWorkerMirroredStrategy
+CollectiveCommunication = CommunicationImplementation
+CollectiveHints = CommunicationOptions
+experimental_set_strategy = set_strategy
 
 __all__ = [
     # strategies
@@ -117,13 +120,11 @@ __all__ = [
     "random",
     "rng",
     "show_config",
+    # TensorFlow's other names
+    "CollectiveAllReduceStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "experimental_set_strategy",
 ]
-__all__ += ALIASES[""]
 
 _install_under_launcher()
-
-
-def __getattr__(name: str) -> Any:
-    if name in ALIASES[""]:
-        return globals()[ALIASES[""][name]]
-    raise AttributeError(f"module 'mpistrat' has no attribute {name!r}")

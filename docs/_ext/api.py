@@ -20,7 +20,6 @@ from sphinx.domains.python import PyObject
 from sphinx.util.docutils import SphinxDirective
 
 import mpistrat
-from mpistrat.strategy.aliases import ALIASES
 
 LINE = re.compile(r"(?P<name>[\w.]+)(?P<signature>\(.*\))?(?P<options>(?: [\w=,-]+)*?)(?: -- (?P<text>.*))?")
 
@@ -91,7 +90,7 @@ def parse(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
 
 def skip_aliases(app: Sphinx, what: str, name: str, thing: object, skip: bool, options: object) -> bool | None:
     """Leave TensorFlow's other spellings of methods out: names.md has them."""
-    return True if any(name in aliases for holder, aliases in ALIASES.items() if holder) else None
+    return True if inspect.isroutine(thing) and thing.__name__ != name else None
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

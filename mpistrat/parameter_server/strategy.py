@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
-from .. import context
 from .._util.text import counted
 from ..cluster import ClusterResolver, Topology
 from ..cluster.topology import check_comm, running_mpi
@@ -17,12 +15,11 @@ from ..cross_device.ops import CrossDeviceOps
 from ..data.feed.plan import Workers
 from ..errors import ContextError, explain
 from ..options import CommunicationOptions, RunOptions
-from ..strategy.assemble import assemble
-from ..strategy.from_environment import add_strategy
+from ..strategy.assemble import PARAMETER_SERVER, assemble
 from ..strategy.input import Division
-from ..strategy.layout import PARAMETER_SERVER
 from ..strategy.preemption import StopAtPasses, StopRequest
 from ..strategy.strategy import Strategy
+from ..strategy.synchronous import add_strategy
 from .connections import ParameterServers
 from .coordinator.cluster import Cluster, share_settings
 from .report import ParameterServerStats
@@ -130,7 +127,8 @@ class ParameterServerStrategy(Strategy):
             roles = assignment.agree(group)
             return _sync_group(group, roles.in_sync_with(group.topology.rank, workers_in_sync))
 
-        parts = assemble(
+        extended = assemble(
+            self,
             PARAMETER_SERVER,
             comm,
             "cpu:0" if assignment.serves(ranks) else devices,
@@ -139,7 +137,7 @@ class ParameterServerStrategy(Strategy):
             check=assignment.check,
             make_sync_group=make_sync_group,
         )
-        group = parts.group
+        group, variables = extended.process_group, extended.placement
         self.cluster_resolver = assignment.tell(group, roles)
         self._settings = settings
         self.workers, self.servers = roles.workers, roles.servers
@@ -149,12 +147,11 @@ class ParameterServerStrategy(Strategy):
         self._parameter_servers = ParameterServers(
             group, roles.workers, roles.servers, transport=transport, back_off=back_off
         )
-        self._store = ServerStore(self, self._parameter_servers, parts.sync_group or group, settings)
+        self._store = ServerStore(self, self._parameter_servers, variables.group, settings)
         self._access = self._store.access
-        pipelines = len(roles.workers) // workers_in_sync
-        super().__init__(
-            replace(parts, store=self._store, partitioner=variable_partitioner, num_input_pipelines=pipelines)
-        )
+        variables.store, variables.partitioner = self._store, variable_partitioner
+        extended.num_input_pipelines = len(roles.workers) // workers_in_sync
+        super().__init__(extended)
         self._stop_request = StopRequest(group, spread=True)
         self._stop_agreement = StopAtPasses(
             group,
@@ -209,6 +206,8 @@ class ParameterServerStrategy(Strategy):
             return super().run(fn, args, kwargs, options)
         finally:
             access.end_step()
+
+    experimental_run_v2 = run
 
     def _worker(self, function: str) -> WorkerAccess:
         access = self._access
@@ -348,8 +347,7 @@ class ParameterServerStrategy(Strategy):
 
     def _settle(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
         """Have everything applied, and everybody know all optimizers. Collective."""
-        self._extended.require_open(f"Strategy.{function}")
-        context.expect_cross(self, f"Strategy.{function}")
+        self._extended.require_cross(f"Strategy.{function}")
         self._extended.coordination.announce(function, os.fspath(path), *more)
         self._access.flush()
         self._store.agree(function, path)

@@ -1,18 +1,20 @@
 """The strategies, their contexts, and what they save and restore."""
 
-from .central_storage import CentralStorageStrategy
-from .default import DefaultStrategy
+from .contexts import ReplicaContext, ValueContext
 from .extended import StrategyExtended
-from .from_environment import strategy_from_environment
 from .loss import compute_average_loss, scale_regularization_loss
-from .mirrored import MirroredStrategy
-from .multi_worker_mirrored import MultiWorkerMirroredStrategy
-from .one_device import OneDeviceStrategy
 from .preemption import RESTART_EXIT_CODE, catch_stop_signals
-from .replica_context import ReplicaContext, ValueContext
-from .scope import set_strategy
 from .show_config import show_config
 from .strategy import Strategy
+from .synchronous import (
+    CentralStorageStrategy,
+    DefaultStrategy,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    set_strategy,
+    strategy_from_environment,
+)
 
 __all__ = [
     "RESTART_EXIT_CODE",

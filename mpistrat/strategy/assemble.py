@@ -1,4 +1,4 @@
-"""How a strategy is put together: communicators, group, algorithms, memory; agreed on by all ranks, or refused by all."""
+"""How a strategy is put together: which ranks and nodes each accepts, group and algorithms; the same on every rank."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, TypeVar, final
 
 from .._util import log
+from .._util.text import counted
 from ..cluster.cores import set_blas_threads
 from ..cluster.devices import check_devices
 from ..cluster.topology import Topology
-from ..comm.agree import gather_text, together
+from ..comm.agree import together
 from ..comm.monitor import abort
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
@@ -19,92 +20,87 @@ from ..cross_device.ops import CrossDeviceOps
 from ..environment import Environment
 from ..errors import CollectiveTimeoutError, LayoutError, PeerExitError, explain
 from ..options import CommunicationOptions
-from ..variables import ArenaAllocator, Placement
-from ..variables.placement import Store
 from .extended import StrategyExtended
-from .layout import Layout, check_layout
 
-__all__ = ["Parts", "RankOrder", "assemble"]
+__all__ = [
+    "CENTRAL_STORAGE",
+    "MIRRORED",
+    "MULTI_WORKER_MIRRORED",
+    "ONE_DEVICE",
+    "PARAMETER_SERVER",
+    "StrategyKind",
+    "assemble",
+    "check_layout",
+]
 
 T = TypeVar("T")
 
 
 @final
 @dataclass(frozen=True)
-class Parts:
-    """What a strategy is put together from."""
-
-    layout: Layout
-    group: ProcessGroup
-    ops: CrossDeviceOps
-    options: CommunicationOptions | None = None
-    parameter_device: str | None = None
-    is_default: bool = False
-    shared: bool = False  # with the strategy that this one is a copy of, which closes what they share
-    sync_group: ProcessGroup | None = None  # the ranks whose replicas step together, where these are not all
-    store: Store | None = None  # of the variables, where that is not the arenas
-    partitioner: Any = None  # of variables, see Placement
-    num_input_pipelines: int | None = None
-
-    @classmethod
-    def of(cls, extended: StrategyExtended) -> Parts:
-        """Return the parts of a strategy, for another one that shares its communicators."""
-        devices = extended.placement.arenas.devices
-        own = devices == extended.topology.devices
-        return cls(
-            extended.layout,
-            extended.process_group,
-            extended.cross_device_ops,
-            extended.reductions.merged(None),
-            None if own else devices[0],
-            extended.is_default,
-            shared=True,
-        )
-
-    def extend(self, strategy: Any) -> StrategyExtended:
-        """Return the inner parts of a strategy."""
-        group = self.sync_group or self.group
-        devices = group.topology.devices if self.parameter_device is None else (self.parameter_device,)
-        placement = Placement(
-            group,
-            self.ops,
-            ArenaAllocator(group, devices, self.layout.central),
-            strategy,
-            group.topology.devices,
-            distributed=self.layout.distributed,
-            store=self.store,
-            partitioner=self.partitioner,
-        )
-        return StrategyExtended(
-            strategy,
-            self.layout,
-            self.group,
-            self.ops,
-            placement,
-            self.options,
-            is_default=self.is_default,
-            shared=self.shared,
-            num_input_pipelines=self.num_input_pipelines,
-        )
-
-
-@final
-@dataclass(frozen=True)
-class RankOrder:
-    """How the ranks of a strategy are numbered, where that is not MPI's affair.
+class StrategyKind:
+    """What a strategy is like.
 
     Attributes:
-        tell: returns what this rank tells the others; what it raises is raised on every rank.
-        arrange: takes what each rank told; returns the ranks in their new order, none to leave them as they are, or
-            raises, all that on every rank alike.
+        name: of its class.
+        many_ranks, many_nodes: whether it accepts them.
+        distributed: whether it may have several replicas.
+        central: whether the node's leader alone keeps and updates the variables.
+        least_ranks: how few it accepts.
     """
 
-    tell: Callable[[], str]
-    arrange: Callable[[Sequence[str]], Sequence[int]]
+    name: str
+    many_ranks: bool = True
+    many_nodes: bool = False
+    distributed: bool = True
+    central: bool = False
+    least_ranks: int = 1
+
+    def fits(self, ranks: int, nodes: int) -> bool:
+        """Return whether the strategy accepts so many ranks on so many nodes."""
+        return (self.many_ranks or ranks == 1) and (self.many_nodes or nodes == 1) and ranks >= self.least_ranks
+
+
+ONE_DEVICE = StrategyKind("OneDeviceStrategy", many_ranks=False, distributed=False)
+MIRRORED = StrategyKind("MirroredStrategy")
+MULTI_WORKER_MIRRORED = StrategyKind("MultiWorkerMirroredStrategy", many_nodes=True)
+CENTRAL_STORAGE = StrategyKind("CentralStorageStrategy", central=True)
+PARAMETER_SERVER = StrategyKind("ParameterServerStrategy", many_nodes=True, least_ranks=2)
+
+_ALL = (ONE_DEVICE, MIRRORED, CENTRAL_STORAGE, MULTI_WORKER_MIRRORED)  # what a synchronous program may use instead
+
+
+def check_layout(kind: StrategyKind, topology: Topology) -> None:
+    """Do nothing if a strategy accepts the ranks and nodes. The same on every rank.
+
+    Raises:
+        LayoutError: it does not, naming the strategies that do.
+    """
+    ranks, nodes = topology.size, topology.num_nodes
+    if kind.fits(ranks, nodes):
+        return
+    fitting = ", ".join(other.name for other in _ALL if other.fits(ranks, nodes))
+    remedy = f"What fits: {fitting}"
+    if not kind.many_ranks:
+        remedy += f"; or {kind.name}(comm=MPI.COMM_SELF), one of its own on each rank"
+    elif kind.least_ranks > 1:
+        remedy = f"Start workers and servers together: mpistrat run -n 3 --ps 1 program.py. One rank alone: {fitting}"
+    several = "ranks of one node" if kind.least_ranks == 1 else f"at least {kind.least_ranks} ranks"
+    raise LayoutError(
+        explain(
+            kind.name,
+            "comm",
+            expected=several if kind.many_ranks else "one rank",
+            got=f"{ranks} ranks on {counted(nodes, 'node')}",
+            remedy=remedy,
+            rank=topology.rank,
+        )
+    )
 
 
 def assemble(
-    layout: Layout,
+    strategy: Any,
+    kind: StrategyKind,
     comm: Any = None,
     devices: Sequence[str] | str | None = None,
     cross_device_ops: CrossDeviceOps | str | None = None,
@@ -112,12 +108,13 @@ def assemble(
     parameter_device: str | None = None,
     check: Callable[[Topology], None] | None = None,
     make_sync_group: Callable[[ProcessGroup], ProcessGroup] | None = None,
-    order: RankOrder | None = None,
-) -> Parts:
-    """Return the parts of a new strategy. Collective over `comm`.
+    order: Callable[[Topology], Sequence[int]] | None = None,
+) -> StrategyExtended:
+    """Return the inner parts of a new strategy. Collective over `comm`.
 
     Args:
-        layout: which strategy.
+        strategy: the new strategy; opaque here.
+        kind: which one it is.
         comm: communicator, duplicated; default COMM_WORLD.
         devices: this rank's, one replica each; default see `cluster.devices.default_devices`.
         cross_device_ops: how values are reduced; default what `options` say, else the chooser's table.
@@ -125,21 +122,21 @@ def assemble(
         parameter_device: where variables lie; default on `devices`.
         check: whatever else this rank must find right; what it raises is raised on every rank.
         make_sync_group: returns the ranks whose replicas step together, where these are not all; collective.
-        order: how the ranks are numbered; default as in `comm`.
+        order: returns the ranks in their order, none to leave them as in `comm`, or raises, on every rank alike; collective.
 
     Raises:
         LayoutError: on every rank, when the strategy does not accept the ranks and nodes.
         ClusterError: on every rank, when the launcher or the resolver contradict MPI.
         DeviceError: on every rank, for a device that is not there.
     """
-    topology = Topology.create(comm, devices, layout.name)
+    topology = Topology.create(comm, devices, kind.name)
     try:
-        check_layout(layout, topology)
+        check_layout(kind, topology)
     except LayoutError:
         topology.close()
         raise
     if order is not None:
-        topology = _in_order(topology, order, devices, layout.name)
+        topology = _in_order(topology, order, devices, kind.name)
     abort.install(topology.rank, topology.size)  # from here on one rank's exception must not leave the others waiting
     environment = Environment.read()
     log.set_rank(topology.rank)
@@ -153,31 +150,42 @@ def assemble(
         given: object = options
         if given is not None and not isinstance(given, CommunicationOptions):
             expected, got = "CommunicationOptions", repr(given)
-            raise TypeError(explain(layout.name, "communication_options", expected=expected, got=got))
+            raise TypeError(explain(kind.name, "communication_options", expected=expected, got=got))
         implementation = None if options is None else options.implementation
         ops = make_cross_device_ops(implementation if cross_device_ops is None else cross_device_ops)
         if check is not None:
             check(topology)
-        return ops, None if parameter_device is None else check_devices(parameter_device, layout.name)[0]
+        return ops, None if parameter_device is None else check_devices(parameter_device, kind.name)[0]
 
-    ops, place = _agree(group, layout, settings, finish)
+    ops, place = _agree(group, kind, settings, finish)
     try:
         sync_group = None if make_sync_group is None else make_sync_group(group)
     except Exception:  # raised on every rank
         group.close()
         topology.close()
         raise
-    _agree(group, layout, settings, lambda: ops.bind(sync_group or group))
-    return Parts(layout, group, ops, options, place, sync_group=sync_group)
+    _agree(group, kind, settings, lambda: ops.bind(sync_group or group))
+    return StrategyExtended(
+        strategy,
+        group,
+        ops,
+        options,
+        sync_group=sync_group,
+        parameter_devices=None if place is None else (place,),
+        distributed=kind.distributed,
+        central=kind.central,
+    )
 
 
-def _in_order(topology: Topology, order: RankOrder, devices: Sequence[str] | str | None, name: str) -> Topology:
+def _in_order(
+    topology: Topology,
+    order: Callable[[Topology], Sequence[int]],
+    devices: Sequence[str] | str | None,
+    name: str,
+) -> Topology:
     """Return the topology of the same ranks in another order, or this one if that is its order. Collective."""
-    exchange = partial(gather_text, topology.comm)
     try:
-        with together(exchange):
-            text = order.tell()
-        ranks = order.arrange(exchange(text))
+        ranks = order(topology)
     except Exception:  # raised on every rank
         topology.close()
         raise
@@ -190,11 +198,11 @@ def _in_order(topology: Topology, order: RankOrder, devices: Sequence[str] | str
     return ordered
 
 
-def _agree(group: ProcessGroup, layout: Layout, settings: tuple[Any, ...], act: Callable[[], T]) -> T:
+def _agree(group: ProcessGroup, kind: StrategyKind, settings: tuple[Any, ...], act: Callable[[], T]) -> T:
     """Return what `act` returns; raise on every rank what it raises on any, or that their settings differ. Collective."""
     detail = ", ".join(repr(setting) for setting in settings if setting is not None)
     try:
-        with together(partial(group.exchange, layout.name, detail=detail)):
+        with together(partial(group.exchange, kind.name, detail=detail)):
             return act()
     except (PeerExitError, CollectiveTimeoutError):  # some are not here to free it with
         raise

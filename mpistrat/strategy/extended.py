@@ -13,16 +13,14 @@ from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
 from ..context import Frame
 from ..cross_device.ops import CrossDeviceOps
-from ..distributed_values import DistributedValues, Mirrored, PerReplica, regroup, select_replica
+from ..distributed_values import DistributedValues, Mirrored, regroup, select_replica
 from ..errors import ClosedError, ContextError, explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp
-from ..variables import Placement, ShardedVariable, Variable, create_variable, explain_foreign
-from .aliases import with_aliases
-from .layout import Layout
+from ..variables import ArenaAllocator, Placement, ShardedVariable, Variable, create_variable, explain_foreign
+from .contexts import ReplicaContext
 from .optimizer_states import OptimizerStates
 from .reductions import Reductions, as_scalar
-from .replica_context import ReplicaContext
 from .replica_threads import ReplicaThreads, current_meeting
 
 __all__ = ["Coordination", "StrategyExtended"]
@@ -46,7 +44,6 @@ class Coordination:
 
 
 @final
-@with_aliases
 class StrategyExtended:
     """A strategy's inner parts (TF: tf.distribute.StrategyExtended); `strategy.extended`.
 
@@ -57,7 +54,6 @@ class StrategyExtended:
         num_input_pipelines: how many workers read input.
         cross_device_ops: how values of the replicas become one.
         placement: where variables live.
-        layout: what distinguishes this strategy from others.
         replicas: the contexts of the local replicas.
         reductions: what is done with values of all replicas.
         threads: what runs several local replicas; None with one.
@@ -70,35 +66,63 @@ class StrategyExtended:
     def __init__(
         self,
         strategy: Any,
-        layout: Layout,
         group: ProcessGroup,
         ops: CrossDeviceOps,
-        placement: Placement,
         options: CommunicationOptions | None = None,
         *,
+        sync_group: ProcessGroup | None = None,
+        parameter_devices: Sequence[str] | None = None,
+        distributed: bool = True,
+        central: bool = False,
         is_default: bool = False,
         shared: bool = False,
-        num_input_pipelines: int | None = None,
     ) -> None:
-        """Hold the parts; `assemble` makes them."""
+        """Hold the parts, which `assemble` makes.
+
+        Args:
+            strategy: whose they are; opaque here.
+            group: all ranks.
+            ops: how values of the replicas become one.
+            options: defaults of every reduction.
+            sync_group: the ranks whose replicas step together, where these are not all.
+            parameter_devices: where variables lie; default this rank's devices.
+            distributed, central: see `Placement` and `ArenaAllocator`.
+            is_default: whether this is the strategy that holds outside every scope.
+            shared: whether the group belongs to another strategy, which closes it.
+        """
+        sync_group = sync_group or group
         self.topology: Topology = group.topology
-        self.sync_topology: Topology = placement.group.topology
-        self.num_input_pipelines = self.topology.size if num_input_pipelines is None else num_input_pipelines
-        self.process_group, self.cross_device_ops, self.placement = group, ops, placement
-        self.layout, self.is_default, self.closed = layout, is_default, False
+        self.sync_topology: Topology = sync_group.topology
+        self.num_input_pipelines = self.topology.size
+        self.process_group, self.cross_device_ops = group, ops
+        arenas = ArenaAllocator(sync_group, parameter_devices, central)
+        self.placement = Placement(sync_group, ops, arenas, strategy, self.sync_topology.devices, distributed)
+        self.is_default, self.closed = is_default, False
         self.coordination = Coordination()
         self._strategy = strategy
         self._shared = shared
         self.frame = Frame(strategy)
         replicas, local = self.sync_topology.num_replicas, self.sync_topology.num_local_replicas
         self.reductions = Reductions(ops, options, replicas, local, is_default)
-        self.replicas = [
-            ReplicaContext(strategy, index, self.sync_topology, self.num_input_pipelines, self.reductions)
-            for index in range(local)
-        ]
+        self.replicas = [ReplicaContext(strategy, index, self.sync_topology, self.reductions) for index in range(local)]
         frames = [replica.frame for replica in self.replicas]
         self.threads = ReplicaThreads(frames) if len(frames) > 1 else None
-        self.optimizer_states = OptimizerStates(placement)
+        self.optimizer_states = OptimizerStates(self.placement)
+
+    def share_with(self, strategy: Any) -> StrategyExtended:
+        """Return the inner parts of a copy of the strategy: variables of its own, but the same communicators."""
+        placement = self.placement
+        return StrategyExtended(
+            strategy,
+            self.process_group,
+            self.cross_device_ops,
+            self.reductions.merged(None),
+            parameter_devices=placement.arenas.devices,
+            distributed=placement.distributed,
+            central=placement.arenas.central,
+            is_default=self.is_default,
+            shared=True,
+        )
 
     def coordinate(self, coordination: Coordination) -> None:
         """Let a coordinator say what it has to say of this rank; `Coordination()` ends that."""
@@ -296,19 +320,7 @@ class StrategyExtended:
             return tensor
         return as_scalar(self.cross_device_ops.broadcast(tensor, destinations))
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return what each local replica has of a value. See `Strategy.local_results`."""
-        if isinstance(value, (DistributedValues, Variable)):
-            return tuple(value.values)
-        if nest.is_nested(value):
-            return tuple(select_replica(index, value) for index in range(len(self.replicas)))
-        return (value,)
-
     # what the strategy's own files use
-
-    def per_replica(self, values: Sequence[Any]) -> Any:
-        """Return a nest of PerReplica of the local replicas' nests, wrapped even where they are equal."""
-        return nest.map_structure(lambda *leaves: PerReplica(leaves), *values)
 
     def require_open(self, function: str) -> None:
         """Do nothing unless the strategy was closed.
@@ -318,6 +330,16 @@ class StrategyExtended:
         """
         if self.closed:
             raise ClosedError(f"{function}: the strategy was closed")
+
+    def require_cross(self, function: str) -> None:
+        """Do nothing in cross-replica context of this strategy, unless it was closed.
+
+        Raises:
+            ClosedError: it was.
+            ContextError: in a step, or in another strategy's scope.
+        """
+        self.require_open(function)
+        context.expect_cross(self._strategy, function)
 
     def require_own(self, variable: Any, function: str) -> None:
         """Do nothing if a variable was made in this strategy's scope.
@@ -361,6 +383,8 @@ class StrategyExtended:
         """Whether this rank initialises variables: every one takes part."""
         return True
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """Call a step once on each local replica: `Strategy.run`. Collective where the step is."""
         return self._strategy.run(fn, args, kwargs)

@@ -15,21 +15,18 @@ from ..cluster.resolvers.resolver import ClusterResolver
 from ..comm.process_group import ProcessGroup
 from ..context import Frame
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions
-from ..distributed_values import DistributedValues, regroup, select_replica
+from ..distributed_values import DistributedValues, PerReplica, regroup, select_replica
 from ..errors import explain
 from ..options import CommunicationOptions, RunOptions
 from ..types import ReduceOp
 from ..variables import Variable
-from .aliases import with_aliases
-from .assemble import Parts
 from .checkpoint import Checkpoint
+from .collectives import RankCollectives
+from .contexts import Scope, ValueContext
 from .extended import StrategyExtended
 from .input import Distributor, Division
 from .preemption import StopAgreement, StopRequest, StopTogether
 from .reductions import Axis
-from .replica_context import ValueContext
-from .scope import Scope
-from .together import Together
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,8 +38,7 @@ S = TypeVar("S", bound="Strategy")
 _NO_KWARGS: dict[str, Any] = {}
 
 
-@with_aliases
-class Strategy(Together):
+class Strategy(RankCollectives):
     """How one training step runs on many replicas (TF: tf.distribute.Strategy). Make one of its subclasses.
 
     Creating and closing a strategy is collective over its communicator. Used in a `with` statement it is closed at the
@@ -54,22 +50,21 @@ class Strategy(Together):
 
     cluster_resolver: ClusterResolver | None = None
 
-    def __init__(self, parts: Parts | None = None) -> None:
-        """Hold the parts that a subclass made. Making a strategy is collective (see its class).
+    def __init__(self, extended: StrategyExtended | None = None) -> None:
+        """Hold the inner parts that a subclass made. Making a strategy is collective (see its class).
 
         Raises:
             TypeError: for Strategy itself.
         """
-        if parts is None:
+        if extended is None:
             remedy = "MirroredStrategy, MultiWorkerMirroredStrategy, CentralStorageStrategy and OneDeviceStrategy are"
             got = "Strategy, which is none by itself"
             raise TypeError(explain("Strategy", "", expected="a strategy", got=got, remedy=remedy))
-        self._extended = parts.extend(self)
-        self._replica_frame: Frame = self._extended.replicas[0].frame
-        extended = self._extended
+        self._extended = extended
+        self._replica_frame: Frame = extended.replicas[0].frame
         self._checkpoint = Checkpoint(extended.process_group, extended.placement, extended.optimizer_states)
-        self._stop_request = StopRequest(self._extended.process_group)
-        self._stop_agreement: StopAgreement = StopTogether(self._extended.placement.group)
+        self._stop_request = StopRequest(extended.process_group)
+        self._stop_agreement: StopAgreement = StopTogether(extended.placement.group)
 
     # who and where
 
@@ -211,8 +206,7 @@ class Strategy(Together):
             >>> ms.get_strategy().should_stop()
             False
         """
-        self._extended.require_open("Strategy.should_stop")
-        context.expect_cross(self, "Strategy.should_stop")
+        self._extended.require_cross("Strategy.should_stop")
         return self._stop_agreement.ask(bool(self._stop_request))
 
     # values
@@ -273,8 +267,7 @@ class Strategy(Together):
             ValueError: a scalar, or an axis out of range.
             ContextError: in a step: use `get_replica_context().all_gather`.
         """
-        self._extended.require_open("Strategy.gather")
-        context.expect_cross(self, "Strategy.gather")
+        self._extended.require_cross("Strategy.gather")
         reductions = self._extended.reductions
         return reductions.gather(reductions.copies_of_variables(value), axis, options)
 
@@ -283,7 +276,11 @@ class Strategy(Together):
 
         Of a nest, each replica's nest is returned.
         """
-        return self._extended.local_results(value)
+        if isinstance(value, (DistributedValues, Variable)):
+            return tuple(value.values)
+        if nest.is_nested(value):
+            return tuple(select_replica(index, value) for index in range(len(self._extended.replicas)))
+        return (value,)
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Return PerReplica values that a function makes, called once for each local replica.
@@ -294,7 +291,8 @@ class Strategy(Together):
         context.expect_cross(self, "Strategy.distribute_values_from_function")
         topology = self._extended.sync_topology
         ids = range(topology.replica_offset, topology.replica_offset + topology.num_local_replicas)
-        return self._extended.per_replica([value_fn(ValueContext(i, topology.num_replicas)) for i in ids])
+        made = [value_fn(ValueContext(i, topology.num_replicas)) for i in ids]
+        return nest.map_structure(lambda *leaves: PerReplica(leaves), *made)
 
     # input
 
@@ -319,8 +317,7 @@ class Strategy(Together):
             >>> [batch.tolist() for batch in data]
             [[0, 1, 2, 3], [4]]
         """
-        self._extended.require_open("Strategy.distribute_dataset")
-        context.expect_cross(self, "Strategy.distribute_dataset")
+        self._extended.require_cross("Strategy.distribute_dataset")
         return Distributor(self._readers(), self._division(), options).of_dataset(dataset)
 
     def distribute_datasets_from_function(
@@ -340,8 +337,7 @@ class Strategy(Together):
         Raises:
             TypeError, ValueError: on every rank, when the function returns no iterable of batches on any.
         """
-        self._extended.require_open("Strategy.distribute_datasets_from_function")
-        context.expect_cross(self, "Strategy.distribute_datasets_from_function")
+        self._extended.require_cross("Strategy.distribute_datasets_from_function")
         return Distributor(self._readers(), self._division(), options).from_function(dataset_fn)
 
     def _readers(self) -> ProcessGroup:
@@ -383,8 +379,7 @@ class Strategy(Together):
             {'epoch': 3}
             >>> strategy.close()
         """
-        self._extended.require_open("Strategy.save")
-        context.expect_cross(self, "Strategy.save")
+        self._extended.require_cross("Strategy.save")
         self._checkpoint.save(path, extra)
 
     def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -402,8 +397,7 @@ class Strategy(Together):
             ValueError: on every rank, when a variable is missing in it or has another shape or dtype.
             OSError: on every rank, when it cannot be read, or is not as it was saved.
         """
-        self._extended.require_open("Strategy.restore")
-        context.expect_cross(self, "Strategy.restore")
+        self._extended.require_cross("Strategy.restore")
         return self._checkpoint.restore(path)
 
     # its life
@@ -438,7 +432,7 @@ class Strategy(Together):
         other = object.__new__(type(self))
         memo[id(self)] = other
         other.cluster_resolver = self.cluster_resolver
-        Strategy.__init__(other, Parts.of(self._extended))
+        Strategy.__init__(other, self._extended.share_with(other))
         return other
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -448,6 +442,14 @@ class Strategy(Together):
         topology = self._extended.topology
         state = "closed" if self._extended.closed else f"{topology.num_replicas} replicas on {topology.size} ranks"
         return f"<{type(self).__name__} {state}, {counted(topology.num_nodes, 'node')}>"
+
+    # TensorFlow's other names
+
+    experimental_distribute_dataset = distribute_dataset
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+    experimental_distribute_values_from_function = distribute_values_from_function
+    experimental_local_results = unwrap = local_results
+    experimental_run_v2 = run
 
 
 def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ from ...comm.agree import as_told, gather_bytes, gather_text, together
 from ...errors import ClusterError, ContextError, LayoutError, explain
 from ...optimizers import Optimizer
 from ...optimizers import optimizer as optimizers
+from ...strategy.assemble import PARAMETER_SERVER
 from ...strategy.extended import Coordination
-from ...strategy.layout import PARAMETER_SERVER
 from .dispatcher import Dispatcher
 from .messages import Channel
 from .registry import ObjectRegistry, dumps, load_cloudpickle, loads

@@ -11,8 +11,6 @@ from mpistrat.cluster import Topology
 from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.cross_device.auto import AutoAllReduce
 from mpistrat.environment import Environment
-from mpistrat.strategy.assemble import Parts
-from mpistrat.strategy.layout import MIRRORED
 
 # The one line that a new strategy adds: its name, and how to make it with these devices on each rank.
 STRATEGIES: dict[str, Callable[[Sequence[str]], Any]] = {
@@ -53,8 +51,10 @@ def made(name: str, devices: str = "1") -> Iterator[Any]:
 
 
 def without_mpi(replicas: int = 1) -> ms.Strategy:
-    """A mirrored strategy of this process alone, with so many replicas."""
+    """A strategy of this process alone, with so many replicas."""
     group = ProcessGroup(Topology.single([f"cpu:{index}" for index in range(replicas)]), Environment())
     ops = AutoAllReduce()
     ops.bind(group)
-    return ms.Strategy(Parts(MIRRORED, group, ops))
+    strategy = object.__new__(ms.Strategy)
+    ms.Strategy.__init__(strategy, ms.StrategyExtended(strategy, group, ops))
+    return strategy

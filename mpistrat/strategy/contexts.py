@@ -1,26 +1,49 @@
-"""What a step may ask and do while it runs on one replica."""
+"""The contexts of a strategy: its scope, and that of one replica in a step, with what the replica does together with others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Token
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, final
 
 import numpy as np
 
 from .. import context, random
 from .._util import nest
+from ..cluster.cores import limit_new_libraries
 from ..cluster.topology import Topology
 from ..context import Frame
 from ..distributed_values import PerReplica, regroup, select_replica
 from ..errors import ContextError, explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp
-from .aliases import with_aliases
 from .reductions import Reductions, read_variables
 from .replica_threads import current_meeting
 
-__all__ = ["ReplicaContext", "ValueContext"]
+__all__ = ["ReplicaContext", "Scope", "ValueContext"]
+
+
+@final
+class Scope:
+    """Makes a strategy the current one for a `with` block. One object may be entered several times."""
+
+    def __init__(self, strategy: Any, frame: Frame) -> None:
+        self._strategy, self._frame = strategy, frame
+        self._tokens: list[Token[tuple[Frame, ...]]] = []
+
+    def __enter__(self) -> Any:
+        context.expect_cross(self._strategy, "Strategy.scope")
+        self._tokens.append(context.push(self._frame))
+        limit_new_libraries()
+        return self._strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        context.leave(self._tokens[-1], self._frame)
+        self._tokens.pop()
 
 
 @final
@@ -38,7 +61,6 @@ class ValueContext:
 
 
 @final
-@with_aliases
 class ReplicaContext:
     """One replica's view of its strategy, inside `strategy.run` (TF: tf.distribute.ReplicaContext).
 
@@ -49,7 +71,6 @@ class ReplicaContext:
         strategy: the strategy that runs the step.
         replica_id_in_sync_group: number of this replica, from 0, by rank and then device.
         num_replicas_in_sync: replicas in all.
-        num_input_pipelines: workers that read input: the ranks, but for parameter servers.
     """
 
     __slots__ = (
@@ -58,24 +79,25 @@ class ReplicaContext:
         "_index",
         "_reductions",
         "frame",
-        "num_input_pipelines",
         "num_replicas_in_sync",
         "replica_id_in_sync_group",
         "strategy",
     )
 
-    def __init__(
-        self, strategy: Any, index: int, topology: Topology, num_input_pipelines: int, reductions: Reductions
-    ) -> None:
+    def __init__(self, strategy: Any, index: int, topology: Topology, reductions: Reductions) -> None:
         """Describe local replica `index` of the ranks that step together. Strategies make them."""
         self.strategy = strategy
         self.replica_id_in_sync_group = topology.replica_offset + index
         self.num_replicas_in_sync = topology.num_replicas
-        self.num_input_pipelines = num_input_pipelines
         self.frame = Frame(strategy, replica=self)
         self._cross_frame = Frame(strategy)
         self._device, self._reductions = topology.devices[index], reductions
         self._index = index
+
+    @property
+    def num_input_pipelines(self) -> int:
+        """Workers that read input: the ranks, but for parameter servers."""
+        return int(self.strategy.extended.num_input_pipelines)
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import context
 from ..comm.agree import as_told, together
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
@@ -15,10 +14,10 @@ from ..errors import explain
 if TYPE_CHECKING:
     from .extended import StrategyExtended
 
-__all__ = ["Together"]
+__all__ = ["RankCollectives"]
 
 
-class Together(ABC):
+class RankCollectives(ABC):
     """The calls of a strategy that all its ranks make together, whatever they compute."""
 
     _extended: StrategyExtended
@@ -75,8 +74,7 @@ class Together(ABC):
 
     def _together(self, name: str, *args: Any) -> None:
         """Begin what all ranks do together, outside of steps; those without a program are told."""
-        self._extended.require_open(f"Strategy.{name}")
-        context.expect_cross(self, f"Strategy.{name}")
+        self._extended.require_cross(f"Strategy.{name}")
         self._extended.coordination.announce(name, *args)
 
 

@@ -6,8 +6,7 @@ from strategy_stand import without_mpi
 import mpistrat as ms
 from mpistrat.cluster import Topology
 from mpistrat.errors import LayoutError
-from mpistrat.strategy.aliases import ALIASES
-from mpistrat.strategy.layout import (
+from mpistrat.strategy.assemble import (
     CENTRAL_STORAGE,
     MIRRORED,
     MULTI_WORKER_MIRRORED,
@@ -16,9 +15,28 @@ from mpistrat.strategy.layout import (
     check_layout,
 )
 
+# Where → TensorFlow's name → the one here. "" is the package itself.
+ALIASES = {
+    "": {
+        "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy",
+        "CollectiveCommunication": "CommunicationImplementation",
+        "CollectiveHints": "CommunicationOptions",
+        "experimental_set_strategy": "set_strategy",
+    },
+    "Strategy": {
+        "experimental_distribute_dataset": "distribute_dataset",
+        "experimental_distribute_datasets_from_function": "distribute_datasets_from_function",
+        "experimental_distribute_values_from_function": "distribute_values_from_function",
+        "experimental_local_results": "local_results",
+        "experimental_run_v2": "run",
+        "unwrap": "local_results",
+    },
+    "ParameterServerStrategy": {"experimental_run_v2": "run"},
+}
+
 
 @pytest.mark.parametrize(
-    ("layout", "node_of", "fitting"),
+    ("kind", "node_of", "fitting"),
     [
         (ONE_DEVICE, [0], None),
         (ONE_DEVICE, [0, 0], "MirroredStrategy, CentralStorageStrategy, MultiWorkerMirroredStrategy"),
@@ -30,16 +48,16 @@ from mpistrat.strategy.layout import (
         (MULTI_WORKER_MIRRORED, [0, 1, 1, 2], None),
     ],
 )
-def test_check_layout(layout, node_of, fitting):
+def test_check_layout(kind, node_of, fitting):
     topology = Topology(0, node_of, [1] * len(node_of), ["cpu:0"])
     if fitting is None:
-        check_layout(layout, topology)
+        check_layout(kind, topology)
         return
     nodes = max(node_of) + 1
     with pytest.raises(
         LayoutError, match=f"got {len(node_of)} ranks on {nodes} node.* What fits: {fitting}(; or One.*COMM_SELF.*)?$"
     ):
-        check_layout(layout, topology)
+        check_layout(kind, topology)
 
 
 def test_a_parameter_server_alone_is_told_how_to_start():
@@ -48,9 +66,8 @@ def test_a_parameter_server_alone_is_told_how_to_start():
 
 
 def test_aliases_are_the_same_thing():
-    classes = {"Strategy": ms.Strategy, "StrategyExtended": ms.StrategyExtended, "ReplicaContext": ms.ReplicaContext}
     for where, table in ALIASES.items():
-        holder = classes.get(where, ms)
+        holder = getattr(ms, where) if where else ms
         for alias, name in table.items():
             assert getattr(holder, alias) is getattr(holder, name), (where, alias)
     with without_mpi(2) as strategy:

@@ -1,0 +1,284 @@
+"""The strategies whose ranks step together, the one that holds outside every scope, and the choice by the environment."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+from .. import context
+from ..cluster import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
+from ..cluster.devices import default_devices
+from ..cluster.spec import worker_count
+from ..cluster.tasks import own_task, ranks_by_task
+from ..cluster.topology import Topology
+from ..comm.agree import gather_text, together
+from ..comm.process_group import ProcessGroup
+from ..context import Frame
+from ..cross_device.mpi import MpiAllReduce
+from ..cross_device.ops import CrossDeviceOps
+from ..environment import STRATEGIES, Environment
+from ..errors import ClusterError, explain
+from ..options import CommunicationOptions
+from .assemble import CENTRAL_STORAGE, MIRRORED, MULTI_WORKER_MIRRORED, ONE_DEVICE, assemble
+from .extended import StrategyExtended
+from .strategy import Strategy
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "CentralStorageStrategy",
+    "DefaultStrategy",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "add_strategy",
+    "set_strategy",
+    "strategy_from_environment",
+]
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """One replica on one device (TF: tf.distribute.OneDeviceStrategy). For trying a program out before it is spread.
+
+    Args:
+        device: such as "cpu:0" or "gpu:1"; default the first GPU, else the CPU.
+        comm: communicator of one rank; default COMM_WORLD.
+
+    Raises:
+        LayoutError: the communicator has several ranks.
+        DeviceError: there is no such device.
+    """
+
+    def __init__(self, device: str | None = None, comm: MPI.Intracomm | None = None) -> None:
+        devices = default_devices(0, 1)[:1] if device is None else (device,)
+        super().__init__(assemble(self, ONE_DEVICE, comm, devices))
+
+
+@final
+class MirroredStrategy(Strategy):
+    """Synchronous training on one node: any number of ranks, any number of devices on each (TF: MirroredStrategy).
+
+    Creation is collective over `comm`. Every device of every rank is a replica. The ranks share one copy of the
+    variables; each updates its own slice of them.
+
+    Args:
+        devices: this rank's, such as ["gpu:0", "gpu:1"]; default: the GPU of the rank's number on the node, all GPUs for
+            a rank that is alone, else the CPU. Ranks may have different numbers of devices.
+        cross_device_ops: how values are reduced, such as `ms.NcclAllReduce()`; default: the chooser's table.
+        comm: communicator, duplicated here; default COMM_WORLD.
+        num_gpus: instead of devices: this rank's first so many GPUs, 0 for the CPU.
+
+    Raises:
+        ValueError: both devices and num_gpus.
+        LayoutError: on every rank, when they are on several nodes.
+        DeviceError: on every rank, for a device that is not there.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | str | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        comm: MPI.Intracomm | None = None,
+        *,
+        num_gpus: int | None = None,
+    ) -> None:
+        if num_gpus is not None:
+            if devices is not None:
+                got = f"devices={devices!r} and num_gpus={num_gpus!r}"
+                raise ValueError(explain("MirroredStrategy", "num_gpus", expected="devices or num_gpus", got=got))
+            devices = [f"gpu:{index}" for index in range(num_gpus)] or "cpu:0"
+        super().__init__(assemble(self, MIRRORED, comm, devices, cross_device_ops))
+
+
+@final
+class CentralStorageStrategy(Strategy):
+    """Variables kept and updated by the node's leader, steps on all devices of all ranks (TF: CentralStorageStrategy).
+
+    Creation is collective over `comm`. The numbers are those of MirroredStrategy.
+
+    Args:
+        compute_devices: this rank's, one replica each; default as for MirroredStrategy.
+        parameter_device: where the variables lie; default the CPU.
+        comm: communicator, duplicated here; default COMM_WORLD.
+
+    Raises:
+        LayoutError: on every rank, when they are on several nodes.
+        DeviceError: on every rank, for a device that is not there.
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str] | str | None = None,
+        parameter_device: str | None = None,
+        comm: MPI.Intracomm | None = None,
+    ) -> None:
+        place = parameter_device or "cpu:0"
+        super().__init__(assemble(self, CENTRAL_STORAGE, comm, compute_devices, parameter_device=place))
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training on any number of ranks on any nodes (TF: MultiWorkerMirroredStrategy).
+
+    Creation is collective over `comm`. Every device of every rank is a replica. The ranks of a node share one copy of
+    the variables; each updates its own slice, and only slices travel between nodes.
+
+    Args:
+        cluster_resolver: who the tasks are; default what TF_CONFIG says if it is set, else MPI. It must describe as many
+            workers as there are ranks, and no parameter servers. The strategy numbers its ranks as the cluster does, the
+            chief first, then the workers; one without tasks leaves them as MPI has them.
+        communication_options: bytes_per_pack, timeout_seconds, implementation of every reduction, unless a call says
+            otherwise.
+        comm: communicator, duplicated here; default COMM_WORLD.
+        devices, cross_device_ops: as for MirroredStrategy.
+
+    Raises:
+        ClusterError: on every rank, when the resolver's cluster does not fit the ranks, or differs between them, or two
+            ranks are the same task.
+        DeviceError: on every rank, for a device that is not there.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        comm: MPI.Intracomm | None = None,
+        devices: Sequence[str] | str | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        resolver = cluster_resolver
+
+        def order(topology: Topology) -> Sequence[int]:
+            nonlocal resolver
+            exchange = partial(gather_text, topology.comm)
+            with together(exchange):
+                if resolver is None and os.environ.get("TF_CONFIG"):
+                    resolver = TFConfigClusterResolver()
+                task = own_task(resolver)
+            tasks = exchange(task)
+            if resolver is not None:
+                _check_cluster(resolver, len(tasks))
+            jobs = ("evaluator",) if len(tasks) == 1 and "evaluator" in tasks[0] else ("chief", "master", "worker")
+            return tuple(ranks_by_task(MULTI_WORKER_MIRRORED.name, tasks, resolver, jobs).values())
+
+        super().__init__(
+            assemble(self, MULTI_WORKER_MIRRORED, comm, devices, cross_device_ops, communication_options, order=order)
+        )
+        self.cluster_resolver = resolver or MPIClusterResolver(self.comm)
+
+
+def _check_cluster(resolver: ClusterResolver, size: int) -> None:
+    """Raise ClusterError unless the resolver describes so many workers; an empty cluster says nothing."""
+    spec = resolver.cluster_spec()
+    if not spec:
+        return
+    if "ps" in spec.jobs and spec.num_tasks("ps"):
+        remedy = "Parameter servers need a parameter-server strategy; leave their ranks out of comm and of the cluster"
+        got = f"{spec.num_tasks('ps')} of job 'ps'"
+        raise ClusterError(
+            explain("MultiWorkerMirroredStrategy", "cluster_resolver", expected="no ps task", got=got, remedy=remedy)
+        )
+    workers = worker_count(spec, resolver.task_type or "worker")
+    if workers != size:
+        remedy = "Start one rank for each chief and worker, or pass the communicator of those ranks as comm="
+        expected = f"as many chief and worker tasks as ranks ({size})"
+        raise ClusterError(
+            explain("MultiWorkerMirroredStrategy", "cluster_resolver", expected=expected, got=workers, remedy=remedy)
+        )
+
+
+@final
+class DefaultStrategy(Strategy):
+    """What `ms.get_strategy()` returns outside every scope. It is this process alone."""
+
+    def __init__(self) -> None:
+        group = ProcessGroup.single()
+        ops = MpiAllReduce()
+        ops.bind(group)
+        super().__init__(StrategyExtended(self, group, ops, distributed=False, is_default=True))
+
+
+def _frame() -> Frame:
+    return DefaultStrategy().extended.replicas[0].frame
+
+
+context.set_default(_frame)
+
+
+def set_strategy(strategy: Strategy | None) -> None:
+    """Make a strategy the current one outside every scope, in all threads; None resets.
+
+    Raises:
+        ContextError: inside a scope.
+        TypeError: it is no strategy.
+    """
+    if strategy is None:
+        context.set_global(None)
+        return
+    extended = getattr(strategy, "extended", None)
+    if extended is None:
+        raise TypeError(explain("set_strategy", "strategy", expected="a Strategy or None", got=repr(strategy)))
+    context.set_global(None if extended.is_default else extended.frame)
+
+
+_NAME = "strategy_from_environment"
+_CLASSES: dict[str, type[Strategy]] = {
+    "one_device": OneDeviceStrategy,
+    "mirrored": MirroredStrategy,
+    "multi_worker_mirrored": MultiWorkerMirroredStrategy,
+    "central_storage": CentralStorageStrategy,
+}
+
+
+def add_strategy(name: str, kind: type[Strategy]) -> None:
+    """Let the environment name a strategy that is made above this floor, by one of `options.STRATEGIES`."""
+    _CLASSES[name] = kind
+
+
+def strategy_from_environment(default: str = "multi_worker_mirrored", **settings: Any) -> Strategy:
+    """Return a new strategy of the kind that MPISTRAT_STRATEGY names. Collective.
+
+    `mpistrat run --strategy NAME --ps N program.py` and the scripts of `mpistrat job` set MPISTRAT_STRATEGY and
+    MPISTRAT_NUM_PS, so that a program need not know under which strategy it runs.
+
+    Args:
+        default: the strategy where the variable is not set: "one_device", "mirrored", "multi_worker_mirrored",
+            "central_storage" or "parameter_server".
+        settings: passed to the strategy. `num_ps` precedes MPISTRAT_NUM_PS.
+
+    Raises:
+        ValueError: a variable or `default` is none of the legal values, or MPISTRAT_NUM_PS is set and the strategy has no
+            servers.
+        TypeError: the strategy does not take a setting.
+
+    Example:
+        >>> strategy = ms.strategy_from_environment(default="one_device")
+        >>> type(strategy).__name__
+        'OneDeviceStrategy'
+        >>> strategy.close()
+    """
+    environment = Environment.read()
+    name = environment.strategy or default
+    if name not in _CLASSES:
+        raise ValueError(explain(_NAME, "default", expected=f"one of {', '.join(STRATEGIES)}", got=repr(name)))
+    kind = _CLASSES[name]
+    takes = [parameter for parameter in inspect.signature(kind).parameters if parameter != "self"]
+    if environment.num_ps is not None:
+        if "num_ps" not in takes:
+            got = f"{environment.num_ps}, and the strategy is {name}"
+            remedy = "Set MPISTRAT_STRATEGY=parameter_server, or unset MPISTRAT_NUM_PS"
+            raise ValueError(
+                explain(_NAME, "MPISTRAT_NUM_PS", expected="a strategy with servers", got=got, remedy=remedy)
+            )
+        settings.setdefault("num_ps", environment.num_ps)
+    for setting in settings:
+        if setting not in takes:
+            because = "MPISTRAT_STRATEGY" if environment.strategy else "the default"
+            expected = f"a setting of {kind.__name__} ({because}): {', '.join(takes)}"
+            raise TypeError(explain(_NAME, setting, expected=expected, got=repr(setting)))
+    return kind(**settings)
