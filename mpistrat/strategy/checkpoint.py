@@ -25,7 +25,7 @@ from ..comm.process_group import ProcessGroup
 from ..errors import CollectiveMismatchError, by_rank, explain
 from ..variables import Placement
 from ..variables.values import parse_dtype
-from .checkpoint_file import CheckpointFile, DamagedError, Form, Piece, write_checkpoint
+from .checkpoint_file import CheckpointFile, DamagedError, DatasetSlice, Form, write_checkpoint
 from .optimizer_states import OptimizerStates
 
 __all__ = ["Checkpoint"]
@@ -63,17 +63,17 @@ class Checkpoint:
         text = _agree_extra(group, path, extra)
         self._warn_of_unsaved()
         optimizers = [kept.about() for kept in self._states.kept()]
-        pieces = self._contents()
+        slices = self._contents()
         with together(
             partial(group.exchange, "save", detail=f"{os.fspath(path)}, when rank 0 has written it"), as_told
         ):
             try:
                 if group.topology.rank == 0:
-                    write_checkpoint(Path(path), pieces, optimizers, text)
+                    write_checkpoint(Path(path), slices, optimizers, text)
             except (OSError, RuntimeError, ValueError) as error:  # what h5py raises
                 raise OSError(f"Strategy.save: {os.fspath(path)}: {type(error).__name__}: {error}") from None
             finally:
-                for _ in pieces:  # collecting is collective; only rank 0 keeps anything, and only until it cannot
+                for _ in slices:  # collecting is collective; only rank 0 keeps anything, and only until it cannot
                     pass
 
     def _warn_of_unsaved(self) -> None:
@@ -98,19 +98,19 @@ class Checkpoint:
             for part, start in zip(whole.variables, whole.offsets, strict=True)
         }
 
-    def _contents(self) -> Iterator[Piece]:
+    def _contents(self) -> Iterator[DatasetSlice]:
         """Yield what is saved, one variable or one of its slots at a time. Collective."""
         ranges = self._ranges()
         for variable in self._placement.variables:  # reading ON_READ variables is collective
             name, start, shape = ranges.get(variable.name) or _FileRange(variable.name, 0, variable.shape)
-            yield Piece(f"variables/{_key(name)}", shape, start, variable.gathered())
+            yield DatasetSlice(f"variables/{_key(name)}", shape, start, variable.gathered())
         for index, (start_value, each) in enumerate(self._slots()):
             for part, slots in each:
                 for slot, value in slots.items():
                     array = np.asarray(value)
                     name, start, shape = ranges.get(part) or _FileRange(part, 0, array.shape)
                     key = f"optimizers/{index}/slots/{_key(name)}/{_key(slot)}"
-                    yield Piece(key, shape, start, array, start_value)
+                    yield DatasetSlice(key, shape, start, array, start_value)
 
     def _slots(self) -> Iterator[tuple[float, Iterable[tuple[str, Mapping[str, Any]]]]]:
         """Yield of each optimizer what slots begin with, and those of each variable, by its name; also of those that wait."""

@@ -5,7 +5,7 @@
     /optimizers/0     attributes name, iterations, and made, its number in the scope of the program or, with parameter
                       servers, in the program; slots/NAME/SLOT one dataset each
     /extra            what the program gave beside, in JSON
-    /digests          JSON: the digests of all rows of these datasets, in the pieces in which they were written, and what
+    /digests          JSON: the digests of all rows of these datasets, in the slices in which they were written, and what
                       the attributes of the optimizers are
 
 A ShardedVariable is one dataset too, and so are its slots: whoever restores it may have other shards, or none.
@@ -28,7 +28,7 @@ from .._util.files import algorithm_of, digest_of_array, digest_of_bytes, replac
 from ..data.shards.objects import Refused, check_storage, find, find_group
 from ..variables.values import parse_dtype
 
-__all__ = ["CheckpointFile", "DamagedError", "Form", "Piece", "write_checkpoint"]
+__all__ = ["CheckpointFile", "DamagedError", "DatasetSlice", "Form", "write_checkpoint"]
 
 FORMAT, VERSION = "mpistrat checkpoint", 1
 
@@ -42,7 +42,7 @@ class DamagedError(Exception):
     """The file is not what was saved."""
 
 
-class Piece(NamedTuple):
+class DatasetSlice(NamedTuple):
     """Rows of a dataset."""
 
     key: str
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
 
 def write_checkpoint(
-    path: Path, pieces: Iterable[Piece], optimizers: Sequence[Mapping[str, Any]], extra: str | None
+    path: Path, slices: Iterable[DatasetSlice], optimizers: Sequence[Mapping[str, Any]], extra: str | None
 ) -> None:
     """Write a checkpoint; `path` is whole, or as it was.
 
@@ -69,14 +69,14 @@ def write_checkpoint(
         for index, about in enumerate(optimizers):
             file.create_group(f"optimizers/{index}").attrs.update(about)
         datasets: dict[str, _Written] = {}
-        for piece in pieces:
-            array = np.asarray(piece.array)
-            if piece.key not in datasets:
-                datasets[piece.key] = _Written(file, piece, array.dtype)
-            datasets[piece.key].add(piece.start, array)
+        for part in slices:
+            array = np.asarray(part.array)
+            if part.key not in datasets:
+                datasets[part.key] = _Written(file, part, array.dtype)
+            datasets[part.key].add(part.start, array)
         if extra is not None:
             text = np.frombuffer(extra.encode(), np.uint8)
-            datasets["extra"] = _Written(file, Piece("extra", text.shape, 0, text), text.dtype)
+            datasets["extra"] = _Written(file, DatasetSlice("extra", text.shape, 0, text), text.dtype)
             datasets["extra"].add(0, text)
         arrays = {key: written.digests() for key, written in datasets.items()}
         table = json.dumps({"arrays": arrays, "optimizers": list(optimizers)}).encode()
@@ -86,17 +86,17 @@ def write_checkpoint(
 
 @final
 class _Written:
-    """A dataset that is being written, and the digests of its pieces."""
+    """A dataset that is being written, and the digests of its slices."""
 
-    def __init__(self, file: Any, piece: Piece, dtype: np.dtype) -> None:
-        self._key, self._shape, self._dtype = piece.key, piece.shape, dtype
+    def __init__(self, file: Any, part: DatasetSlice, dtype: np.dtype) -> None:
+        self._key, self._shape, self._dtype = part.key, part.shape, dtype
         self._as_bits = dtype.name == "bfloat16"
         stored = np.dtype(np.uint16) if self._as_bits else dtype
-        self._fill = dtype.type(piece.fill)
-        self._dataset = file.create_dataset(piece.key, piece.shape, stored, fillvalue=stored.type(piece.fill))
+        self._fill = dtype.type(part.fill)
+        self._dataset = file.create_dataset(part.key, part.shape, stored, fillvalue=stored.type(part.fill))
         if self._as_bits:
             self._dataset.attrs["dtype"] = "bfloat16"
-        self._pieces: list[tuple[int, int, str]] = []
+        self._digests: list[tuple[int, int, str]] = []
 
     def add(self, start: int, array: np.ndarray) -> None:
         rows = slice(start, start + len(array)) if array.ndim else ()
@@ -105,16 +105,16 @@ class _Written:
 
     def _note(self, start: int, array: np.ndarray) -> None:
         stop = start + (len(array) if array.ndim else 1)
-        self._pieces.append((start, stop, digest_of_array(array, _about(self._key, self._shape, start))))
+        self._digests.append((start, stop, digest_of_array(array, _about(self._key, self._shape, start))))
 
     def digests(self) -> list[tuple[int, int, str]]:
-        """The pieces in order, and between them those that never came."""
+        """Start, stop and digest of the slices in order, and between them of those that never came."""
         end = 0
-        for start, stop, _ in [*sorted(self._pieces), (self._shape[0] if self._shape else 1, 0, "")]:
+        for start, stop, _ in [*sorted(self._digests), (self._shape[0] if self._shape else 1, 0, "")]:
             if start > end:
                 self._note(end, np.full((start - end, *self._shape[1:]), self._fill, self._dtype))
             end = stop
-        return sorted(self._pieces)
+        return sorted(self._digests)
 
 
 def _about(key: str, shape: tuple[int, ...], start: int) -> str:

@@ -101,9 +101,9 @@ def _all_gather(group: ProcessGroup, obj: Any) -> list[Any]:
     with group.collective("all_gather_object"):
         with together(group.all_gather_text, as_told):
             data = _pickled(group, obj, "Strategy.all_gather_object")
-        pieces = group.all_gather_bytes(data)
+        pickles = group.all_gather_bytes(data)
     mine = group.topology.rank
-    return [obj if rank == mine else _loads(np.frombuffer(piece, np.uint8)) for rank, piece in enumerate(pieces)]
+    return [obj if rank == mine else _loads(np.frombuffer(one, np.uint8)) for rank, one in enumerate(pickles)]
 
 
 def _pickled(group: ProcessGroup, obj: Any, function: str) -> bytes:

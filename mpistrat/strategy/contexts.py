@@ -20,7 +20,7 @@ from ..errors import ContextError, explain
 from ..options import CommunicationOptions
 from ..types import ReduceOp
 from .reductions import Reductions, read_variables
-from .replica_threads import current_meeting
+from .replica_threads import current_rendezvous
 
 __all__ = ["ReplicaContext", "Scope", "ValueContext"]
 
@@ -124,8 +124,8 @@ class ReplicaContext:
         """
         self._require("merge_call")
         kwargs = dict(kwargs or {})
-        meeting = current_meeting()
-        if meeting is None:
+        rendezvous = current_rendezvous()
+        if rendezvous is None:
             result = self._call_merged(merge_fn, [(tuple(args), kwargs)])
             return result if result is None else select_replica(0, result)
 
@@ -133,7 +133,7 @@ class ReplicaContext:
             result = self._call_merged(merge_fn, posts)
             return [select_replica(index, result) for index in range(len(posts))]
 
-        return meeting.meet(self._index, "merge_call", together, (tuple(args), kwargs))
+        return rendezvous.call_once(self._index, "merge_call", together, (tuple(args), kwargs))
 
     def _call_merged(self, merge_fn: Callable[..., Any], posts: list[Any]) -> Any:
         args, kwargs = regroup(posts)
@@ -209,8 +209,8 @@ class ReplicaContext:
     def _together(self, what: str, act: Callable[[Any], Any], value: Any) -> Any:
         """Let `act` work on all local replicas' values; every replica gets a result of its own."""
         self._require(what)
-        meeting = current_meeting()
-        if meeting is None:
+        rendezvous = current_rendezvous()
+        if rendezvous is None:
             return act(value)
 
         def together(posts: list[Any]) -> list[Any]:
@@ -222,7 +222,7 @@ class ReplicaContext:
             others = [nest.map_structure(_copy, select_replica(index, result)) for index in range(1, len(posts))]
             return [select_replica(0, result), *others]
 
-        return meeting.meet(self._index, what, together, read_variables(value))
+        return rendezvous.call_once(self._index, what, together, read_variables(value))
 
     def _require(self, function: str) -> None:
         if context.current().replica is not self:

@@ -21,7 +21,7 @@ from ..variables import ArenaAllocator, Placement, ShardedVariable, Variable, cr
 from .contexts import ReplicaContext
 from .optimizer_states import OptimizerStates
 from .reductions import Reductions, as_scalar
-from .replica_threads import ReplicaThreads, current_meeting
+from .replica_threads import ReplicaThreads, current_rendezvous
 
 __all__ = ["Coordination", "StrategyExtended"]
 
@@ -165,8 +165,8 @@ class StrategyExtended:
             kwargs["beside"] = beside
         if context.in_update_context():
             raise ContextError(explain("Variable", "", expected="no call in update context", got="one"))
-        meeting = current_meeting()
-        if meeting is None:
+        rendezvous = current_rendezvous()
+        if rendezvous is None:
             self.coordination.announce("variable", *args, **kwargs)
             return create_variable(self.placement, *args, **kwargs)
         index = self.replicas.index(context.current().replica)
@@ -176,7 +176,7 @@ class StrategyExtended:
             self.coordination.announce("variable", *first_args, **first_kwargs)
             return [create_variable(self.placement, *first_args, **first_kwargs)] * len(posts)
 
-        return meeting.meet(index, "Variable", together, (args, kwargs))
+        return rendezvous.call_once(index, "Variable", together, (args, kwargs))
 
     def register_optimizer(self, optimizer: Any) -> None:
         """Let `save` and `restore` know of an optimizer; it does it when first applied.

@@ -13,14 +13,14 @@ from .. import context, global_batch
 from ..context import Frame
 from ..errors import ContextError
 
-__all__ = ["Meeting", "ReplicaThreads", "current_meeting"]
+__all__ = ["Rendezvous", "ReplicaThreads", "current_rendezvous"]
 
-_meeting: contextvars.ContextVar[Meeting | None] = contextvars.ContextVar("mpistrat_meeting", default=None)
+_rendezvous: contextvars.ContextVar[Rendezvous | None] = contextvars.ContextVar("mpistrat_rendezvous", default=None)
 
 
-def current_meeting() -> Meeting | None:
+def current_rendezvous() -> Rendezvous | None:
     """Return where the replicas of the run that calls this meet; None with one local replica."""
-    return _meeting.get()
+    return _rendezvous.get()
 
 
 class _Stopped(BaseException):
@@ -28,7 +28,7 @@ class _Stopped(BaseException):
 
 
 @final
-class Meeting:
+class Rendezvous:
     """One run: where its replicas wait for each other.
 
     The calling thread carries out whatever the replicas do together, so that MPI sees one thread and Ctrl-C arrives
@@ -49,7 +49,7 @@ class Meeting:
     def replica(self, index: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call the step as local replica `index`; keep what it returns or raises."""
         error: BaseException | None = None
-        token, meeting = context.push(self._frames[index]), _meeting.set(self)
+        token, outer = context.push(self._frames[index]), _rendezvous.set(self)
         given = global_batch.begin_step(args, kwargs)
         try:
             self._results[index] = function(*args, **kwargs)
@@ -59,7 +59,7 @@ class Meeting:
             error = caught
         finally:
             global_batch.end_step(given)
-            _meeting.reset(meeting)
+            _rendezvous.reset(outer)
             context.pop(token)
         with self._changed:
             self._error = self._error or error
@@ -83,7 +83,7 @@ class Meeting:
                 del error  # the traceback holds this frame
         return self._results
 
-    def meet(self, index: int, what: str, together: Callable[[list[Any]], Sequence[Any]], post: Any) -> Any:
+    def call_once(self, index: int, what: str, together: Callable[[list[Any]], Sequence[Any]], post: Any) -> Any:
         """Wait for all local replicas; the calling thread calls `together` once. Return this replica's result of it.
 
         Args:
@@ -168,11 +168,11 @@ class ReplicaThreads:
         with self._turn:
             if not self._inboxes:
                 self._start()
-            meeting = Meeting(self._frames)
+            rendezvous = Rendezvous(self._frames)
             for index, inbox in enumerate(self._inboxes, 1):
-                inbox.put((contextvars.copy_context(), meeting.replica, (index, function, *calls[index])))
-            meeting.replica(0, function, *calls[0])
-            return meeting.results()
+                inbox.put((contextvars.copy_context(), rendezvous.replica, (index, function, *calls[index])))
+            rendezvous.replica(0, function, *calls[0])
+            return rendezvous.results()
 
     def _start(self) -> None:
         self._inboxes = [queue.SimpleQueue() for _ in self._frames[1:]]

@@ -11,6 +11,8 @@ import numpy as np
 from .._util.arguments import tensorflow_names
 from ..comm.arrays import to_host
 from ..errors import explain
+from ..types import VariableAggregation, VariableSynchronization
+from .placement import Description, Placement
 from .scatter import ScatterMethods
 
 if TYPE_CHECKING:
@@ -24,28 +26,43 @@ else:
 __all__ = ["ArrayVariable"]
 
 
-class _ArrayOperators(_Operators, metaclass=ABCMeta):
-    """Lets NumPy read an object through its `array`, and keeps NumPy from writing to it.
+class _Array(_Operators, metaclass=ABCMeta):
+    """What a variable is, and how NumPy reads it through its `array`, and is kept from writing to it."""
 
-    Attributes:
-        name, shape, dtype, placement: what subclasses have.
-    """
+    __slots__ = ("__weakref__", "_description", "dtype", "placement", "shape")
 
-    __slots__ = ()
+    def _hold(self, placement: Placement, description: Description) -> None:
+        self.placement = placement
+        self._description = description
+        self.shape = description.shape
+        self.dtype = description.dtype
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    placement: Any
+    # what it is
+
+    @property
+    def name(self) -> str:
+        """Its name, unique in the strategy; the parts of a ShardedVariable are called name/part_0, name/part_1, ..."""
+        return self._description.name
+
+    @property
+    def trainable(self) -> bool:
+        """Whether optimizers shall update it."""
+        return self._description.trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """ON_WRITE or ON_READ."""
+        return self._description.synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the replicas' values become one."""
+        return self._description.aggregation
 
     @property
     @abstractmethod
     def array(self) -> Any:
         """The numbers as a read-only array."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """By which messages speak of it."""
 
     @property
     def ndim(self) -> int:
@@ -74,13 +91,11 @@ class _ArrayOperators(_Operators, metaclass=ABCMeta):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **kwargs: Any) -> Any:
         targets = (out if isinstance(out, tuple) else (out,)) if out is not None else ()
-        if any(isinstance(target, _ArrayOperators) for target in targets) or (
-            method == "at" and isinstance(inputs[0], _ArrayOperators)
-        ):
+        if any(isinstance(target, _Array) for target in targets) or (method == "at" and isinstance(inputs[0], _Array)):
             self._refuse_in_place(f"numpy.{ufunc.__name__} with a Variable as output")
         if targets:
             kwargs["out"] = targets
-        arrays = (value.array if isinstance(value, _ArrayOperators) else value for value in inputs)
+        arrays = (value.array if isinstance(value, _Array) else value for value in inputs)
         return getattr(ufunc, method)(*arrays, **kwargs)
 
     def __getitem__(self, index: Any) -> Any:
@@ -125,10 +140,19 @@ class _ArrayOperators(_Operators, metaclass=ABCMeta):
         raise TypeError(text)
 
 
-class ArrayVariable(ScatterMethods, _ArrayOperators):
+class ArrayVariable(ScatterMethods, _Array):
     """What a `Variable` and a `ShardedVariable` have in common: how they are read, written and given gradients."""
 
     __slots__ = ()
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether the strategy was closed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory; every later use raises ClosedError. The strategy calls it."""
 
     # reading
 

@@ -140,19 +140,12 @@ class MirroredVariable(OnWriteVariable):
 
     @property
     def closed(self) -> bool:
-        """Whether the strategy was closed."""
         return not self._views
 
     def close(self) -> None:
-        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
         self._views = self._gradients = ()
 
     def gradient(self, local_replica: int) -> Any:
-        """Return the gradient array of one local replica, writable.
-
-        Raises:
-            ValueError: the variable has no gradients.
-        """
         if self._gradients:
             return self._gradients[local_replica]
         return super().gradient(local_replica)
@@ -270,11 +263,9 @@ class SyncOnReadVariable(Variable):
 
     @property
     def closed(self) -> bool:
-        """Whether the strategy was closed."""
         return not self.copies
 
     def close(self) -> None:
-        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
         self.copies = []
 
     def gathered(self) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -10,9 +11,8 @@ import numpy as np
 from .._util.arguments import tensorflow_names
 from ..comm.arrays import array_module, as_array, on_device_of, to_host
 from ..errors import explain
-from ..types import IndexedSlices, VariableAggregation, VariableSynchronization
+from ..types import IndexedSlices
 from .array_like import ArrayVariable
-from .placement import Placement
 from .scatter import checked_slices, row_numbers, row_ranges, rows_of
 from .values import as_flat, one_value, read_only, zeros
 from .variable import Variable
@@ -54,56 +54,32 @@ class ShardedVariable(ArrayVariable):
         [[33.0], [22.0], [11.0]]
     """
 
-    __slots__ = (
-        "__weakref__", "_bounds", "_ends", "_gradients", "_name", "dtype", "offsets", "placement", "shape", "variables",
-    )  # fmt: skip
+    __slots__ = ("_bounds", "_ends", "_gradients", "offsets", "variables")
 
     def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
         """Hold the parts. Every rank must do it."""
         _check(variables)
-        self._hold(variables, variables[0].placement.unique_name(name))
+        self._join(variables, variables[0].placement.unique_name(name))
 
     @classmethod
     def of(cls, variables: Sequence[Variable], name: str) -> ShardedVariable:
         """Return the variables as one, under a name that no other has. Every rank must do it."""
         self = cls.__new__(cls)
-        self._hold(variables, name)
+        self._join(variables, name)
         return self
 
-    def _hold(self, variables: Sequence[Variable], name: str) -> None:
+    def _join(self, variables: Sequence[Variable], name: str) -> None:
         self.variables = tuple(variables)
         first = self.variables[0]
-        ends = np.cumsum([v.shape[0] for v in self.variables])
-        self._name, self._ends = name, ends
-        self.offsets: tuple[int, ...] = (0, *ends[:-1].tolist())
-        self._bounds = tuple(zip(self.offsets, ends.tolist(), strict=True))
-        self.placement: Placement = first.placement
-        self.dtype = first.dtype
-        self.shape = (int(ends[-1]), *first.shape[1:])
+        self._ends = np.cumsum([v.shape[0] for v in self.variables])
+        self.offsets: tuple[int, ...] = (0, *self._ends[:-1].tolist())
+        self._bounds = tuple(zip(self.offsets, self._ends.tolist(), strict=True))
+        shape = (int(self._ends[-1]), *first.shape[1:])
+        self._hold(first.placement, replace(first._description, name=name, shape=shape))
         self._gradients: dict[int, Any] = {}
         self.placement.sharded.append(self)
 
     # what it is
-
-    @property
-    def name(self) -> str:
-        """Its name; the parts that a strategy makes are called name/part_0, name/part_1, ..."""
-        return self._name
-
-    @property
-    def trainable(self) -> bool:
-        """Whether optimizers shall update it."""
-        return self.variables[0].trainable
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """ON_WRITE or ON_READ."""
-        return self.variables[0].synchronization
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How the replicas' values become one."""
-        return self.variables[0].aggregation
 
     def part_of(self, rows: Any) -> np.ndarray:
         """Return in which part each of these rows lies.
@@ -231,11 +207,6 @@ class ShardedVariable(ArrayVariable):
         return self.variables[0]._local_replica(function)
 
     def gradient(self, local_replica: int) -> Any:
-        """Return the gradient array of one local replica, writable.
-
-        Raises:
-            ValueError: the variable has no gradients.
-        """
         part = self.variables[0].gradient(local_replica)
         if len(self.variables) == 1:
             return part
@@ -291,11 +262,9 @@ class ShardedVariable(ArrayVariable):
 
     @property
     def closed(self) -> bool:
-        """Whether the strategy was closed."""
         return self.variables[0].closed
 
     def close(self) -> None:
-        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
         self._gradients.clear()
         for variable in self.variables:
             variable.close()

@@ -71,7 +71,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         [20.0, 30.0]
     """
 
-    __slots__ = ("__weakref__", "_description", "arena", "dtype", "offset", "placement", "shape")
+    __slots__ = ("arena", "offset")
 
     if TYPE_CHECKING:  # what a call of the class comes to, by way of the current strategy
 
@@ -89,34 +89,11 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
 
     def _hold(self, placement: Placement, description: Description) -> None:
         """Hold what all kinds have in common."""
-        self.placement = placement
-        self._description = description
-        self.shape = description.shape
-        self.dtype = description.dtype
+        super()._hold(placement, description)
         self.arena: Arena | None = None
         self.offset = 0
 
     # what it is
-
-    @property
-    def name(self) -> str:
-        """Its name, unique in the strategy."""
-        return self._description.name
-
-    @property
-    def trainable(self) -> bool:
-        """Whether optimizers shall update it."""
-        return self._description.trainable
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """ON_WRITE or ON_READ."""
-        return self._description.synchronization
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How the replicas' values become one."""
-        return self._description.aggregation
 
     @property
     def constraint(self) -> Callable[[Any], Any] | None:
@@ -170,11 +147,6 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
     # gradients
 
     def gradient(self, local_replica: int) -> Any:
-        """Return the gradient array of one local replica, writable.
-
-        Raises:
-            ValueError: the variable has no gradients.
-        """
         self._require_open()
         raise self._without_gradients()
 
@@ -200,15 +172,6 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         return f"<{what} {self.synchronization.name} {self.aggregation.name} primary={self.primary!r}>"
 
     # where it is used
-
-    @property
-    @abstractmethod
-    def closed(self) -> bool:
-        """Whether the strategy was closed."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of the memory; every later use raises ClosedError. The strategy calls it."""
 
     def _require_open(self) -> None:
         if self.closed:

@@ -1,4 +1,4 @@
-"""Steps on the replicas of one process: arguments, results, meetings, failures."""
+"""Steps on the replicas of one process: arguments, results, rendezvous, failures."""
 
 import contextvars
 import gc
@@ -184,7 +184,7 @@ class TestTogether:
         for replica, part in enumerate(strategy.local_results(found)):
             assert part == {"own": 10 * replica, "same": "s"}
 
-    def test_many_meetings(self, strategy):
+    def test_many_rendezvous(self, strategy):
         def step():
             ctx, total = ms.get_replica_context(), 0
             for turn in range(50):
