@@ -120,7 +120,7 @@ def assemble(
         cross_device_ops: how values are reduced; default what `options` say, else the chooser's table.
         options: defaults of every reduction.
         parameter_device: where variables lie; default on `devices`.
-        check: whatever else this rank must find right; what it raises is raised on every rank.
+        check: what else this rank checks; what it raises is raised on every rank.
         make_sync_group: returns the ranks whose replicas step together, where these are not all; collective.
         order: returns the ranks in their order, none to leave them as in `comm`, or raises, on every rank alike; collective.
 
@@ -146,7 +146,7 @@ def assemble(
 
     settings = options, parameter_device
 
-    def finish() -> tuple[CrossDeviceOps, str | None]:
+    def finish() -> tuple[CrossDeviceOps, Sequence[str] | None]:
         given: object = options
         if given is not None and not isinstance(given, CommunicationOptions):
             expected, got = "CommunicationOptions", repr(given)
@@ -155,9 +155,9 @@ def assemble(
         ops = make_cross_device_ops(implementation if cross_device_ops is None else cross_device_ops)
         if check is not None:
             check(topology)
-        return ops, None if parameter_device is None else check_devices(parameter_device, kind.name)[0]
+        return ops, None if parameter_device is None else check_devices(parameter_device, kind.name)[:1]
 
-    ops, place = _agree(group, kind, settings, finish)
+    ops, parameter_devices = _agree(group, kind, settings, finish)
     try:
         sync_group = None if make_sync_group is None else make_sync_group(group)
     except Exception:  # raised on every rank
@@ -171,7 +171,7 @@ def assemble(
         ops,
         options,
         sync_group=sync_group,
-        parameter_devices=None if place is None else (place,),
+        parameter_devices=parameter_devices,
         distributed=kind.distributed,
         central=kind.central,
     )

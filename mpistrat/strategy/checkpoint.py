@@ -1,7 +1,7 @@
-"""All variables, all that optimizers keep, and what the program adds, in one file that any layout and any strategy can restore.
+"""Checkpoints: all variables, what optimizers keep, and what the program adds, in one file for any layout and any strategy.
 
-Rank 0 alone touches the file (`checkpoint_file`). It reads and compares all that is wanted of it before anything is
-written to a variable, so that a damaged file changes nothing.
+Only rank 0 reads and writes the file (`checkpoint_file`). It reads and compares everything before a variable is written, so
+that a damaged file changes nothing.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .optimizer_states import OptimizerStates
 __all__ = ["Checkpoint"]
 
 _SHOWN = 200  # characters of what a rank has given
-_mentioned: set[str] = set()  # variables that are in no file, of which the log has told
+_mentioned: set[str] = set()  # variables in no file that the log has named
 
 Contents = dict[str, np.ndarray]  # path in the file → array
 
 
 class _FileRange(NamedTuple):
-    """Which rows of which dataset a variable is: all of its own, or as a part of a ShardedVariable some of that one's."""
+    """The rows of a dataset that a variable is: all of its own dataset, or some of a ShardedVariable's."""
 
     name: str
     start: int
@@ -46,13 +46,7 @@ class _FileRange(NamedTuple):
 
 @final
 class Checkpoint:
-    """Saves and restores what one strategy keeps.
-
-    Args:
-        group: all ranks.
-        placement: the strategy's variables.
-        states: what its optimizers keep.
-    """
+    """Saves and restores the variables and optimizers of one strategy."""
 
     def __init__(self, group: ProcessGroup, placement: Placement, states: OptimizerStates) -> None:
         self._group, self._placement, self._states = group, placement, states
@@ -77,7 +71,7 @@ class Checkpoint:
                     pass
 
     def _warn_of_unsaved(self) -> None:
-        """Say which variables of the program no file has: those that were made outside of every scope."""
+        """Log the variables that no file has: those made outside of every scope."""
         outside = context.default_strategy()
         if outside is None or outside.extended.placement is self._placement:
             return
@@ -113,7 +107,7 @@ class Checkpoint:
                     yield DatasetSlice(key, shape, start, array, start_value)
 
     def _slots(self) -> Iterator[tuple[float, Iterable[tuple[str, Mapping[str, Any]]]]]:
-        """Yield of each optimizer what slots begin with, and those of each variable, by its name; also of those that wait."""
+        """Yield the start value and the slots of each optimizer, by variable; also of optimizers that are not made yet."""
         for kept in self._states.kept():
             yield kept.slot_start, kept.each_slots()
 
@@ -133,7 +127,7 @@ class Checkpoint:
                 file = stack.enter_context(CheckpointFile(Path(path)))
                 return {"optimizers": file.optimizers, "forms": file.forms(map(_key, wanted))}
 
-            found = _told_by_rank_0(group, path, look)
+            found = _from_rank_0(group, path, look)
             forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
             numbers = self._numbers(found["optimizers"])
             self._check(os.fspath(path), wanted, forms, dict(zip(numbers, found["optimizers"], strict=True)))
@@ -144,7 +138,7 @@ class Checkpoint:
                 arrays.update((key, file.read(key, form)) for key, form in forms.items())
                 return {"extra": file.extra()}
 
-            extra = _told_by_rank_0(group, path, read)["extra"]
+            extra = _from_rank_0(group, path, read)["extra"]
         for variable in self._placement.variables:
             where = ranges.get(variable.name) or _FileRange(variable.name, 0, variable.shape)
             key = f"variables/{_key(where.name)}"
@@ -255,23 +249,23 @@ def _plain(value: Any, where: str) -> Any:
     raise TypeError(explain("Strategy.save", where, expected=expected, got=f"a {type(value).__name__}", remedy=remedy))
 
 
-def _told_by_rank_0(
-    group: ProcessGroup, path: str | os.PathLike[str], ask: Callable[[], dict[str, Any]]
+def _from_rank_0(
+    group: ProcessGroup, path: str | os.PathLike[str], read: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return on every rank what rank 0's file says. Collective.
+    """Return on every rank what `read` returned on rank 0. Collective.
 
     Raises:
         OSError: on every rank, when it could not be read.
     """
     exchange = partial(group.exchange, "restore", detail=os.fspath(path))
-    told: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     with together(exchange, as_told):
         if group.topology.rank == 0:
             try:
-                told = ask()
+                own = read()
             except Exception as error:
                 raise OSError(f"Strategy.restore: {os.fspath(path)}: {_reason(error)}") from None
-    found: dict[str, Any] = json.loads(exchange(json.dumps(told))[0])
+    found: dict[str, Any] = json.loads(exchange(json.dumps(own))[0])
     return found
 
 

@@ -1,4 +1,4 @@
-"""The file of a checkpoint: where what lies in it, how it is written, and how little of it is believed.
+"""The file format of checkpoints: layout, writing, and reading that verifies everything.
 
     /                 attributes format="mpistrat checkpoint", version=1; digest, that of the dataset digests
     /variables/NAME   one dataset each; the attribute dtype where HDF5 has no such type (bfloat16 as uint16)
@@ -8,7 +8,7 @@
     /digests          JSON: the digests of all rows of these datasets, in the slices in which they were written, and what
                       the attributes of the optimizers are
 
-A ShardedVariable is one dataset too, and so are its slots: whoever restores it may have other shards, or none.
+A ShardedVariable is one dataset too, and so are its slots: a program that restores it may have other shards, or none.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def write_checkpoint(
     """
     import h5py
 
-    # What is written beside has a lock already, of those who would remove it.
+    # The temporary file has `replacing`'s lock already.
     with replacing(path) as beside, h5py.File(beside, "w", locking=False) as file:
         file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
         file.create_group("variables")
@@ -123,10 +123,7 @@ def _about(key: str, shape: tuple[int, ...], start: int) -> str:
 
 @final
 class CheckpointFile:
-    """A checkpoint that is being read. Only what is asked for is looked at, and only where it lies in this file.
-
-    Args:
-        path: the file.
+    """A checkpoint that is being read. Only what is asked for is read, and only where it lies in this file.
 
     Attributes:
         optimizers: name, iterations and made (or None) of each.
@@ -253,17 +250,17 @@ class CheckpointFile:
 
     def _read_digests(self) -> None:
         with _named("digests"):
-            told = self._file.attrs.get("digest")
-            if told is None and find(self._file, "digests") is None:
+            digest = self._file.attrs.get("digest")
+            if digest is None and find(self._file, "digests") is None:
                 text = f"{self._path} was saved without digests: whether its values are as they were cannot be told"
                 log.once(logging.WARNING, f"Strategy.restore: {text}")
                 return
-            if not isinstance(told, str):
+            if not isinstance(digest, str):
                 raise Refused("the digest of the digests is not there")
         table = self._bytes("digests").tobytes()
         with _named("digests"):
             try:
-                same = digest_of_bytes(table, algorithm_of(told)) == told
+                same = digest_of_bytes(table, algorithm_of(digest)) == digest
             except ImportError:
                 remedy = f"install xxhash: {self._path} has its digests, which else cannot be compared"
                 log.once(logging.WARNING, f"Strategy.restore: {remedy}")
@@ -307,14 +304,14 @@ def _optimizer(attributes: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _named(key: str) -> Iterator[None]:
-    """What goes wrong inside is told with the name of what was read."""
+    """Raise errors as DamagedError with the name of what was read."""
     try:
         yield
     except DamagedError:
         raise
     except Exception as error:  # h5py raises many kinds for what is damaged
-        told = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
-        raise DamagedError(f"{key}: {told}. {_REMEDY}") from error
+        text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+        raise DamagedError(f"{key}: {text}. {_REMEDY}") from error
 
 
 def _damaged(key: str, how: str) -> NoReturn:

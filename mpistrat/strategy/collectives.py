@@ -1,4 +1,4 @@
-"""What all ranks do together beside steps, watched as every collective: barriers, and Python objects, which mpi4py pickles."""
+"""Collectives of all ranks outside of steps: barriers, and Python objects, which mpi4py pickles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RankCollectives"]
 
 
 class RankCollectives(ABC):
-    """The calls of a strategy that all its ranks make together, whatever they compute."""
+    """The calls of a strategy that all its ranks make together, independent of steps."""
 
     _extended: StrategyExtended
 
@@ -73,7 +73,7 @@ class RankCollectives(ABC):
         return _all_gather(self._extended.process_group, obj)
 
     def _together(self, name: str, *args: Any) -> None:
-        """Begin what all ranks do together, outside of steps; those without a program are told."""
+        """Check a call that all ranks make outside of steps, and announce it to ranks without a program."""
         self._extended.require_cross(f"Strategy.{name}")
         self._extended.coordination.announce(name, *args)
 

@@ -49,7 +49,7 @@ class Scope:
 @final
 @dataclass(frozen=True)
 class ValueContext:
-    """What a value function is told of its place (TF: tf.distribute.experimental.ValueContext).
+    """The replica that a value function is called for (TF: tf.distribute.experimental.ValueContext).
 
     Attributes:
         replica_id_in_sync_group: number of the replica that the value is for, from 0.

@@ -29,7 +29,7 @@ _beside: ContextVar[Variable | None] = ContextVar("mpistrat_colocate", default=N
 
 
 class Coordination:
-    """What a coordinator says of this rank; without one, this.
+    """How a coordinator uses this rank; without one, not at all.
 
     Attributes:
         leads: whether a coordinator of this rank runs, which the other ranks serve.
@@ -40,7 +40,7 @@ class Coordination:
     scheduled = False
 
     def announce(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Hear what this rank is about to do with all ranks; a coordinator takes those along that serve."""
+        """Receive what this rank is about to do with all ranks; a coordinator makes the ranks that serve do it, too."""
 
 
 @final
@@ -49,7 +49,7 @@ class StrategyExtended:
 
     Attributes:
         topology: ranks, nodes and devices.
-        process_group: the ranks as those who act together.
+        process_group: all ranks, for collectives.
         sync_topology: the ranks whose replicas step together: all, or with parameter servers this one.
         num_input_pipelines: how many workers read input.
         cross_device_ops: how values of the replicas become one.
@@ -58,7 +58,7 @@ class StrategyExtended:
         reductions: what is done with values of all replicas.
         threads: what runs several local replicas; None with one.
         optimizer_states: what the optimizers keep, in files and before they are applied.
-        coordination: what a coordinator says of this rank.
+        coordination: how a coordinator uses this rank.
         is_default: whether this is the strategy that holds outside every scope.
         closed: whether the strategy was closed.
     """
@@ -125,7 +125,7 @@ class StrategyExtended:
         )
 
     def coordinate(self, coordination: Coordination) -> None:
-        """Let a coordinator say what it has to say of this rank; `Coordination()` ends that."""
+        """Let a coordinator use this rank; `Coordination()` ends that."""
         self.coordination = coordination
 
     # devices
@@ -147,7 +147,7 @@ class StrategyExtended:
         return tuple(devices)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """Return where what belongs to several variables shall lie: with the variables."""
+        """Return where to place what belongs to several variables: with the variables."""
         return self.parameter_devices
 
     # variables
@@ -355,7 +355,7 @@ class StrategyExtended:
         raise ValueError(explain(function, "variable", expected=expected, got=got))
 
     def close(self) -> None:
-        """Let go of variables, threads and, except in a copy, communicators. Collective; `Strategy.close` calls it."""
+        """Free variables, threads and, except in a copy, communicators. Collective; `Strategy.close` calls it."""
         if self.closed:
             return
         self.closed = True

@@ -1,4 +1,4 @@
-"""How a distributed dataset meets the ranks and devices of a strategy."""
+"""Distributed datasets of a strategy: how its ranks divide a dataset, and what they compare."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Division:
         return self.within is not None or self.divide is serve_only
 
     def drawn(self) -> Drawn | None:
-        """Return who is told what is drawn from a new dataset. All ranks do it alike."""
+        """Return what records the draws from a new dataset. All ranks do it alike."""
         return None if self.draws is None else self.draws.dataset(user_line(threading.get_ident()))
 
     @classmethod
@@ -71,7 +71,7 @@ class Division:
             workers: those that batches are dealt out to, each one rank or a group of them.
             within: the ranks that divide a batch.
             group: the same ranks.
-            passes: who is told of passes.
+            passes: what begins and ends a pass.
         """
         # How many batches a worker is dealt depends on the number of workers.
         settings = {"passes": passes, "sum_over_ranks": _sum_over_ranks(group), "same_length": False}
@@ -79,13 +79,13 @@ class Division:
 
     @classmethod
     def serving(cls, workers: Workers, passes: Passes) -> Division:
-        """Return the division of a rank that serves those who step alone."""
+        """Return the division of a rank that serves workers, which step alone."""
         return cls(workers, serve_only, {"passes": passes, "same_length": False}, None)
 
 
 @final
 class Distributor:
-    """Makes the distributed datasets of a strategy, all ranks alike or none. Collective, each of them.
+    """Makes the distributed datasets of a strategy, on all ranks or on none. Each call is collective.
 
     Args:
         group: the ranks that make a dataset together.
@@ -139,7 +139,7 @@ class Distributor:
             settings = self._settings(options)
             if division.divide is not serve_only:
                 steps = call_dataset_fn(dataset_fn, division.workers, mode, division.within)
-                steps.check()  # of files that are damaged every rank is told
+                steps.check()  # damaged files are an error on every rank
         if steps is None:
             return DistributedDataset(NoPlan(None, division.workers), **settings)
         steps.agree(settings["sum_over_ranks"])

@@ -64,7 +64,7 @@ class OptimizerStates:
     def __init__(self, placement: Placement) -> None:
         self.registered: list[Any] = []
         self._placement = placement
-        self._lock = threading.RLock()  # a server's thread meets optimizers while its program restores them
+        self._lock = threading.RLock()  # a server's thread registers optimizers while its program restores them
         self._numbers: dict[int, int] = {}  # by id of the optimizer
         self._restored: dict[int, _Restored] = {}
 
@@ -139,7 +139,7 @@ class OptimizerStates:
             found = (one for one in new if store.number_of(one) == number)
         elif waiting.made is not None:
             found = (one for one in new if one.number_in(self._placement) == waiting.made)
-        else:  # a file that says of none where it was made: only a name that is there once tells
+        else:  # a file without these numbers: only a name that is there once identifies
             alike = [other for other in self._restored.values() if other.name == waiting.name]
             found = (one for one in new if len(new) == len(alike) == 1)
         return next(found, None)

@@ -1,9 +1,9 @@
-"""When a program shall stop before its end: what any rank was told, agreed by all at one step boundary.
+"""Preemption: a request to stop that any rank gets, agreed by all ranks at one step boundary.
 
-A rank is told by a signal, or by the clock. On a node it notes that in shared memory, and the barrier of a later collective
-makes all see it (`Node.agree_later`); where there is none, a call makes one. Between nodes it rides on a small non-blocking
-all-reduce that one call of `Strategy.should_stop` begins and the next one takes. Nobody waits, and as everybody takes what was
-said at the same call, all ranks stop at the same step, the one after the signal's.
+The request is a signal, or the time limit. On a node it is written to shared memory, and the barrier of a later collective
+makes it visible to all (`Node.agree_later`); without one, a call makes one. Between nodes one call of `Strategy.should_stop`
+starts a small non-blocking all-reduce, and the next call takes its result. No rank waits, and since all take the result at the
+same call, all stop at the same step, the one after the signal's.
 """
 
 from __future__ import annotations
@@ -145,11 +145,9 @@ def last_moment(end: float | None, margin: float | None, env: Mapping[str, str],
 
 @final
 class StopRequest:
-    """Whether this rank was told to stop. One a strategy.
+    """Whether this rank was asked to stop. One per strategy.
 
-    Args:
-        group: its ranks.
-        spread: whether the watchdogs shall tell the other ranks, where these don't agree at each step.
+    With `spread` the watchdogs forward the request to the other ranks, where these don't agree at each step.
     """
 
     def __init__(self, group: ProcessGroup, spread: bool = False) -> None:
@@ -181,9 +179,9 @@ class StopRequest:
         self._last = last_moment(settings.end_time, settings.stop_before, os.environ, time.time())
 
     def close(self) -> None:
-        """Let signals do what they did before, when this was the last that asked, and nobody was told to stop.
+        """Let signals do what they did before, when this was the last that asked, and there was no request.
 
-        Who was told to stop may be told again while it ends, and shall end with its own exit status.
+        A rank that was asked to stop may get the signal again while it ends, and ends with its own exit status.
         """
         _requests.discard(self)
         if self._asked and not _stop and not any(request._asked for request in _requests):
@@ -196,20 +194,12 @@ class StopAgreement(ABC):
 
     @abstractmethod
     def ask(self, wish: bool) -> bool:
-        """Return whether to stop. Collective, or not: see the classes.
-
-        Args:
-            wish: whether this rank was told to.
-        """
+        """Return whether to stop; `wish` is whether this rank was asked to. Collective, or not: see the classes."""
 
 
 @final
 class StopTogether(StopAgreement):
-    """Ranks that step together stop at the same step.
-
-    Args:
-        group: the ranks.
-    """
+    """Ranks that step together stop at the same step."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -219,7 +209,7 @@ class StopTogether(StopAgreement):
         self._asked_after = -1  # how many barriers of the node
 
     def ask(self, wish: bool) -> bool:
-        """Return whether some rank wished it at the call before; from then on True. Collective, but nobody waits."""
+        """Return whether some rank wished it at the call before; from then on True. Collective, but no rank waits."""
         if not self._agreed:
             self._agreed = self._ask_nodes(wish) if self._group.num_nodes > 1 else self._ask_node(wish)
         return self._agreed
@@ -267,7 +257,7 @@ class StopTogether(StopAgreement):
         return self._finish
 
     def _finish(self) -> None:
-        """MPI wants it finished; a rank that is gone may keep it from that."""
+        """Finish the pending request, as MPI requires; a rank that is gone may prevent it."""
         pending, self._pending = self._pending, None
         if pending is not None:
             wait_until(pending.Test, _LAST_WAIT)
@@ -277,10 +267,7 @@ class StopTogether(StopAgreement):
 class StopAtPasses(StopAgreement):
     """Ranks that don't step together: in a pass each stops at its own step, and when all have left it they agree.
 
-    Args:
-        group: all ranks.
-        together: the ranks that step together with this one.
-        in_pass: returns whether this rank is in a pass.
+    `together` is the agreement of the ranks that step together with this one.
     """
 
     def __init__(self, group: ProcessGroup, together: StopAgreement, in_pass: Callable[[], bool]) -> None:

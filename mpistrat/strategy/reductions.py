@@ -1,4 +1,4 @@
-"""Reductions as strategies promise them: of nests, over axes too, each in one collective."""
+"""Reductions of a strategy: of nests, over axes too, each in one collective."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Reductions:
 
 
 def _each(act: Callable[[Any, str], Any], value: Any) -> Any:
-    """The nest of what a collective makes of each leaf; its name is the leaf's place in the nest."""
+    """The nest of a collective's results for each leaf; its name is the leaf's path in the nest."""
     if not nest.is_nested(value):
         return act(value, "")
     form = nest.form(value)

@@ -1,4 +1,4 @@
-"""A step called once for each local replica: replica 0 on the calling thread, the others on kept threads."""
+"""Threads of local replicas, which run a step at the same time: replica 0 on the calling thread, the others on kept threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _rendezvous: contextvars.ContextVar[Rendezvous | None] = contextvars.ContextVar(
 
 
 def current_rendezvous() -> Rendezvous | None:
-    """Return where the replicas of the run that calls this meet; None with one local replica."""
+    """Return the rendezvous of the run that calls this; None with one local replica."""
     return _rendezvous.get()
 
 
@@ -29,7 +29,7 @@ class _Stopped(BaseException):
 
 @final
 class Rendezvous:
-    """One run: where its replicas wait for each other.
+    """A rendezvous: where the replicas of one run wait for each other.
 
     The calling thread carries out whatever the replicas do together, so that MPI sees one thread and Ctrl-C arrives
     where it is expected. Each run has an object of its own: a replica that outlives a run that failed disturbs no other.
@@ -71,7 +71,7 @@ class Rendezvous:
         with self._changed:
             try:
                 self._changed.wait_for(lambda: len(self._done) == self._size)
-            except BaseException as interrupt:  # Ctrl-C: the others stop where they next meet
+            except BaseException as interrupt:  # Ctrl-C: the others stop at their next rendezvous
                 self._error = self._error or interrupt
                 self._changed.notify_all()
                 raise
@@ -144,11 +144,7 @@ def _dismiss(inboxes: Sequence[Inbox]) -> None:
 
 @final
 class ReplicaThreads:
-    """The kept threads of a rank's replicas 1, 2, …; they start with the first run and end with `close`.
-
-    Args:
-        frames: the context frame of each local replica.
-    """
+    """The kept threads of a rank's replicas 1, 2, …; they start with the first run and end with `close`."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
         self._frames = tuple(frames)
@@ -156,14 +152,10 @@ class ReplicaThreads:
         self._turn = threading.Lock()  # runs from several threads of the program take turns
 
     def run(self, function: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        """Call a function once for each local replica, all at the same time; return their results.
-
-        Args:
-            function: the step.
-            calls: arguments and keyword arguments of each local replica.
+        """Call a step once for each local replica, with its arguments, all at the same time; return their results.
 
         Raises:
-            What the first replica that failed raised; ContextError where replicas met unequally often.
+            What the first replica that failed raised; ContextError where replicas acted together unequally often.
         """
         with self._turn:
             if not self._inboxes:

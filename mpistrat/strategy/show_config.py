@@ -102,8 +102,8 @@ def _settings() -> Iterator[Row]:
     environment = Environment.read()
     for field in fields(environment):
         name = f"MPISTRAT_{field.name.upper()}"
-        said = "set" if name in os.environ else "default"
-        yield name, f"{getattr(environment, field.name)} ({said})"
+        source = "set" if name in os.environ else "default"
+        yield name, f"{getattr(environment, field.name)} ({source})"
 
 
 def _chooser(strategy: Strategy | None) -> str:

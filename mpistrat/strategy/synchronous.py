@@ -173,7 +173,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 def _check_cluster(resolver: ClusterResolver, size: int) -> None:
-    """Raise ClusterError unless the resolver describes so many workers; an empty cluster says nothing."""
+    """Raise ClusterError unless the resolver describes so many workers; an empty cluster fits any number."""
     spec = resolver.cluster_spec()
     if not spec:
         return
@@ -236,7 +236,7 @@ _CLASSES: dict[str, type[Strategy]] = {
 
 
 def add_strategy(name: str, kind: type[Strategy]) -> None:
-    """Let the environment name a strategy that is made above this floor, by one of `options.STRATEGIES`."""
+    """Let the environment name a strategy of a higher floor, by one of `environment.STRATEGIES`."""
     _CLASSES[name] = kind
 
 

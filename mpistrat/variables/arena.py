@@ -78,12 +78,9 @@ class Arena:
     def __init__(
         self, group: ProcessGroup, key: str, copies: Sequence[Any], shared: bool, central: bool = False
     ) -> None:
-        """Wrap flat arrays that exist.
+        """Wrap flat arrays of one dtype and size.
 
         Args:
-            group: the strategy's ranks.
-            key: name, equal on every rank.
-            copies: flat arrays of one dtype and size.
             shared: whether the ranks of the node hold the same memory, so that each writes its part of it only.
             central: whether then the first of them writes all of it.
         """
@@ -127,14 +124,7 @@ class Arena:
         return self._bounds
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the part of element ranges inside this rank's slice; fixes the slices. All ranks call it.
-
-        Args:
-            ranges: half-open element ranges.
-
-        Returns:
-            Those parts that are not empty, in the given order.
-        """
+        """Return the parts of element ranges inside this rank's slice, in order; fixes the slices. All ranks call it."""
         bounds = self.bounds()
         if self._slice[0] is None:
             return []
@@ -181,12 +171,6 @@ class ArenaAllocator:
     def allocate(self, size: int, dtype: np.dtype, trainable: bool, name: str) -> tuple[Arena, int]:
         """Return an arena and the offset in it of `size` zeroed elements. Collective, inside a collective.
 
-        Args:
-            size: elements.
-            dtype: of the elements.
-            trainable: whether gradients are needed.
-            name: the variable, for errors.
-
         Raises:
             SharedMemoryError: on every rank, when the shared memory of a node cannot hold them.
         """
@@ -205,7 +189,7 @@ class ArenaAllocator:
         return arena, offset
 
     def close(self) -> None:
-        """Let go of all memory; views that the user kept stay valid."""
+        """Free all memory; views that the user kept stay valid."""
         for arena in self.arenas:
             arena.copies.clear()
             arena.gradients = None

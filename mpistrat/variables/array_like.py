@@ -46,7 +46,7 @@ class _Array(_Operators, metaclass=ABCMeta):
 
     @property
     def trainable(self) -> bool:
-        """Whether optimizers shall update it."""
+        """Whether optimizers update it."""
         return self._description.trainable
 
     @property
@@ -210,7 +210,7 @@ class ArrayVariable(ScatterMethods, _Array):
 
     @abstractmethod
     def _update(self, op: str, value: Any) -> Self:
-        """Write, add or subtract, as the context says."""
+        """Write, add or subtract, as the context requires."""
 
     # gradients
 

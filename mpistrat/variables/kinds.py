@@ -39,11 +39,9 @@ class OnWriteVariable(Variable):
 
     @abstractmethod
     def _store(self, op: str, flat: Any, only: int | None = None, given: bool = False) -> None:
-        """Write, add or subtract a value.
+        """Write, add or subtract a value: "assign", "assign_add" or "assign_sub".
 
         Args:
-            op: "assign", "assign_add" or "assign_sub".
-            flat: of the variable's size and dtype.
             only: in update context the local replica whose copy is meant.
             given: whether the program gave it, so that ranks may differ; else it was aggregated.
         """
@@ -52,14 +50,7 @@ class OnWriteVariable(Variable):
     def _store_rows(
         self, op: str, depth: int, delta: IndexedSlices, only: int | None = None, given: bool = False
     ) -> None:
-        """Apply updates to rows.
-
-        Args:
-            op: "update", "add", "sub", "mul", "div", "min" or "max".
-            depth: how many dimensions number a row.
-            delta: rows and their updates.
-            only, given: as for `_store`.
-        """
+        """Apply updates to rows of the first `depth` dimensions: "update", "add", "sub", "mul", "div", "min" or "max"."""
 
     def _update(self, op: str, value: Any) -> Self:
         function = f"Variable.{op}"
@@ -165,7 +156,7 @@ class MirroredVariable(OnWriteVariable):
             self._store("constraint", flat, given=compare)
 
     def _compared(self, *arrays: Any) -> Hashable:
-        """Return what tells one value from another, so that ranks with different ones are found."""
+        """Return a text that differs between values, so that ranks with different ones are found."""
         return f"value #{checksum(*arrays):08x}" if self.placement.group.topology.size > 1 else ()
 
     def _store(self, op: str, flat: Any, only: int | None = None, given: bool = False) -> None:
@@ -184,7 +175,7 @@ class MirroredVariable(OnWriteVariable):
         self._write(op, detail, write, only)
 
     def _write(self, op: str, detail: Hashable, write: Callable[[Any], None], only: int | None) -> None:
-        """Let every rank write its part: nobody before all have come, nobody leaves before all have written. Collective."""
+        """Let every rank write its part between two barriers: all have come, all have written. Collective."""
         group = self.placement.group
         with group.collective(op, self.name, self.dtype, self.shape, detail) as call:
             for index, copy in enumerate(self.arena.copies):
@@ -399,11 +390,7 @@ def check_scatter(variable: Variable, op: str) -> None:
 
 
 def aggregate(variable: Variable, values: Sequence[Any]) -> Any:
-    """Return what the local replicas' values and all others' become. Collective.
-
-    Args:
-        variable: says how.
-        values: one array for each local replica.
+    """Return the aggregate of all replicas' values, of which this rank has one for each local replica. Collective.
 
     Raises:
         ValueError: the aggregation is NONE.

@@ -62,7 +62,7 @@ class FixedShardsPartitioner(Partitioner):
 class MinSizePartitioner(Partitioner):
     """As many shards as there can be of at least `min_shard_bytes` each (TF: MinSizePartitioner).
 
-    TensorFlow rounds up, and so makes shards that are smaller than it says: of 40 bytes two of 20, where each should have
+    TensorFlow rounds up, and so makes shards that are smaller than documented: of 40 bytes two of 20, where each should have
     at least 30. Here the bound holds, for the smallest shard too.
 
     Args:

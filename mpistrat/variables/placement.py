@@ -1,4 +1,4 @@
-"""What a strategy hands to its variables."""
+"""Placement of variables: where a strategy keeps them, and through what they are aggregated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .arena import ArenaAllocator
 
 __all__ = ["ORDINAL_STEP", "Description", "Placement", "Store", "Target"]
 
-ORDINAL_STEP = 4096  # between the numbers of optimizers that are counted together; so many counts don't meet
+ORDINAL_STEP = 4096  # between the numbers of optimizers that are counted together; so many counts don't overlap
 
 Target = tuple[Any, int, int]  # a flat array, and the range of its elements that this rank stores
 
@@ -35,13 +35,13 @@ class Description:
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
     constraint: Callable[[Any], Any] | None
-    beside: int | None = None  # the index of the variable that it shall lie with
+    beside: int | None = None  # the index of the variable that it is placed with
 
 
 class Store(ABC):
     """What keeps the variables of a strategy elsewhere than in arenas, with what optimizers keep beside them.
 
-    There not all replicas step together, and ranks meet optimizers in different orders. So the store also gives optimizers
+    There not all replicas step together, and ranks use optimizers in different orders. So the store also gives optimizers
     their numbers, the same on every rank. Optimizers are opaque here.
 
     Attributes:
@@ -107,13 +107,13 @@ class Placement:
         distributed: False for a strategy that has one replica by its nature (the default, OneDeviceStrategy): there a
             write in replica context needs no aggregation, and writes what it was given.
         store: what keeps variables, and what optimizers keep of them, where that is not the arenas.
-        partitioner: says into how many shards a variable is cut, see `partitioners`; default: none is cut.
+        partitioner: returns into how many shards a variable is cut, see `partitioners`; default: none is cut.
 
     Attributes:
         variables: every `Variable`, in the order of creation, the same on every rank.
         sharded: each `ShardedVariable` that several of them are together.
         made: the optimizers that were made in the strategy's scope, in that order.
-        optimizers: those counted by the store. Others may name them when this rank's program has let go of them.
+        optimizers: those counted by the store. Others may name them when this rank's program no longer holds them.
     """
 
     group: ProcessGroup
@@ -155,7 +155,7 @@ class Placement:
         return candidate
 
     def close(self) -> None:
-        """Close every variable and let go of their memory. Comes before the group's `close`."""
+        """Close every variable and free their memory. Comes before the group's `close`."""
         for whole in self.sharded:
             whole.close()
         for variable in self.variables:

@@ -233,11 +233,7 @@ class ShardedVariable(ArrayVariable):
         return list(zip(self.cut(gradient, "apply_gradients"), self.variables, strict=True))
 
     def cut(self, value: Any, function: str) -> list[Any]:
-        """Return the rows of each part of an array of the whole's shape, as views.
-
-        Args:
-            value: the array.
-            function: the public caller to name in errors.
+        """Return the rows of each part of an array of the whole's shape, as views. Errors name `function`.
 
         Raises:
             ValueError: it has another shape.

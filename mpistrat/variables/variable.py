@@ -217,7 +217,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
 def explain_foreign(function: str, variable: Any, strategy: Any) -> str:
     """Return the text of an error about a variable that was not made in the scope of the strategy which runs.
 
-    Three mistakes look alike from inside: a variable made outside of the scope, a step that nobody runs, two strategies.
+    Three mistakes look alike from inside: a variable made outside of the scope, a step outside of `run`, two strategies.
     """
     owner, expected = variable.placement.strategy, f"a variable made in the scope of the {_kind(strategy)} that runs"
     if owner.extended.is_default:
