@@ -140,7 +140,7 @@ def insert(data: bytearray, rng: np.random.Generator) -> None:
 MUTATIONS = (flip, truncate, splice, zero, noise, insert)
 
 
-class Stand:
+class WrittenSets:
     """The sets as they were written, and a directory for the mutant of the moment."""
 
     def __init__(self, directory: Path) -> None:
@@ -200,14 +200,14 @@ def same(found: dict[str, Any], expected: dict[str, Any], order: np.ndarray) -> 
     return True
 
 
-def child(stand: Stand, seed: int, numbers: range, pipe: int) -> None:
+def child(sets: WrittenSets, seed: int, numbers: range, pipe: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.disable()
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 2)
     for number in numbers:
-        outcome = stand.read(seed, number, lambda what, n=number: write(pipe, f"{n}\t{what}\t"))
+        outcome = sets.read(seed, number, lambda what, n=number: write(pipe, f"{n}\t{what}\t"))
         write(pipe, f"{outcome[:3000]}\n")
 
 
@@ -221,18 +221,18 @@ def run(
     """Read the mutants in forked children; return number, what was done and the outcome of each."""
     outcomes: list[tuple[int, str, str]] = []
     with tempfile.TemporaryDirectory() as directory:
-        stand = Stand(Path(directory))
+        sets = WrittenSets(Path(directory))
         following = 0
         while following < mutants:
             numbers = range(following, min(mutants, following + BATCH))
-            outcomes.extend(watch(stand, seed, numbers))
+            outcomes.extend(watch(sets, seed, numbers))
             following = outcomes[-1][0] + 1
             if report is not None:
                 report(following, count(outcomes))
     return outcomes
 
 
-def watch(stand: Stand, seed: int, numbers: range) -> list[tuple[int, str, str]]:
+def watch(sets: WrittenSets, seed: int, numbers: range) -> list[tuple[int, str, str]]:
     """Let a child read some mutants; return the outcomes, up to the one that it did not survive."""
     reading, writing = os.pipe()
     process = os.fork()
@@ -240,7 +240,7 @@ def watch(stand: Stand, seed: int, numbers: range) -> list[tuple[int, str, str]]
         status = 1
         try:
             os.close(reading)
-            child(stand, seed, numbers, writing)
+            child(sets, seed, numbers, writing)
             status = 0
         finally:
             os._exit(status)
@@ -294,7 +294,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.only is not None:
         with tempfile.TemporaryDirectory() as directory:
-            print(Stand(Path(directory)).read(arguments.seed, arguments.only, print).replace("\\n", "\n"))
+            print(WrittenSets(Path(directory)).read(arguments.seed, arguments.only, print).replace("\\n", "\n"))
         return 0
 
     def report(done: int, _: Counter[tuple[str, str]]) -> None:

@@ -5,7 +5,7 @@ import zlib
 
 import numpy as np
 import pytest
-from cross_device_stand import Gradients, local, open_group
+from process_groups import Gradients, local, open_group
 
 from mpistrat.comm.arrays import accumulation_dtype
 from mpistrat.cross_device.arithmetic import arithmetic

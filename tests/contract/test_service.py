@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from transports_stand import TRANSPORTS, adding, parameter_servers, run
+from transports import TRANSPORTS, adding, parameter_servers, run
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 ranks = pytest.mark.ranks

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from strategy_stand import STRATEGIES, devices_of, layout_for, made
+from strategies import STRATEGIES, devices_of, layout_for, made
 
 import mpistrat as ms
 from mpistrat import VariableAggregation, VariableSynchronization

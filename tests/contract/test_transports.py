@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from transports_stand import (
+from transports import (
     TRANSPORTS,
     adding,
     check_exact,

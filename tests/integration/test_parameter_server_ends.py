@@ -1,12 +1,12 @@
 """What becomes of the others when a worker or a server stops, leaves, fails or dies."""
 
 import pytest
-from transports_stand import TRANSPORTS
+from transports import TRANSPORTS
 
 SETUP = """
 import os, signal, subprocess, sys, time
 import numpy as np
-from transports_stand import adding, parameter_servers, run
+from transports import adding, parameter_servers, run
 
 def ranks_and_servers(**settings):
     return parameter_servers(TRANSPORT, [((1000,), np.float32), ((500_000,), np.float32)], **settings)
@@ -116,8 +116,8 @@ def test_a_killed_rank_ends_the_job(mpi_run, transport, rank):
 
 PROGRAM = """
 import threading
-stand = ranks_and_servers()
-ps = stand.__enter__()
+context = ranks_and_servers()
+ps = context.__enter__()
 if ps.server is not None:
     add, seen = adding(ps.server)
     ps.server.start(HANDLER)
@@ -194,7 +194,7 @@ def test_without_threads_a_server_serves_while_it_waits(mpi_run, transport):
         transport,
         WORKER="link.leave()",
         SERVER=f"assert threading.active_count() == 1; ps.server.wait(); {WHOLE}",
-        END="next(stand.gen, None)",
+        END="next(context.gen, None)",
     )
     result = mpi_run(text, 4, timeout=40)
     assert result.returncode == 0, result

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 import pytest
 from contract import test_transports as contract
-from transports_stand import (
+from transports import (
     check_exact,
     check_passes,
     check_rows,

@@ -198,7 +198,7 @@ from mpistrat.cluster.topology import Topology
 from mpistrat.comm.process_group import ProcessGroup
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.environment import Environment
-from variables_stand import pretend_nodes
+from variable_harness import pretend_nodes
 
 topology = Topology.create(pretend_nodes(MPI, {nodes}))
 group = ProcessGroup.create(topology, Environment(abort_after=60.0))

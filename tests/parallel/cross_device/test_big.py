@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cross_device_stand import open_group
+from process_groups import open_group
 
 from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 from mpistrat.cross_device.mpi import MpiAllReduce

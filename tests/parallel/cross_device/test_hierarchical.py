@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from cross_device_stand import Gradients, Variable, local, open_group
+from process_groups import Gradients, Variable, local, open_group
 
 from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 from mpistrat.errors import CollectiveMismatchError, CollectiveTimeoutError

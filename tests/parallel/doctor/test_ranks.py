@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from doctor_stand import Visit, clean_environment, documented, rank_program
+from doctor_runs import DoctorRun, clean_environment, documented, rank_program
 
 from launcher import ROOT, MpiEnv, Result
 
@@ -26,11 +26,11 @@ cuda = types.SimpleNamespace(runtime=runtime)
 """
 
 
-def visit(result: Result) -> Visit:
+def doctor_run(result: Result) -> DoctorRun:
     """What rank 0 said; nobody else may say anything on stdout."""
     spoken = [text for text in result.out if text.strip()]
     assert len(spoken) == 1 and spoken[0] == result.out[0], str(result)
-    return Visit(result.returncode or 0, result.out[0], result.stderr)
+    return DoctorRun(result.returncode or 0, result.out[0], result.stderr)
 
 
 def other_version(folder: Path) -> str:
@@ -51,7 +51,7 @@ def on_path(folder: Path, module: str, text: str) -> str:
 
 
 def test_healthy_ranks_have_nothing(mpi_run):
-    found = visit(mpi_run(rank_program({}), 2, timeout=100))
+    found = doctor_run(mpi_run(rank_program({}), 2, timeout=100))
     assert found.status == 0 and found.bad() == []
     assert found.names() <= documented("On the ranks of a job")
     rows = found.document["ranks"]
@@ -63,10 +63,10 @@ def test_healthy_ranks_have_nothing(mpi_run):
 
 
 class TestSickRanks:
-    """Faults that do not hide each other, looked for in one visit."""
+    """Faults that do not hide each other, looked for in one run."""
 
     @pytest.fixture
-    def found(self, mpi: MpiEnv, mpi_run, seen: dict[str, Visit], tmp_path: Path) -> Visit:
+    def found(self, mpi: MpiEnv, mpi_run, seen: dict[str, DoctorRun], tmp_path: Path) -> DoctorRun:
         if mpi.name not in seen:
             (tmp_path / "version").mkdir()
             different = os.pathsep.join([str(tmp_path / "clock"), other_version(tmp_path / "version")])
@@ -75,7 +75,7 @@ class TestSickRanks:
             variables.update(PYTHONPATH=different, TMPDIR="/nowhere")
             environment = {"OMP_NUM_THREADS": "2000", "MPISTRAT_STRATEGY": "mirrored"}
             program = rank_program({1: variables}, "--need", "nccl")
-            seen[mpi.name] = visit(mpi_run(program, 2, timeout=100, env=environment))
+            seen[mpi.name] = doctor_run(mpi_run(program, 2, timeout=100, env=environment))
         return seen[mpi.name]
 
     def test_the_status_tells(self, found):
@@ -118,7 +118,7 @@ class TestSickRanks:
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Visit]:
+def seen() -> dict[str, DoctorRun]:
     """Visits of this file, by MPI."""
     return {}
 
@@ -138,7 +138,7 @@ def test_processes_that_srun_started_without_mpi_are_told_once(mpi):
     assert [process.returncode for process in processes] == [1, 0, 0]  # one that fails may end the others
     assert [bool(out.strip()) for out, _ in replies] == [True, False, False]
     assert all("doctor" not in err for _, err in replies)
-    finding = Visit(1, *replies[0]).finding("launch")
+    finding = DoctorRun(1, *replies[0]).finding("launch")
     assert finding["status"] == "problem" and "rank 0 of 1" in finding["what"] and "3 ranks" in finding["what"]
     assert "use srun --mpi=" in finding["remedy"]
 
@@ -147,13 +147,13 @@ def test_one_process_of_srun_is_legal(mpi):
     slurm = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
     command = [mpi.python, "-m", "mpistrat", "doctor", "--ranks", "--json"]
     reply = subprocess.run(command, env=clean_environment(mpi, slurm), capture_output=True, text=True, timeout=100)
-    assert Visit(reply.returncode, reply.stdout, reply.stderr).bad() == []
+    assert DoctorRun(reply.returncode, reply.stdout, reply.stderr).bad() == []
 
 
 def test_a_process_that_nothing_started_is_told_how_to_start(mpi):
     command = [mpi.python, "-m", "mpistrat", "doctor", "--ranks", "--json"]
     reply = subprocess.run(command, env=clean_environment(mpi), capture_output=True, text=True, timeout=100)
-    found = Visit(reply.returncode, reply.stdout, reply.stderr)
+    found = DoctorRun(reply.returncode, reply.stdout, reply.stderr)
     assert found.status == 0 and [one["name"] for one in found.bad()] == ["launch"]
     assert "srun mpistrat doctor --ranks" in found.finding("launch")["remedy"]
 
@@ -172,7 +172,7 @@ def test_the_launcher_of_another_mpi(mpi, pytestconfig, tmp_path):
     spoken = [text for path in tmp_path.glob("*.out") if (text := path.read_text()).strip()]
     errors = "".join(path.read_text() for path in tmp_path.glob("*.err"))
     assert len(spoken) == 1, f"{spoken}\n{errors}\n{reply.stderr}"
-    found = Visit(reply.returncode, spoken[0], errors)
+    found = DoctorRun(reply.returncode, spoken[0], errors)
     problems = [one for one in found.bad() if one["status"] == "problem"]
     assert [one["name"] for one in problems] in (["launch"], ["MPI start"])
     assert "belongs to another MPI" in problems[0]["remedy"]
@@ -204,7 +204,7 @@ def gpus(folder: Path, *names: int) -> dict[str, str]:
 def test_ranks_that_share_a_gpu_by_mistake(mpi_run, tmp_path):
     """Rank 0 sees GPUs 1 and 2, rank 1 sees 2 and 1: both take GPU … 1 by their local rank."""
     variables = {0: gpus(tmp_path / "a", 1, 2), 1: gpus(tmp_path / "b", 2, 1)}
-    found = visit(mpi_run(rank_program(variables), 2, timeout=100))
+    found = doctor_run(mpi_run(rank_program(variables), 2, timeout=100))
     finding = found.finding("GPUs")
     assert finding["status"] == "problem" and "ranks 0, 1" in finding["what"]
     assert "share GPU-00000000-0000-0000-0000-000000000001, by mistake" in finding["what"]
@@ -214,7 +214,7 @@ def test_ranks_that_share_a_gpu_by_mistake(mpi_run, tmp_path):
 
 def test_ranks_with_a_gpu_each(mpi_run, tmp_path):
     variables = {0: gpus(tmp_path / "a", 1, 2), 1: gpus(tmp_path / "a", 1, 2)}
-    assert visit(mpi_run(rank_program(variables), 2, timeout=100)).finding("GPUs")["status"] == "OK"
+    assert doctor_run(mpi_run(rank_program(variables), 2, timeout=100)).finding("GPUs")["status"] == "OK"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_tf_config_contradicts_the_ranks(mpi_run, cluster, tasks, says):
         rank: {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": task}})}
         for rank, task in enumerate(tasks)
     }
-    finding = visit(mpi_run(rank_program(variables), 2, timeout=100)).finding("roles")
+    finding = doctor_run(mpi_run(rank_program(variables), 2, timeout=100)).finding("roles")
     assert finding["status"] == "problem" and says in finding["what"], finding
 
 
@@ -238,7 +238,7 @@ def test_a_login_visit_of_several_processes_is_told_once(mpi_run):
     program = rank_program({}).replace('"--ranks", ', "")
     result = mpi_run(program, 2, timeout=100)
     assert [bool(text.strip()) for text in result.out] == [True, False]
-    start = Visit(0, result.out[0], "").finding("MPI start")
+    start = DoctorRun(0, result.out[0], "").finding("MPI start")
     assert start["status"] == "OK" and "alone" in start["what"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from doctor_stand import documented
+from doctor_runs import documented
 
 pytestmark = pytest.mark.ranks(2, 3)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import digits_jobs
 import pytest
-from parameter_server_stand import TRANSPORTS, serve_on_rank_0
+from parameter_server_strategies import serve_on_rank_0
+from transports import TRANSPORTS
 
 WORDS = ("--strategy", "parameter_server", "--dtype", "float32", "--epochs", "8", "--learning-rate", "2e-3")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import digits_jobs
 import numpy as np
 import pytest
-from parameter_server_stand import serve_on_rank_0
+from parameter_server_strategies import serve_on_rank_0
 
 import mpistrat as ms
 from mpistrat.strategy import preemption

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from parameter_server_stand import made
+from parameter_server_strategies import made
 
 import mpistrat as ms
 from mpistrat.errors import ClusterError

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from parameter_server_stand import alone, made, settle
+from parameter_server_strategies import alone, made, settle
 
 import mpistrat as ms
 from mpistrat.optimizers import schedules

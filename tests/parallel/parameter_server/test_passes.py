@@ -8,7 +8,8 @@ import time
 
 import numpy as np
 import pytest
-from parameter_server_stand import TRANSPORTS, made, serve_on_rank_0, settle
+from parameter_server_strategies import made, serve_on_rank_0, settle
+from transports import TRANSPORTS
 
 import mpistrat as ms
 

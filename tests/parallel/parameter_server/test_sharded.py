@@ -6,7 +6,8 @@ import time
 
 import numpy as np
 import pytest
-from parameter_server_stand import TRANSPORTS, alone, made, settle
+from parameter_server_strategies import alone, made, settle
+from transports import TRANSPORTS
 
 import mpistrat as ms
 from mpistrat.partitioners import FixedShardsPartitioner, MinSizePartitioner

@@ -8,7 +8,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from parameter_server_stand import TRANSPORTS, alone, made, settle
+from parameter_server_strategies import alone, made, settle
+from transports import TRANSPORTS
 
 import mpistrat as ms
 from mpistrat.errors import ContextError

@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from strategy_stand import made
+from strategies import made
 
 import mpistrat as ms
 from mpistrat.errors import ClusterError, CollectiveMismatchError, DeviceError, LayoutError, MissingDependencyError

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from strategy_stand import STRATEGIES, devices_of, layout_for
+from strategies import STRATEGIES, devices_of, layout_for
 
 import mpistrat as ms
 from mpistrat.strategy import preemption

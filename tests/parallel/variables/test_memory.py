@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from variables_stand import Stand
+from variable_harness import VariableHarness
 
 from mpistrat.comm import shared_memory
 from mpistrat.errors import SharedMemoryError
@@ -33,16 +33,16 @@ def proportional_set_size(kind=""):
 def test_a_node_holds_a_variable_once(trainable):
     from mpi4py import MPI
 
-    with Stand() as stand:
+    with VariableHarness() as harness:
         # Not the sum of all kinds: the share of libraries changes with the processes beside, and malloc gives pages back late.
         value = np.ones(64 * MIB // 8)
-        stand.group.barrier("before")
+        harness.group.barrier("before")
         before = {kind: proportional_set_size(kind) for kind in ("_Shmem", "_Anon")}
-        with stand.scope():
+        with harness.scope():
             v = Variable(value, trainable=trainable)
         assert float(v.array[::1000].sum()) == len(value[::1000])  # read by every rank
         gc.collect()
-        stand.group.barrier("after")
+        harness.group.barrier("after")
         grown = {kind: MPI.COMM_WORLD.allreduce(proportional_set_size(kind) - before[kind]) for kind in before}
         expected = 64 * MIB + (2 * 64 * MIB if trainable else 0)  # the gradients are each rank's own
         assert 0.95 * expected < grown["_Shmem"] < 1.1 * expected
@@ -51,7 +51,7 @@ def test_a_node_holds_a_variable_once(trainable):
 
 @pytest.mark.ranks(1, 2)
 def test_a_small_variable_costs_little():
-    with Stand() as stand, stand.scope():
+    with VariableHarness() as harness, harness.scope():
         before = proportional_set_size()
         v = Variable(1.0)
         assert v.arena.size * 4 >= 1 * MIB  # a slab, of which most is not there
@@ -60,7 +60,7 @@ def test_a_small_variable_costs_little():
 
 @pytest.mark.ranks(2, 3)
 def test_too_little_shared_memory_is_an_error_on_every_rank(monkeypatch):
-    with Stand() as stand, stand.scope():
+    with VariableHarness() as harness, harness.scope():
         with monkeypatch.context() as patch:
             patch.setattr(shared_memory, "free_space", lambda: 1 * MIB)
             with pytest.raises(SharedMemoryError, match=r"'big'.*--shm-size"):
@@ -70,10 +70,10 @@ def test_too_little_shared_memory_is_an_error_on_every_rank(monkeypatch):
 
 @pytest.mark.ranks(2, 3)
 def test_pages_that_one_rank_does_not_get_are_an_error_on_every_rank(monkeypatch):
-    with Stand() as stand, stand.scope():
+    with VariableHarness() as harness, harness.scope():
         Variable(np.ones(3))
         with monkeypatch.context() as patch:
-            if stand.topology.rank == 1:
+            if harness.topology.rank == 1:
                 patch.setattr(shared_memory.SharedBlock, "populate", lambda self, index, low, high: False)
             with pytest.raises(SharedMemoryError, match=r"rank 1.*'big'"):
                 Variable(np.zeros(1000), name="big")
@@ -83,13 +83,13 @@ def test_pages_that_one_rank_does_not_get_are_an_error_on_every_rank(monkeypatch
 
 @pytest.mark.ranks(2)
 def test_slabs_double_and_no_variable_spans_two():
-    with Stand() as stand, stand.scope():
+    with VariableHarness() as harness, harness.scope():
         large = Variable(np.zeros(48 * MIB, np.int8), trainable=False)
         other = Variable(np.zeros(48 * MIB, np.int8), trainable=False)
         small = Variable(np.zeros(5 * MIB, np.int8), trainable=False)
         assert small.arena is other.arena is not large.arena
         assert small.offset == 48 * MIB
-        sizes = [arena.size for arena in stand.placement.arenas.arenas]
+        sizes = [arena.size for arena in harness.placement.arenas.arenas]
         assert sizes == [64 * MIB, 128 * MIB]
 
 
@@ -97,13 +97,13 @@ def test_slabs_double_and_no_variable_spans_two():
 def test_close_gives_the_memory_back():
     import mpistrat as ms
 
-    with Stand() as stand:
+    with VariableHarness() as harness:
         before = proportional_set_size()
         optimizer = ms.optimizers.SGD(0.1)
-        with stand.scope():
+        with harness.scope():
             v = Variable(np.zeros(48 * MIB // 4, np.float32), aggregation=ms.VariableAggregation.SUM)
-        stand.run(lambda: optimizer.apply_gradients([(v.grad, v)]))
-        stand.group.barrier("used")
+        harness.run(lambda: optimizer.apply_gradients([(v.grad, v)]))
+        harness.group.barrier("used")
         assert proportional_set_size() - before > 48 * MIB
     assert proportional_set_size() - before < 24 * MIB
     assert optimizer.iterations == 1  # although the optimizer and the variable live on

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from variables_stand import Stand, replica_id
+from variable_harness import VariableHarness, replica_id
 
 from mpistrat.distributed_values import Mirrored, PerReplica
 from mpistrat.errors import ClosedError, CollectiveMismatchError, ContextError
@@ -25,11 +25,11 @@ def same_everywhere(array):
 
 
 @pytest.fixture(params=["one-shared", "uneven-shared", "two-private"])
-def stand(request):
+def harness(request):
     from mpi4py import MPI
 
     layout, _, memory = request.param.partition("-")
-    with Stand(devices_of(layout, MPI.COMM_WORLD.rank), shared_memory=memory == "shared") as made:
+    with VariableHarness(devices_of(layout, MPI.COMM_WORLD.rank), shared_memory=memory == "shared") as made:
         yield made
 
 
@@ -39,17 +39,17 @@ def shared(request):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_writes_in_replica_context_are_aggregated(stand):
-    n = stand.topology.num_replicas
+def test_writes_in_replica_context_are_aggregated(harness):
+    n = harness.topology.num_replicas
     ids = np.arange(n)
-    with stand.scope():
+    with harness.scope():
         made = {(op, how): Variable(np.ones((2, 3)), aggregation=how) for op in OPS for how in (SUM, MEAN, FIRST)}
 
     def step():
         for (op, _), v in made.items():
             assert getattr(v, op)(np.full((2, 3), 5.0 + replica_id())) is v
 
-    stand.run(step)
+    harness.run(step)
     written = {SUM: (5.0 + ids).sum(), MEAN: (5.0 + ids).mean(), FIRST: 5.0}
     for (op, how), v in made.items():
         np.testing.assert_allclose(v, np.full((2, 3), OPS[op](1.0, written[how])), rtol=1e-15)
@@ -60,9 +60,9 @@ OPS = {"assign": lambda old, new: new, "assign_add": np.add, "assign_sub": np.su
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_numbers_and_closed_over_arrays_count_once_for_each_replica(stand):
-    n = stand.topology.num_replicas
-    with stand.scope():
+def test_numbers_and_closed_over_arrays_count_once_for_each_replica(harness):
+    n = harness.topology.num_replicas
+    with harness.scope():
         number, array = Variable(1.0, aggregation=SUM), Variable(np.ones(3), aggregation=SUM)
         mean, whole = Variable(1.0, aggregation=MEAN), Variable(1, aggregation=SUM)
     one = np.ones(3)
@@ -73,7 +73,7 @@ def test_numbers_and_closed_over_arrays_count_once_for_each_replica(stand):
         mean.assign_add(1)
         whole.assign_add(2)
 
-    stand.run(step)
+    harness.run(step)
     assert (number.numpy(), mean.numpy(), whole.numpy()) == (1 + n, 2, 1 + 2 * n)
     assert array.numpy().tolist() == [1 + n] * 3
 
@@ -82,8 +82,8 @@ def test_numbers_and_closed_over_arrays_count_once_for_each_replica(stand):
 def test_documented_mean_of_two_replicas():
     from mpi4py import MPI
 
-    with Stand(["cpu:0"] if MPI.COMM_WORLD.size == 2 else ["cpu:0", "cpu:1"]) as stand:
-        with stand.scope():
+    with VariableHarness(["cpu:0"] if MPI.COMM_WORLD.size == 2 else ["cpu:0", "cpu:1"]) as harness:
+        with harness.scope():
             mean, total = Variable(1.0, aggregation=MEAN), Variable(1.0, aggregation=SUM)
 
         def step():
@@ -91,14 +91,14 @@ def test_documented_mean_of_two_replicas():
             total.assign_add(float(replica_id()))
             return float(mean), float(total)
 
-        seen = stand.run(step)
+        seen = harness.run(step)
         assert (float(mean), float(total)) == (1.5, 2.0)
         assert seen == (1.5, 2.0) if MPI.COMM_WORLD.size == 2 else seen[0].values == (1.5, 1.5)
 
 
 @pytest.mark.ranks(1, 2)
-def test_without_aggregation_a_replica_may_not_write(stand):
-    with stand.scope():
+def test_without_aggregation_a_replica_may_not_write(harness):
+    with harness.scope():
         v = Variable([1.0, 2.0])
     for write in (
         lambda: v.assign([3.0, 4.0]),
@@ -106,31 +106,31 @@ def test_without_aggregation_a_replica_may_not_write(stand):
         lambda: v.scatter_update(([0], [1.0])),
     ):
         with pytest.raises(ValueError, match="aggregation"):
-            stand.run(write)
+            harness.run(write)
     assert v.numpy().tolist() == [1.0, 2.0]
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_writes_for_all_replicas_happen_once(stand):
-    with stand.scope():
+def test_writes_for_all_replicas_happen_once(harness):
+    with harness.scope():
         v = Variable(np.arange(1000.0))
         v.assign_add(np.ones(1000)).assign_add(v).assign_sub(np.full(1000, 0.5))
         np.testing.assert_array_equal(v, 2 * (np.arange(1000.0) + 1) - 0.5)
         v.assign(np.asarray(v)[::-1])
         np.testing.assert_array_equal(v, 2 * (np.arange(1000.0)[::-1] + 1) - 0.5)
-        v.assign(Mirrored([np.zeros(1000)] * stand.topology.num_local_replicas))
+        v.assign(Mirrored([np.zeros(1000)] * harness.topology.num_local_replicas))
         with pytest.raises(ValueError, match="Reduce it first"):
-            v.assign(PerReplica([np.ones(1000)] * stand.topology.num_local_replicas))
+            v.assign(PerReplica([np.ones(1000)] * harness.topology.num_local_replicas))
     v.assign_add(np.ones(1000))  # outside of every scope, too
-    stand.update(v, lambda w: w.assign_add(np.ones(1000)))
+    harness.update(v, lambda w: w.assign_add(np.ones(1000)))
     assert v.numpy().tolist() == [2.0] * 1000
 
 
 @pytest.mark.ranks(2, 3)
 def test_ranks_that_write_different_values_are_told():
-    with Stand() as stand:
-        rank = stand.topology.rank
-        with stand.scope():
+    with VariableHarness() as harness:
+        rank = harness.topology.rank
+        with harness.scope():
             v = Variable(np.zeros(4), name="w")
             with pytest.raises(CollectiveMismatchError, match=r"assign 'w' float64 \(4,\)"):
                 v.assign(np.full(4, float(rank == 1)))
@@ -152,8 +152,8 @@ def test_ranks_that_write_different_values_are_told():
     ],
 )
 def test_ranks_that_make_different_variables_are_told(mine, theirs, words):
-    with Stand() as stand, stand.scope():
-        options = {"initial_value": np.zeros(3)} | (mine if stand.topology.rank == 1 else theirs)
+    with VariableHarness() as harness, harness.scope():
+        options = {"initial_value": np.zeros(3)} | (mine if harness.topology.rank == 1 else theirs)
         with pytest.raises(CollectiveMismatchError) as caught:
             Variable(**options)
         for word in words:
@@ -172,7 +172,7 @@ def test_rank_0_says_what_the_initial_value_is(shared, monkeypatch):
         calls.append(rank)
         return np.float32([[rank, np.nan, 7.5]])
 
-    with Stand(shared_memory=shared) as stand, stand.scope():
+    with VariableHarness(shared_memory=shared) as harness, harness.scope():
         random = np.random.default_rng(rank).normal(size=401)  # several pieces
         expected = np.random.default_rng(0).normal(size=401)
         assert np.array_equal(Variable(random), expected)
@@ -187,25 +187,25 @@ def test_rank_0_says_what_the_initial_value_is(shared, monkeypatch):
 
 @pytest.mark.ranks(1, 2)
 def test_names_are_unique():
-    with Stand() as stand, stand.scope():
+    with VariableHarness() as harness, harness.scope():
         names = [Variable(0.0, name=name).name for name in (None, "w", "w", None, "w_1", "w")]
         assert names == ["Variable", "w", "w_1", "Variable_1", "w_1_1", "w_2"]
 
 
 @pytest.mark.ranks(2, 3, 4)
 def test_a_node_has_one_copy(shared):
-    with Stand(shared_memory=shared) as stand, stand.scope():
+    with VariableHarness(shared_memory=shared) as harness, harness.scope():
         v = Variable(np.zeros(10))
-        if stand.topology.rank == 0:
+        if harness.topology.rank == 0:
             v.arena.values[v.offset] = 5.0
-        stand.group.barrier("written")
-        assert v[0] == (5.0 if shared or stand.topology.rank == 0 else 0.0)
+        harness.group.barrier("written")
+        assert v[0] == (5.0 if shared or harness.topology.rank == 0 else 0.0)
         assert (v.arena.gradients.node is None) == (not shared)
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_each_replica_has_a_gradient_of_its_own(stand):
-    with stand.scope():
+def test_each_replica_has_a_gradient_of_its_own(harness):
+    with harness.scope():
         first, v = Variable(np.zeros(3), name="first"), Variable(np.zeros((2, 2)))
 
     def step():
@@ -215,15 +215,15 @@ def test_each_replica_has_a_gradient_of_its_own(stand):
         with pytest.raises(ValueError, match="shape"):
             first.grad = np.zeros(4)
 
-    stand.run(step)
-    stand.group.barrier("gradients")
-    offset = stand.topology.replica_offset
-    for local in range(stand.topology.num_local_replicas):
+    harness.run(step)
+    harness.group.barrier("gradients")
+    offset = harness.topology.replica_offset
+    for local in range(harness.topology.num_local_replicas):
         assert v.gradient(local).tolist() == [[11 + offset + local] * 2] * 2
-    if stand.group.node.shared:  # every replica's on the node, in their order
+    if harness.group.node.shared:  # every replica's on the node, in their order
         seen = [flat[v.offset] for flat in v.arena.gradients.node]
-        assert seen == [11 + replica for replica in range(stand.topology.num_replicas)]
-    if stand.topology.num_local_replicas > 1:
+        assert seen == [11 + replica for replica in range(harness.topology.num_replicas)]
+    if harness.topology.num_local_replicas > 1:
         with pytest.raises(ContextError, match="replica context"):
             _ = v.grad
     else:
@@ -234,7 +234,7 @@ def test_each_replica_has_a_gradient_of_its_own(stand):
 def test_slices_cover_the_arena_once(shared):
     from mpi4py import MPI
 
-    with Stand(shared_memory=shared) as stand, stand.scope():
+    with VariableHarness(shared_memory=shared) as harness, harness.scope():
         first = Variable(np.zeros(1001, np.float32))
         second = Variable(np.zeros(99, np.float32))
         assert first.arena is second.arena and second.offset % 16 == 0
@@ -242,7 +242,7 @@ def test_slices_cover_the_arena_once(shared):
         mine = first.arena.owned(ranges)
         pieces = [piece for part in MPI.COMM_WORLD.allgather(mine) for piece in part]
         elements = [i for low, high in pieces for i in range(low, high)]
-        copies = 1 if shared else stand.topology.size
+        copies = 1 if shared else harness.topology.size
         assert sorted(elements) == sorted([i for low, high in ranges for i in range(low, high)] * copies)
         later = Variable(np.zeros(5, np.float32))  # the slices are fixed: not in the same arena
         assert later.arena is not first.arena
@@ -250,8 +250,8 @@ def test_slices_cover_the_arena_once(shared):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_constraint_is_applied_on_request(stand):
-    with stand.scope():
+def test_constraint_is_applied_on_request(harness):
+    with harness.scope():
         v = Variable([-1.0, 2.0], constraint=lambda w: np.maximum(w, 0))
         assert v.numpy().tolist() == [-1.0, 2.0]
         v.apply_constraint()
@@ -260,9 +260,9 @@ def test_constraint_is_applied_on_request(stand):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_scatter_in_replica_context(stand):
-    n = stand.topology.num_replicas
-    with stand.scope():
+def test_scatter_in_replica_context(harness):
+    n = harness.topology.num_replicas
+    with harness.scope():
         made = {how: Variable(np.ones((7, 2)), aggregation=how) for how in (SUM, MEAN, FIRST)}
 
     def step():
@@ -275,7 +275,7 @@ def test_scatter_in_replica_context(stand):
         with pytest.raises(NotImplementedError, match="ONLY_FIRST_REPLICA"):
             made[SUM].scatter_max(([0], [[1.0, 1.0]]))
 
-    stand.run(step)
+    harness.run(step)
     for how, v in made.items():
         expected = np.ones((7, 2))
         for k in range(n if how is not FIRST else 1):
@@ -292,7 +292,7 @@ def test_scatter_in_replica_context(stand):
 
 @pytest.mark.ranks(1, 2, 4)
 def test_scatter_for_all_replicas(shared):
-    with Stand(shared_memory=shared) as stand, stand.scope():
+    with VariableHarness(shared_memory=shared) as harness, harness.scope():
         v = Variable(np.zeros((5, 3)))
         expected = np.zeros((5, 3))
         indices, updates = np.array([4, 0, 4, 2]), np.arange(12.0).reshape(4, 3)
@@ -314,29 +314,29 @@ def test_scatter_for_all_replicas(shared):
 @pytest.mark.parametrize("nodes", ["0011", "0101", "0110"])
 def test_nodes_stay_equal(nodes):
     from mpi4py import MPI
-    from variables_stand import pretend_nodes
+    from variable_harness import pretend_nodes
 
     comm = pretend_nodes(MPI, [int(node) for node in nodes[: MPI.COMM_WORLD.size]])
-    with Stand(["cpu:0"], comm=comm) as stand:
-        with stand.scope():
+    with VariableHarness(["cpu:0"], comm=comm) as harness:
+        with harness.scope():
             v = Variable(np.random.default_rng(MPI.COMM_WORLD.rank).normal(size=300), aggregation=MEAN)
             v.assign_add(np.ones(300))
-        stand.run(lambda: v.assign_add(np.full(300, float(replica_id()))))
-        expected = np.random.default_rng(0).normal(size=300) + 1 + np.arange(stand.topology.num_replicas).mean()
+        harness.run(lambda: v.assign_add(np.full(300, float(replica_id()))))
+        expected = np.random.default_rng(0).normal(size=300) + 1 + np.arange(harness.topology.num_replicas).mean()
         np.testing.assert_allclose(v, expected, rtol=1e-14)
         assert same_everywhere(v)
-        with stand.scope(), pytest.raises(CollectiveMismatchError):
-            v.assign(np.full(300, float(stand.topology.node_index)))
+        with harness.scope(), pytest.raises(CollectiveMismatchError):
+            v.assign(np.full(300, float(harness.topology.node_index)))
 
 
 @pytest.mark.ranks(1, 2)
 def test_after_close_everything_raises_but_old_views_are_there():
-    stand = Stand()
-    with stand.scope():
+    harness = VariableHarness()
+    with harness.scope():
         v = Variable(np.arange(5.0), name="gone")
     view, gradient = np.asarray(v), v.grad
     gradient[:] = 3
-    stand.close()
+    harness.close()
     for use in (
         lambda: v.array,
         lambda: v + 1,
@@ -357,7 +357,7 @@ def test_after_close_everything_raises_but_old_views_are_there():
 
 @pytest.mark.ranks(1, 2)
 def test_variables_of_another_scope_are_refused():
-    with Stand() as one, Stand() as other:
+    with VariableHarness() as one, VariableHarness() as other:
         with one.scope():
             v = Variable(1.0)
         with other.scope(), pytest.raises(ValueError, match="another strategy"):
@@ -370,14 +370,14 @@ def test_variables_of_another_scope_are_refused():
 def test_dtypes(dtype):
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes")
-    with Stand() as stand, stand.scope():
+    with VariableHarness() as harness, harness.scope():
         v = Variable(np.array([1, 0, 1]) > 0, dtype=dtype, aggregation=NONE if dtype == "bool" else SUM)
         assert v.dtype.name == dtype
         v.assign(np.array([0, 1, 1]).astype(v.dtype))
         assert np.asarray(v).astype(int).tolist() == [0, 1, 1]
         if dtype != "bool":
-            stand.run(lambda: v.assign_add(np.array([1, 1, 0]).astype(v.dtype)))
-            n = stand.topology.num_replicas
+            harness.run(lambda: v.assign_add(np.array([1, 1, 0]).astype(v.dtype)))
+            n = harness.topology.num_replicas
             assert np.asarray(v).astype(complex).real.tolist() == [n, 1 + n, 1]
         has_gradient = dtype in ("float16", "bfloat16", "complex128")
         assert (v.arena.gradients is not None) == has_gradient

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from variables_stand import Stand, replica_id
+from variable_harness import VariableHarness, replica_id
 
 from mpistrat.context import variable_sync_on_read_context
 from mpistrat.distributed_values import PerReplica
@@ -16,11 +16,11 @@ ON_READ = VariableSynchronization.ON_READ
 
 
 @pytest.fixture(params=["two", "uneven"])
-def stand(request):
+def harness(request):
     from mpi4py import MPI
 
     count = {"two": 2, "uneven": 1 + MPI.COMM_WORLD.rank % 2}[request.param]
-    with Stand([f"cpu:{k}" for k in range(count)]) as made:
+    with VariableHarness([f"cpu:{k}" for k in range(count)]) as made:
         yield made
 
 
@@ -32,13 +32,13 @@ def local(result):
 def test_documented_numbers_of_two_replicas():
     from mpi4py import MPI
 
-    with Stand(["cpu:0"] if MPI.COMM_WORLD.size == 2 else ["cpu:0", "cpu:1"]) as stand:
-        with stand.scope():
+    with VariableHarness(["cpu:0"] if MPI.COMM_WORLD.size == 2 else ["cpu:0", "cpu:1"]) as harness:
+        with harness.scope():
             v = Variable(1.0, synchronization=ON_READ, aggregation=SUM)
         assert not v.trainable
-        seen = stand.run(lambda: float(v.assign_add(10.0)))
+        seen = harness.run(lambda: float(v.assign_add(10.0)))
         assert set(local(seen)) == {11.0}
-        with stand.scope():
+        with harness.scope():
             assert float(v) == 22.0
             v.assign(22.0)
             assert {float(copy) for copy in v.values} == {11.0}
@@ -50,9 +50,9 @@ def test_documented_numbers_of_two_replicas():
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_what_the_copies_are_together(stand):
-    n = stand.topology.num_replicas
-    with stand.scope():
+def test_what_the_copies_are_together(harness):
+    n = harness.topology.num_replicas
+    with harness.scope():
         made = {how: Variable([1.0, 2.0], synchronization=ON_READ, aggregation=how) for how in (SUM, MEAN, FIRST, NONE)}
 
     def step():
@@ -61,13 +61,13 @@ def test_what_the_copies_are_together(stand):
             v.assign_sub([0.5, 0.5])
         return [v.numpy() for v in made.values()]
 
-    seen = stand.run(step)
+    seen = harness.run(step)
     for how, results in zip(made, seen, strict=True):
         for index, result in enumerate(local(results)):
-            assert result.tolist() == [5.5 + stand.topology.replica_offset + index + x for x in (0, 1)], how
+            assert result.tolist() == [5.5 + harness.topology.replica_offset + index + x for x in (0, 1)], how
     ids = np.arange(n)
     expected = {SUM: (5.5 + ids).sum(), MEAN: (5.5 + ids).mean(), FIRST: 5.5}
-    with stand.scope():
+    with harness.scope():
         for how, value in expected.items():
             step_2 = n if how is SUM else 1
             np.testing.assert_allclose(made[how].numpy(), [value, value + step_2], rtol=1e-15)
@@ -77,10 +77,10 @@ def test_what_the_copies_are_together(stand):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_integers_lose_nothing(stand):
-    with stand.scope():
+def test_integers_lose_nothing(harness):
+    with harness.scope():
         v = Variable(np.int64(3), synchronization=ON_READ, aggregation=SUM)
-        assert int(v) == 3 * stand.topology.num_replicas
+        assert int(v) == 3 * harness.topology.num_replicas
         for value in (0, 7, -7, 22, 1 << 40):
             v.assign(value)
             assert int(v) == value
@@ -89,21 +89,21 @@ def test_integers_lose_nothing(stand):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_writes_for_all_change_every_copy(stand):
+def test_writes_for_all_change_every_copy(harness):
     for how in (MEAN, FIRST, NONE):
-        with stand.scope():
+        with harness.scope():
             v = Variable(np.zeros(3), synchronization=ON_READ, aggregation=how)
             v.assign(np.array([1.0, 2.0, 3.0]))
             v.assign_add(np.ones(3)).assign_sub([0.5, 0.5, 0.5])
-        assert [copy.tolist() for copy in v.values] == [[1.5, 2.5, 3.5]] * stand.topology.num_local_replicas
-        stand.update(v, lambda w: w.assign_add(w + 1))
-        assert [copy.tolist() for copy in v.values] == [[4.0, 6.0, 8.0]] * stand.topology.num_local_replicas
+        assert [copy.tolist() for copy in v.values] == [[1.5, 2.5, 3.5]] * harness.topology.num_local_replicas
+        harness.update(v, lambda w: w.assign_add(w + 1))
+        assert [copy.tolist() for copy in v.values] == [[4.0, 6.0, 8.0]] * harness.topology.num_local_replicas
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_aggregate_in_replica_context(stand):
-    n = stand.topology.num_replicas
-    with stand.scope():
+def test_aggregate_in_replica_context(harness):
+    n = harness.topology.num_replicas
+    with harness.scope():
         v = Variable(1.0, synchronization=ON_READ, aggregation=SUM)
 
     def step():
@@ -114,15 +114,15 @@ def test_aggregate_in_replica_context(stand):
             outer = float(v.read_value())
         return inner, outer, float(v.read_value())
 
-    inner, outer, after = stand.run(step)
+    inner, outer, after = harness.run(step)
     assert set(local(inner)) == set(local(outer)) == {n * (n - 1) / 2}
-    offset = stand.topology.replica_offset
-    assert local(after) == tuple(float(offset + index) for index in range(stand.topology.num_local_replicas))
+    offset = harness.topology.replica_offset
+    assert local(after) == tuple(float(offset + index) for index in range(harness.topology.num_local_replicas))
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_it_does_not_do(stand):
-    with stand.scope():
+def test_what_it_does_not_do(harness):
+    with harness.scope():
         v = Variable(np.zeros(3), synchronization=ON_READ, aggregation=SUM, name="r")
         with pytest.raises(NotImplementedError, match="ON_WRITE"):
             v.scatter_add(([0], [1.0]))
@@ -130,11 +130,11 @@ def test_what_it_does_not_do(stand):
             Variable(0.0, trainable=True, synchronization=ON_READ)
         with pytest.raises(ValueError, match="gradient|trainable"):
             v.gradient(0)
-        if stand.topology.size > 1:
+        if harness.topology.size > 1:
             with pytest.raises(CollectiveMismatchError, match="'r'"):
-                v.assign(np.full(3, float(stand.topology.rank)))
+                v.assign(np.full(3, float(harness.topology.rank)))
     view = v.values[0]
-    stand.placement.close()
+    harness.placement.close()
     for use in (lambda: v.array, lambda: v.numpy(), lambda: v.assign(np.ones(3)), lambda: v.values):
         with pytest.raises(ClosedError, match="'r'"):
             use()

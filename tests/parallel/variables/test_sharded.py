@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from strategy_stand import made
+from strategies import made
 
 import mpistrat as ms
 from mpistrat.errors import CollectiveMismatchError

@@ -12,8 +12,8 @@ MARKUP = "[red]x[/red] [/] [bold] \\[a]"  # rich could take parts of it for styl
 
 
 @pytest.fixture
-def visit(monkeypatch, capsys):
-    """Run the command on what a visit found: its exit status, and the lines that it printed."""
+def print_findings(monkeypatch, capsys):
+    """Run the command on what the doctor found: its exit status, and the lines that it printed."""
     monkeypatch.setattr(doctor, "launched_rank", lambda: None)
 
     def run(*findings: Finding, ranks: list[dict] | None = None) -> tuple[int, list[str]]:
@@ -40,8 +40,8 @@ def rank(number: int, **own: object) -> dict:
     return {**row, "threads": 2, "mpi": "MPICH 5.0.2", **own}
 
 
-def test_every_status_has_its_line(visit):
-    status, lines = visit(
+def test_every_status_has_its_line(print_findings):
+    status, lines = print_findings(
         ok("MPI start", "it started"),
         ok("GPU", "none", "a hint"),
         warning("stack", "little", "ulimit -s 8192"),
@@ -72,29 +72,29 @@ def test_every_status_has_its_line(visit):
         (2, 1, 1, "2 problems and 1 warning"),
     ],
 )
-def test_the_conclusion_and_the_status(visit, problems, warnings, status, words):
+def test_the_conclusion_and_the_status(print_findings, problems, warnings, status, words):
     found = [*[warning("w", "a", "b")] * warnings, ok("o", "c"), *[problem("p", "d", "e")] * problems]
-    ended, lines = visit(*found)
+    ended, lines = print_findings(*found)
     assert ended == status and lines[-2:] == ["", words]
 
 
-def test_long_text_is_folded_within_its_column(visit):
-    _, lines = visit(problem("launch", "word " * 60, "x" * 200))
+def test_long_text_is_folded_within_its_column(print_findings):
+    _, lines = print_findings(problem("launch", "word " * 60, "x" * 200))
     assert all(len(line) <= 160 for line in lines)
     assert all(line.startswith(" " * 17) for line in lines[1:-2])
     assert " ".join(lines).count("word") == 60 and "".join(lines).count("x") == 200
 
 
-def test_text_that_looks_like_markup_comes_out_as_it_is(visit):
-    _, lines = visit(warning(MARKUP, MARKUP, MARKUP))
+def test_text_that_looks_like_markup_comes_out_as_it_is(print_findings):
+    _, lines = print_findings(warning(MARKUP, MARKUP, MARKUP))
     assert lines[:2] == [f"warning  {MARKUP}  {MARKUP}", f"{' ' * (11 + len(MARKUP))}→ {MARKUP}"]
 
 
-def test_the_ranks_have_a_table_before_the_findings(visit):
+def test_the_ranks_have_a_table_before_the_findings(print_findings):
     gpus = ["GPU-1", "0000:cd:00.0"]  # which might be taken for an emoji
     like = "[red]x[/]"
     rows = [rank(0, gpus=gpus), rank(1, host=like, role=like, gpus=[like], cores=like, mpi=like)]
-    status, lines = visit(ok("ranks", "2 on 2 nodes"), ranks=rows)
+    status, lines = print_findings(ok("ranks", "2 on 2 nodes"), ranks=rows)
     assert status == 0
     assert lines[0].split() == ["rank", "host", "local", "role", "GPU", "cores", "threads", "MPI"]
     assert lines[1].split() == ["0", "h1", "0", "worker", "0", "GPU-1,", "0000:cd:00.0", "0-1", "2", "MPICH", "5.0.2"]
@@ -102,21 +102,21 @@ def test_the_ranks_have_a_table_before_the_findings(visit):
     assert lines[3:] == ["", "OK  ranks  2 on 2 nodes", "", "all is well"]
 
 
-def test_a_rank_without_gpus(visit):
-    _, lines = visit(ok("ranks", "1 on 1 node"), ranks=[rank(0)])
+def test_a_rank_without_gpus(print_findings):
+    _, lines = print_findings(ok("ranks", "1 on 1 node"), ranks=[rank(0)])
     assert lines[1].split() == ["0", "h1", "0", "worker", "0", "-", "0-1", "2", "MPICH", "5.0.2"]
 
 
 @pytest.mark.parametrize("ranks", [64, 65, 1000])
-def test_of_many_ranks_the_first_are_shown(visit, ranks):
-    _, lines = visit(ok("ranks", f"{ranks} on 1 node"), ranks=[rank(number) for number in range(ranks)])
+def test_of_many_ranks_the_first_are_shown(print_findings, ranks):
+    _, lines = print_findings(ok("ranks", f"{ranks} on 1 node"), ranks=[rank(number) for number in range(ranks)])
     shown = [line for line in lines if "worker" in line]
     assert [int(line.split()[0]) for line in shown] == list(range(64))
     more = [f"… and {ranks - 64} more ranks; --json lists all of them"] if ranks > 64 else []
     assert lines[65:] == [*more, "", f"OK  ranks  {ranks} on 1 node", "", "all is well"]
 
 
-def test_only_the_first_process_speaks(visit, monkeypatch):
+def test_only_the_first_process_speaks(print_findings, monkeypatch):
     monkeypatch.setattr(doctor, "launched_rank", lambda: 1)
-    assert visit(problem("a", "b", "c")) == (0, [])
-    assert visit(problem("a", "b", "c"), ranks=[rank(0)]) == (1, [])  # what befell this process ends the job
+    assert print_findings(problem("a", "b", "c")) == (0, [])
+    assert print_findings(problem("a", "b", "c"), ranks=[rank(0)]) == (1, [])  # what befell this process ends the job

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from doctor_stand import documented
+from doctor_runs import documented
 
 from mpistrat.cluster.cores import Quota
 from mpistrat.cluster.launchers import MPILibrary

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from doctor_stand import Visit, documented, visit, why_no_mounts
+from doctor_runs import DoctorRun, documented, run_doctor, why_no_mounts
 
 from launcher import MpiEnv
 
@@ -39,7 +39,7 @@ def fake_srun(folder: Path, *plugins: str) -> Path:
 
 def test_a_healthy_machine_has_nothing(mpi):
     start = time.monotonic()
-    found = visit(mpi)
+    found = run_doctor(mpi)
     assert found.bad() == [] and found.err == ""
     assert found.document["status"] == "OK" and found.document["ranks"] == []
     assert {
@@ -57,22 +57,22 @@ def test_a_healthy_machine_has_nothing(mpi):
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Visit]:
+def seen() -> dict[str, DoctorRun]:
     """Visits of this file, by MPI."""
     return {}
 
 
 class TestSickMachine:
-    """Faults that do not hide each other are looked for in one visit."""
+    """Faults that do not hide each other are looked for in one run."""
 
     @pytest.fixture
-    def found(self, mpi: MpiEnv, seen: dict[str, Visit], tmp_path: Path) -> Visit:
+    def found(self, mpi: MpiEnv, seen: dict[str, DoctorRun], tmp_path: Path) -> DoctorRun:
         if mpi.name not in seen:
             wrong = ("none", "pmi2") if "Open MPI" in mpi.vendor else ("none", "pmix")
             made = (
                 "umask 022; touch /dev/shm/mpich_shm_1_0; umask 077; head -c 3M /dev/zero > /dev/shm/sm_segment.h.0.1"
             )
-            seen[mpi.name] = visit(
+            seen[mpi.name] = run_doctor(
                 mpi, "--need", "nccl,parallel-hdf5,cuda-aware-mpi", env={"OMP_NUM_THREADS": "5000"},
                 first=[fake_srun(tmp_path / "bin", *wrong)], before=f"{made}; touch -d '2 hours ago' /dev/shm/*", status=1,
             )  # fmt: skip
@@ -125,7 +125,7 @@ class TestSickMachine:
 
 
 def test_the_launcher_on_path_is_that_of_another_mpi(mpi, other, tmp_path):
-    found = visit(mpi, first=[Path(other.python).parent], env={"MPIEXEC": ""}, status=1)
+    found = run_doctor(mpi, first=[Path(other.python).parent], env={"MPIEXEC": ""}, status=1)
     finding = found.finding("mpiexec")
     assert finding["status"] == "problem" and "another MPI" in finding["what"] and other.vendor in finding["what"]
     assert "rank 0 of 1" in finding["what"]
@@ -134,36 +134,36 @@ def test_the_launcher_on_path_is_that_of_another_mpi(mpi, other, tmp_path):
 
 
 def test_the_users_own_launcher_is_that_of_another_mpi(mpi, other):
-    found = visit(mpi, env={"MPIEXEC": str(Path(other.python).with_name("mpiexec"))}, status=1)
+    found = run_doctor(mpi, env={"MPIEXEC": str(Path(other.python).with_name("mpiexec"))}, status=1)
     assert found.finding("mpiexec")["status"] == "problem"
 
 
 def test_shared_memory_is_full(mpi):
-    found = visit(mpi, shm="size=2m", before="head -c 2M /dev/zero > /dev/shm/full", status=1)
+    found = run_doctor(mpi, shm="size=2m", before="head -c 2M /dev/zero > /dev/shm/full", status=1)
     finding = found.finding("/dev/shm")
     assert finding["status"] == "problem" and "0.0 MiB free of 2.0 MiB" in finding["what"]
     assert "--shm-size=8g" in finding["remedy"] and "ls -l /dev/shm" in finding["remedy"]
 
 
 def test_shared_memory_is_small_as_in_many_containers(mpi):
-    found = visit(mpi, shm="size=64m")
+    found = run_doctor(mpi, shm="size=64m")
     finding = found.finding("/dev/shm")
     assert finding["status"] == "warning" and "of 64.0 MiB" in finding["what"] and "--shm-size=8g" in finding["remedy"]
 
 
 def test_srun_is_told_a_protocol_that_fits(mpi, tmp_path):
     fits = "pmix" if "Open MPI" in mpi.vendor else "pmi2"
-    found = visit(mpi, first=[fake_srun(tmp_path / "bin", "none", "pmi2", "pmix")])
+    found = run_doctor(mpi, first=[fake_srun(tmp_path / "bin", "none", "pmi2", "pmix")])
     over_ucx = ["srun"] if mpi.vendor == "MPICH" else []
     assert [one["name"] for one in found.bad()] == over_ucx and f"srun --mpi={fits}" in found.finding("srun")["what"]
-    found = visit(mpi, first=[tmp_path / "bin"], env={"MPIR_CVAR_CH4_NETMOD": "ofi"})
+    found = run_doctor(mpi, first=[tmp_path / "bin"], env={"MPIR_CVAR_CH4_NETMOD": "ofi"})
     assert found.bad() == [] and f"srun --mpi={fits}" in found.finding("srun")["what"]
 
 
 def test_slurm_is_told_a_protocol_that_does_not_fit(mpi, tmp_path):
     folder = fake_srun(tmp_path / "bin", "none", "pmi2", "pmix")
     wrong, right = ("pmi2", "pmix") if "Open MPI" in mpi.vendor else ("pmix", "pmi2")
-    finding = visit(mpi, first=[folder], env={"SLURM_MPI_TYPE": wrong}).finding("srun")
+    finding = run_doctor(mpi, first=[folder], env={"SLURM_MPI_TYPE": wrong}).finding("srun")
     assert finding["status"] == "warning" and f"SLURM_MPI_TYPE={right}" in finding["remedy"]
 
 
@@ -171,7 +171,7 @@ def test_slurm_is_told_a_protocol_that_does_not_fit(mpi, tmp_path):
 def test_mpi(mpi, tmp_path, kind):
     """An MPI library that really does so: one of our own, loaded before or instead of the real one."""
     if kind == "is missing":
-        found = visit(mpi, env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so", "MPI4PY_MPIABI": "mpi_none"}, status=1)
+        found = run_doctor(mpi, env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so", "MPI4PY_MPIABI": "mpi_none"}, status=1)
         finding = found.finding("MPI library")
         assert finding["status"] == "problem" and finding["remedy"]
         return
@@ -187,11 +187,11 @@ def test_mpi(mpi, tmp_path, kind):
     )
     library = str(tmp_path / "init.so")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, str(tmp_path / "init.c")], check=True)
-    found = visit(mpi, "--time-limit", "8", env={"LD_PRELOAD": library}, status=1)
+    found = run_doctor(mpi, "--time-limit", "8", env={"LD_PRELOAD": library}, status=1)
     finding = found.finding("MPI start")
     assert finding["status"] == "problem" and "MPI_Init_thread" in finding["what"]
     assert ("signal 6" if kind == "crashes" else "did not return") in finding["what"]
-    assert found.finding("HDF5")["status"] == "OK"  # the visit went on
+    assert found.finding("HDF5")["status"] == "OK"  # the run went on
 
 
 @dataclasses.dataclass

@@ -1,7 +1,7 @@
 """Which strategy fits where, what other names there are, and what show_config shows."""
 
 import pytest
-from strategy_stand import without_mpi
+from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat.cluster import Topology

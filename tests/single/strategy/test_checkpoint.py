@@ -6,7 +6,7 @@ import re
 import h5py
 import numpy as np
 import pytest
-from strategy_stand import without_mpi
+from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat import VariableAggregation, VariableSynchronization

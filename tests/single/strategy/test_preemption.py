@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from strategy_stand import without_mpi
+from strategies import without_mpi
 
 import mpistrat as ms
 from launcher import ROOT

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from strategy_stand import without_mpi
+from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat import IndexedSlices, PerReplica, ReduceOp

@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from strategy_stand import without_mpi
+from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat.errors import ContextError

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from strategy_stand import without_mpi
+from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat.types import IndexedSlices

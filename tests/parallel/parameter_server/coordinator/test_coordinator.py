@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from coordinator_stand import Stand, coordinator
+from coordinators import BareStrategy, coordinator
 
 import mpistrat as ms
 from mpistrat.coordinator import RemoteValueStatus
@@ -311,7 +311,7 @@ def test_wrong_calls_are_told():
 
 
 def test_one_coordinator_after_the_other():
-    strategy = Stand()
+    strategy = BareStrategy()
     for _ in range(3):
         c = ms.coordinator.ClusterCoordinator(strategy)
         with pytest.raises(ValueError, match="has one"):
@@ -325,7 +325,7 @@ def test_one_coordinator_after_the_other():
 
 
 def test_nothing_is_left_over_for_the_next_communicator():
-    strategy = Stand()
+    strategy = BareStrategy()
     for _ in range(50):  # an MPI gives the next one the same number, and with it what nobody received
         with ms.coordinator.ClusterCoordinator(strategy):
             pass
@@ -340,7 +340,7 @@ def test_nothing_is_left_over_for_the_next_communicator():
 def test_a_worker_beside_the_chief_is_needed():
     from mpi4py import MPI
 
-    strategy = Stand(servers=MPI.COMM_WORLD.size - 1)
+    strategy = BareStrategy(servers=MPI.COMM_WORLD.size - 1)
     with pytest.raises(LayoutError, match="at least one worker"):
         ms.coordinator.ClusterCoordinator(strategy)
     strategy.close()

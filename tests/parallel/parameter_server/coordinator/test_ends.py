@@ -5,8 +5,8 @@ import pytest
 START = """
 import sys, os, time
 import mpistrat as ms
-from coordinator_stand import Stand
-strategy = Stand(warn_after=5.0, abort_after=30.0)
+from coordinators import BareStrategy
+strategy = BareStrategy(warn_after=5.0, abort_after=30.0)
 c = ms.coordinator.ClusterCoordinator(strategy)
 
 def nap(seconds, value=None):

@@ -4,7 +4,7 @@ import time
 from concurrent.futures import CancelledError, Executor, as_completed, wait
 
 import pytest
-from coordinator_stand import coordinator
+from coordinators import coordinator
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from coordinator_stand import Stand
+from coordinators import BareStrategy
 
 from mpistrat.parameter_server.coordinator.messages import CHUNK, FIRST, Channel, Kind, pack_call
 from mpistrat.parameter_server.coordinator.registry import ObjectRegistry, dumps, loads
@@ -24,8 +24,8 @@ def gathered(channel, count, seconds=20):
 
 @pytest.mark.hosts(2, ranks_per_host=2)
 def test_messages_of_any_length():
-    stand = Stand()
-    comm = stand.topology.comm.Dup()
+    strategy = BareStrategy()
+    comm = strategy.topology.comm.Dup()
     channel = Channel(comm)
     sizes = [0, 1, FIRST - 1, FIRST, FIRST + 1, FIRST + CHUNK, FIRST + CHUNK + 1, 3 * CHUNK, 5]
     payloads = [np.random.default_rng(n).integers(0, 256, n, np.uint8).tobytes() for n in sizes]
@@ -43,7 +43,7 @@ def test_messages_of_any_length():
         channel.poll()
     comm.Barrier()
     comm.Free()
-    stand.close()
+    strategy.close()
 
 
 def log_number(registry, number):
@@ -57,12 +57,12 @@ def seen_numbers(registry):
 
 @pytest.mark.hosts(2, ranks_per_host=2)
 def test_222_calls_and_20_duplicates_run_once_each():
-    stand = Stand()
-    comm = stand.topology.comm.Dup()
-    channel, registry = Channel(comm), ObjectRegistry(stand)
+    strategy = BareStrategy()
+    comm = strategy.topology.comm.Dup()
+    channel, registry = Channel(comm), ObjectRegistry(strategy)
     if comm.rank:
         loop = WorkerLoop(
-            stand.extended.process_group,
+            strategy.extended.process_group,
             channel,
             0,
             comm.rank - 1,
@@ -99,4 +99,4 @@ def test_222_calls_and_20_duplicates_run_once_each():
             assert loads(seen.payload, registry.resolve) == list(range(1, 223))
     comm.Barrier()
     comm.Free()
-    stand.close()
+    strategy.close()

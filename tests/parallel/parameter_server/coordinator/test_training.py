@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from coordinator_stand import coordinated
+from coordinators import coordinated
 
 import mpistrat as ms
 from mpistrat.errors import ContextError, LayoutError

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from strategy_stand import without_mpi
+from strategies import without_mpi
 
 import mpistrat as ms
 from mpistrat.errors import MissingDependencyError

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import optimizer_reference as reference
 import pytest
-from server_stand import Weights
+from server_harness import Weights
 
 import mpistrat as ms
 from mpistrat.optimizers.optimizer import find

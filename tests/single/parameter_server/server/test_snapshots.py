@@ -26,7 +26,7 @@ class Memory:
         return self.there
 
 
-class Stand:
+class SnapshotHarness:
     """A server and some workers; the variable is full of its version."""
 
     def __init__(self, workers):
@@ -66,50 +66,50 @@ def check(version, array):
 
 
 def test_rooms_open_when_somebody_has_asked():
-    stand = Stand(2)
-    assert not stand.write()
-    assert stand.workers[0].read() is None
-    assert stand.write()
-    version, array = stand.workers[0].read()
+    harness = SnapshotHarness(2)
+    assert not harness.write()
+    assert harness.workers[0].read() is None
+    assert harness.write()
+    version, array = harness.workers[0].read()
     check(version, array)
     assert version == 1
 
 
 def test_without_memory_everybody_copies():
-    stand = Stand(1)
-    stand.memory.there = False
-    assert stand.workers[0].read() is None
-    assert not stand.write()
-    stand.memory.there = True
-    assert not stand.write()
-    assert stand.workers[0].read() is None
+    harness = SnapshotHarness(1)
+    harness.memory.there = False
+    assert harness.workers[0].read() is None
+    assert not harness.write()
+    harness.memory.there = True
+    assert not harness.write()
+    assert harness.workers[0].read() is None
 
 
 def test_who_holds_an_old_version_copies_the_new_one():
-    stand = Stand(1)
-    assert stand.workers[0].read() is None
-    stand.write()
-    version, array = stand.workers[0].read()
-    again = stand.workers[0].read()
+    harness = SnapshotHarness(1)
+    assert harness.workers[0].read() is None
+    harness.write()
+    version, array = harness.workers[0].read()
+    again = harness.workers[0].read()
     assert again[1].ctypes.data == array.ctypes.data  # the same version
-    stand.write()
-    assert stand.workers[0].read() is None
+    harness.write()
+    assert harness.workers[0].read() is None
     check(version, array)
     view = array[1:]  # a part holds all of it
     del array, again
-    assert stand.workers[0].read() is None
+    assert harness.workers[0].read() is None
     del view
-    assert stand.workers[0].read()[0] == 2
+    assert harness.workers[0].read()[0] == 2
 
 
 def test_a_version_that_is_made_meanwhile_is_not_missed():
     """The server makes the buffer old, and writes into it, between a worker's looking and its noting."""
-    stand = Stand(1)
-    stand.workers[0].read()
-    stand.write()
-    meanwhile = [stand.write, stand.write]
-    stand.memory.before_sync = lambda: meanwhile and meanwhile.pop()()
-    version, array = stand.workers[0].read()
+    harness = SnapshotHarness(1)
+    harness.workers[0].read()
+    harness.write()
+    meanwhile = [harness.write, harness.write]
+    harness.memory.before_sync = lambda: meanwhile and meanwhile.pop()()
+    version, array = harness.workers[0].read()
     check(version, array)
     assert version == 3
 
@@ -120,13 +120,13 @@ ACTIONS = st.sampled_from(["write", "rows", "read", "keep", "drop"])
 @settings(deadline=None, max_examples=300)
 @given(st.integers(1, 3), st.lists(st.tuples(ACTIONS, st.integers(0, 2)), max_size=60))
 def test_what_is_held_never_changes(workers, actions):
-    stand, held, kept = Stand(workers), [None] * workers, []
+    harness, held, kept = SnapshotHarness(workers), [None] * workers, []
     for action, who in actions:
         worker = who % workers
         if action == "write":
-            stand.write()
+            harness.write()
         elif action == "rows":
-            stand.write_rows()
+            harness.write_rows()
         elif action == "drop":
             held[worker] = None
             kept.clear()
@@ -134,24 +134,24 @@ def test_what_is_held_never_changes(workers, actions):
             kept.append(held[worker])
         else:
             held[worker] = None
-            held[worker] = stand.workers[worker].read()
+            held[worker] = harness.workers[worker].read()
         for pair in [*held, *kept]:
             if pair is not None:
                 check(*pair)
-        newest = stand.buffers.view(stand.buffers.current)
-        assert newest.tolist() == [stand.memory.words[stand.version] // 2] * 5
+        newest = harness.buffers.view(harness.buffers.current)
+        assert newest.tolist() == [harness.memory.words[harness.version] // 2] * 5
 
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_there_is_always_room(workers):
-    stand = Stand(workers)
-    stand.workers[0].read()
+    harness = SnapshotHarness(workers)
+    harness.workers[0].read()
     held = []
-    for worker in stand.workers:
-        stand.write()
+    for worker in harness.workers:
+        harness.write()
         held.append(worker.read())
-    stand.write()
-    stand.write()
+    harness.write()
+    harness.write()
     for index, pair in enumerate(held):
         check(*pair)
         assert pair[0] == index + 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_stand import ServerStand, Weights
+from server_harness import ServerHarness, Weights
 
 import mpistrat as ms
 from mpistrat.errors import CollectiveMismatchError
@@ -16,25 +16,25 @@ from mpistrat.parameter_server.server.updates import SynchronousUpdates
 
 
 def served(workers, variables, *optimizers, backup_workers=0):
-    """A stand, and what applies each optimizer; its number is its key."""
-    stand = ServerStand(workers, variables)
+    """A harness, and what applies each optimizer; its number is its key."""
+    harness = ServerHarness(workers, variables)
     updaters = [LocalUpdates(optimizer) for optimizer in optimizers or (ms.optimizers.SGD(1.0),)]
-    handler = SynchronousUpdates(stand.server, updaters.__getitem__, variables.__getitem__, backup_workers)
-    stand.start(handler)
-    return stand, updaters
+    handler = SynchronousUpdates(harness.server, updaters.__getitem__, variables.__getitem__, backup_workers)
+    harness.start(handler)
+    return harness, updaters
 
 
 def test_a_step_waits_for_every_worker_and_is_applied_once():
-    stand, (sgd,) = served(3, [Weights([0.0, 0.0])])
-    stand.step(1, [1, 10])
-    stand.push(2, [2, 20])
-    stand.step(0, [3, 30])
-    assert stand.array().tolist() == [0, 0]
-    assert [stand.acknowledged(worker) for worker in range(3)] == [False, False, True]  # 2 has not ended its step
-    stand.commit(2)
-    assert stand.array().tolist() == [-6, -60]
-    assert (sgd.iterations, stand.server.version(0)) == (1, 2)  # one for the start, one for the step
-    assert all(stand.acknowledged(worker) for worker in range(3))
+    harness, (sgd,) = served(3, [Weights([0.0, 0.0])])
+    harness.step(1, [1, 10])
+    harness.push(2, [2, 20])
+    harness.step(0, [3, 30])
+    assert harness.array().tolist() == [0, 0]
+    assert [harness.acknowledged(worker) for worker in range(3)] == [False, False, True]  # 2 has not ended its step
+    harness.commit(2)
+    assert harness.array().tolist() == [-6, -60]
+    assert (sgd.iterations, harness.server.version(0)) == (1, 2)  # one for the start, one for the step
+    assert all(harness.acknowledged(worker) for worker in range(3))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -56,208 +56,208 @@ def test_the_sum_is_that_of_synchronous_training_bit_for_bit(order, dtype):
         expected, momentum = v.numpy(), optimizer.slots(v)["momentum"]
     strategy.close()
     weights = Weights(start)
-    stand, (adam,) = served(3, [weights], ms.optimizers.Adam(0.1))
+    harness, (adam,) = served(3, [weights], ms.optimizers.Adam(0.1))
     for of_step in gradients:
         for worker in order:
-            stand.step(worker, of_step[worker])
-    assert stand.array().tobytes() == expected.tobytes()
+            harness.step(worker, of_step[worker])
+    assert harness.array().tobytes() == expected.tobytes()
     assert adam.slots(weights)["momentum"].tobytes() == momentum.tobytes()
 
 
 def test_rows_are_summed_over_the_workers_before_they_are_applied():
     weights = Weights(np.zeros((5, 2)))
-    stand, (momentum,) = served(2, [weights], ms.optimizers.Momentum(1.0, 0.5))
+    harness, (momentum,) = served(2, [weights], ms.optimizers.Momentum(1.0, 0.5))
     for _ in range(2):
-        stand.step(0, [[1, 2], [3, 4]], rows=[0, 3])
-        stand.step(1, [[10, 20], [30, 40]], rows=[3, 4])
+        harness.step(0, [[1, 2], [3, 4]], rows=[0, 3])
+        harness.step(1, [[10, 20], [30, 40]], rows=[3, 4])
     # m = -g, then -g / 2 - g
     gradient = np.array([[1, 2], [0, 0], [0, 0], [13, 24], [30, 40]])
     assert np.array_equal(momentum.slots(weights)["momentum"], -1.5 * gradient)
-    assert np.array_equal(stand.array(), -2.5 * gradient)
+    assert np.array_equal(harness.array(), -2.5 * gradient)
 
 
 def test_rows_of_16_bit_are_summed_in_32_bit_and_rounded_once():
-    stand, _ = served(3, [Weights(np.zeros(3, np.float16))])
-    stand.step(0, [2048], rows=[1])
-    stand.step(1, [1], rows=[1])  # 2049 is no float16: it would be 2048
-    stand.step(2, [1], rows=[1])
-    assert stand.array().tolist() == [0, -2050, 0]
+    harness, _ = served(3, [Weights(np.zeros(3, np.float16))])
+    harness.step(0, [2048], rows=[1])
+    harness.step(1, [1], rows=[1])  # 2049 is no float16: it would be 2048
+    harness.step(2, [1], rows=[1])
+    assert harness.array().tolist() == [0, -2050, 0]
 
 
 def test_rows_of_one_worker_and_a_dense_gradient_of_another():
-    stand, _ = served(2, [Weights(np.zeros((3, 1)))])
-    stand.step(1, [[1], [2], [3]])
-    stand.step(0, [[10]], rows=[2])
-    assert stand.array().tolist() == [[-1], [-2], [-13]]
+    harness, _ = served(2, [Weights(np.zeros((3, 1)))])
+    harness.step(1, [[1], [2], [3]])
+    harness.step(0, [[10]], rows=[2])
+    assert harness.array().tolist() == [[-1], [-2], [-13]]
 
 
 def test_a_variable_that_not_all_workers_have_a_gradient_of():
-    stand, (sgd,) = served(2, [Weights([0.0]), Weights([0.0])])
-    stand.push(0, [1], 0)
-    stand.step(0, [2], variable=1)
-    stand.step(1, [10], variable=1)
-    assert (stand.array(0).tolist(), stand.array(1).tolist()) == ([-1], [-12])
-    stand.commit(0)
-    stand.commit(1)
-    assert (sgd.iterations, stand.server.version(1)) == (2, 2)
+    harness, (sgd,) = served(2, [Weights([0.0]), Weights([0.0])])
+    harness.push(0, [1], 0)
+    harness.step(0, [2], variable=1)
+    harness.step(1, [10], variable=1)
+    assert (harness.array(0).tolist(), harness.array(1).tolist()) == ([-1], [-12])
+    harness.commit(0)
+    harness.commit(1)
+    assert (sgd.iterations, harness.server.version(1)) == (2, 2)
 
 
 def test_a_gradient_of_a_step_that_broke_off_is_replaced():
-    stand, _ = served(1, [Weights([0.0]), Weights([0.0])])
-    stand.push(0, [100], 0)
-    assert stand.acknowledged(0)  # so that the worker can leave
-    stand.push(0, [1], 0)
-    stand.step(0, [2], variable=1)
-    assert (stand.array(0).tolist(), stand.array(1).tolist()) == ([-1], [-2])
+    harness, _ = served(1, [Weights([0.0]), Weights([0.0])])
+    harness.push(0, [100], 0)
+    assert harness.acknowledged(0)  # so that the worker can leave
+    harness.push(0, [1], 0)
+    harness.step(0, [2], variable=1)
+    assert (harness.array(0).tolist(), harness.array(1).tolist()) == ([-1], [-2])
 
 
 def test_a_constraint_is_applied_to_the_result_of_the_step():
-    stand, _ = served(2, [Weights([0.0], constraint=lambda w: np.maximum(w, -3))])
-    stand.step(0, [4])
-    stand.step(1, [-2])
-    assert stand.array().tolist() == [-2]  # were each applied on its own, 3 would come in between
+    harness, _ = served(2, [Weights([0.0], constraint=lambda w: np.maximum(w, -3))])
+    harness.step(0, [4])
+    harness.step(1, [-2])
+    assert harness.array().tolist() == [-2]  # were each applied on its own, 3 would come in between
 
 
 # what comes after a commit
 
 
 def test_a_worker_may_be_ahead_and_its_pushes_stay_in_order():
-    stand, (sgd,) = served(2, [Weights([0.0])])
-    stand.step(0, [1])
-    stand.push(0, [100], operation=Operation.ASSIGN)
-    stand.step(0, [2])
-    stand.step(0, [3])
-    stand.push(0, [5], operation=Operation.ASSIGN_ADD)
-    assert (stand.array().tolist(), stand.server.applied[0]) == ([0], 0)
-    stand.step(1, [10])  # 0 - 11, then 100
-    assert (stand.array().tolist(), stand.server.applied[0]) == ([100], 2)
-    stand.step(1, [20])  # 100 - 22
-    assert (stand.array().tolist(), stand.server.applied[0]) == ([78], 3)
-    stand.step(1, [30])  # 78 - 33 + 5
-    assert (stand.array().tolist(), sgd.iterations) == ([50], 3)
-    assert stand.acknowledged(0)
-    assert stand.acknowledged(1)
+    harness, (sgd,) = served(2, [Weights([0.0])])
+    harness.step(0, [1])
+    harness.push(0, [100], operation=Operation.ASSIGN)
+    harness.step(0, [2])
+    harness.step(0, [3])
+    harness.push(0, [5], operation=Operation.ASSIGN_ADD)
+    assert (harness.array().tolist(), harness.server.applied[0]) == ([0], 0)
+    harness.step(1, [10])  # 0 - 11, then 100
+    assert (harness.array().tolist(), harness.server.applied[0]) == ([100], 2)
+    harness.step(1, [20])  # 100 - 22
+    assert (harness.array().tolist(), harness.server.applied[0]) == ([78], 3)
+    harness.step(1, [30])  # 78 - 33 + 5
+    assert (harness.array().tolist(), sgd.iterations) == ([50], 3)
+    assert harness.acknowledged(0)
+    assert harness.acknowledged(1)
 
 
 def test_writes_in_the_middle_of_a_step_act_at_once():
-    stand, _ = served(2, [Weights([0.0])])
-    stand.push(0, [1])
-    stand.push(0, [[7]], rows=[0], operation=Operation.SCATTER_ADD)
-    assert (stand.array().tolist(), stand.acknowledged(0)) == ([7], True)
-    stand.commit(0)
-    stand.push(1, [100], operation=Operation.ASSIGN)
-    stand.step(1, [1])
-    assert stand.array().tolist() == [98]
+    harness, _ = served(2, [Weights([0.0])])
+    harness.push(0, [1])
+    harness.push(0, [[7]], rows=[0], operation=Operation.SCATTER_ADD)
+    assert (harness.array().tolist(), harness.acknowledged(0)) == ([7], True)
+    harness.commit(0)
+    harness.push(1, [100], operation=Operation.ASSIGN)
+    harness.step(1, [1])
+    assert harness.array().tolist() == [98]
 
 
 # two optimizers
 
 
 def test_two_optimizers_in_turn():
-    stand, updaters = served(2, [Weights([0.0]), Weights([0.0])], ms.optimizers.SGD(1.0), ms.optimizers.SGD(10.0))
+    harness, updaters = served(2, [Weights([0.0]), Weights([0.0])], ms.optimizers.SGD(1.0), ms.optimizers.SGD(10.0))
     for worker in range(2):
-        stand.step(worker, [1], variable=0, key=0)
-        stand.step(worker, [1], variable=1, key=1)
-    assert (stand.array(0).tolist(), stand.array(1).tolist()) == ([-2], [-20])
+        harness.step(worker, [1], variable=0, key=0)
+        harness.step(worker, [1], variable=1, key=1)
+    assert (harness.array(0).tolist(), harness.array(1).tolist()) == ([-2], [-20])
     assert [updater.iterations for updater in updaters] == [1, 1]
 
 
 def test_workers_that_step_with_other_optimizers_would_wait_for_each_other_for_ever():
-    stand, _ = served(2, [Weights([0.0])], ms.optimizers.SGD(1.0), ms.optimizers.SGD(1.0))
-    stand.step(0, [1], key=0)
+    harness, _ = served(2, [Weights([0.0])], ms.optimizers.SGD(1.0), ms.optimizers.SGD(1.0))
+    harness.step(0, [1], key=0)
     with pytest.raises(CollectiveMismatchError, match="apply_gradients: optimizer: expected the same on all workers"):
-        stand.step(1, [1], key=1)
+        harness.step(1, [1], key=1)
 
 
 # leaving
 
 
 def test_nobody_waits_for_who_has_left_the_pass():
-    stand, _ = served(3, [Weights([0.0])])
+    harness, _ = served(3, [Weights([0.0])])
     for worker in range(3):
-        stand.step(worker, [1])
-    stand.step(0, [1])
-    stand.step(1, [1])
-    assert stand.array().tolist() == [-3]
-    stand.leave(2)
-    assert stand.array().tolist() == [-5]
-    stand.leave(1)
-    stand.step(0, [1])
-    assert stand.array().tolist() == [-6]
+        harness.step(worker, [1])
+    harness.step(0, [1])
+    harness.step(1, [1])
+    assert harness.array().tolist() == [-3]
+    harness.leave(2)
+    assert harness.array().tolist() == [-5]
+    harness.leave(1)
+    harness.step(0, [1])
+    assert harness.array().tolist() == [-6]
 
 
 def test_what_is_pushed_for_the_next_pass_waits_until_all_are_there():
-    stand, _ = served(2, [Weights([0.0])])
-    stand.leave(1)
-    stand.step(1, [100])  # of the second pass
-    stand.step(0, [1])
-    assert stand.array().tolist() == [-1]
-    stand.leave(0)
-    assert stand.array().tolist() == [-1]
-    stand.step(0, [10])
-    assert stand.array().tolist() == [-111]
+    harness, _ = served(2, [Weights([0.0])])
+    harness.leave(1)
+    harness.step(1, [100])  # of the second pass
+    harness.step(0, [1])
+    assert harness.array().tolist() == [-1]
+    harness.leave(0)
+    assert harness.array().tolist() == [-1]
+    harness.step(0, [10])
+    assert harness.array().tolist() == [-111]
 
 
 def test_who_has_left_for_good_is_not_waited_for_in_any_pass():
-    stand, _ = served(2, [Weights([0.0])])
-    stand.leave(1, for_good=True)
+    harness, _ = served(2, [Weights([0.0])])
+    harness.leave(1, for_good=True)
     for _ in range(2):
-        stand.step(0, [1])
-        stand.leave(0)
-    assert stand.array().tolist() == [-2]
+        harness.step(0, [1])
+        harness.leave(0)
+    assert harness.array().tolist() == [-2]
 
 
 # backup workers
 
 
 def test_a_step_does_without_the_last_worker_whose_gradient_is_dropped():
-    stand, (sgd,) = served(3, [Weights([0.0])], backup_workers=1)
-    stand.push(2, [100])
-    stand.step(0, [1])
-    assert stand.array().tolist() == [0]
-    stand.step(1, [2])
-    assert (stand.array().tolist(), sgd.iterations) == ([-3], 1)
-    assert not any(stand.handler.dropped)
-    stand.commit(2)
-    assert (stand.array().tolist(), sgd.iterations) == ([-3], 1)
-    assert (stand.handler.dropped, stand.acknowledged(2)) == ([0, 0, 1], True)
-    stand.step(2, [10])  # and now it is in step again
-    stand.step(1, [20])
-    assert (stand.array().tolist(), sgd.iterations) == ([-33], 2)
-    stand.step(0, [1])
-    assert stand.handler.dropped == [1, 0, 1]
+    harness, (sgd,) = served(3, [Weights([0.0])], backup_workers=1)
+    harness.push(2, [100])
+    harness.step(0, [1])
+    assert harness.array().tolist() == [0]
+    harness.step(1, [2])
+    assert (harness.array().tolist(), sgd.iterations) == ([-3], 1)
+    assert not any(harness.handler.dropped)
+    harness.commit(2)
+    assert (harness.array().tolist(), sgd.iterations) == ([-3], 1)
+    assert (harness.handler.dropped, harness.acknowledged(2)) == ([0, 0, 1], True)
+    harness.step(2, [10])  # and now it is in step again
+    harness.step(1, [20])
+    assert (harness.array().tolist(), sgd.iterations) == ([-33], 2)
+    harness.step(0, [1])
+    assert harness.handler.dropped == [1, 0, 1]
 
 
 def test_a_gradient_counts_if_what_it_was_computed_from_is_new_enough():
-    stand, _ = served(2, [Weights([0.0]), Weights([0.0])], backup_workers=1)
-    stand.push(0, [1], 0)
-    stand.step(0, [1], variable=1)
-    now = stand.server.version(0)
-    stand.push(1, [10], 0, version=now)
-    stand.step(1, [10], variable=1, version=now - 1)  # one of two was read before
-    assert stand.handler.dropped == [0, 1]
-    stand.step(0, [1])
-    stand.step(1, [10], version=now + 1)
-    assert stand.handler.dropped == [0, 1]
-    assert stand.array(0).tolist() == [-12]
+    harness, _ = served(2, [Weights([0.0]), Weights([0.0])], backup_workers=1)
+    harness.push(0, [1], 0)
+    harness.step(0, [1], variable=1)
+    now = harness.server.version(0)
+    harness.push(1, [10], 0, version=now)
+    harness.step(1, [10], variable=1, version=now - 1)  # one of two was read before
+    assert harness.handler.dropped == [0, 1]
+    harness.step(0, [1])
+    harness.step(1, [10], version=now + 1)
+    assert harness.handler.dropped == [0, 1]
+    assert harness.array(0).tolist() == [-12]
 
 
 def test_a_commit_alone_comes_too_late_as_well():
-    stand, (sgd,) = served(2, [Weights([0.0])], backup_workers=1)
-    stand.step(0, [1])
-    stand.commit(1)
-    assert (sgd.iterations, stand.handler.dropped) == (1, [0, 1])
-    stand.commit(1)
-    assert (sgd.iterations, stand.handler.dropped) == (2, [0, 1])
+    harness, (sgd,) = served(2, [Weights([0.0])], backup_workers=1)
+    harness.step(0, [1])
+    harness.commit(1)
+    assert (sgd.iterations, harness.handler.dropped) == (1, [0, 1])
+    harness.commit(1)
+    assert (sgd.iterations, harness.handler.dropped) == (2, [0, 1])
 
 
 def test_what_waits_for_the_next_pass_may_come_too_late_while_it_waits():
-    stand, (sgd,) = served(3, [Weights([0.0])], backup_workers=1)
-    stand.leave(2)
-    stand.step(2, [100])
-    stand.step(0, [1])  # two are left, one is waited for
-    assert (sgd.iterations, stand.handler.dropped) == (1, [0, 0, 1])
-    assert stand.acknowledged(2)
+    harness, (sgd,) = served(3, [Weights([0.0])], backup_workers=1)
+    harness.leave(2)
+    harness.step(2, [100])
+    harness.step(0, [1])  # two are left, one is waited for
+    assert (sgd.iterations, harness.handler.dropped) == (1, [0, 0, 1])
+    assert harness.acknowledged(2)
 
 
 @pytest.mark.parametrize("backup_workers", [-1, 2, 3])
@@ -307,7 +307,7 @@ def serial(program):
     return weights, steps
 
 
-def actions(stand, worker, passes):
+def actions(harness, worker, passes):
     """Do what a worker does, one thing at each `next`; yields whether it has to wait."""
     for number, steps in enumerate(passes):
         for step, kinds in enumerate(steps):
@@ -316,22 +316,22 @@ def actions(stand, worker, passes):
                 whole, rows = gradient_of(worker, number, step, variable, kinds[variable])
                 values = whole if rows is None else whole[rows]
                 joined = variable == present[-1] and (step + worker) % 2 == 0
-                stand.push(worker, values, variable, rows=rows, commit=joined)
+                harness.push(worker, values, variable, rows=rows, commit=joined)
                 yield False
             if not present or (step + worker) % 2:
-                stand.commit(worker)
+                harness.commit(worker)
                 yield False
-        while not stand.acknowledged(worker):
+        while not harness.acknowledged(worker):
             yield True
-        stand.leave(worker)
+        harness.leave(worker)
         yield False
 
 
 @settings(max_examples=150, deadline=None)
 @given(programs(), st.randoms(use_true_random=False))
 def test_in_any_order_it_is_a_serial_program(program, random):
-    stand, (sgd,) = served(len(program), [Weights(np.zeros(SHAPE, np.float32))] * 2, ms.optimizers.SGD(0.5))
-    running = {worker: actions(stand, worker, passes) for worker, passes in enumerate(program)}
+    harness, (sgd,) = served(len(program), [Weights(np.zeros(SHAPE, np.float32))] * 2, ms.optimizers.SGD(0.5))
+    running = {worker: actions(harness, worker, passes) for worker, passes in enumerate(program)}
     waiting = set()
     while running:
         worker = random.choice(sorted(running))
@@ -346,5 +346,5 @@ def test_in_any_order_it_is_a_serial_program(program, random):
     weights, steps = serial(program)
     assert sgd.iterations == steps
     for variable in range(2):
-        assert np.array_equal(stand.array(variable), weights[variable])
-    assert not any(w.gradients.get(0) or w.later for w in stand.handler._workers)
+        assert np.array_equal(harness.array(variable), weights[variable])
+    assert not any(w.gradients.get(0) or w.later for w in harness.handler._workers)

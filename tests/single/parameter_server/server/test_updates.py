@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from server_stand import ServerStand, Weights
+from server_harness import ServerHarness, Weights
 
 import mpistrat as ms
 from mpistrat.errors import MpistratError
@@ -13,38 +13,38 @@ from mpistrat.parameter_server.server.updates import Updates
 
 
 def served(workers, variables, *optimizers):
-    """A stand, and what applies each optimizer; its number is its key."""
-    stand = ServerStand(workers, variables)
+    """A harness, and what applies each optimizer; its number is its key."""
+    harness = ServerHarness(workers, variables)
     updaters = [LocalUpdates(optimizer) for optimizer in optimizers]
-    stand.start(Updates(stand.server, updaters.__getitem__, variables.__getitem__))
-    return stand, updaters
+    harness.start(Updates(harness.server, updaters.__getitem__, variables.__getitem__))
+    return harness, updaters
 
 
 def test_a_gradient_is_applied_at_once_and_a_commit_counts_the_step():
-    stand, (sgd,) = served(1, [Weights([10.0, 20.0])], ms.optimizers.SGD(0.5))
-    stand.push(0, [2, 4])
-    assert stand.array().tolist() == [9, 18]
-    assert (sgd.iterations, stand.server.version(0)) == (0, 2)  # the first version is the start
-    stand.commit(0)
+    harness, (sgd,) = served(1, [Weights([10.0, 20.0])], ms.optimizers.SGD(0.5))
+    harness.push(0, [2, 4])
+    assert harness.array().tolist() == [9, 18]
+    assert (sgd.iterations, harness.server.version(0)) == (0, 2)  # the first version is the start
+    harness.commit(0)
     assert sgd.iterations == 1
-    stand.step(0, [2, 4])
-    assert stand.array().tolist() == [8, 16]
-    assert (sgd.iterations, stand.acknowledged(0)) == (2, True)
+    harness.step(0, [2, 4])
+    assert harness.array().tolist() == [8, 16]
+    assert (sgd.iterations, harness.acknowledged(0)) == (2, True)
 
 
 def test_rows_of_a_gradient():
-    stand, _ = served(1, [Weights(np.ones((4, 2)))], ms.optimizers.SGD(1.0))
-    stand.step(0, [[1, 2], [3, 4]], rows=[1, 3])
-    assert stand.array().tolist() == [[1, 1], [0, -1], [1, 1], [-2, -3]]
+    harness, _ = served(1, [Weights(np.ones((4, 2)))], ms.optimizers.SGD(1.0))
+    harness.step(0, [[1, 2], [3, 4]], rows=[1, 3])
+    assert harness.array().tolist() == [[1, 1], [0, -1], [1, 1], [-2, -3]]
 
 
 def test_optimizers_are_told_apart():
     variables = [Weights([0.0]), Weights([0.0])]
-    stand, (slow, fast) = served(1, variables, ms.optimizers.SGD(1.0), ms.optimizers.SGD(10.0))
-    stand.push(0, [1], 0, key=0)
-    stand.push(0, [1], 1, key=1)
-    stand.commit(0, key=1)
-    assert (stand.array(0).tolist(), stand.array(1).tolist()) == ([-1], [-10])
+    harness, (slow, fast) = served(1, variables, ms.optimizers.SGD(1.0), ms.optimizers.SGD(10.0))
+    harness.push(0, [1], 0, key=0)
+    harness.push(0, [1], 1, key=1)
+    harness.commit(0, key=1)
+    assert (harness.array(0).tolist(), harness.array(1).tolist()) == ([-1], [-10])
     assert (slow.iterations, fast.iterations) == (0, 1)
 
 
@@ -71,64 +71,64 @@ def test_a_workers_step_has_one_number_whatever_others_do():
         recorder.asked += 1
         return recorder
 
-    stand = ServerStand(2, variables)
-    stand.start(Updates(stand.server, find, variables.__getitem__))
-    stand.push(0, [1], 0)  # worker 0 begins step 1
-    stand.push(1, [1], 0)  # so does worker 1
-    stand.commit(1)
-    stand.push(1, [1], 0)  # worker 1 begins step 2
-    stand.push(0, [1], 1)  # still step 1
-    stand.commit(0)
-    stand.push(0, [1], 0)  # step 3
-    stand.push(1, [1], 1)  # still step 2
+    harness = ServerHarness(2, variables)
+    harness.start(Updates(harness.server, find, variables.__getitem__))
+    harness.push(0, [1], 0)  # worker 0 begins step 1
+    harness.push(1, [1], 0)  # so does worker 1
+    harness.commit(1)
+    harness.push(1, [1], 0)  # worker 1 begins step 2
+    harness.push(0, [1], 1)  # still step 1
+    harness.commit(0)
+    harness.push(0, [1], 0)  # step 3
+    harness.push(1, [1], 1)  # still step 2
     assert recorder.steps == [("a", 1), ("a", 1), ("a", 2), ("b", 1), ("a", 3), ("b", 2)]
     assert (recorder.iterations, recorder.asked) == (2, 4)
 
 
 def test_a_workers_step_has_one_rate_whatever_others_do():
     schedule = ms.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 10.0])  # 10 from the second step on
-    stand, _ = served(2, [Weights([0.0]), Weights([0.0])], ms.optimizers.SGD(schedule))
-    stand.push(0, [1], 0)
-    stand.commit(1)
-    stand.step(0, [1], variable=1)
-    assert (stand.array(0).tolist(), stand.array(1).tolist()) == ([-1], [-1])
-    stand.step(0, [1])
-    assert stand.array(0).tolist() == [-11]
+    harness, _ = served(2, [Weights([0.0]), Weights([0.0])], ms.optimizers.SGD(schedule))
+    harness.push(0, [1], 0)
+    harness.commit(1)
+    harness.step(0, [1], variable=1)
+    assert (harness.array(0).tolist(), harness.array(1).tolist()) == ([-1], [-1])
+    harness.step(0, [1])
+    assert harness.array(0).tolist() == [-11]
 
 
 def test_what_this_program_has_yet_to_come_to_is_kept_in_order(monkeypatch):
     """Worker 0 is in the next pass, with an optimizer that is not here yet; worker 1 is still in this one."""
     variables, ready = [Weights([0.0])], []
-    stand, sgd = ServerStand(2, variables), LocalUpdates(ms.optimizers.SGD(1.0))
+    harness, sgd = ServerHarness(2, variables), LocalUpdates(ms.optimizers.SGD(1.0))
 
     def find(key):
         if key not in ready:
             raise MpistratError("none like it")
         return sgd
 
-    updates = Updates(stand.server, find, variables.__getitem__)
-    stand.start(updates)
+    updates = Updates(harness.server, find, variables.__getitem__)
+    harness.start(updates)
     expected = {0: False, 1: True}
     monkeypatch.setattr(Server, "expects", lambda self, worker: expected[worker])
     ready.append(1)
-    stand.step(0, [1], key=2)
-    stand.push(0, [100], operation=Operation.ASSIGN)
-    stand.step(1, [10], key=1)
-    assert (stand.array().tolist(), sgd.iterations) == ([-10], 1)
-    assert (stand.acknowledged(0), stand.acknowledged(1), updates.retry()) == (False, True, False)
+    harness.step(0, [1], key=2)
+    harness.push(0, [100], operation=Operation.ASSIGN)
+    harness.step(1, [10], key=1)
+    assert (harness.array().tolist(), sgd.iterations) == ([-10], 1)
+    assert (harness.acknowledged(0), harness.acknowledged(1), updates.retry()) == (False, True, False)
     with pytest.raises(MpistratError, match="none like it"):
-        stand.step(1, [10], key=2)
+        harness.step(1, [10], key=2)
     ready.append(2)
     assert updates.retry()
-    assert (stand.array().tolist(), sgd.iterations, stand.acknowledged(0)) == ([100], 2, True)
-    stand.step(0, [1], key=2)
-    assert (stand.array().tolist(), stand.acknowledged(0), updates.retry()) == ([99], True, False)
+    assert (harness.array().tolist(), sgd.iterations, harness.acknowledged(0)) == ([100], 2, True)
+    harness.step(0, [1], key=2)
+    assert (harness.array().tolist(), harness.acknowledged(0), updates.retry()) == ([99], True, False)
 
 
 def test_a_commit_alone_counts_a_step():
-    stand, (adam,) = served(1, [Weights([0.0])], ms.optimizers.Adam(0.1))
-    stand.commit(0)
-    stand.commit(0)
+    harness, (adam,) = served(1, [Weights([0.0])], ms.optimizers.Adam(0.1))
+    harness.commit(0)
+    harness.commit(0)
     assert adam.iterations == 2
 
 
@@ -139,22 +139,22 @@ def test_one_worker_trains_as_a_program_does_alone(make):
     schedule = ms.optimizers.schedules.ExponentialDecay(0.1, decay_steps=3, decay_rate=0.5)
     serial = [ms.Variable(start, name=name) for start, name in zip(starts, names, strict=True)]
     optimizer = make(schedule)
-    stand, _ = served(1, [Weights(start, name) for start, name in zip(starts, names, strict=True)], make(schedule))
+    harness, _ = served(1, [Weights(start, name) for start, name in zip(starts, names, strict=True)], make(schedule))
     for _ in range(5):
         gradients = [random.normal(size=start.shape).astype(np.float32) for start in starts]
         optimizer.apply_gradients(list(zip(gradients, serial, strict=True)))
-        stand.push(0, gradients[0], 0)
-        stand.step(0, gradients[1], variable=1)
+        harness.push(0, gradients[0], 0)
+        harness.step(0, gradients[1], variable=1)
     for index, variable in enumerate(serial):
-        assert stand.array(index).tobytes() == variable.numpy().tobytes()
+        assert harness.array(index).tobytes() == variable.numpy().tobytes()
 
 
 def test_writes_and_scatters_are_applied_and_count_no_step():
-    stand, (sgd,) = served(2, [Weights(np.zeros((3, 2)))], ms.optimizers.SGD(1.0))
-    stand.push(0, np.full((3, 2), 5), operation=Operation.ASSIGN)
-    stand.push(1, np.full((3, 2), 2), operation=Operation.ASSIGN_SUB)
-    stand.push(0, [[1, 1], [10, 10]], rows=[2, 2], operation=Operation.SCATTER_ADD)
-    assert stand.array().tolist() == [[3, 3], [3, 3], [14, 14]]
+    harness, (sgd,) = served(2, [Weights(np.zeros((3, 2)))], ms.optimizers.SGD(1.0))
+    harness.push(0, np.full((3, 2), 5), operation=Operation.ASSIGN)
+    harness.push(1, np.full((3, 2), 2), operation=Operation.ASSIGN_SUB)
+    harness.push(0, [[1, 1], [10, 10]], rows=[2, 2], operation=Operation.SCATTER_ADD)
+    assert harness.array().tolist() == [[3, 3], [3, 3], [14, 14]]
     assert sgd.iterations == 0
 
 
@@ -165,21 +165,21 @@ def test_a_constraint_holds_after_every_gradient_before_anybody_reads():
         seen.append(w.flags.writeable)
         return np.clip(w, -1, 1)
 
-    stand, _ = served(1, [Weights([0.0, 0.5], constraint=clip)], ms.optimizers.SGD(1.0))
-    stand.push(0, [5, -5])
-    assert stand.array().tolist() == [-1, 1]
-    assert stand.server.version(0) == 2  # one write: no reader saw -5
-    stand.push(0, [9], rows=[1])
-    assert stand.array().tolist() == [-1, -1]
-    stand.push(0, [7, 7], operation=Operation.ASSIGN)
-    assert stand.array().tolist() == [7, 7]  # as `assign` does elsewhere
+    harness, _ = served(1, [Weights([0.0, 0.5], constraint=clip)], ms.optimizers.SGD(1.0))
+    harness.push(0, [5, -5])
+    assert harness.array().tolist() == [-1, 1]
+    assert harness.server.version(0) == 2  # one write: no reader saw -5
+    harness.push(0, [9], rows=[1])
+    assert harness.array().tolist() == [-1, -1]
+    harness.push(0, [7, 7], operation=Operation.ASSIGN)
+    assert harness.array().tolist() == [7, 7]  # as `assign` does elsewhere
     assert seen == [False, False]
 
 
 def test_staleness_is_counted_for_gradients():
-    stand, _ = served(2, [Weights([0.0])], ms.optimizers.SGD(1.0))
-    stand.push(0, [1], version=1)
-    stand.push(1, [1], version=1)  # one push behind
-    stand.push(1, [1], operation=Operation.ASSIGN)
-    assert stand.server.stats.staleness[0][0] == {0: 1}
-    assert stand.server.stats.staleness[1][0] == {1: 1}
+    harness, _ = served(2, [Weights([0.0])], ms.optimizers.SGD(1.0))
+    harness.push(0, [1], version=1)
+    harness.push(1, [1], version=1)  # one push behind
+    harness.push(1, [1], operation=Operation.ASSIGN)
+    assert harness.server.stats.staleness[0][0] == {0: 1}
+    assert harness.server.stats.staleness[1][0] == {1: 1}

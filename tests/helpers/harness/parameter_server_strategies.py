@@ -1,4 +1,4 @@
-"""What the tests of ParameterServerStrategy share: strategies on all ranks, one worker's program alone, and a moment of rest."""
+"""ParameterServerStrategy on all ranks, for tests: opened and closed, described by TF_CONFIG, and beside one worker alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mpistrat as ms
-
-TRANSPORTS = ("shared_window", "one_sided", "messages")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the tests of variables share: a strategy with its inner parts at hand, and nodes that a communicator pretends."""
+"""A strategy with its inner parts at hand, for tests of variables, and a communicator that pretends nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest import mock
 import mpistrat as ms
 
 
-class Stand:
+class VariableHarness:
     """A strategy over all ranks, whose variables are shared by the ranks of a node or private."""
 
     def __init__(self, devices=("cpu:0",), *, comm=None, shared_memory=True):

@@ -1,4 +1,4 @@
-"""What the tests of the transports share: servers and workers on all ranks, and the checks that every transport passes."""
+"""Parameter servers and workers on all ranks, for tests, and the checks that every transport passes."""
 
 from __future__ import annotations
 

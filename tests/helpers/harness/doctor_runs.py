@@ -1,4 +1,4 @@
-"""Machines for the doctor to look at: a clean environment, a /dev/shm of its own, and faults that are really there."""
+"""Runs of `mpistrat doctor` for tests: in a clean environment, with a /dev/shm of their own, on ranks, and what they found."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from launcher import ROOT, MpiEnv
 
 
 @dataclass
-class Visit:
-    """What the doctor said."""
+class DoctorRun:
+    """The exit status and the output of a run of the doctor."""
 
     status: int
     out: str
@@ -59,13 +59,13 @@ def _own_mounts(options: str, before: str = "true") -> list[str]:
 def clean_environment(
     mpi: MpiEnv, extra: Mapping[str, str] | None = None, first: Sequence[Path] = ()
 ) -> dict[str, str]:
-    """The environment of somebody who has activated the environment of this MPI and nothing else."""
+    """The environment of a user who has activated the environment of this MPI and nothing else."""
     folders = [*map(str, first), str(Path(mpi.python).parent), "/usr/bin", "/bin"]
     home = os.environ.get("HOME", "/")
     return {"PATH": os.pathsep.join(folders), "HOME": home, "PYTHONPATH": str(ROOT), **(extra or {})}
 
 
-def visit(
+def run_doctor(
     mpi: MpiEnv,
     *words: str,
     env: Mapping[str, str] | None = None,
@@ -73,7 +73,7 @@ def visit(
     shm: str = "size=2g",
     before: str = "true",
     status: int = 0,
-) -> Visit:
+) -> DoctorRun:
     """Run `mpistrat doctor --json` as on a login node.
 
     `first` are folders in front of PATH, `shm` options of the mount of /dev/shm, and `before` a command that runs in there.
@@ -83,7 +83,7 @@ def visit(
         command, capture_output=True, text=True, timeout=120, env=clean_environment(mpi, env, first), cwd="/"
     )
     assert reply.returncode == status, reply.stdout + reply.stderr
-    return Visit(reply.returncode, reply.stdout, reply.stderr)
+    return DoctorRun(reply.returncode, reply.stdout, reply.stderr)
 
 
 def rank_program(variables: Mapping[int, Mapping[str, str]], *words: str, prelude: str = "") -> str:

@@ -32,7 +32,7 @@ class Silent(Port):
         return False
 
 
-class ServerStand:
+class ServerHarness:
     """A server with variables; `handle` must be set to its handler.
 
     Attributes:

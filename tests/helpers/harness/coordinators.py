@@ -1,4 +1,4 @@
-"""What the tests of the coordinator share: a strategy without variables, and a coordinator on all ranks."""
+"""Coordinators on all ranks, for tests: of a strategy without variables, or of any."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from types import SimpleNamespace
 
 
-class Stand:
+class BareStrategy:
     """The roles and ranks of a ParameterServerStrategy, and nothing else of it."""
 
     def __init__(self, servers=0, **settings):
@@ -34,7 +34,7 @@ class Stand:
 @contextlib.contextmanager
 def coordinator(servers=0, queue_size=10_000, **settings):
     """A coordinator on every rank: `if c.is_chief: ...` in the block, which all ranks leave together."""
-    with coordinated(Stand(servers, **settings), queue_size=queue_size) as made:
+    with coordinated(BareStrategy(servers, **settings), queue_size=queue_size) as made:
         yield made
 
 
