@@ -353,7 +353,7 @@ class Dataset:
 
     @tensorflow_names()
     def repeat(self, count: int | None = None) -> Dataset:
-        """Give the elements `count` times, each pass an epoch of what is below; None or -1 for ever."""
+        """Give the elements of `count` epochs of what is below; None or -1 for ever."""
         number = -1 if count is None else integer("Dataset.repeat", "count", count, -1)
         return Dataset(Reindexed(self.node, Repeat(None if number < 0 else number)))
 
@@ -407,12 +407,12 @@ class Dataset:
         """Keep the elements in memory once they have been read (TF: tf.data.Dataset.cache).
 
         What is kept is epoch 0: a shuffle or a random map below keeps the order and values it has there. Shuffle after
-        the cache: any order is cheap then. A dataset that reads in order is kept in its first complete pass.
+        the cache: any order is cheap then. A dataset that reads in order is kept in its first complete epoch.
 
         Args:
             scope: who keeps them. "rank": each rank for itself, what it reads. "node": the ranks of a node together, in
-                shared memory; each piece is read by one of them. "job": the ranks of all nodes together; each reads its
-                part when the dataset is distributed, and later passes touch no disk. "node" and "job" begin with
+                shared memory; each chunk is read by one of them. "job": the ranks of all nodes together; each reads its
+                part when the dataset is distributed, and later epochs touch no disk. "node" and "job" begin with
                 `strategy.distribute_dataset`, which makes their memory and is collective then; the memory is free again
                 when the strategy is closed. They need random access and rows of one shape, and the whole dataset must
                 fit: nothing is ever thrown out.

@@ -20,11 +20,11 @@ class StageStats:
         calls: calls of the user's function.
         seconds: time spent in them or in reading, over all threads.
         bytes_read: bytes read from files, as they lie there; pages of a memory map count as read each time.
-        chunk_reads: pieces read as a whole.
+        chunk_reads: chunks read as a whole.
         files: files opened.
         skipped: files that on_error="skip" left out.
-        waits: pieces that another rank or thread was reading already.
-        wait_seconds: time spent waiting for what others do: for those pieces, for a thread that decodes a chunk, for rows of
+        waits: chunks that another rank or thread was reading already.
+        wait_seconds: time spent waiting for what others do: for those chunks, for a thread that decodes a chunk, for rows of
             other nodes; of a `prefetch`, by the loop for the thread that reads ahead.
         bytes_received: bytes of rows that came from other nodes.
     """

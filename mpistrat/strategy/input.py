@@ -19,7 +19,7 @@ from ..comm.gpu import DeviceCopy
 from ..comm.monitor.rank_monitor import user_line
 from ..comm.process_group import ProcessGroup
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions, InputReplicationMode
-from ..data.feed.auto_shard import auto_shard, deal_out, serve_only
+from ..data.feed.auto_shard import auto_shard, round_robin, serve_only
 from ..data.feed.distributed import Divide, Drawn, Passes, distribute
 from ..data.feed.from_function import FunctionPlan, call_dataset_fn
 from ..data.feed.plan import NoPlan, Workers
@@ -68,14 +68,14 @@ class Division:
         """Return the division of workers that don't step with all others.
 
         Args:
-            workers: those that batches are dealt out to, each one rank or a group of them.
+            workers: those that batches are distributed to, each one rank or a group of them.
             within: the ranks that divide a batch.
             group: the same ranks.
             passes: what begins and ends a pass.
         """
-        # How many batches a worker is dealt depends on the number of workers.
+        # How many batches a worker gets depends on the number of workers.
         settings = {"passes": passes, "sum_over_ranks": _sum_over_ranks(group), "same_length": False}
-        return cls(workers, functools.partial(deal_out, within=within), settings, _draws(group), within)
+        return cls(workers, functools.partial(round_robin, within=within), settings, _draws(group), within)
 
     @classmethod
     def serving(cls, workers: Workers, passes: Passes) -> Division:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from ..._util.partition import block
 from ..._util.text import counted, decimal_size
 from ...comm.agree import Ranks
-from ...data.shards.convert import Conversion, convert, open_source
+from ...data.shards.convert import Conversion, convert, open_converter
 from ...data.shards.files import manifest_path
 from ...data.shards.set_writer import SetWriter, set_pattern
 from ...data.shards.settings import ShardSettings
@@ -23,7 +24,6 @@ from ..terminal import Meter, names
 
 __all__ = ["COMMAND"]
 
-_SETTINGS = ("rows_per_shard", "bytes_per_shard", "layout", "compression", "chunk_rows")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -114,23 +114,23 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             remedy = "Add --overwrite to replace it."
             got = f"one, {manifest_path(pattern)}"
             raise ValueError(explain("shards write", "TARGET", expected="no set there", got=got, remedy=remedy))
-        source = open_source(asked)
-    first, stop = block(source.rows, ranks.size, ranks.rank)
+        converter = open_converter(asked)
+    first, stop = block(converter.rows, ranks.size, ranks.rank)
 
     def new_writer() -> SetWriter:
-        named = {name: getattr(args, name) for name in _SETTINGS}
-        settings = ShardSettings(**named, attributes=source.attributes)
+        given: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields(ShardSettings)}
+        settings = ShardSettings(**{**given, "attributes": converter.attributes})
         return SetWriter("shards write", args.target, settings, ranks.comm, rows=stop - first)
 
     what = "writing" if ranks.size == 1 else "writing (rank 0)"
     with Meter(what, stop - first, "rows", silent=ranks.rank > 0) as meter:
-        writer = convert(source, new_writer, asked.dtypes, meter.advance)
+        writer = convert(converter, new_writer, asked.dtypes, meter.advance)
     if ranks.rank == 0:
         paths = writer.paths
         size, seconds = sum(path.stat().st_size for path in paths), time.perf_counter() - started
         count = counted(len(paths), "shard")
-        print(f"{pattern}: {count}, {source.rows} rows, {decimal_size(size)}, written in {seconds:.1f} s")
-        for note in source.notes:
+        print(f"{pattern}: {count}, {converter.rows} rows, {decimal_size(size)}, written in {seconds:.1f} s")
+        for note in converter.notes:
             print(f"note: {note}")
     return DONE
 

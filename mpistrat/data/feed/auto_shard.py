@@ -18,7 +18,7 @@ from ..options import AutoShardPolicy
 from ..stats import StageStats
 from .plan import GlobalPlan, NoPlan, Plan, WorkerPlan, Workers
 
-__all__ = ["FileShard", "auto_shard", "deal_out", "serve_only"]
+__all__ = ["FileShard", "auto_shard", "round_robin", "serve_only"]
 
 
 def auto_shard(dataset: Node, workers: Workers) -> Plan:
@@ -35,16 +35,11 @@ def auto_shard(dataset: Node, workers: Workers) -> Plan:
                 "the same elements in the same order on every worker", "a map that is free to choose", remedy
             )
         return GlobalPlan(dataset, workers)
-    if policy is AutoShardPolicy.OFF:
-        shards = [dataset] * workers.count
-    elif policy is AutoShardPolicy.HINT:
-        shards = [with_shard(dataset, workers.count, worker) for worker in range(workers.count)]
-    else:
-        shards = [_own_files(dataset, workers.count, worker) for worker in range(workers.count)]
+    shards = [_own_shard(dataset, policy, workers.count, worker) for worker in range(workers.count)]
     return WorkerPlan(_rebatched(shards, workers, policy.name), workers, policy.name)
 
 
-def deal_out(dataset: Node, workers: Workers, within: Workers) -> Plan:
+def round_robin(dataset: Node, workers: Workers, within: Workers) -> Plan:
     """Return the steps of a worker that steps alone: whole batches, in turn under AUTO and DATA.
 
     A batch is what one worker's replicas take together. With FILE, OFF and HINT a worker reads batches of the files or
@@ -61,13 +56,9 @@ def deal_out(dataset: Node, workers: Workers, within: Workers) -> Plan:
     policy = _policy(dataset)
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
         own: Node = Reindexed(dataset, Shard(workers.count, workers.index))
-    elif policy is AutoShardPolicy.OFF:
-        own = dataset
-    elif policy is AutoShardPolicy.HINT:
-        own = with_shard(dataset, workers.count, workers.index)
     else:
-        own = _own_files(dataset, workers.count, workers.index)
-    return GlobalPlan(own, within, f"dealt out by {policy.name}: worker {workers.index} of {workers.count}")
+        own = _own_shard(dataset, policy, workers.count, workers.index)
+    return GlobalPlan(own, within, f"distributed by {policy.name}: worker {workers.index} of {workers.count}")
 
 
 def serve_only(dataset: Node, workers: Workers) -> Plan:
@@ -97,6 +88,15 @@ def _replaced(dataset: Node, replacements: Mapping[Node, Node]) -> Node:
     if dataset in replacements:
         return replacements[dataset]
     return dataset.rebuild([_replaced(parent, replacements) for parent in dataset.parents])
+
+
+def _own_shard(dataset: Node, policy: AutoShardPolicy, workers: int, worker: int) -> Node:
+    """What a worker reads of its own, under FILE, OFF and HINT."""
+    if policy is AutoShardPolicy.OFF:
+        return dataset
+    if policy is AutoShardPolicy.HINT:
+        return with_shard(dataset, workers, worker)
+    return _own_files(dataset, workers, worker)
 
 
 def _own_files(dataset: Node, workers: int, worker: int) -> Node:

@@ -116,16 +116,16 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
 
 
 def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: Callable[[], int]) -> Iterator[slice]:
-    """Which batches are gathered together: at most so many, at least one, none with those of another pass over a source.
+    """Which batches are gathered together: at most so many, at least one, none with those of another epoch of a source.
 
-    Files are looked at between passes.
+    Files are checked between epochs.
     """
     several = epochs.size > 0 and epochs[0] != epochs[-1]
-    passes = epochs[np.maximum(ends, 1) - 1].tolist() if several else [0] * len(ends)
+    epoch_of = epochs[np.maximum(ends, 1) - 1].tolist() if several else [0] * len(ends)
     first = 0
     while first < len(ends):
         stop, limit = first + 1, min(first + most(), len(ends))
-        while stop < limit and passes[stop] == passes[first]:
+        while stop < limit and epoch_of[stop] == epoch_of[first]:
             stop += 1
         yield slice(first, stop)
         first = stop

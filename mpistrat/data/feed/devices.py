@@ -87,19 +87,19 @@ class Devices:
             for device, block in zip(self._devices, blocks, strict=True)
         ]
 
-    def hand_out(self, loaded: Loaded, steps: Plan) -> tuple[Any, list[list[Any]]]:
+    def hand_out(self, loaded: Loaded, plan: Plan) -> tuple[Any, list[list[Any]]]:
         """Return the element of a step, and each replica's arrays in it.
 
         The arrays are on the replicas' devices, and have zero rows where the worker has none left.
         """
         parts, arrays = loaded.parts, loaded.arrays
         if parts is None:
-            if steps.row_spec is None:
+            if plan.row_spec is None:
                 expected = "at least one batch on every worker, or a Dataset, to know what zero rows look like"
                 raise ValueError(
                     explain("distribute_datasets_from_function", "dataset_fn", expected=expected, got="none")
                 )
-            parts = self._start([empty_rows(steps.row_spec) for _ in range(steps.workers.num_local_replicas)])
+            parts = self._start([empty_rows(plan.row_spec) for _ in range(plan.workers.num_local_replicas)])
         if self._devices is not None:
             parts = [
                 part

@@ -141,7 +141,7 @@ class DistributedIterator(Feed):
             try:
                 loaded = self._peek()
             except StopIteration:
-                self._ended = True  # asked again, it begins no other pass
+                self._ended = True  # asked again, it begins no other epoch
                 self.close()
                 raise
             total = loaded.total
@@ -261,7 +261,7 @@ class DistributedDataset:
     Args:
         plan: what this worker reads.
         devices: one for each local replica, or None for host arrays.
-        buffer_size: steps that wait ready, beyond the one that is being read; 0 reads in the iterating thread. Plan
+        buffer_size: steps that wait ready, beyond the one that is being read; 0 reads in the iterating thread. Steps
             that are read faster than a thread could hand them over are read there, too.
         sum_over_ranks: returns the elementwise sum of a small int64 array over all ranks; collective.
         passes: who is told when an epoch begins and ends to be read.
@@ -357,7 +357,7 @@ def distribute(dataset: Dataset, workers: Workers, divide: Divide = auto_shard, 
     Args:
         dataset: a dataset after `batch`; its batches are those of all replicas together.
         workers: who reads.
-        divide: returns the steps of a dataset.
+        divide: returns the plan of a dataset.
         settings: as for DistributedDataset.
 
     Raises:
@@ -375,9 +375,9 @@ def distribute(dataset: Dataset, workers: Workers, divide: Divide = auto_shard, 
         got = type(given).__name__
         remedy = "Make one with ms.data.from_arrays or ms.data.HDF5Dataset."
         raise TypeError(explain("distribute_dataset", "dataset", expected="a Dataset", got=got, remedy=remedy))
-    steps = divide(dataset.node, workers)
-    _ = steps.row_spec, steps.cardinality()  # open the files
-    return DistributedDataset(steps, **settings)
+    plan = divide(dataset.node, workers)
+    _ = plan.row_spec, plan.cardinality()  # open the files
+    return DistributedDataset(plan, **settings)
 
 
 def _stages(datasets: Sequence[Node]) -> Iterator[tuple[str, StageStats | None]]:

@@ -1,4 +1,4 @@
-"""What each worker, or each replica, makes for itself: the input of `distribute_datasets_from_function`."""
+"""Input that each worker, or each replica, makes for itself: `distribute_datasets_from_function`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..._util import nest
 from ...errors import explain
 from ..dataset import Dataset
-from ..nodes.node import INFINITE, UNKNOWN, Node
+from ..nodes.node import INFINITE, UNKNOWN
 from ..options import InputReplicationMode
 from ..spec import empty_rows, spec_of_rows
 from .distributed import SumOverRanks
@@ -119,22 +119,22 @@ class FunctionPlan(Plan):
     """
 
     def __init__(self, iterables: Sequence[Iterable[Any]], workers: Workers) -> None:
-        super().__init__(workers)
         self._iterables = [_checked(iterable) for iterable in iterables]
+        super().__init__(workers, [each.node for each in self._iterables if isinstance(each, Dataset)])
         self._row_spec: Any = None
-        self._cardinality = UNKNOWN  # until the workers have told each other
+        self._cardinality = UNKNOWN  # until `agree`
         first = self._iterables[0]
         if isinstance(first, Dataset):
             self._row_spec = first.node.row_spec
         self._own_cardinality = self._count_steps()  # opens all files, while the other workers can still be told
 
     @property
-    def datasets(self) -> tuple[Node, ...]:
-        return tuple(iterable.node for iterable in self._iterables if isinstance(iterable, Dataset))
-
-    @property
     def row_spec(self) -> Any:
         return self._row_spec
+
+    @property
+    def prefetch_depth(self) -> None:
+        return None
 
     def cardinality(self) -> int:
         return self._cardinality

@@ -1,4 +1,4 @@
-"""Which rows each worker reads at each step: a pure plan, handed integers; of MPI and strategies it knows nothing."""
+"""Plans of which rows each worker reads at each step: pure, handed integers; of MPI and strategies they know nothing."""
 
 from __future__ import annotations
 
@@ -39,19 +39,16 @@ class Step(NamedTuple):
 class Plan(ABC):
     """The steps of every epoch. Threads that read ahead hold it, and not the dataset that the user holds.
 
-    Attributes:
+    Args:
         workers: who reads.
+        datasets: what this worker reads, as far as it is made of datasets of ours.
         quorum: how many workers must have rows for a step to take place; asked where a step's rows are not known.
     """
 
-    def __init__(self, workers: Workers, quorum: int = 1) -> None:
+    def __init__(self, workers: Workers, datasets: Sequence[Node], quorum: int = 1) -> None:
         self.workers = workers
+        self.datasets = tuple(datasets)
         self.quorum = quorum
-
-    @property
-    @abstractmethod
-    def datasets(self) -> tuple[Node, ...]:
-        """What this worker reads, as far as it is made of datasets of ours."""
 
     def check(self) -> None:
         """Raise if a source of what this worker reads has changed since it was opened."""
@@ -59,14 +56,14 @@ class Plan(ABC):
             dataset.check()
 
     def count_wait(self, seconds: float) -> None:
-        """Take note how long somebody waited for what a thread reads ahead."""
+        """Take note how long the loop waited for what a thread reads ahead."""
         for dataset in self.datasets:
             dataset.count_wait(seconds)
 
     @property
-    @abstractmethod
     def row_spec(self) -> Any:
         """The specs of one row; None where not known yet."""
+        return self.datasets[0].row_spec if self.datasets else None
 
     @abstractmethod
     def cardinality(self) -> int:
@@ -83,7 +80,7 @@ class Plan(ABC):
     @property
     def prefetch_depth(self) -> int | None:
         """How many steps the user's `prefetch` says to read ahead; None where it says nothing."""
-        return None
+        return self.datasets[0].prefetch_depth if self.datasets else None
 
 
 class GlobalPlan(Plan):
@@ -94,27 +91,15 @@ class GlobalPlan(Plan):
     Args:
         dataset: of global batches.
         workers: who reads.
-        dealt: which global batches they are, in words.
+        which: the global batches that they are, in words.
     """
 
-    def __init__(self, dataset: Node, workers: Workers, dealt: str = "DATA") -> None:
-        super().__init__(workers)
-        self._dataset, self._dealt = dataset, dealt
-
-    @property
-    def datasets(self) -> tuple[Node, ...]:
-        return (self._dataset,)
-
-    @property
-    def row_spec(self) -> Any:
-        return self._dataset.row_spec
+    def __init__(self, dataset: Node, workers: Workers, which: str = "DATA") -> None:
+        super().__init__(workers, [dataset])
+        self._dataset, self._which = dataset, which
 
     def cardinality(self) -> int:
         return self._dataset.cardinality()
-
-    @property
-    def prefetch_depth(self) -> int | None:
-        return self._dataset.prefetch_depth
 
     def elements(self, epoch: int, start: int) -> Iterator[Step]:
         # No generators: their variables would hold the batch that the loop has.
@@ -140,23 +125,14 @@ class GlobalPlan(Plan):
         return blocks[0][0], blocks[-1][1]
 
     def describe(self) -> str:
-        return f"each batch cut into blocks ({self._dealt})"
+        return f"each batch cut into blocks ({self._which})"
 
 
 class NoPlan(Plan):
     """No steps at all, of a rank that only serves. It knows the dataset, so that its ranks can be compared."""
 
     def __init__(self, dataset: Node | None, workers: Workers) -> None:
-        super().__init__(workers)
-        self._dataset = dataset
-
-    @property
-    def datasets(self) -> tuple[Node, ...]:
-        return () if self._dataset is None else (self._dataset,)
-
-    @property
-    def row_spec(self) -> Any:
-        return None if self._dataset is None else self._dataset.row_spec
+        super().__init__(workers, [] if dataset is None else [dataset])
 
     def cardinality(self) -> int:
         return 0
@@ -184,25 +160,13 @@ class WorkerPlan(Plan):
         self._own = of_workers[workers.index]
         batching = self._own.batching
         whole = batching is not None and batching.drop_remainder
-        super().__init__(workers, quorum=workers.count if whole else 1)
+        super().__init__(workers, [self._own], quorum=workers.count if whole else 1)
         self._policy = policy
         # Each different dataset, and how many workers read it.
         self._different = {id(dataset): dataset for dataset in of_workers}
         self._readers = {key: sum(id(dataset) == key for dataset in of_workers) for key in self._different}
         self._whole = whole
         self._known = all(dataset.random_access for dataset in of_workers)
-
-    @property
-    def datasets(self) -> tuple[Node, ...]:
-        return (self._own,)
-
-    @property
-    def row_spec(self) -> Any:
-        return self._own.row_spec
-
-    @property
-    def prefetch_depth(self) -> int | None:
-        return self._own.prefetch_depth
 
     def cardinality(self) -> int:
         if not self._known:
@@ -224,7 +188,7 @@ class WorkerPlan(Plan):
         return map(functools.partial(self._read, own, epoch), steps)
 
     def _split(self, batch: Any) -> Step:
-        """A step of a batch whose place in the global one nobody knows."""
+        """A step of a batch whose rows in the global one are not known."""
         return Step(None, self.workers.split(batch, row_count(batch)))
 
     def _read(self, own: Iterator[tuple[int, Any]], epoch: int, step: int) -> Step:

@@ -1,4 +1,4 @@
-"""Which reader a field gets, and in which pieces its rows are read."""
+"""The choice of a reader for a field, and of the chunks in which its rows are read."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .varying import VaryingReader
 if TYPE_CHECKING:
     import h5py
 
-__all__ = ["READERS", "MixedReader", "choose_reader", "piece_starts"]
+__all__ = ["READERS", "MixedReader", "choose_reader", "chunk_starts"]
 
 READERS = ("auto", "mmap", "pread", "h5py")
-_PIECE = 1024  # rows in a piece of files that have no chunks, where other files do
+_CHUNK_ROWS = 1024  # of files that have no chunks, where other files do
 
 
 def choose_reader(storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5py.File]) -> FieldReader:
@@ -47,26 +47,26 @@ def choose_reader(storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5py
     return MixedReader([storage.rows for storage in storages], parts, readers)
 
 
-def piece_starts(storages: Sequence[Storage], reader: str) -> NDArray[np.int64] | None:
-    """Return where the pieces of a field begin that are read as a whole, then its rows; None if single rows are cheap.
+def chunk_starts(storages: Sequence[Storage], reader: str) -> NDArray[np.int64] | None:
+    """Return `Node.chunk_starts` of a field, or None if single rows are cheap.
 
-    Where data is stored in chunks these are the pieces, whoever reads them: a shuffle's order follows from them, and must
-    not depend on the packages that a rank has.
+    Chunks of the file count whatever reads them: a shuffle's order follows from them, and must not depend on the packages
+    that a rank has.
 
     Args:
         storages, reader: as for `choose_reader`.
     """
     through_hdf5 = [_way(storage, reader) == "h5py" for storage in storages]
     if any(storage.chunk_rows and storage.rows for storage in storages):
-        rows = [storage.chunk_rows or _PIECE for storage in storages]
+        rows = [storage.chunk_rows or _CHUNK_ROWS for storage in storages]
     elif all_kept(list(itertools.compress(storages, through_hdf5))):
         return None
     else:
         pairs = zip(storages, through_hdf5, strict=True)
-        rows = [storage.piece_rows if costly else _PIECE for storage, costly in pairs]
+        rows = [storage.block_rows if costly else _CHUNK_ROWS for storage, costly in pairs]
     ends = np.cumsum([storage.rows for storage in storages])
-    pieces = [np.arange(end - each.rows, end, step) for each, end, step in zip(storages, ends, rows, strict=True)]
-    return np.concatenate([*pieces, ends[-1:]])
+    chunks = [np.arange(end - each.rows, end, step) for each, end, step in zip(storages, ends, rows, strict=True)]
+    return np.concatenate([*chunks, ends[-1:]])
 
 
 def _way(storage: Storage, reader: str) -> str:

@@ -131,15 +131,15 @@ def fletcher32(data: Bytes) -> int:
     sums' bytes are swapped once in the end.
     """
     words = data[: data.size // 2 * 2].view("<u2")
-    pieces = [words[: words.size // _WORDS * _WORDS].reshape(-1, _WORDS), words[words.size // _WORDS * _WORDS :][None]]
+    parts = [words[: words.size // _WORDS * _WORDS].reshape(-1, _WORDS), words[words.size // _WORDS * _WORDS :][None]]
     first = second = 0
-    for piece in pieces:
-        length = piece.shape[1]
-        if not piece.size:
+    for part in parts:
+        length = part.shape[1]
+        if not part.size:
             continue
         # A row adds its own second sum, and its length times the first sum of all rows before it.
-        sums = piece.sum(1, dtype=np.uint32).astype(np.uint64)
-        weighted = piece.astype(np.uint32) @ np.arange(length, 0, -1, dtype=np.uint32)
+        sums = part.sum(1, dtype=np.uint32).astype(np.uint64)
+        weighted = part.astype(np.uint32) @ np.arange(length, 0, -1, dtype=np.uint32)
         before = first + np.cumsum(sums) - sums
         second += int(weighted.sum(dtype=np.uint64)) + length * int((before % np.uint64(65535)).sum())
         first += int(sums.sum())

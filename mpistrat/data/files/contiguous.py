@@ -33,7 +33,7 @@ from ..stats import StageStats
 from .handles import Descriptor, ShardFile, open_bytes
 from .storage import Contiguous, RowIndex, Storage
 
-__all__ = ["JoinedMap", "MappedReader", "Piece", "PositionalReader", "join", "place"]
+__all__ = ["Extent", "JoinedMap", "MappedReader", "PositionalReader", "assign_addresses", "join"]
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _LARGEST = 1 << 42  # bytes of addresses for one array; processes have 1 << 47
@@ -41,8 +41,8 @@ _FIXED = 0x10  # MAP_FIXED, on all of Linux's common processors
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Rows that lie in one piece in a file."""
+class Extent:
+    """Rows that are contiguous in a file."""
 
     file: ShardFile
     offset: int
@@ -51,34 +51,34 @@ class Piece:
 
 @dataclass(frozen=True)
 class JoinedMap:
-    """Rows of several pieces as one read-only array of bytes; between the pieces it must not be touched.
+    """Rows of several extents as one read-only array of bytes; between the extents it must not be touched.
 
     Attributes:
         rows: the array, of shape (rows and gaps, row_bytes).
-        first: for each piece the place of its first row in the array; None for one that is not in it.
+        first: for each extent the place of its first row in the array; None for one that is not in it.
     """
 
     rows: NDArray[np.uint8]
     first: tuple[int | None, ...]
 
 
-def place(
+def assign_addresses(
     sizes: Sequence[tuple[int, int]], row_bytes: int, page: int = _PAGE, largest: int = _LARGEST
 ) -> list[int | None]:
-    """Return an address for each piece, behind each other, so that all rows stand on one stride.
+    """Return an address for each extent, one behind the other, so that all rows stand on one stride.
 
-    None is the answer for a piece that no number of pages brings onto the stride of the first, or that has no room.
+    None is the answer for an extent that no number of pages brings onto the stride of the first, or that has no room.
 
     Args:
-        sizes: each piece's offset in its file and its bytes.
+        sizes: each extent's offset in its file and its bytes.
         row_bytes: the stride.
         page: what addresses and offsets must agree in, modulo.
-        largest: the addresses end before it, but for the first piece.
+        largest: the addresses end before it, but for the first extent.
     """
     addresses: list[int | None] = []
     common = math.gcd(page, row_bytes)
     turns = row_bytes // common
-    pages_a_step = pow(page // common, -1, turns)  # so many pages move a piece by `common` bytes, modulo the stride
+    pages_a_step = pow(page // common, -1, turns)  # so many pages move an extent by `common` bytes, modulo the stride
     start = sizes[0][0] % page
     end = 0
     for offset, nbytes in sizes:
@@ -94,8 +94,8 @@ def place(
     return addresses
 
 
-def join(pieces: Sequence[Piece], row_bytes: int) -> JoinedMap:
-    """Map those of the pieces that can stand on one stride, the first at least.
+def join(extents: Sequence[Extent], row_bytes: int) -> JoinedMap:
+    """Map those of the extents that can stand on one stride, the first at least.
 
     Raises:
         OSError: when the system does not map the file.
@@ -103,27 +103,27 @@ def join(pieces: Sequence[Piece], row_bytes: int) -> JoinedMap:
     """
     libc = _libc()
     if libc is None:
-        return _alone(pieces, row_bytes)
-    addresses = place([(piece.offset, piece.rows * row_bytes) for piece in pieces], row_bytes)
-    placed = [(piece, address) for piece, address in zip(pieces, addresses, strict=True) if address is not None]
+        return _alone(extents, row_bytes)
+    addresses = assign_addresses([(extent.offset, extent.rows * row_bytes) for extent in extents], row_bytes)
+    placed = [(extent, address) for extent, address in zip(extents, addresses, strict=True) if address is not None]
     last, start = placed[-1], placed[0][1]
     end = last[1] + last[0].rows * row_bytes
     reserved = _Reserved(libc, -(-end // _PAGE) * _PAGE)
-    for piece, address in placed:
-        reserved.map_file(piece, address, piece.rows * row_bytes)
+    for extent, address in placed:
+        reserved.map_file(extent, address, extent.rows * row_bytes)
     first = tuple(None if address is None else (address - start) // row_bytes for address in addresses)
     return JoinedMap(reserved.array(start, (end - start) // row_bytes, row_bytes), first)
 
 
-def _alone(pieces: Sequence[Piece], row_bytes: int) -> JoinedMap:
+def _alone(extents: Sequence[Extent], row_bytes: int) -> JoinedMap:
     """Without the system's own calls: a map of the first file."""
-    piece = pieces[0]
-    inside = piece.offset % _PAGE
-    nbytes = piece.rows * row_bytes
-    with closing(Descriptor(piece.file)) as descriptor:
-        mapped = mmap.mmap(descriptor.fileno(), inside + nbytes, access=mmap.ACCESS_READ, offset=piece.offset - inside)
+    extent = extents[0]
+    inside = extent.offset % _PAGE
+    nbytes = extent.rows * row_bytes
+    with closing(Descriptor(extent.file)) as descriptor:
+        mapped = mmap.mmap(descriptor.fileno(), inside + nbytes, access=mmap.ACCESS_READ, offset=extent.offset - inside)
     flat = np.frombuffer(mapped, np.uint8, count=nbytes, offset=inside)
-    return JoinedMap(flat.reshape(piece.rows, row_bytes), (0, *[None] * (len(pieces) - 1)))
+    return JoinedMap(flat.reshape(extent.rows, row_bytes), (0, *[None] * (len(extents) - 1)))
 
 
 @functools.cache
@@ -156,13 +156,13 @@ class _Reserved:
             raise OSError(number, os.strerror(number))
         return int(address)
 
-    def map_file(self, piece: Piece, address: int, nbytes: int) -> None:
-        """Put a piece of a file at an address within the range; the file need not stay open."""
-        inside = piece.offset % _PAGE
+    def map_file(self, extent: Extent, address: int, nbytes: int) -> None:
+        """Put an extent of a file at an address within the range; the file need not stay open."""
+        inside = extent.offset % _PAGE
         where, length = self._start + address - inside, inside + nbytes
-        with closing(Descriptor(piece.file)) as descriptor:
+        with closing(Descriptor(extent.file)) as descriptor:
             flags = mmap.MAP_SHARED | _FIXED
-            self._mmap(where, length, mmap.PROT_READ, flags, descriptor.fileno(), piece.offset - inside)
+            self._mmap(where, length, mmap.PROT_READ, flags, descriptor.fileno(), extent.offset - inside)
 
     def array(self, address: int, rows: int, row_bytes: int) -> NDArray[np.uint8]:
         self.__array_interface__ = {
@@ -216,7 +216,7 @@ class MappedReader(ContiguousReader):
         self._arrays: list[NDArray[np.uint8]] = []
         waiting = [shard for shard, storage in enumerate(storages) if storage.rows]
         while waiting:
-            joined = join([_piece(storages[shard]) for shard in waiting], self._row_bytes)
+            joined = join([_extent(storages[shard]) for shard in waiting], self._row_bytes)
             firsts = dict(zip(waiting, joined.first, strict=True))
             for shard, first in firsts.items():
                 if first is not None:
@@ -244,9 +244,9 @@ class MappedReader(ContiguousReader):
                 flat[own] = self._arrays[number].take(places[own], axis=0, mode="clip")
 
 
-def _piece(storage: Storage) -> Piece:
+def _extent(storage: Storage) -> Extent:
     assert isinstance(storage.layout, Contiguous)
-    return Piece(storage.file, storage.layout.offset, storage.rows)
+    return Extent(storage.file, storage.layout.offset, storage.rows)
 
 
 _BUFFERS = 1024  # that one call may fill, on Linux and macOS
@@ -289,7 +289,7 @@ class PositionalReader(ContiguousReader):
                     self._fill(storage, first * self._row_bytes, buffers, file.fileno())
 
     def _fill(self, storage: Storage, start: int, buffers: list[memoryview], descriptor: int) -> None:
-        """Read one piece of a dataset, from a byte on, into several buffers."""
+        """Read bytes of a dataset, from one on, into several buffers."""
         assert isinstance(storage.layout, Contiguous)
         position = storage.layout.offset + start
         while buffers:
@@ -315,7 +315,7 @@ class PositionalReader(ContiguousReader):
 def _runs(
     rows: NDArray[np.int64], places: NDArray[np.int64], flat: NDArray[np.uint8]
 ) -> Iterator[tuple[int, list[memoryview]]]:
-    """Runs of neighbouring rows: the first row, and the buffers that the run goes to, which are pieces of `flat`."""
+    """Runs of neighbouring rows: the first row, and the buffers that the run goes to, which are slices of `flat`."""
     new_run = np.diff(rows) != 1
     cuts = np.flatnonzero(new_run | (np.diff(places) != 1)) + 1
     begins = [True, *new_run[cuts - 1].tolist()]

@@ -26,7 +26,7 @@ from ..shards.files import PathLike, is_small, resolve, verify_alone, verify_tog
 from ..shards.shard_set import ShardSet, open_shards
 from ..spec import ArraySpec
 from ..stats import StageStats
-from .choice import READERS, choose_reader, piece_starts
+from .choice import READERS, choose_reader, chunk_starts
 from .handles import check_mpi_io, open_hdf5_files
 from .storage import Contiguous, Storage
 
@@ -59,10 +59,10 @@ class _Opened:
         self.buffers = RowBuffers()
 
     @functools.cached_property
-    def piece_starts(self) -> NDArray[np.int64] | None:
-        """Where the pieces begin of the field with the largest rows, among those in chunks if there are any."""
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        """Where the chunks begin of the field with the largest rows, among those in chunks if there are any."""
         chunked = [name for name, storages in self.storages.items() if any(each.chunk_rows for each in storages)]
-        found = {name: piece_starts(self.storages[name], self._reader) for name in chunked or self.storages}
+        found = {name: chunk_starts(self.storages[name], self._reader) for name in chunked or self.storages}
         costly = [name for name, starts in found.items() if starts is not None]
         return found[max(costly, key=lambda name: self.storages[name][0].row_bytes)] if costly else None
 
@@ -198,7 +198,7 @@ class HDF5Rows(InputRows):
         self._epoch_read = None
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Look at the files before each further pass of a repetition: one that was cut under a map kills the process."""
+        """Look at the files before each further repetition: one that was cut under a map kills the process."""
         if self._epoch_read is not None and epoch > self._epoch_read:
             self.check()
         if self._epoch_read is None:
@@ -244,7 +244,7 @@ class HDF5Rows(InputRows):
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
         """Return those of the field with the largest rows, stored in chunks if there are any."""
-        return self._open().piece_starts
+        return self._open().chunk_starts
 
     def keep(self, rows: int) -> None:
         for reader in self._open().readers.values():

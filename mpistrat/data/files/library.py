@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["LibraryReader", "all_kept"]
 
-_KEPT = 1 << 24  # bytes of pieces that are kept at least
+_KEPT = 1 << 24  # bytes of blocks that are kept at least
 _AT_ONCE = 1 << 30  # bytes read in one go at most: MPI-IO counts them in 31 bits
 
 
 class LibraryReader:
-    """Rows of everything else, through h5py. Neighbouring pieces are read in one go; the pieces read last are kept.
+    """Rows of everything else, through h5py. Neighbouring blocks are read in one go; the blocks read last are kept.
 
-    A piece is what HDF5 had better read together: the rows of a chunk, or some 256 KiB of what has no chunks.
+    A block is what HDF5 had better read together: the rows of a chunk, or some 256 KiB of what has no chunks.
     """
 
     kind = "h5py"
@@ -39,7 +39,7 @@ class LibraryReader:
         self._index = RowIndex([storage.rows for storage in storages])
         self.counters = StageStats()
         self._lock = threading.Lock()
-        self._pieces: OrderedDict[tuple[int, int], NDArray[Any]] = OrderedDict()  # the one used last at the end
+        self._blocks: OrderedDict[tuple[int, int], NDArray[Any]] = OrderedDict()  # the one used last at the end
         self._kept_bytes = 0
         self._most_bytes = _KEPT
         reasons = (storage.layout.reason for storage in storages if isinstance(storage.layout, OnlyHDF5))
@@ -58,40 +58,40 @@ class LibraryReader:
 
     def _read_shard(self, shard: int, wanted: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Read increasing rows of one file."""
-        touched = np.unique(wanted // self._storages[shard].piece_rows).tolist()
-        for first_row, block in self._blocks(shard, touched):
-            start, stop = np.searchsorted(wanted, (first_row, first_row + len(block)))
-            take_rows(block, wanted[start:stop] - first_row, out[start:stop])
+        touched = np.unique(wanted // self._storages[shard].block_rows).tolist()
+        for first_row, run in self._runs(shard, touched):
+            start, stop = np.searchsorted(wanted, (first_row, first_row + len(run)))
+            take_rows(run, wanted[start:stop] - first_row, out[start:stop])
 
-    def _blocks(self, shard: int, pieces: list[int]) -> Iterator[tuple[int, NDArray[Any]]]:
-        """The rows of some pieces of a file: those kept one by one, and runs of those that are not."""
-        piece_rows = self._storages[shard].piece_rows
-        longest = max(1, _AT_ONCE // max(1, piece_rows * self._storages[shard].row_bytes))
+    def _runs(self, shard: int, blocks: list[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+        """The rows of some blocks of a file: those kept one by one, and runs of those that are not."""
+        block_rows = self._storages[shard].block_rows
+        longest = max(1, _AT_ONCE // max(1, block_rows * self._storages[shard].row_bytes))
         run: list[int] = []
-        for piece in [*pieces, None]:
-            kept = None if piece is None else self._recall(shard, piece)
-            if run and (piece is None or kept is not None or piece != run[-1] + 1 or len(run) == longest):
-                yield run[0] * piece_rows, self._load(shard, run[0], run[-1] + 1)
+        for block in [*blocks, None]:
+            kept = None if block is None else self._recall(shard, block)
+            if run and (block is None or kept is not None or block != run[-1] + 1 or len(run) == longest):
+                yield run[0] * block_rows, self._load(shard, run[0], run[-1] + 1)
                 run = []
-            if kept is not None and piece is not None:
-                yield piece * piece_rows, kept
-            elif piece is not None:
-                run.append(piece)
+            if kept is not None and block is not None:
+                yield block * block_rows, kept
+            elif block is not None:
+                run.append(block)
 
-    def _recall(self, shard: int, piece: int) -> NDArray[Any] | None:
+    def _recall(self, shard: int, block: int) -> NDArray[Any] | None:
         with self._lock:
-            if (shard, piece) not in self._pieces:
+            if (shard, block) not in self._blocks:
                 return None
-            self._pieces.move_to_end((shard, piece))
-            return self._pieces[(shard, piece)]
+            self._blocks.move_to_end((shard, block))
+            return self._blocks[(shard, block)]
 
     def _load(self, shard: int, first: int, end: int) -> NDArray[Any]:
         storage = self._storages[shard]
-        piece_rows = storage.piece_rows
-        start, stop = first * piece_rows, min(end * piece_rows, storage.rows)
+        block_rows = storage.block_rows
+        start, stop = first * block_rows, min(end * block_rows, storage.rows)
         try:
             with self._files.lend(storage.file) as file:
-                block = _rows(file[storage.name], storage, start, stop)
+                run = _rows(file[storage.name], storage, start, stop)
         except MpistratError:
             raise
         except Exception as error:  # h5py raises many kinds for damaged data
@@ -106,35 +106,35 @@ class LibraryReader:
                     remedy=remedy,
                 )
             ) from error
-        self.counters.add(bytes_read=len(block) * storage.row_bytes, chunk_reads=end - first)
-        self._remember(shard, first, block)
-        return block
+        self.counters.add(bytes_read=len(run) * storage.row_bytes, chunk_reads=end - first)
+        self._remember(shard, first, run)
+        return run
 
-    def _remember(self, shard: int, first: int, block: NDArray[Any]) -> None:
-        """Keep the pieces that a block consists of, or as many as there is room for."""
+    def _remember(self, shard: int, first: int, run: NDArray[Any]) -> None:
+        """Keep the blocks that a run consists of, or as many as there is room for."""
         storage = self._storages[shard]
-        whole = len(block) * storage.row_bytes <= self._most_bytes  # else no part may keep the block alive
+        whole = len(run) * storage.row_bytes <= self._most_bytes  # else no part may keep the run alive
         with self._lock:
-            for piece, start in enumerate(range(0, len(block), storage.piece_rows), first):
-                rows = block[start : start + storage.piece_rows]
-                last = start + storage.piece_rows >= len(block)
-                if (whole or last) and (shard, piece) not in self._pieces:
+            for block, start in enumerate(range(0, len(run), storage.block_rows), first):
+                rows = run[start : start + storage.block_rows]
+                last = start + storage.block_rows >= len(run)
+                if (whole or last) and (shard, block) not in self._blocks:
                     self._kept_bytes += len(rows) * storage.row_bytes
-                    self._pieces[(shard, piece)] = rows if whole else rows.copy()
-            while self._kept_bytes > self._most_bytes and len(self._pieces) > 1:
-                (old, _), rows = self._pieces.popitem(last=False)
+                    self._blocks[(shard, block)] = rows if whole else rows.copy()
+            while self._kept_bytes > self._most_bytes and len(self._blocks) > 1:
+                (old, _), rows = self._blocks.popitem(last=False)
                 self._kept_bytes -= len(rows) * self._storages[old].row_bytes
 
     def expect(self, rows: NDArray[np.int64]) -> None:
         pass
 
     def keep(self, rows: int) -> None:
-        rows += 2 * max(storage.piece_rows for storage in self._storages)  # pieces of which the window has a part
+        rows += 2 * max(storage.block_rows for storage in self._storages)  # blocks of which the window has a part
         self._most_bytes = max(self._most_bytes, rows * max(storage.row_bytes for storage in self._storages))
 
 
 def all_kept(storages: Sequence[Storage]) -> bool:
-    """Whether all pieces of some storages stay in memory once they were read: then their rows are cheap.
+    """Whether all blocks of some storages stay in memory once they were read: then their rows are cheap.
 
     Example:
         >>> all_kept([])

@@ -91,7 +91,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Contiguous:
-    """The bytes in the file are the array's bytes, in one piece that begins at this offset and lies in the file."""
+    """The bytes in the file are the array's bytes, contiguous from this offset on, inside the file."""
 
     offset: int
 
@@ -125,7 +125,7 @@ class Storage:
         field: what its rows are.
         rows: how many.
         row_bytes: bytes of a row; about so many where they vary.
-        piece_rows: rows that h5py had better read together.
+        block_rows: rows that h5py had better read together.
         chunk_rows: rows of a stored chunk, whoever reads it; 0 where the data has no chunks.
         layout: how they are stored.
     """
@@ -135,7 +135,7 @@ class Storage:
     field: Field
     rows: int
     row_bytes: int
-    piece_rows: int
+    block_rows: int
     chunk_rows: int
     layout: Layout
 

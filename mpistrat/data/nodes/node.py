@@ -115,14 +115,14 @@ class Node(ABC):
     def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
         """Return the node below that makes the rows at some addresses, and their addresses there.
 
-        Gathering there gives the same: nodes that only put rows into another order pass the question on.
+        Gathering there gives the same: nodes that only put rows into another order forward the question.
         """
         return self, epochs, positions
 
     # Hints: what is cheap to read, and what will be read.
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
-        """Return where the pieces that are read as a whole begin, as row numbers, or None.
+        """Return where the chunks that are read as a whole begin, as row numbers, or None.
 
         Behind them stands the number of rows. None means that single rows are cheap to read.
         """
@@ -167,7 +167,7 @@ class Node(ABC):
         return None
 
     def count_wait(self, seconds: float) -> None:
-        """Take note how long somebody waited for what a thread reads ahead; the last `prefetch` counts."""
+        """Take note how long the loop waited for what a thread reads ahead; the last `prefetch` counts."""
         for parent in self.parents:
             parent.count_wait(seconds)
 
@@ -176,7 +176,7 @@ class Node(ABC):
         return None
 
     def check(self) -> None:
-        """Raise if a source has changed since it was opened; called as an epoch begins, and each pass of a repetition."""
+        """Raise if a source has changed since it was opened; called as an epoch begins, and each repetition."""
         for parent in self.parents:
             parent.check()
 

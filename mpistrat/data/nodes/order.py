@@ -145,7 +145,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Several passes, each an epoch of the dataset below."""
+    """Several epochs of the dataset below."""
 
     count: int | None
 
@@ -159,8 +159,8 @@ class Repeat:
     def addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
         if below in (0, INFINITE):
             return epochs, positions
-        passes, inside = np.divmod(positions, below)
-        return epochs * (1 if self.count is None else self.count) + passes, inside
+        rounds, inside = np.divmod(positions, below)
+        return epochs * (1 if self.count is None else self.count) + rounds, inside
 
     def elements(self, parent: Node, epoch: int, start: int) -> Iterator[Any]:
         first = epoch * (1 if self.count is None else self.count)

@@ -12,13 +12,13 @@ import numpy as np
 from ..._util import partition
 from ...errors import explain
 from .columns import Columns
+from .converters.converter import Converter, PresumptionError, bad_input
+from .converters.image_folder import ImageFolder
+from .converters.numpy_files import NpyFiles, NpzFile
+from .converters.table import Table
 from .set_writer import SetWriter
-from .sources.image_folder import ImageFolder
-from .sources.numpy_files import NpyFiles, NpzFile
-from .sources.source import PresumptionError, Source, bad_input
-from .sources.table import Table
 
-__all__ = ["Conversion", "convert", "open_source"]
+__all__ = ["Conversion", "convert", "open_converter"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Conversion:
 
 
 # Suffix (of a folder: "/") -> the arguments that this kind knows, and what opens it.
-_KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Source]]] = {
+_KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Converter]]] = {
     ".npy": (set(), lambda path, _: NpyFiles({path.stem: path})),
     ".npz": ({"select"}, lambda path, asked: NpzFile(path, asked.select)),
     ".csv": (
@@ -67,8 +67,8 @@ _KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Source]]] = {
 _OPTIONS = ("select", "array", "delimiter", "color", "resize")
 
 
-def open_source(asked: Conversion) -> Source:
-    """Return the rows of some files.
+def open_converter(asked: Conversion) -> Converter:
+    """Return the converter of some files.
 
     Raises:
         ValueError: for files of another kind, and arguments that their kind has no use for.
@@ -98,20 +98,20 @@ def open_source(asked: Conversion) -> Source:
 
 
 def convert(
-    source: Source,
+    converter: Converter,
     new_writer: Callable[[], SetWriter],
     dtypes: Mapping[str, np.dtype[Any]],
     progress: Callable[[int], None],
 ) -> SetWriter:
-    """Write a source's rows, each rank a contiguous block of them, and return the writer, closed. Collective.
+    """Write a converter's rows, each rank a contiguous block of them, and return the writer, closed. Collective.
 
     Where rows are of another kind than was presumed, all is looked at, and written anew.
 
     Args:
-        source: the rows.
+        converter: the rows.
         new_writer: makes what takes them; collective, and called once more where the rows are written anew.
         dtypes: dtypes that fields are converted to; `object` for text.
-        progress: is called with the number of rows of every piece, and with what was written in vain, negative.
+        progress: is called with the number of rows of every batch, and with what was written in vain, negative.
 
     Raises:
         ValueError: for values that a dtype does not hold, and text where there can be none.
@@ -122,40 +122,41 @@ def convert(
         before = done = 0
         try:
             with writer:
-                for done in _write_block(source, writer, dtypes):
+                for done in _write_block(converter, writer, dtypes):
                     progress(done - before)
                     before = done
             return writer
         except BaseException as error:  # on every rank: leaving the writer sees to that
-            if not source.presumed or not any(writer.ranks.exchange("late" * isinstance(error, PresumptionError))):
+            if not converter.presumed or not any(writer.ranks.exchange("late" * isinstance(error, PresumptionError))):
                 raise
         progress(-done)
         with writer.ranks.together():
-            source.settle()
+            converter.settle()
 
 
-def _write_block(source: Source, writer: SetWriter, dtypes: Mapping[str, np.dtype[Any]]) -> Iterator[int]:
-    """Write this rank's rows, and yield how many are written after each piece."""
+def _write_block(converter: Converter, writer: SetWriter, dtypes: Mapping[str, np.dtype[Any]]) -> Iterator[int]:
+    """Write this rank's rows, and yield how many are written after each batch."""
     rows = 0
-    for piece in _converted(source.pieces(*partition.block(source.rows, writer.ranks.size, writer.ranks.rank)), dtypes):
-        found = [name for name, array in piece.items() if array.dtype.kind in "UO"]
-        if found and not writer.chunked:
+    bounds = partition.block(converter.rows, writer.ranks.size, writer.ranks.rank)
+    for batch in _converted(converter.batches(*bounds), dtypes):
+        found = [name for name, array in batch.items() if array.dtype.kind in "UO"]
+        if found and not writer.settings.chunked:
             remedy = "Add --layout chunked, which is not read by memory map; or leave text out with --select."
             raise ValueError(
                 explain("shards write", "--layout", expected="chunked for text", got=f"text in {found}", remedy=remedy)
             )
-        writer.write(piece, "shards write", "INPUT")
-        rows += len(next(iter(piece.values())))
+        writer.write(batch, "shards write", "INPUT")
+        rows += len(next(iter(batch.values())))
         yield rows
 
 
-def _converted(pieces: Iterator[Columns], dtypes: Mapping[str, np.dtype[Any]]) -> Iterator[Columns]:
-    for piece in pieces:
-        unknown = sorted(set(dtypes) - set(piece))
+def _converted(batches: Iterator[Columns], dtypes: Mapping[str, np.dtype[Any]]) -> Iterator[Columns]:
+    for batch in batches:
+        unknown = sorted(set(dtypes) - set(batch))
         if unknown:
-            expected = f"fields among {sorted(piece)}"
+            expected = f"fields among {sorted(batch)}"
             raise ValueError(explain("shards write", "--dtype", expected=expected, got=f"{unknown}"))
-        yield {name: _cast(name, array, dtypes[name]) if name in dtypes else array for name, array in piece.items()}
+        yield {name: _cast(name, array, dtypes[name]) if name in dtypes else array for name, array in batch.items()}
 
 
 def _cast(name: str, array: Any, dtype: np.dtype[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""One HDF5 file of a set while it is being written: rows are appended piece by piece."""
+"""One HDF5 file of a set while it is being written: to which rows are appended."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from ..._util.files import digest_of_ends, digest_of_file
 from .columns import Columns, content_bytes, varies
 from .manifest import Field, ShardEntry
-from .settings import StorageFormat, row_bytes
+from .settings import ShardSettings, row_bytes
 
 if TYPE_CHECKING:
     import h5py
 
 __all__ = ["NewShard"]
 
-_PIECE = 1 << 22  # bytes that go to HDF5 at a time
+_WRITE_BYTES = 1 << 22  # bytes that go to HDF5 at a time
 _VARYING_ROWS = 1 << 12  # rows at a time where they vary in length
 _CHUNK_CACHE = 1 << 20  # HDF5's default
 
@@ -35,39 +35,31 @@ class NewShard:
     Args:
         path: where the file is made; it must not exist.
         fields: what the rows are.
-        storage: how they are stored.
+        settings: how they are stored; checked.
         capacity: the most rows that will come; None, for chunked data only, if that is not known.
-        attributes: HDF5 attributes by field.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        fields: Mapping[str, Field],
-        storage: StorageFormat,
-        capacity: int | None,
-        attributes: Mapping[str, Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, path: Path, fields: Mapping[str, Field], settings: ShardSettings, capacity: int | None) -> None:
         import h5py
 
         self.path = path
         self.rows = 0
         self.bytes = 0  # of the rows, before compression
         self.capacity = capacity
-        self._made_of = (fields, storage, attributes)
+        self._fields, self._settings = fields, settings
         self._fixed_bytes = sum(row_bytes(field) for field in fields.values() if not varies(field))
         self._varying = [name for name, field in fields.items() if varies(field)]
-        self._step = max(1, _PIECE // max(1, self._fixed_bytes))
+        self._step = max(1, _WRITE_BYTES // max(1, self._fixed_bytes))
         if self._varying:
             self._step = min(self._step, _VARYING_ROWS)
-        largest = max(storage.rows_of_chunk(field, capacity) * row_bytes(field) for field in fields.values())
-        # A chunk that is not full yet stays in HDF5's cache, or it would be compressed again with every piece.
-        cache = max(_CHUNK_CACHE, 2 * largest) if storage.chunked else _CHUNK_CACHE
+        largest = max(settings.rows_of_chunk(field, capacity) * row_bytes(field) for field in fields.values())
+        # A chunk that is not full yet stays in HDF5's cache, or it would be compressed again with every write.
+        cache = max(_CHUNK_CACHE, 2 * largest) if settings.chunked else _CHUNK_CACHE
         self._file = h5py.File(path, "x", libver="latest", rdcc_nbytes=cache)
         try:
             for name, field in fields.items():
-                dataset = storage.create(self._file, name, field, capacity)
-                for key, value in attributes.get(name, {}).items():
+                dataset = settings.create(self._file, name, field, capacity)
+                for key, value in (settings.attributes or {}).get(name, {}).items():
                     dataset.attrs[key] = value
         except BaseException:
             self._file.close()
@@ -94,7 +86,7 @@ class NewShard:
             self.bytes += content_bytes(rows)
         else:
             self.bytes += dataset.dtype.itemsize * int(np.prod(rows.shape, dtype=np.int64))
-        if rows.size and self._made_of[0][name].shape == (None,):
+        if rows.size and self._fields[name].shape == (None,):
             _write_ragged(dataset, self.rows, rows)
         elif rows.size:
             dataset[self.rows : end] = rows
@@ -109,7 +101,7 @@ class NewShard:
 
     def finish(self, name: str) -> ShardEntry:
         """Close the file, flush it to the disk, and return its entry in the manifest."""
-        short = self.capacity is not None and self.rows < self.capacity and not self._made_of[1].chunked
+        short = self.capacity is not None and self.rows < self.capacity and not self._settings.chunked
         self.close()
         if short:
             self._rewrite()
@@ -122,14 +114,12 @@ class NewShard:
         """Write the file again with contiguous datasets of as many rows as came."""
         import h5py
 
-        fields, storage, attributes = self._made_of
-        shorter = NewShard(self.path.with_suffix(".shorter"), fields, storage, self.rows, attributes)
+        shorter = NewShard(self.path.with_suffix(".shorter"), self._fields, self._settings, self.rows)
         try:
             with h5py.File(self.path, "r") as file:
                 for start in range(0, self.rows, self._step):
                     stop = min(start + self._step, self.rows)
-                    piece = {name: file[name][start:stop] for name in fields}
-                    shorter.append(piece, 0, stop - start)
+                    shorter.append({name: file[name][start:stop] for name in self._fields}, 0, stop - start)
         finally:
             shorter.close()
         shorter.path.replace(self.path)

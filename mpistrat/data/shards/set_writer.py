@@ -1,4 +1,4 @@
-"""Rows go in piece by piece, on every rank of a job, and one set of HDF5 shards comes out, or none."""
+"""The writer of a set: rows go in, some at a time, on every rank of a job; one set of HDF5 shards comes out, or none."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SetWriter", "publish", "set_pattern"]
 
-_PENDING_BYTES = 1 << 20  # small pieces are collected up to so many bytes
+_PENDING_BYTES = 1 << 20  # small writes are collected up to so many bytes
 _PENDING_ROWS = 1 << 12  # and rows
 
 
@@ -85,14 +85,11 @@ class SetWriter:
         self.ranks = Ranks(given_comm(comm, function), function)
         with self.ranks.together():
             self._pattern = set_pattern(function, target)
-            self._storage = settings.storage(function)
-            self._settings = settings = settings.divided(function)
-            self._attributes = {field: dict(values) for field, values in (settings.attributes or {}).items()}
-        how = (self._storage, settings.rows_per_shard, settings.bytes_per_shard, self._attributes)
-        self.ranks.agree(f"{function} {str(self._pattern)!r} {how}")
+            self.settings = settings.checked(function)
+        self.ranks.agree(f"{function} {str(self._pattern)!r} {self.settings}")
         self._fields: dict[str, Field] | None = None
         self._spec: dict[str, Any] = {}
-        self._pending: list[Columns] = []  # pieces that wait for more
+        self._pending: list[Columns] = []  # that wait for more
         self._pending_rows: list[dict[str, Any]] = []  # single rows that came behind them
         self._pending_bytes = 0
         self._rows_to_come = rows
@@ -102,11 +99,6 @@ class SetWriter:
         self._failed = False
         self._closed = False
         self.paths: list[Path] = []
-
-    @property
-    def chunked(self) -> bool:
-        """Whether the set is stored in chunks, which may hold text."""
-        return self._storage.chunked
 
     def write(self, rows: Any, where: str, argument: str) -> None:
         """Append rows."""
@@ -133,7 +125,7 @@ class SetWriter:
         try:
             values = conform(values, self._spec)
         except ValueError as error:
-            remedy = "Rows that differ in length are written in pieces, or from ms.data.from_generator."
+            remedy = "Rows that differ in length are written many at a time, or from ms.data.from_generator."
             text = f"{where}: {argument}: {error}" + (f". {remedy}" if "got " in str(error) else "")
             raise ValueError(text) from None
         values = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in values.items()}
@@ -188,14 +180,10 @@ class SetWriter:
 
     def _begin(self, where: str, argument: str, fields: dict[str, Field]) -> None:
         """The first rows say what all rows are."""
-        self._storage.check(where, argument, fields)
-        unknown = sorted(set(self._attributes) - set(fields))
-        if unknown:
-            expected, got = f"fields {sorted(fields)}", f"attributes of {unknown}"
-            raise ValueError(explain(where, "attributes", expected=expected, got=got))
+        self.settings.check(where, argument, fields)
         self._fields, self._spec = fields, spec_of_fields(fields)
 
-    # Small pieces are collected, and go to HDF5 together.
+    # Small writes are collected, and go to HDF5 together.
 
     def _take(self, columns: Columns) -> None:
         size, rows = sum(map(content_bytes, columns.values())), _rows(columns)
@@ -215,10 +203,10 @@ class SetWriter:
 
     def _collected(self) -> Columns | None:
         self._flush_rows()
-        pieces, self._pending, self._pending_bytes = self._pending, [], 0
-        if len(pieces) < 2:
-            return pieces[0] if pieces else None
-        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+        waiting, self._pending, self._pending_bytes = self._pending, [], 0
+        if len(waiting) < 2:
+            return waiting[0] if waiting else None
+        return {name: np.concatenate([columns[name] for columns in waiting]) for name in waiting[0]}
 
     def _flush(self) -> None:
         columns = self._collected()
@@ -240,7 +228,7 @@ class SetWriter:
     def _capacity(self) -> int | None:
         """The most rows of a shard, where that is known."""
         assert self._fields is not None
-        return self._settings.rows_of_shard(self._fields)
+        return self.settings.rows_of_shard(self._fields)
 
     def _expected_rows(self) -> int | None:
         """The most rows of the next shard, where that is known."""
@@ -251,7 +239,7 @@ class SetWriter:
 
     def _limit(self) -> int | None:
         """The bytes at which a shard is full, where the bytes of a row are not known."""
-        return self._settings.bytes_per_shard if self._capacity() is None else None
+        return self.settings.bytes_per_shard if self._capacity() is None else None
 
     def _open_shard(self, capacity: int | None) -> NewShard:
         assert self._fields is not None
@@ -262,7 +250,7 @@ class SetWriter:
             # Should nobody close this writer: only files, no communication.
             weakref.finalize(self, shutil.rmtree, self._aside, ignore_errors=True)
         path = self._aside / f"{len(self._files):05d}.h5"
-        return NewShard(path, self._fields, self._storage, capacity, self._attributes)
+        return NewShard(path, self._fields, self.settings, capacity)
 
     def _finish_shard(self) -> None:
         if self._shard is not None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Shard", "ShardSet", "open_shards"]
 
 _LARGE_ROW = 1 << 30  # bytes of a row, from which on it is worth a look whether there is memory for one
-_PIECE = 1 << 18  # bytes read at a time from data that is not chunked
+_BLOCK = 1 << 18  # bytes read at a time from data that is not chunked
 
 
 class Shard:
@@ -110,12 +110,12 @@ class Shard:
             expected = "numbers, strings or structures that lie in the declared files"
             raise self._error(name, expected, str(refused)) from None
         rows, row_bytes = int(dataset.shape[0]), self._row_bytes(dataset)
-        piece_rows = max(1, _PIECE // max(1, row_bytes))
+        block_rows = max(1, _BLOCK // max(1, row_bytes))
         if dataset.chunks:
-            piece_rows = min(piece_rows, dataset.chunks[0]) if dataset.dtype.hasobject else dataset.chunks[0]
+            block_rows = min(block_rows, dataset.chunks[0]) if dataset.dtype.hasobject else dataset.chunks[0]
         chunk_rows = dataset.chunks[0] if dataset.chunks else 0
         layout = self._layout(dataset)
-        return Storage(self._file, name, field, rows, row_bytes, int(piece_rows), int(chunk_rows), layout)
+        return Storage(self._file, name, field, rows, row_bytes, int(block_rows), int(chunk_rows), layout)
 
     def _check_rows(self, dataset: h5py.Dataset) -> None:
         """Refuse rows that nobody wrote, or that no memory holds."""
@@ -148,7 +148,7 @@ class Shard:
             chunks = Chunks.of(dataset, self._row_bytes(dataset))
             return chunks if isinstance(chunks, Chunks) else OnlyHDF5(chunks)
         if not _plain(dataset):
-            return OnlyHDF5("not stored as the array's bytes in one piece")
+            return OnlyHDF5("not stored as the array's bytes, contiguously")
         end = dataset.id.get_offset() + dataset.nbytes
         if end > self._file.bytes:  # touching a page past the end would kill the process
             raise self._error(dataset.name, f"a file of {end} bytes", f"{self._file.bytes} bytes: truncated")
@@ -164,7 +164,7 @@ class Shard:
         if dataset.chunks is None:
             offset = dataset.id.get_offset()
             if offset is None or dataset.id.get_storage_size() != rows * row_bytes:
-                return OnlyHDF5("rows of varying length, not in one piece")
+                return OnlyHDF5("rows of varying length, not contiguous")
             if offset + rows * row_bytes > self._file.bytes:
                 raise self._error(dataset.name, f"a file of {offset + rows * row_bytes} bytes", f"{self._file.bytes}")
             layout = Contiguous(offset)
@@ -195,7 +195,7 @@ class Shard:
 
 
 def _plain(dataset: h5py.Dataset) -> bool:
-    """Whether the bytes in the file are the array's bytes, in one piece."""
+    """Whether the bytes in the file are the array's bytes, contiguously."""
     import h5py
 
     return (

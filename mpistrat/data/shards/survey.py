@@ -187,7 +187,7 @@ def check_file(files: FileSet, place: int, declared: Set[Path]) -> str:
         for name, storage in Shard(path, None, declared, None).storages.items():
             dataset = file[name]
             if dataset.id.get_create_plist().get_nfilters() and dataset.chunks is not None:
-                _read(path, dataset, storage.piece_rows)
+                _read(path, dataset, storage.block_rows)
                 guarded += 1
             else:
                 unguarded += 1

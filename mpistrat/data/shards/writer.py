@@ -1,4 +1,4 @@
-"""What users write sets of shards with: ShardWriter, piece by piece, and write_shards, which writes arrays, rows or a dataset."""
+"""ShardWriter, which writes a set of shards some rows at a time, and write_shards, which writes arrays, rows or a dataset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["ShardWriter", "write_shards"]
 
 @final
 class ShardWriter:
-    """Writes rows as a set of HDF5 shards with a manifest, piece by piece, alone or on all ranks. Collective over `comm`.
+    """Writes rows as a set of HDF5 shards with a manifest, some at a time, alone or on all ranks. Collective over `comm`.
 
     Use it as a context manager. The set appears when the context ends: files are written aside, flushed to the disk and
     renamed, and an older set of the same name is replaced. If an exception ends the context, on any rank, nothing new
@@ -33,7 +33,7 @@ class ShardWriter:
     With `comm` each rank writes the rows that it is given into shards of its own; `write` needs no other rank. In the
     set the ranks' shards come in rank order. Only making a writer and leaving its context are collective.
 
-    Memory: about 1 MiB of small pieces, and 4 MiB on the way to HDF5, whatever is written. Contiguous data must
+    Memory: about 1 MiB of small writes, and 4 MiB on the way to HDF5, whatever is written. Contiguous data must
     know its length in advance, so of each rank the last shard, if it is not full, is written twice.
 
     Args:
@@ -105,7 +105,7 @@ class ShardWriter:
 
         Args:
             rows: a dict of arrays whose first axis counts the rows. Dicts in it become groups, whose fields are called
-                "group/x". All pieces, on all ranks, have the same names, dtypes and row shapes. Arrays hold numbers,
+                "group/x". All rows, on all ranks, have the same names, dtypes and row shapes. Arrays hold numbers,
                 booleans, bytes, or structures of these. Layout "chunked" also takes strings (dtype <U, or object with a
                 str in each place) and rows that differ in length (a 1-D array of dtype object that holds a 1-D array
                 for each row).
@@ -149,7 +149,7 @@ class ShardWriter:
 
 _NAME = "write_shards"
 _DATA = (_NAME, "data")  # for errors
-_ROWS = 64  # of a dataset of rows, put into one piece
+_ROWS = 64  # of a dataset, written together
 
 
 def write_shards(
@@ -180,14 +180,14 @@ def write_shards(
         data: one of
             a dict of arrays of equal length along their first axis (memory maps stay on the disk);
             an iterable of rows, each a dict of arrays, numbers and strings;
-            with `batched`, an iterable of pieces, each a dict of arrays whose first axis counts rows;
+            with `batched`, an iterable of batches, each a dict of arrays whose first axis counts rows;
             a dataset whose elements are dicts, of which one epoch is written;
             a function of (rank, number of ranks) that returns one of these.
         rows_per_shard: rows in every shard but the last.
         bytes_per_shard: instead, about so many bytes before compression.
         num_shards: instead, for arrays only, how many shards (of this rank); their rows differ by at most one. With
             none of the three, shards have about 1 GiB.
-        batched: whether the items of an iterable are pieces, not rows.
+        batched: whether the items of an iterable are batches, not rows.
         layout, compression, shuffle, fletcher32, chunk_rows, attributes: as `ShardWriter` says.
         comm: mpi4py's communicator of the ranks that write together, for instance `strategy.comm`. Without it this
             rank writes a set of its own, and must be the only one of that name.
@@ -213,7 +213,7 @@ def write_shards(
         if callable(data) and not isinstance(data, (Dataset, Mapping)):
             data = data(writer.ranks.rank, writer.ranks.size)
         if isinstance(data, Mapping):
-            _write_arrays(writer, data, settings, num_shards)
+            _write_arrays(writer, data, num_shards, rows_per_shard or bytes_per_shard)
         else:
             if num_shards is not None:
                 remedy = "Pass rows_per_shard or bytes_per_shard."
@@ -226,17 +226,16 @@ def write_shards(
     return writer.paths
 
 
-def _write_arrays(writer: SetWriter, data: Mapping[str, Any], settings: ShardSettings, num_shards: int | None) -> None:
+def _write_arrays(writer: SetWriter, data: Mapping[str, Any], num_shards: int | None, each: int | None) -> None:
     columns = columns_of(_NAME, "data", data)
     fields = fields_of(_NAME, "data", columns)
     rows = len(next(iter(columns.values())))
     if num_shards is not None:
-        each = settings.rows_per_shard or settings.bytes_per_shard
         if each is not None:
             got = f"both {num_shards} shards and {each} in each"
             raise ValueError(explain(_NAME, "", expected="one of num_shards, rows_per_shard, bytes_per_shard", got=got))
         bounds = partition.bounds(rows, positive(_NAME, "num_shards", num_shards))
-    elif rows and (step := settings.divided(_NAME).rows_of_shard(fields)) is not None:
+    elif rows and (step := writer.settings.rows_of_shard(fields)) is not None:
         bounds = partition.blocks([(0, rows)], step)
     else:
         writer.write(data, *_DATA)

@@ -52,8 +52,8 @@ def folder(strategy, mpi_tmp_path):
 
 
 @pytest.fixture
-def few_pieces(monkeypatch):
-    """Keep so few pieces that rows are read again and again, and a shuffle thinks of pieces."""
+def few_blocks(monkeypatch):
+    """Keep so few blocks that rows are read again and again, and a shuffle takes blocks for chunks."""
     from mpistrat.data.files import library
 
     monkeypatch.setattr(library, "_KEPT", 1 << 12)
@@ -73,7 +73,7 @@ def gathered(comm, rows):
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("order", ["in order", "full", "block"])
 @pytest.mark.parametrize("reader", ["auto", "h5py"])
-def test_each_row_comes_once_in_the_order_without_mpi_io(strategy, folder, few_pieces, reader, order):
+def test_each_row_comes_once_in_the_order_without_mpi_io(strategy, folder, few_blocks, reader, order):
     """A global batch is communicated between steps, while the next one is read in a thread."""
     from mpistrat.data import HDF5Dataset, permute
     from mpistrat.data.feed.distributed import distribute
@@ -97,7 +97,7 @@ def test_each_row_comes_once_in_the_order_without_mpi_io(strategy, folder, few_p
             assert batch["text"].tolist() == [f"row {i}" for i in batch["y"]]
             together = gathered(strategy.comm, batch["y"])
             assert together == expected["y"].tolist()
-            seen.append(sorted(together))  # inside a batch, rows of pieces that are read as a whole stand together
+            seen.append(sorted(together))  # inside a batch, rows of chunks that are read as a whole stand together
         assert sorted(row for rows in seen for row in rows) == list(range(ROWS))
         if order != "block":
             positions = np.arange(ROWS)
@@ -106,7 +106,7 @@ def test_each_row_comes_once_in_the_order_without_mpi_io(strategy, folder, few_p
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_threads_read_while_the_ranks_communicate(strategy, folder, few_pieces):
+def test_threads_read_while_the_ranks_communicate(strategy, folder, few_blocks):
     from mpistrat.data import HDF5Dataset
 
     def dataset():

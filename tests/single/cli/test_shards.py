@@ -131,15 +131,15 @@ def test_npz(tmp_path: Path, save: Any) -> None:
     assert found["name"].tolist() == data["name"].tolist()
 
 
-def test_a_large_archive_is_read_piece_by_piece(tmp_path: Path) -> None:
-    from mpistrat.data.shards.sources.numpy_files import NpzFile
+def test_a_large_archive_is_read_in_batches(tmp_path: Path) -> None:
+    from mpistrat.data.shards.converters.numpy_files import NpzFile
 
     data = {"x": np.arange(3_000_000.0).reshape(-1, 10), "y": np.arange(300_000, dtype=np.int16)}
     np.savez(tmp_path / "a.npz", **data)
-    pieces = list(NpzFile(tmp_path / "a.npz", None).pieces(1000, 299_000))
-    assert len(pieces) == 3  # 24.4 MB in pieces of 8.4 MB
+    batches = list(NpzFile(tmp_path / "a.npz", None).batches(1000, 299_000))
+    assert len(batches) == 3  # 24.4 MB in batches of 8.4 MB
     for name, array in data.items():
-        assert np.array_equal(np.concatenate([piece[name] for piece in pieces]), array[1000:299_000])
+        assert np.array_equal(np.concatenate([batch[name] for batch in batches]), array[1000:299_000])
 
 
 def test_a_table(tmp_path: Path) -> None:
@@ -186,13 +186,13 @@ def test_the_numbers_of_a_table_as_one_array(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_column_is_taken_for(tmp_path: Path, cells: list[str], kind: Any) -> None:
-    from mpistrat.data.shards.sources.table import Table
+    from mpistrat.data.shards.converters.table import Table
 
     (tmp_path / "t.csv").write_text("a,z\n" + "".join(f"{cell},1\n" for cell in cells))
-    piece = next(Table(tmp_path / "t.csv", None, ",", None, ()).pieces(0, len(cells)))
-    assert piece["a"].dtype == kind
+    batch = next(Table(tmp_path / "t.csv", None, ",", None, ()).batches(0, len(cells)))
+    assert batch["a"].dtype == kind
     if kind is object:
-        assert piece["a"].tolist() == cells
+        assert batch["a"].tolist() == cells
 
 
 CELLS = ["1", "-2", "+3", "007", "2.5", "1e3", "-1.5E-3", ".5", "", "nan", "-Infinity", " 1", "x", "1_0", "9" * 19, "é"]
@@ -204,7 +204,7 @@ def test_numpy_reads_numbers_as_they_are_read_cell_by_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
     """Each column holds cells of the first few kinds, so that many files hold numbers only, and blocks are of a few lines."""
-    from mpistrat.data.shards.sources import source, table
+    from mpistrat.data.shards.converters import converter, table
 
     kinds = data.draw(st.lists(st.integers(1, len(CELLS)), min_size=1, max_size=3))
     row = st.tuples(*(st.sampled_from(CELLS[:kind]) for kind in kinds))
@@ -221,11 +221,11 @@ def test_numpy_reads_numbers_as_they_are_read_cell_by_cell(
             if settled:
                 rows.settle()
             try:
-                found = list(rows.pieces(start, max(start, rows.rows)))
-            except source.PresumptionError:
+                found = list(rows.batches(start, max(start, rows.rows)))
+            except converter.PresumptionError:
                 assert rows.presumed
                 rows.settle()
-                found = list(rows.pieces(start, max(start, rows.rows)))
+                found = list(rows.batches(start, max(start, rows.rows)))
         except ShardError as error:
             return str(error)
         return rows.rows, rows.notes, [{n: (a.dtype, a.astype(str).tolist()) for n, a in p.items()} for p in found]
@@ -274,7 +274,7 @@ def test_a_late_line_with_too_many_cells_is_named(tmp_path: Path) -> None:
 
 
 def test_numbers_are_not_taken_apart_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.data.shards.sources import table
+    from mpistrat.data.shards.converters import table
 
     x = np.random.default_rng(0).normal(size=(20_000, 3))
     lines = [f"{a!r},{b!r},{i}" for i, (a, b, _) in enumerate((x / 1000).tolist())]
@@ -288,7 +288,7 @@ def test_numbers_are_not_taken_apart_cell_by_cell(tmp_path: Path, monkeypatch: p
     )
     source = table.Table(tmp_path / "t.csv", None, ",", None, ())
     found = [
-        np.concatenate(column) for column in zip(*(piece.values() for piece in source.pieces(5, 20_000)), strict=True)
+        np.concatenate(column) for column in zip(*(piece.values() for piece in source.batches(5, 20_000)), strict=True)
     ]
     assert len(taken) == 1 and 0 < taken[0] < 2000  # once the first lines, to learn what the columns hold
     assert source.notes == ["column 'a': 1 empty cell became NaN"]

@@ -167,7 +167,7 @@ def test_in_order_a_complete_pass_is_kept():
         yield from range(5)
 
     dataset = Dataset.from_generator(generate, ArraySpec((), np.int64)).cache()
-    assert "no complete pass" in str(dataset)
+    assert "no complete epoch" in str(dataset)
     for _ in range(3):
         assert [int(x) for x in dataset] == [0, 1, 2, 3, 4]
     assert len(calls) == 1
@@ -194,7 +194,7 @@ def test_in_order_an_incomplete_pass_is_dropped_with_a_word(caplog):
     dataset = Dataset.from_generator(generate, ArraySpec((), np.int64)).cache()
     with caplog.at_level(logging.WARNING, logger="mpistrat"):
         assert [int(x) for x in dataset.take(2)] == [0, 1]
-    assert "a pass ended before the dataset did" in caplog.text
+    assert "an epoch ended before the dataset did" in caplog.text
     assert [int(x) for x in dataset] == [0, 1, 2, 3, 4]
     assert [int(x) for x in dataset] == [0, 1, 2, 3, 4]
     assert len(calls) == 2

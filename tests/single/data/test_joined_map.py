@@ -1,4 +1,4 @@
-"""Rows of many files as one array: where the files' pieces are placed, what is read, and when the addresses go back."""
+"""Rows of many files as one array: where the files' extents are placed, what is read, and when the addresses go back."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 
 from mpistrat.data import HDF5Dataset
 from mpistrat.data.files import contiguous
-from mpistrat.data.files.contiguous import Piece, join, place
+from mpistrat.data.files.contiguous import Extent, assign_addresses, join
 from mpistrat.data.files.handles import ShardFile
 
 
 @settings(deadline=None)
 @given(
     row_bytes=st.integers(1, 20_000),
-    pieces=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 50)), min_size=1, max_size=12),
+    extents=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 50)), min_size=1, max_size=12),
     page=st.sampled_from([4096, 16384, 65536]),
 )
-def test_places(row_bytes: int, pieces: list[tuple[int, int]], page: int) -> None:
-    sizes = [(offset, rows * row_bytes) for offset, rows in pieces]
-    addresses = place(sizes, row_bytes, page)
+def test_places(row_bytes: int, extents: list[tuple[int, int]], page: int) -> None:
+    sizes = [(offset, rows * row_bytes) for offset, rows in extents]
+    addresses = assign_addresses(sizes, row_bytes, page)
     assert addresses[0] == sizes[0][0] % page
     end = 0
     for (offset, nbytes), address in zip(sizes, addresses, strict=True):
@@ -44,8 +44,13 @@ def test_places(row_bytes: int, pieces: list[tuple[int, int]], page: int) -> Non
 
 
 def test_what_has_no_room_is_left_for_another_array() -> None:
-    assert place([(0, 4096), (0, 4096), (0, 8192), (0, 4096)], 64, 4096, largest=12288) == [0, 4096, None, 8192]
-    assert place([(0, 1 << 20)], 64, 4096, largest=4096) == [0]
+    assert assign_addresses([(0, 4096), (0, 4096), (0, 8192), (0, 4096)], 64, 4096, largest=12288) == [
+        0,
+        4096,
+        None,
+        8192,
+    ]
+    assert assign_addresses([(0, 1 << 20)], 64, 4096, largest=4096) == [0]
 
 
 def files(directory: Path, rows: list[int], row: tuple[int, ...], pads: list[int]) -> np.ndarray:
@@ -91,7 +96,7 @@ def test_the_addresses_go_back_with_the_last_view_and_no_file_stays_open(tmp_pat
     with h5py.File(path) as file:
         offset = file["x"].id.get_offset()
     before = len(os.listdir("/proc/self/fd"))
-    joined = join([Piece(ShardFile.of(tmp_path / f"{number}.h5"), offset, 4) for number in (0, 1)], 5000)
+    joined = join([Extent(ShardFile.of(tmp_path / f"{number}.h5"), offset, 4) for number in (0, 1)], 5000)
     assert len(os.listdir("/proc/self/fd")) == before
     assert not joined.rows.flags.writeable
     view = joined.rows[1:2, 7:]

@@ -205,7 +205,7 @@ class Cached(Stage):
 
 @final
 class CachedInOrder(InOrder):
-    """Elements of a dataset that reads in order, kept in the first complete pass."""
+    """Elements of a dataset that reads in order, kept in the first complete epoch."""
 
     def __init__(self, parent: Node) -> None:
         super().__init__(parent)
@@ -218,9 +218,9 @@ class CachedInOrder(InOrder):
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         kept = self._kept
-        return self._first_pass(start) if kept is None else (_copy(element) for element in kept[start:])
+        return self._first_epoch(start) if kept is None else (_copy(element) for element in kept[start:])
 
-    def _first_pass(self, start: int) -> Iterator[Any]:
+    def _first_epoch(self, start: int) -> Iterator[Any]:
         seen: list[Any] = []
         length = self._parent.cardinality()
         since_check, complete = 0, False
@@ -242,7 +242,7 @@ class CachedInOrder(InOrder):
             if not complete and seen and self._kept is None:
                 log.once(
                     logging.WARNING,
-                    "cache(): a pass ended before the dataset did; what it had kept is dropped, and the next pass reads "
+                    "cache(): an epoch ended before the dataset did; what it had kept is dropped, and the next epoch reads "
                     "anew. Put take after cache only where the whole dataset has been read once",
                 )
 
@@ -254,7 +254,7 @@ class CachedInOrder(InOrder):
 
     def describe(self) -> str:
         if self._kept is None:
-            return "cache(): no complete pass yet"
+            return "cache(): no complete epoch yet"
         return f"cache(): {len(self._kept)} elements, {decimal_size(sum(map(_nbytes, self._kept)))} in memory"
 
 

@@ -14,7 +14,7 @@ from ....cluster.cores import usable_cores
 from ....errors import MissingDependencyError, explain
 from ..columns import Columns
 from ..files import natural_key
-from .source import Source, bad_input, piece_rows
+from .converter import Converter, bad_input, batch_rows
 
 __all__ = ["ImageFolder"]
 
@@ -24,7 +24,7 @@ _MODES = {"rgb": "RGB", "gray": "L"}
 
 
 @final
-class ImageFolder(Source):
+class ImageFolder(Converter):
     """Images of one size: `image` uint8 [height, width, 3], or [height, width] in gray, and `label` int64.
 
     Classes are numbered by their folders' names in alphabetical order; the names are an attribute of `label`. Rows come
@@ -61,8 +61,8 @@ class ImageFolder(Source):
             self.notes.append(f"left out, as they are no images: {len(others)}, such as {others[0]}")
         self._shape = self._read(self._files[0][0], None).shape
 
-    def pieces(self, start: int, stop: int) -> Iterator[Columns]:
-        step = piece_rows((np.dtype(np.uint8), self._shape))
+    def batches(self, start: int, stop: int) -> Iterator[Columns]:
+        step = batch_rows((np.dtype(np.uint8), self._shape))
         pool = ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS), "mpistrat-images")  # decoding is outside Python
         try:
             for first in range(start, stop, step):

@@ -11,7 +11,7 @@ import numpy as np
 
 from ....errors import ShardError
 from ..columns import Columns
-from .source import Source, bad_input, piece_rows
+from .converter import Converter, bad_input, batch_rows
 
 __all__ = ["NpyFiles", "NpzFile"]
 
@@ -29,7 +29,7 @@ def _check_rows(rows: Mapping[str, tuple[int, ...]], where: object) -> int:
 
 
 @final
-class NpyFiles(Source):
+class NpyFiles(Converter):
     """One array a file, by memory map.
 
     Args:
@@ -43,8 +43,8 @@ class NpyFiles(Source):
         self.attributes: dict[str, Any] = {}
         self.notes: list[str] = []
 
-    def pieces(self, start: int, stop: int) -> Iterator[Columns]:
-        step = piece_rows(*((array.dtype, array.shape[1:]) for array in self._arrays.values()))
+    def batches(self, start: int, stop: int) -> Iterator[Columns]:
+        step = batch_rows(*((array.dtype, array.shape[1:]) for array in self._arrays.values()))
         for first in range(start, stop, step):
             yield {name: array[first : min(first + step, stop)] for name, array in self._arrays.items()}
 
@@ -60,7 +60,7 @@ def _mapped(path: Path) -> np.ndarray[Any, Any]:
 
 
 @final
-class NpzFile(Source):
+class NpzFile(Converter):
     """The arrays of an archive, read in order as the rows are written.
 
     Args:
@@ -101,8 +101,8 @@ class NpzFile(Source):
                 raise bad_input(self._path, f"{name!r} row by row", "columns one after the other", remedy)
             return dtype, shape, file.tell()
 
-    def pieces(self, start: int, stop: int) -> Iterator[Columns]:
-        step = piece_rows(*((dtype, shape[1:]) for dtype, shape, _ in self._headers.values()))
+    def batches(self, start: int, stop: int) -> Iterator[Columns]:
+        step = batch_rows(*((dtype, shape[1:]) for dtype, shape, _ in self._headers.values()))
         sizes = {
             name: dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
             for name, (dtype, shape, _) in self._headers.items()

@@ -1,4 +1,4 @@
-"""What is converted into shards: rows, of which each rank reads its part, a bounded piece at a time."""
+"""The protocol of converters: rows of files of another kind, of which each rank reads its part, some at a time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from ....errors import ShardError, explain
 from ..columns import Columns
 
-__all__ = ["PresumptionError", "Source", "bad_input", "piece_rows"]
+__all__ = ["Converter", "PresumptionError", "bad_input", "batch_rows"]
 
-_PIECE_BYTES = 1 << 23
+_BATCH_BYTES = 1 << 23
 
 
 class PresumptionError(Exception):
     """A later row is of another kind than the first ones."""
 
 
-class Source(ABC):
+class Converter(ABC):
     """Rows of some files.
 
     Attributes:
@@ -35,18 +35,18 @@ class Source(ABC):
 
     @property
     def presumed(self) -> bool:
-        """Whether the files were looked at in part only, so that `pieces` may find something else."""
+        """Whether the files were looked at in part only, so that `batches` may find something else."""
         return False
 
     def settle(self) -> None:  # noqa: B027 - where nothing is presumed there is nothing to do
         """Look at all that is in the files: then nothing is presumed."""
 
     @abstractmethod
-    def pieces(self, start: int, stop: int) -> Iterator[Columns]:
-        """Return the rows from `start` to `stop` in pieces.
+    def batches(self, start: int, stop: int) -> Iterator[Columns]:
+        """Return the rows from `start` to `stop` in batches.
 
         Raises:
-            PresumptionError: when the rows are not what was presumed. `settle`, and take all pieces again.
+            PresumptionError: when the rows are not what was presumed. `settle`, and take all batches again.
         """
 
 
@@ -55,7 +55,7 @@ def bad_input(path: object, expected: str, got: object, remedy: str = "") -> Sha
     return ShardError(explain("shards write", str(path), expected=expected, got=got, remedy=remedy))
 
 
-def piece_rows(*arrays: tuple[np.dtype[Any], tuple[int, ...]]) -> int:
-    """Return how many rows of these dtypes and shapes make a piece."""
+def batch_rows(*arrays: tuple[np.dtype[Any], tuple[int, ...]]) -> int:
+    """Return how many rows of these dtypes and shapes make a batch."""
     row_bytes = sum(dtype.itemsize * int(np.prod(shape, dtype=np.int64)) for dtype, shape in arrays)
-    return max(1, _PIECE_BYTES // max(1, row_bytes))
+    return max(1, _BATCH_BYTES // max(1, row_bytes))

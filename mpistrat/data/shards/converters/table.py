@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ....errors import explain
 from ..columns import Columns
+from .converter import Converter, PresumptionError, bad_input
 from .numeric_lines import NumericLines, NumericReader
-from .source import PresumptionError, Source, bad_input
 
 __all__ = ["Table"]
 
@@ -55,11 +55,11 @@ class _Block:
 
 
 @final
-class Table(Source):
+class Table(Converter):
     """The rows of a CSV file whose first line names the columns.
 
     What the columns hold is presumed from the first block and some lines of each other block, if all that is in the
-    file may be numbers; then only `pieces` reads every number. Otherwise, and after `settle`, every cell was looked at.
+    file may be numbers; then only `batches` reads every number. Otherwise, and after `settle`, every cell was looked at.
 
     Args:
         path: the file, in UTF-8.
@@ -218,7 +218,7 @@ class Table(Source):
                 dtypes[place] = _DTYPES[_INTEGER]
         return dtypes
 
-    def pieces(self, start: int, stop: int) -> Iterator[Columns]:
+    def batches(self, start: int, stop: int) -> Iterator[Columns]:
         rows = 0
         block_number = bisect.bisect_right(self._starts, start, key=lambda each: each.row) - 1
         first = self._starts[block_number].row if start < stop else stop
