@@ -1,17 +1,21 @@
-"""Memory for batches, used again when nobody holds it any more; and the copy of rows into it."""
+"""Buffers of batches, used again; the copy of rows into them; and what was read last, kept up to a number of bytes."""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .._util.buffers import BufferPool
 
-__all__ = ["RowBuffers", "take_rows"]
+__all__ = ["LastRead", "RowBuffers", "take_rows"]
+
+T = TypeVar("T")
 
 KEPT = 6  # batches of a field: those read ahead, the one in use, the one before
 
@@ -42,3 +46,37 @@ def take_rows(array: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -
         array.take(rows, axis=0, out=out, mode="clip")  # "raise" would go through a second buffer
     else:
         out[...] = array[rows]  # take would first copy the whole array
+
+
+@final
+class LastRead(Generic[T]):
+    """A cache of least recently used values. Threads may share it.
+
+    Args:
+        limit: bytes that are kept; the value put last is kept, however large.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Hashable, tuple[T, int]] = (
+            OrderedDict()
+        )  # each with its bytes, the one used last last
+        self._bytes = 0
+
+    def get(self, key: Hashable) -> T | None:
+        """Return a value; None if it is not kept."""
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def put(self, key: Hashable, value: T, nbytes: int) -> None:
+        """Keep a value, unless one of this key is kept, and drop those used longest ago."""
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = value, nbytes
+                self._bytes += nbytes
+            while self._bytes > self.limit and len(self._values) > 1:
+                self._bytes -= self._values.popitem(last=False)[1][1]

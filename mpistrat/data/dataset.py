@@ -23,6 +23,7 @@ from .nodes.order import Configured, Prefetched, Reindexed, Repeat, Shard, Skip,
 from .nodes.sample import sampled
 from .nodes.shuffle import shuffled
 from .nodes.sources import array_rows, generated, plain_lists
+from .nodes.stage import gather_rows
 from .options import AUTOTUNE, SHARD_HINT, Options, number_of_calls
 from .spec import batch_spec
 
@@ -69,28 +70,7 @@ class Dataset:
             IndexError: for an index out of range.
             ShardError: for files that have changed.
         """
-        if self.node.batching is not None:
-            raise ValueError(
-                explain(
-                    "Dataset.rows", "", expected="a dataset of rows", got="batches", remedy="Call rows before batch."
-                )
-            )
-        if not self.node.random_access:
-            got = f"one that reads in order, for {self.describe()}"
-            raise ValueError(explain("Dataset.rows", "", expected="a dataset with random access", got=got))
-        positions = np.atleast_1d(np.asarray(indices))
-        if positions.size == 0:
-            positions = positions.astype(np.int64)
-        if positions.ndim != 1 or positions.dtype.kind not in "iu":
-            got = f"{positions.dtype} of shape {positions.shape}"
-            raise IndexError(explain("Dataset.rows", "indices", expected="integers in one axis", got=got))
-        positions = positions.astype(np.int64)
-        length = self.cardinality()
-        if positions.size and (positions.min() < 0 or 0 <= length <= positions.max()):
-            got = f"{positions.min()} to {positions.max()}"
-            raise IndexError(explain("Dataset.rows", "indices", expected=f"integers in [0, {length})", got=got))
-        self.node.check()
-        return self.node.gather(np.full(positions.size, epoch, np.int64), positions)
+        return gather_rows(self.node, indices, epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next `iter()` of this dataset begin that epoch. Do it on every rank alike."""

@@ -104,7 +104,7 @@ def _make(way: str, storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5
     return LibraryReader(storages, hdf5)
 
 
-class MixedReader:
+class MixedReader(FieldReader):
     """Shares rows out to several readers, each of which reads some of the files.
 
     Args:

@@ -20,7 +20,7 @@ from ..buffers import take_rows
 from ..stats import StageStats
 from .codecs import DecodeError
 from .handles import open_bytes
-from .storage import Chunks, Storage
+from .storage import Chunks, FieldReader, Storage
 
 __all__ = ["CACHE_BYTES", "ChunkCache", "ChunkFiles", "ChunkedReader"]
 
@@ -74,13 +74,11 @@ class ChunkFiles:
         scratch = getattr(self._scratch, "raw", None)
         if scratch is None:
             scratch = self._scratch.raw = np.empty(self._largest, np.uint8)
-        raw, read = scratch[: int(layout.sizes[chunk])], 0
+        raw = scratch[: int(layout.sizes[chunk])]
         with self._files.lend(storage.file) as file:
-            while read < raw.size:
-                count = os.preadv(file.fileno(), [raw.data[read:]], offset + read)
-                if not count:
-                    raise _error(storage, chunk, f"{read} bytes: the file was truncated")
-                read += count
+            read = file.read_into(raw.data, offset)
+        if read < raw.size:
+            raise _error(storage, chunk, f"{read} bytes: the file was truncated")
         try:
             layout.pipeline.decode(raw, int(layout.masks[chunk]), out)
         except DecodeError as error:
@@ -313,7 +311,7 @@ CACHE_BYTES = 1 << 25  # decoded chunks of one field that are kept, unless a shu
 _SLACK = 5  # chunks beside the windows: the one that the thread is in, and those by which windows differ
 
 
-class ChunkedReader:
+class ChunkedReader(FieldReader):
     """Rows of chunked data over all shards. Chunks that were read are kept decoded, up to a fixed number of bytes.
 
     Args:
@@ -323,9 +321,8 @@ class ChunkedReader:
         ShardError: for a chunk that lies outside its file.
     """
 
-    reason = ""
-
     def __init__(self, storages: Sequence[Storage]) -> None:
+        super().__init__(storages)
         files = ChunkFiles([storage for storage in storages if storage.rows])
         self._files = files
         self._starts = files.row_starts
@@ -335,7 +332,6 @@ class ChunkedReader:
         self._lock = threading.Lock()  # of the cache's making
         self._reading = threading.Lock()  # one thread reads rows at a time; decoding is what is done in several
         self._cache: ChunkCache | None = None
-        self.counters = StageStats()
         names = sorted({layout.pipeline.name for layout in files.layouts if layout.pipeline.name})
         self.kind = f"raw chunks, decoded by {', '.join(names)}" if names else "raw chunks"
 
@@ -351,7 +347,7 @@ class ChunkedReader:
         with self._lock:
             if self._cache is None:
                 slot_bytes = self._slot_rows * self._row_bytes
-                self._cache = ChunkCache(len(self._files), slot_bytes, self._slots, self._files.decode, self.counters)
+                self._cache = ChunkCache(len(self._files), slot_bytes, self._slots, self._files.decode, self._counters)
             return self._cache
 
     def _chunks_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ import mmap
 import os
 import sys
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 
 from ...errors import ShardError, explain
 from ..buffers import take_rows
-from ..stats import StageStats
 from .handles import Descriptor, ShardFile, open_bytes
-from .storage import Contiguous, RowIndex, Storage
+from .storage import Contiguous, FieldReader, Storage
 
 __all__ = ["Extent", "JoinedMap", "MappedReader", "PositionalReader", "assign_addresses", "join"]
 
@@ -171,31 +170,23 @@ class _Reserved:
         return np.asarray(self)  # which holds this object
 
 
-class ContiguousReader(ABC):
+class ContiguousReader(FieldReader):
     """Rows of contiguous data, copied as bytes: alignment and byte order do not matter, and single rows are cheap."""
 
     def __init__(self, storages: Sequence[Storage]) -> None:
-        self._storages = storages
-        self._index = RowIndex([storage.rows for storage in storages])
+        super().__init__(storages)
         self._row_bytes = storages[0].row_bytes
-        self.counters = StageStats()
 
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
         if out.nbytes == 0:
             return
         flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self._row_bytes)
-        self.counters.add(bytes_read=flat.nbytes)
+        self._counters.add(bytes_read=flat.nbytes)
         self._copy(rows, flat)
 
     @abstractmethod
     def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
         """Copy the bytes of rows, at least one, each to its place."""
-
-    def expect(self, rows: NDArray[np.int64]) -> None:  # noqa: B027 - there is nothing to prepare
-        pass
-
-    def keep(self, rows: int) -> None:  # noqa: B027
-        pass
 
 
 @final
@@ -206,8 +197,6 @@ class MappedReader(ContiguousReader):
         OSError: when the system does not map the files.
         ShardError: for a file that has changed.
     """
-
-    reason = ""
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         super().__init__(storages)

@@ -195,6 +195,13 @@ class Descriptor:
     def fileno(self) -> int:
         return self._number
 
+    def read_into(self, buffer: memoryview, position: int) -> int:
+        """Fill a buffer with the bytes from a position on; return how many they are, fewer at the end of the file."""
+        read = 0
+        while read < len(buffer) and (count := os.preadv(self._number, [buffer[read:]], position + read)):
+            read += count
+        return read
+
     def close(self) -> None:
         os.close(self._number)
 

@@ -72,15 +72,8 @@ class HDF5Rows(InputRows):
     """The rows of HDF5 files, one file after the other; see `HDF5Dataset`."""
 
     def __init__(
-        self,
-        files: PathLike | Sequence[PathLike],
-        fields: Fields = None,
-        *,
-        verify: bool | Literal["auto"] = "auto",
-        reader: str = "auto",
-        on_error: str = "raise",
-        driver: str | None = None,
-    ) -> None:
+        self, files: PathLike | Sequence[PathLike], fields: Fields, verify: object, reader: str, on_error: str, driver: str | None
+    ) -> None:  # fmt: skip
         self._structure = _structure(fields)
         _one_of("reader", reader, READERS)
         _one_of("on_error", on_error, ("raise", "skip"))
@@ -181,7 +174,7 @@ class HDF5Rows(InputRows):
         return np.cumsum([0, *(shard.rows for shard in self._open().shards)])
 
     def bind(self, group: ProcessGroup) -> Node:
-        # Whatever this rank has looked at already, the others may not have.
+        # What this rank has looked at already, the others may not have.
         verify_together(self._files if self._to_verify else None, group)
         self._to_verify = False
         return super().bind(group)
@@ -375,7 +368,7 @@ class HDF5Dataset(Dataset):
         on_error: str = "raise",
         driver: str | None = None,
     ) -> None:
-        self._rows = HDF5Rows(files, fields, verify=verify, reader=reader, on_error=on_error, driver=driver)
+        self._rows = HDF5Rows(files, fields, verify, reader, on_error, driver)
         super().__init__(self._rows)
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MpistratError, ShardError, explain
-from ..buffers import take_rows
-from ..stats import StageStats
+from ..buffers import LastRead, take_rows
 from .handles import OpenFiles
-from .storage import OnlyHDF5, RowIndex, Storage
+from .storage import FieldReader, OnlyHDF5, Storage
 
 if TYPE_CHECKING:
     import h5py
@@ -25,7 +22,7 @@ _KEPT = 1 << 24  # bytes of blocks that are kept at least
 _AT_ONCE = 1 << 30  # bytes read in one go at most: MPI-IO counts them in 31 bits
 
 
-class LibraryReader:
+class LibraryReader(FieldReader):
     """Rows of everything else, through h5py. Neighbouring blocks are read in one go; the blocks read last are kept.
 
     A block is what HDF5 had better read together: the rows of a chunk, or some 256 KiB of what has no chunks.
@@ -34,14 +31,9 @@ class LibraryReader:
     kind = "h5py"
 
     def __init__(self, storages: Sequence[Storage], files: OpenFiles[h5py.File]) -> None:
-        self._storages = storages
+        super().__init__(storages)
         self._files = files
-        self._index = RowIndex([storage.rows for storage in storages])
-        self.counters = StageStats()
-        self._lock = threading.Lock()
-        self._blocks: OrderedDict[tuple[int, int], NDArray[Any]] = OrderedDict()  # the one used last at the end
-        self._kept_bytes = 0
-        self._most_bytes = _KEPT
+        self._kept = LastRead[NDArray[Any]](_KEPT)  # blocks, by file and number
         reasons = (storage.layout.reason for storage in storages if isinstance(storage.layout, OnlyHDF5))
         self.reason = "; ".join(dict.fromkeys(reasons))
 
@@ -69,7 +61,7 @@ class LibraryReader:
         longest = max(1, _AT_ONCE // max(1, block_rows * self._storages[shard].row_bytes))
         run: list[int] = []
         for block in [*blocks, None]:
-            kept = None if block is None else self._recall(shard, block)
+            kept = None if block is None else self._kept.get((shard, block))
             if run and (block is None or kept is not None or block != run[-1] + 1 or len(run) == longest):
                 yield run[0] * block_rows, self._load(shard, run[0], run[-1] + 1)
                 run = []
@@ -77,13 +69,6 @@ class LibraryReader:
                 yield block * block_rows, kept
             elif block is not None:
                 run.append(block)
-
-    def _recall(self, shard: int, block: int) -> NDArray[Any] | None:
-        with self._lock:
-            if (shard, block) not in self._blocks:
-                return None
-            self._blocks.move_to_end((shard, block))
-            return self._blocks[(shard, block)]
 
     def _load(self, shard: int, first: int, end: int) -> NDArray[Any]:
         storage = self._storages[shard]
@@ -106,31 +91,23 @@ class LibraryReader:
                     remedy=remedy,
                 )
             ) from error
-        self.counters.add(bytes_read=len(run) * storage.row_bytes, chunk_reads=end - first)
+        self._counters.add(bytes_read=len(run) * storage.row_bytes, chunk_reads=end - first)
         self._remember(shard, first, run)
         return run
 
     def _remember(self, shard: int, first: int, run: NDArray[Any]) -> None:
         """Keep the blocks that a run consists of, or as many as there is room for."""
         storage = self._storages[shard]
-        whole = len(run) * storage.row_bytes <= self._most_bytes  # else no part may keep the run alive
-        with self._lock:
-            for block, start in enumerate(range(0, len(run), storage.block_rows), first):
-                rows = run[start : start + storage.block_rows]
-                last = start + storage.block_rows >= len(run)
-                if (whole or last) and (shard, block) not in self._blocks:
-                    self._kept_bytes += len(rows) * storage.row_bytes
-                    self._blocks[(shard, block)] = rows if whole else rows.copy()
-            while self._kept_bytes > self._most_bytes and len(self._blocks) > 1:
-                (old, _), rows = self._blocks.popitem(last=False)
-                self._kept_bytes -= len(rows) * self._storages[old].row_bytes
-
-    def expect(self, rows: NDArray[np.int64]) -> None:
-        pass
+        whole = len(run) * storage.row_bytes <= self._kept.limit  # else no part may keep the run alive
+        for block, start in enumerate(range(0, len(run), storage.block_rows), first):
+            rows = run[start : start + storage.block_rows]
+            last = start + storage.block_rows >= len(run)
+            if whole or last:
+                self._kept.put((shard, block), rows if whole else rows.copy(), len(rows) * storage.row_bytes)
 
     def keep(self, rows: int) -> None:
         rows += 2 * max(storage.block_rows for storage in self._storages)  # blocks of which the window has a part
-        self._most_bytes = max(self._most_bytes, rows * max(storage.row_bytes for storage in self._storages))
+        self._kept.limit = max(self._kept.limit, rows * max(storage.row_bytes for storage in self._storages))
 
 
 def all_kept(storages: Sequence[Storage]) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,21 +183,28 @@ class RowIndex:
                 yield int(shards[start]), slice(start, stop)
 
 
-class FieldReader(Protocol):
+class FieldReader(ABC):
     """Reads rows of one field of a whole set of files. Rows are numbered through the files, in the set's order."""
 
     kind: str  # how it reads, in a few words
-    reason: str  # why not in a quicker way; empty where there is none
+    reason = ""  # why not in a quicker way; empty where there is none
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        self._storages = storages
+        self._index = RowIndex([storage.rows for storage in storages])
+        self._counters = StageStats()
 
     @property
     def counters(self) -> StageStats:
         """What it has read so far."""
+        return self._counters
 
+    @abstractmethod
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Copy rows, in range and in any order, into a C-contiguous buffer of the field's dtype."""
 
-    def expect(self, rows: NDArray[np.int64]) -> None:
+    def expect(self, rows: NDArray[np.int64]) -> None:  # noqa: B027
         """Take note that these rows will be read soon."""
 
-    def keep(self, rows: int) -> None:
+    def keep(self, rows: int) -> None:  # noqa: B027
         """Take note that rows are read in windows of so many: what is read as a whole is kept for as long."""

@@ -6,10 +6,7 @@ object in it. A collection is a header, then objects behind each other, each wit
 
 from __future__ import annotations
 
-import os
 import struct
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShardError, explain
+from ..buffers import LastRead
 from ..stats import StageStats
 from .handles import open_bytes
-from .storage import FieldReader, RowIndex, Storage
+from .storage import FieldReader, Storage
 
 __all__ = ["POINTER", "VaryingReader"]
 
@@ -34,18 +32,18 @@ class _Collection:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.objects: dict[int, tuple[int, int]] = {}  # place and bytes, by index
-        place = _COLLECTION.size
-        while place + _OBJECT.size <= len(data):
-            index, _, size = _OBJECT.unpack_from(data, place)
+        self.objects: dict[int, tuple[int, int]] = {}  # start and bytes, by index
+        start = _COLLECTION.size
+        while start + _OBJECT.size <= len(data):
+            index, _, size = _OBJECT.unpack_from(data, start)
             step = _OBJECT.size + (size + 7) // 8 * 8 if index else size  # what is free counts its own header
-            if not _OBJECT.size <= step <= len(data) - place:
-                raise ValueError(f"an object of {size} bytes at {place} of {len(data)}")
-            self.objects[index] = (place + _OBJECT.size, size)
-            place += step
+            if not _OBJECT.size <= step <= len(data) - start:
+                raise ValueError(f"an object of {size} bytes at {start} of {len(data)}")
+            self.objects[index] = (start + _OBJECT.size, size)
+            start += step
 
 
-class VaryingReader:
+class VaryingReader(FieldReader):
     """Strings as `str`, and rows of numbers as arrays, of a length of their own. Collections read last are kept.
 
     Args:
@@ -53,19 +51,13 @@ class VaryingReader:
         pointers: reads their pointers, of POINTER's dtype.
     """
 
-    reason = ""
-
     def __init__(self, storages: Sequence[Storage], pointers: FieldReader) -> None:
+        super().__init__(storages)
         self.kind = f"global heap, pointers by {pointers.kind}"
-        self._storages = storages
         self._dtype = storages[0].field.dtype
         self._pointers = pointers
-        self._index = RowIndex([storage.rows for storage in storages])
         self._files = open_bytes()
-        self._counters = StageStats()
-        self._lock = threading.Lock()
-        self._collections: OrderedDict[tuple[int, int], _Collection] = OrderedDict()  # the one used last at the end
-        self._kept_bytes = 0
+        self._kept = LastRead[_Collection](_KEPT)  # collections, by file and address
 
     @property
     def counters(self) -> StageStats:
@@ -99,47 +91,35 @@ class VaryingReader:
         lengths, indices = pointers["length"].tolist(), pointers["index"].tolist()
         try:
             for at, length, index in zip(places, lengths, indices, strict=True):
-                place, size = objects.get(index, (0, 0))
+                start, size = objects.get(index, (0, 0))
                 if length * (1 if text else self._dtype.itemsize) > size:
                     raise self._error(shard, address, f"{length} items of object {index}", f"{size} bytes")
                 if text:
-                    values[at] = data[place : place + length].partition(b"\0")[0].decode()
+                    values[at] = data[start : start + length].partition(b"\0")[0].decode()
                 else:
-                    values[at] = np.frombuffer(data, self._dtype, length, place).copy()
+                    values[at] = np.frombuffer(data, self._dtype, length, start).copy()
         except UnicodeDecodeError as error:
             raise self._error(shard, address, "text in UTF-8", str(error)) from error
 
     def _collection(self, shard: int, address: int) -> _Collection:
-        key = shard, address
-        with self._lock:
-            found = self._collections.get(key)
-            if found is not None:
-                self._collections.move_to_end(key)
-                return found
-        collection = self._load(shard, address)
-        with self._lock:
-            if key not in self._collections:
-                self._kept_bytes += len(collection.data)
-            self._collections[key] = collection
-            while self._kept_bytes > _KEPT and len(self._collections) > 1:
-                self._kept_bytes -= len(self._collections.popitem(last=False)[1].data)
+        collection = self._kept.get((shard, address))
+        if collection is None:
+            collection = self._load(shard, address)
+            self._kept.put((shard, address), collection, len(collection.data))
         return collection
 
     def _load(self, shard: int, address: int) -> _Collection:
         file = self._storages[shard].file
         room = file.bytes - address
         with self._files.lend(file) as opened:
-            head = os.pread(opened.fileno(), _COLLECTION.size, address) if room >= _COLLECTION.size else b""
-            mark, version, size = _COLLECTION.unpack(head) if len(head) == _COLLECTION.size else (b"", 0, 0)
+            head = bytearray(_COLLECTION.size)
+            complete = room >= len(head) and opened.read_into(memoryview(head), address) == len(head)
+            mark, version, size = _COLLECTION.unpack(head) if complete else (b"", 0, 0)
             if mark != b"GCOL" or version != 1 or not _COLLECTION.size <= size <= room:
                 raise self._error(shard, address, "a collection of objects", "something else")
             data = bytearray(size)
-            read = 0
-            while read < size:
-                count = os.preadv(opened.fileno(), [memoryview(data)[read:]], address + read)
-                if not count:
-                    raise self._error(shard, address, f"{size} bytes", "the end of the file")
-                read += count
+            if opened.read_into(memoryview(data), address) < size:
+                raise self._error(shard, address, f"{size} bytes", "the end of the file")
         self._counters.add(bytes_read=size, chunk_reads=1)
         try:
             return _Collection(bytes(data))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, final
 
@@ -26,14 +26,10 @@ class Batches(Stage):
 
     _function: str  # of Dataset, that makes it
 
-    def __init__(self, parent: Node, batching: Batching) -> None:
-        super().__init__(parent)
+    def __init__(self, parent: Node, batching: Batching, *settings: Any) -> None:
+        super().__init__(parent, batching, *settings)
         self._batching = batching
         self._buffers = RowBuffers()
-
-    @abstractmethod
-    def _over(self, parent: Node, batching: Batching) -> Node:
-        """The same stage over another parent or of another size."""
 
     @abstractmethod
     def _stack(self, rows: list[Any]) -> Any:
@@ -73,10 +69,8 @@ class Batches(Stage):
 
     def resized(self, size: int) -> Node:
         """The same stage with batches of another size."""
-        return self._over(self._parent, replace(self._batching, size=size))
-
-    def rebuild(self, parents: Sequence[Node]) -> Node:
-        return self._over(parents[0], self._batching)
+        batching, *settings = self._settings
+        return type(self)(self._parent, replace(batching, size=size), *settings)
 
     def describe(self) -> str:
         return f"{self._function}({self._batching.size}, drop_remainder={self._batching.drop_remainder})"
@@ -113,9 +107,6 @@ class Batched(Batches):
         if not self._checked:
             _ = self.row_spec  # raises for ragged rows
         return self._parent.read_plan(epochs, positions)
-
-    def _over(self, parent: Node, batching: Batching) -> Node:
-        return Batched(parent, batching)
 
     def _stack(self, rows: list[Any]) -> Any:
         return stack_rows(rows, self.row_spec, self._buffers)
@@ -206,7 +197,7 @@ class Padded(Batches):
     _function = "padded_batch"
 
     def __init__(self, parent: Node, batching: Batching, padding: Padding) -> None:
-        super().__init__(parent, batching)
+        super().__init__(parent, batching, padding)
         self._padding = padding
 
     @property
@@ -251,9 +242,6 @@ class Padded(Batches):
         for i, row in enumerate(rows):
             out[i][tuple(slice(n) for n in row.shape)] = row
         return out
-
-    def _over(self, parent: Node, batching: Batching) -> Node:
-        return Padded(parent, batching, self._padding)
 
     def _stack(self, rows: list[Any]) -> Any:
         spec = self._parent.row_spec
@@ -321,9 +309,6 @@ class Unbatched(Stage):
     def chunk_starts(self) -> NDArray[Any] | None:
         return cut_chunks(self._rows.chunk_starts(), 0, self.cardinality()) if self._rows is not None else None
 
-    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
-        return itertools.islice(self._all(epoch), start, None)
-
     def _all(self, epoch: int) -> Iterator[Any]:
         for batch in self._parent.elements(epoch):
             counts = {len(leaf) for leaf in nest.flatten(batch)}
@@ -332,9 +317,6 @@ class Unbatched(Stage):
                 raise ValueError(explain("Dataset.unbatch", "", expected=expected, got=got))
             if row_count(batch):
                 yield from unstack_rows(batch)
-
-    def rebuild(self, parents: Sequence[Node]) -> Node:
-        return Unbatched(parents[0])
 
     def describe(self) -> str:
         return "unbatch()"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from ..buffers import RowBuffers
 from ..spec import row_count
 from .calls import call, name_of
 from .node import INFINITE, UNKNOWN, Addresses, Batching, Node, Traits
-from .stage import Combined, InOrder, cut_chunks
+from .stage import Combined, InOrder, cut_chunks, one_address
 
 __all__ = ["Concatenate", "Interleaved", "Join", "Joined", "Zipped", "compare_specs", "total"]
 
@@ -50,7 +51,7 @@ class Zipped(Combined):
 
     def locate(self, epoch: int, position: int) -> Addresses:
         if self._batching is None:
-            return np.array([epoch], np.int64), np.array([position], np.int64)
+            return one_address(epoch, position)
         counts = {int(parent.locate(epoch, position)[0].size) for parent in self._parents}
         if len(counts) > 1:
             raise _uneven(position, sorted(counts))
@@ -114,20 +115,24 @@ def _uneven(position: int, counts: list[int]) -> ValueError:
 Choices = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # which dataset, its epoch, its position
 
 
-class Join(Protocol):
+class Join(ABC):
     """Which dataset's element stands where."""
 
+    @abstractmethod
     def cardinality(self, below: Sequence[int]) -> int:
         """How many elements, from how many each dataset has."""
 
+    @abstractmethod
     def choices(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: Sequence[int]) -> Choices:
         """Which dataset and which of its elements, for random access."""
 
+    @abstractmethod
     def elements(self, parents: Sequence[Node], epoch: int, start: int) -> Iterator[Any]:
         """The elements from a position on, where a dataset reads in order."""
 
     def chunks(self, starts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64] | None:
         """Where the chunks begin, if chunks are left together."""
+        return None
 
 
 def total(counts: Sequence[int]) -> int:
@@ -138,7 +143,7 @@ def total(counts: Sequence[int]) -> int:
 
 
 @final
-class Concatenate:
+class Concatenate(Join):
     """All elements of the first dataset, then all of the second, and so on."""
 
     def cardinality(self, below: Sequence[int]) -> int:
@@ -202,7 +207,7 @@ class Joined(Combined):
         return which, own, positions
 
     def locate(self, epoch: int, position: int) -> Addresses:
-        here = np.array([epoch], np.int64), np.array([position], np.int64)
+        here = one_address(epoch, position)
         if self._batching is None:
             return here
         below = [parent.cardinality() for parent in self._parents]
@@ -280,7 +285,7 @@ class Interleaved(InOrder):
     """Blocks of elements from each of several open datasets in turn. They are known in order only."""
 
     def __init__(self, parent: Node, function: Callable[..., Any], cycle_length: int, block_length: int) -> None:
-        super().__init__(parent)
+        super().__init__(parent, function, cycle_length, block_length)
         self._function = function
         self._cycle_length = cycle_length
         self._block_length = block_length
@@ -333,9 +338,6 @@ class Interleaved(InOrder):
     def cardinality(self) -> int:
         return 0 if self._parent.cardinality() == 0 else UNKNOWN
 
-    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
-        return itertools.islice(self._all(epoch), start, None)
-
     def _all(self, epoch: int) -> Iterator[Any]:
         """TF's order: a dataset that has ended gives up its turn, and the next takes its place one round later."""
         below = enumerate(self._parent.elements(epoch))
@@ -358,9 +360,6 @@ class Interleaved(InOrder):
     @property
     def _name(self) -> str:
         return "flat_map" if self._cycle_length == 1 else "interleave"
-
-    def rebuild(self, parents: Sequence[Node]) -> Node:
-        return Interleaved(parents[0], self._function, self._cycle_length, self._block_length)
 
     def describe(self) -> str:
         lengths = f", cycle_length={self._cycle_length}, block_length={self._block_length}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,7 +24,7 @@ class Mapped(Stage):
     """A function of every element."""
 
     def __init__(self, parent: Node, calls: Calls, row_spec: Any = None) -> None:
-        super().__init__(parent)
+        super().__init__(parent, calls, row_spec)
         self._calls = calls
         self._given = row_spec
         self._row_spec = row_spec
@@ -185,9 +184,6 @@ class Mapped(Stage):
             else:
                 yield self._checked(result, counts.pop(position), position)
 
-    def rebuild(self, parents: Sequence[Node]) -> Node:
-        return Mapped(parents[0], self._calls, self._given)
-
     def describe(self) -> str:
         calls = self._calls
         more = "" if calls.parallel is None else f", {calls.told} {'processes' if calls.processes else 'threads'}"
@@ -198,14 +194,14 @@ class Filtered(InOrder):
     """The elements for which a function is true. They are known in order only."""
 
     def __init__(self, parent: Node, predicate: Callable[..., Any]) -> None:
-        super().__init__(parent)
+        super().__init__(parent, predicate)
         self._predicate = predicate
 
     def cardinality(self) -> int:
         return 0 if self._parent.cardinality() == 0 else UNKNOWN
 
-    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
-        return itertools.islice(filter(self._keeps, self._parent.elements(epoch)), start, None)
+    def _all(self, epoch: int) -> Iterator[Any]:
+        return filter(self._keeps, self._parent.elements(epoch))
 
     def _keeps(self, element: Any) -> bool:
         kept = call(self._predicate, element)
@@ -217,9 +213,6 @@ class Filtered(InOrder):
             raise TypeError(explain("Dataset.filter", "predicate", expected="a function that returns a bool", got=got))
         return bool(answer.item())
 
-    def rebuild(self, parents: Sequence[Node]) -> Node:
-        return Filtered(parents[0], self._predicate)
-
     def describe(self) -> str:
         return f"filter({name_of(self._predicate)})"
 
@@ -228,7 +221,7 @@ class Enumerated(Stage):
     """Rows with their positions, counted from a start, in front."""
 
     def __init__(self, parent: Node, start: int = 0) -> None:
-        super().__init__(parent)
+        super().__init__(parent, start)
         self._start = start
 
     @property
@@ -240,9 +233,6 @@ class Enumerated(Stage):
 
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
         return ((np.int64(self._start + i), row) for i, row in enumerate(self._parent.elements(epoch, start), start))
-
-    def rebuild(self, parents: Sequence[Node]) -> Node:
-        return Enumerated(parents[0], self._start)
 
     def describe(self) -> str:
         return f"enumerate({self._start or ''})"

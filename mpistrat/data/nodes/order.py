@@ -1,12 +1,12 @@
-"""The same elements: in another order (take, skip, repeat, shard, full shuffle), or with a word about the whole chain."""
+"""Orders of the same elements (take, skip, repeat, shard, full shuffle), and settings of the whole chain."""
 
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from ..options import SHARD_HINT, Options
 from ..permutation import localities, permute
 from ..stats import StageStats
 from .node import INFINITE, UNKNOWN, Addresses, Node, ReadPlan, Traits
-from .stage import SameElements, Stage, cut_chunks
+from .stage import SameElements, Stage, cut_chunks, one_address
 
 __all__ = [
     "Configured",
@@ -35,20 +35,32 @@ __all__ = [
 ]
 
 
-class Order(Protocol):
+class Order(ABC):
     """Which element of the dataset below stands where."""
+
+    @property
+    def hinted(self) -> bool:
+        """Whether its numbers are still to come."""
+        return False
+
+    def check(self) -> None:  # noqa: B027
+        """Raise if no elements can be read."""
 
     def cardinality(self, below: int) -> int:
         """How many elements, from how many there are below."""
+        return below
 
+    @abstractmethod
     def addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
         """The addresses below, for random access."""
 
     def elements(self, parent: Node, epoch: int, start: int) -> Iterator[Any]:
         """The elements from a position on, of a parent that reads in order."""
+        raise NotImplementedError(f"{self} needs random access")
 
     def chunks(self, starts: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
         """Where the chunks begin in this order, if it leaves chunks together."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -78,27 +90,18 @@ class ShuffleSettings:
 
 
 @dataclass(frozen=True)
-class Shuffle(ShuffleSettings):
+class Shuffle(ShuffleSettings, Order):
     """A full shuffle."""
-
-    def cardinality(self, below: int) -> int:
-        return below
 
     def addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64], below: int) -> Addresses:
         return self.rows(epochs, positions, lambda key, own: permute(own, below, seed=self.seed, epoch=key))
-
-    def elements(self, parent: Node, epoch: int, start: int) -> Iterator[Any]:
-        raise NotImplementedError("a full shuffle needs random access")
-
-    def chunks(self, starts: NDArray[np.int64] | None) -> None:
-        return None
 
     def __str__(self) -> str:
         return f"{super().__str__()}: full: {self.why}"
 
 
 @dataclass(frozen=True)
-class Take:
+class Take(Order):
     """The first elements."""
 
     count: int
@@ -122,7 +125,7 @@ class Take:
 
 
 @dataclass(frozen=True)
-class Skip:
+class Skip(Order):
     """All but the first elements."""
 
     count: int
@@ -144,7 +147,7 @@ class Skip:
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repeat(Order):
     """Several epochs of the dataset below."""
 
     count: int | None
@@ -181,15 +184,12 @@ class Repeat:
                 return  # else a repetition of nothing without end would search for ever
             start = 0 if below > 0 else start
 
-    def chunks(self, starts: NDArray[np.int64] | None) -> None:
-        return None
-
     def __str__(self) -> str:
         return f"repeat({'' if self.count is None else self.count})"
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(Order):
     """Every num_shards-th element, from the one at `index` on."""
 
     num_shards: int
@@ -205,7 +205,6 @@ class Shard:
         return max(0, -(-(below - self.index) // self.num_shards))
 
     def check(self) -> None:
-        """Raise if the numbers are still to come."""
         if self.hinted:
             remedy = "Distribute the dataset with AutoShardPolicy.HINT, which says which shard is whose."
             raise ValueError(
@@ -219,9 +218,6 @@ class Shard:
     def elements(self, parent: Node, epoch: int, start: int) -> Iterator[Any]:
         self.check()
         return itertools.islice(parent.elements(epoch, start * self.num_shards + self.index), 0, None, self.num_shards)
-
-    def chunks(self, starts: NDArray[np.int64] | None) -> None:
-        return None
 
     def __str__(self) -> str:
         names = ["SHARD_HINT" if value == SHARD_HINT else str(value) for value in (self.num_shards, self.index)]
@@ -239,7 +235,7 @@ class Reordered(Stage):
         return self._addresses(epochs, positions) if self.batching is None else (epochs, positions)
 
     def locate(self, epoch: int, position: int) -> Addresses:
-        here = np.array([epoch], np.int64), np.array([position], np.int64)
+        here = one_address(epoch, position)
         if self.batching is None:
             return here
         epochs, positions = self._addresses(*here)
@@ -260,19 +256,16 @@ class Reindexed(Reordered):
     """The elements in an `Order`, which takes no notice of what they are."""
 
     def __init__(self, parent: Node, order: Order) -> None:
-        super().__init__(parent)
+        super().__init__(parent, order)
         self.order = order
 
     def cardinality(self) -> int:
         return self.order.cardinality(self._parent.cardinality())
 
-    def rebuild(self, parents: Sequence[Node]) -> Node:
-        return Reindexed(parents[0], self.order)
-
     @property
     def traits(self) -> Traits:
         below = self._parent.traits
-        return below._replace(shard_hinted=True) if isinstance(self.order, Shard) and self.order.hinted else below
+        return below._replace(shard_hinted=True) if self.order.hinted else below
 
     def _addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:
         return self.order.addresses(epochs, positions, self._parent.cardinality())
@@ -286,8 +279,7 @@ class Reindexed(Reordered):
         return super().locality(epochs, positions)
 
     def check(self) -> None:
-        if isinstance(self.order, Shard):
-            self.order.check()
+        self.order.check()
         super().check()
 
     def chunk_starts(self) -> NDArray[np.int64] | None:
@@ -304,11 +296,8 @@ class Configured(SameElements):
     """The same elements, and settings that hold for the whole chain."""
 
     def __init__(self, parent: Node, options: Options) -> None:
-        super().__init__(parent)
+        super().__init__(parent, options)
         self.options = options
-
-    def rebuild(self, parents: Sequence[Node]) -> Node:
-        return Configured(parents[0], self.options)
 
     def describe(self) -> str:
         return f"with_options({self.options})"
@@ -318,7 +307,7 @@ class Prefetched(SameElements):
     """The same elements, and the word that a thread should read so many ahead. Who iterates starts that thread."""
 
     def __init__(self, parent: Node, depth: int) -> None:
-        super().__init__(parent)
+        super().__init__(parent, depth)
         self._depth = depth
         self._counters = StageStats()
 
@@ -332,9 +321,6 @@ class Prefetched(SameElements):
     @property
     def prefetch_depth(self) -> int:
         return self._depth
-
-    def rebuild(self, parents: Sequence[Node]) -> Node:
-        return Prefetched(parents[0], self._depth)
 
     def describe(self) -> str:
         return f"prefetch({self._depth})"
@@ -353,6 +339,6 @@ def with_shard(node: Node, num_shards: int, index: int) -> Node:
     if not node.traits.shard_hinted:
         return node
     parents = [with_shard(parent, num_shards, index) for parent in node.parents]
-    if isinstance(node, Reindexed) and isinstance(node.order, Shard) and node.order.hinted:
+    if isinstance(node, Reindexed) and node.order.hinted:
         return Reindexed(parents[0], Shard(num_shards, index))
     return node.rebuild(parents)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..._util.arguments import integer
 from ...errors import explain
 from ..permutation import DEFAULT_SEED, permute
-from .combine import Choices, Joined, total
+from .combine import Choices, Join, Joined, total
 from .node import INFINITE, UNKNOWN, Node
 
 __all__ = ["Sample", "sampled"]
@@ -107,7 +107,7 @@ def _draws(seed: int, epoch: int, phase: Phase) -> Iterator[int]:
 
 
 @final
-class Sample:
+class Sample(Join):
     """Draws from several datasets by weight."""
 
     def __init__(self, weights: Sequence[float], seed: int, stop_on_empty: bool) -> None:
@@ -132,7 +132,7 @@ class Sample:
                 break
             drawn = quotas(weights, length)
             used = tuple(taken + count for taken, count in zip(used, drawn, strict=True))
-            beyond = quotas(weights, length + 1)  # whoever would be asked for too much is used up
+            beyond = quotas(weights, length + 1)  # a dataset that would be asked for too much is used up
             weights = tuple(
                 Fraction(0) if have is not None and count > have else weight
                 for weight, have, count in zip(weights, room, beyond, strict=True)
@@ -187,9 +187,6 @@ class Sample:
                 yield element
             if self._stop_on_empty or not any(weights):
                 return
-
-    def chunks(self, starts: Sequence[NDArray[np.int64]]) -> None:
-        return None
 
     def __str__(self) -> str:
         return f"sample_from_datasets(weights={list(self._given)}, seed={self._seed})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -44,7 +44,7 @@ class BlockShuffled(Reordered):
     """Elements in the order of a block shuffle."""
 
     def __init__(self, parent: Node, shuffle: BlockShuffle) -> None:
-        super().__init__(parent)
+        super().__init__(parent, shuffle)
         self._shuffle = shuffle
         self._made: BlockOrder | None = None
         self._of_chunks = False  # whether what is mixed are the chunks of the data; known once the order is made
@@ -124,9 +124,6 @@ class BlockShuffled(Reordered):
     def chunk_starts(self) -> None:
         return None
 
-    def rebuild(self, parents: Sequence[Node]) -> Node:
-        return BlockShuffled(parents[0], self._shuffle)
-
     def describe(self) -> str:
         return str(self._shuffle)
 
@@ -145,13 +142,10 @@ class BufferShuffled(InOrder):
     """A buffer is filled; then each element of it goes at random, and the next one takes its place."""
 
     def __init__(self, parent: Node, buffer_size: int, seed: int, reshuffle_each_epoch: bool) -> None:
-        super().__init__(parent)
+        super().__init__(parent, buffer_size, seed, reshuffle_each_epoch)
         self._buffer_size = buffer_size
         self._seed = seed
         self._reshuffle_each_epoch = reshuffle_each_epoch
-
-    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
-        return itertools.islice(self._all(epoch), start, None)
 
     def _all(self, epoch: int) -> Iterator[Any]:
         words = random_words((self._seed, epoch if self._reshuffle_each_epoch else 0))
@@ -165,9 +159,6 @@ class BufferShuffled(InOrder):
             place = next(words) % len(buffer)
             buffer[place], buffer[-1] = buffer[-1], buffer[place]
             yield buffer.pop()
-
-    def rebuild(self, parents: Sequence[Node]) -> Node:
-        return BufferShuffled(parents[0], self._buffer_size, self._seed, self._reshuffle_each_epoch)
 
     def describe(self) -> str:
         return (

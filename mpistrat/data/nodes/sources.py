@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
@@ -133,9 +132,6 @@ class _Generated(InputRows):
 
     def cardinality(self) -> int:
         return UNKNOWN
-
-    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
-        return itertools.islice(self._all(epoch), start, None)
 
     def _all(self, epoch: int) -> Iterator[Any]:
         made: object = self._start(epoch)

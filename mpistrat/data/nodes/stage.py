@@ -1,20 +1,21 @@
-"""Base classes of nodes: a source of rows, a node over one parent, one over several. They give what a node leaves unsaid."""
+"""Base classes of nodes: a source of rows, a node over one parent, one over several. They have the defaults."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ...errors import explain
 from ..feed.batches import LookAhead, successive_batches
 from ..spec import unstack_rows
 from .node import Addresses, Batching, Node, ReadPlan, Traits
 
-__all__ = ["Combined", "InOrder", "InputRows", "SameElements", "Stage", "cut_chunks"]
+__all__ = ["Combined", "InOrder", "InputRows", "SameElements", "Stage", "cut_chunks", "gather_rows", "one_address"]
 
 _ROWS = 64  # single rows that are read together where they are asked for one after the other
 
@@ -49,6 +50,27 @@ def _addresses(epoch: int, start: int, stop: int) -> Addresses:
     return np.full(positions.size, epoch, np.int64), positions
 
 
+def gather_rows(node: Node, indices: ArrayLike, epoch: int) -> Any:
+    """See `Dataset.rows`."""
+    if node.batching is not None:
+        remedy = "Call rows before batch."
+        raise ValueError(explain("Dataset.rows", "", expected="a dataset of rows", got="batches", remedy=remedy))
+    if not node.random_access:
+        got = f"one that reads in order, for {node.describe()}"
+        raise ValueError(explain("Dataset.rows", "", expected="a dataset with random access", got=got))
+    positions = np.atleast_1d(np.asarray(indices))
+    if positions.ndim != 1 or (positions.size and positions.dtype.kind not in "iu"):
+        got = f"{positions.dtype} of shape {positions.shape}"
+        raise IndexError(explain("Dataset.rows", "indices", expected="integers in one axis", got=got))
+    positions = positions.astype(np.int64)
+    length = node.cardinality()
+    if positions.size and (positions.min() < 0 or 0 <= length <= positions.max()):
+        got = f"{positions.min()} to {positions.max()}"
+        raise IndexError(explain("Dataset.rows", "indices", expected=f"integers in [0, {length})", got=got))
+    node.check()
+    return node.gather(np.full(positions.size, epoch, np.int64), positions)
+
+
 def cut_chunks(starts: NDArray[np.int64] | None, low: int, high: int) -> NDArray[np.int64] | None:
     """The starts of chunks (see `Node.chunk_starts`) of the rows from low to high, counted from low."""
     if starts is None or starts.size == 0:
@@ -60,6 +82,11 @@ def cut_chunks(starts: NDArray[np.int64] | None, low: int, high: int) -> NDArray
     return np.concatenate(([low], inside, [high])).astype(np.int64) - low
 
 
+def one_address(epoch: int, position: int) -> Addresses:
+    """The address of one row."""
+    return np.array([epoch], np.int64), np.array([position], np.int64)
+
+
 class _Readable(Node):
     """A node that is read by addresses where it has random access, and else as `_in_order` says."""
 
@@ -68,6 +95,9 @@ class _Readable(Node):
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         """The elements without random access: those before `start` are made for nothing."""
+        return itertools.islice(self._all(epoch), start, None)
+
+    def _all(self, epoch: int) -> Iterator[Any]:
         raise NotImplementedError(f"{self.describe()} needs random access")
 
 
@@ -85,17 +115,25 @@ class InputRows(_Readable):
         return None
 
     def locate(self, epoch: int, position: int) -> Addresses:
-        return np.array([epoch], np.int64), np.array([position], np.int64)
+        return one_address(epoch, position)
 
     def rebuild(self, parents: Sequence[Node]) -> Node:
         return self
 
 
 class Stage(_Readable):
-    """A node over one parent. What it does not say otherwise is as the parent has it."""
+    """A node over one parent. What it does not say otherwise is as the parent has it.
 
-    def __init__(self, parent: Node) -> None:
+    Args:
+        settings: what a node of the same class over another parent is made of.
+    """
+
+    def __init__(self, parent: Node, *settings: Any) -> None:
         self._parent = parent
+        self._settings = settings
+
+    def rebuild(self, parents: Sequence[Node]) -> Node:
+        return type(self)(parents[0], *self._settings)
 
     @property
     def parents(self) -> tuple[Node, ...]:
