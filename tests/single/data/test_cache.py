@@ -15,7 +15,7 @@ from mpistrat.data import memory_limit
 from mpistrat.data.nodes.cache import cache
 from mpistrat.data.nodes.cache.fill import Claims
 from mpistrat.data.nodes.cache.job import Parts
-from mpistrat.data.nodes.cache.rows import Pieces, RowMemory
+from mpistrat.data.nodes.cache.rows import RowChunks, RowMemory
 from mpistrat.data.spec import ArraySpec
 from mpistrat.errors import CollectiveTimeoutError
 
@@ -347,9 +347,9 @@ def test_a_wait_has_an_end():
 
 @given(st.integers(0, 60), st.integers(1, 9), st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_parts_are_whole_pieces_and_cover_all(count, size, ranks_of_nodes):
-    pieces = Pieces(count, size)
+    chunks = RowChunks(count, size)
     numbers = iter(range(100))
-    parts = Parts.of(pieces, [[next(numbers) for _ in range(n)] for n in ranks_of_nodes])
+    parts = Parts.of(chunks, [[next(numbers) for _ in range(n)] for n in ranks_of_nodes])
     ranges = [parts.of_rank(rank) for ranks in parts.ranks for rank in ranks]
     assert [row for low, high in ranges for row in range(low, high)] == list(range(count))
     assert all(low % size == 0 for low, _ in ranges if low < count)
@@ -361,11 +361,11 @@ def test_parts_are_whole_pieces_and_cover_all(count, size, ranks_of_nodes):
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=12), st.integers(1, 20), st.data())
 def test_pieces_of_chunks(lengths, at_a_time, data):
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    pieces = Pieces(int(starts[-1]), starts=starts)
-    owner = [piece for piece, length in enumerate(lengths) for _ in range(length)]
-    assert pieces.numbers(np.arange(starts[-1])).tolist() == owner
+    chunks = RowChunks(int(starts[-1]), starts=starts)
+    owner = [chunk for chunk, length in enumerate(lengths) for _ in range(length)]
+    assert chunks.numbers(np.arange(starts[-1])).tolist() == owner
     some = np.unique(data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1)))
-    runs = list(pieces.runs(some, at_a_time))
+    runs = list(chunks.runs(some, at_a_time))
     assert np.concatenate(runs).tolist() == some.tolist()
     assert all(sum(lengths[p] for p in run.tolist()) <= at_a_time + 7 for run in runs)
 

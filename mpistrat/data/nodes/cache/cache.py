@@ -20,7 +20,7 @@ from ..node import INFINITE, Addresses, Node, Traits
 from ..stage import InOrder, Stage
 from .fill import Claims, FilledMemory, node_memory
 from .job import job_memory
-from .rows import ParentRows, Pieces, RowMemory
+from .rows import ParentRows, RowChunks, RowMemory
 
 if TYPE_CHECKING:
     from ....comm.process_group import ProcessGroup
@@ -132,10 +132,10 @@ class Cached(Stage):
         what = f"{source.count} rows" + (f" in each of the node's {sharers} ranks" if sharers > 1 else "")
         remedy = 'Use cache("node") or cache("job") to share it, or leave cache out.'
         require_memory(FUNCTION, nbytes * sharers, available_memory(), what, remedy)
-        pieces = Pieces.of(source, 0)
-        claims = Claims(np.zeros(pieces.count, np.int16))
+        chunks = RowChunks.of(source, 0)
+        claims = Claims(np.zeros(chunks.count, np.int16))
         memory = RowMemory(source.row_spec, source.count)
-        return FilledMemory(source, memory, pieces, claims, self._counters, f"{decimal_size(nbytes)} in memory")
+        return FilledMemory(source, memory, chunks, claims, self._counters, f"{decimal_size(nbytes)} in memory")
 
     def locate(self, epoch: int, position: int) -> Addresses:
         numbers = self._rows().numbers(position)
@@ -154,7 +154,7 @@ class Cached(Stage):
         return None
 
     def keep(self, rows: int) -> None:
-        """Nothing: pieces are read once, whole."""
+        """Nothing: chunks are read once, whole."""
 
     def bind(self, group: ProcessGroup) -> Node:
         """Make the memory that the ranks share. Collective, except for scope "rank"."""

@@ -1,8 +1,8 @@
-"""Memory of rows that fills as they are asked for: each piece is read once, by whoever comes first.
+"""Memory of rows that fills as they are asked for: each chunk is read once, by whoever comes first.
 
-The memory is that of a process, or shared by the ranks of a node. A claim on a piece is a lock of the system's on one byte of
+The memory is that of a process, or shared by the ranks of a node. A claim on a chunk is a lock of the system's on one byte of
 a file that the ranks of a node have open: taking and leaving it costs a microsecond, as much as MPI's compare-and-swap, and the
-system takes it back from a process that dies. Reading fails on whoever reads; the piece is then free, and who waits for it
+system takes it back from a process that dies. Reading fails on whoever reads; the chunk is then free, and who waits for it
 tries by itself and meets the error itself.
 """
 
@@ -29,7 +29,7 @@ from ....errors import ClosedError, CollectiveTimeoutError
 from ...buffers import RowBuffers
 from ...memory_limit import available_memory, require_memory
 from ...stats import StageStats
-from .rows import READ_BYTES, ParentRows, Pieces, RowMemory, row_backoff
+from .rows import READ_BYTES, ParentRows, RowChunks, RowMemory, row_backoff
 
 if TYPE_CHECKING:
     from ....comm.process_group import ProcessGroup
@@ -45,9 +45,9 @@ class Claims:
     """What is ready, and who reads what is not.
 
     Args:
-        state: an int16 for each piece, 0 at first; shared if the pieces are.
+        state: an int16 for each chunk, 0 at first; shared if the chunks are.
         rank: of this process, for the others' errors.
-        file: descriptor of a file open in all processes that share the pieces; None where only threads do.
+        file: descriptor of a file open in all processes that share the chunks; None where only threads do.
         sync: keeps loads and stores of shared memory apart.
         timeout: seconds to wait for somebody else; None for ever.
     """
@@ -68,73 +68,73 @@ class Claims:
         self._lock = threading.Lock()
         self._busy: set[int] = set()  # claimed by a thread of this process: the system's locks know processes only
 
-    def missing(self, pieces: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return those of some pieces that are not ready, each once and ascending; the others may be read now."""
-        missing = pieces[self._state[pieces] != _READY]
+    def missing(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return those of some chunks that are not ready, each once and ascending; the others may be read now."""
+        missing = chunks[self._state[chunks] != _READY]
         self._sync()
         return np.unique(missing) if missing.size else missing
 
-    def claim(self, pieces: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
-        """Return those of some pieces, which were not ready, that the caller must now read and `release`; not too many."""
+    def claim(self, chunks: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
+        """Return those of some chunks, which were not ready, that the caller must now read and `release`; not too many."""
         with self._lock:
             if self._file is None:
-                claimed = pieces[self._state[pieces] == 0][:limit]
+                claimed = chunks[self._state[chunks] == 0][:limit]
             else:
-                free = (p for p in pieces.tolist() if p not in self._busy and self._take(self._file, p))
+                free = (p for p in chunks.tolist() if p not in self._busy and self._take(self._file, p))
                 claimed = np.array(list(itertools.islice(free, limit)), np.int64)
                 self._sync()
                 ready = self._state[claimed] == _READY  # since the caller looked
-                for piece in claimed[ready].tolist():
-                    self._give(self._file, piece)
+                for chunk in claimed[ready].tolist():
+                    self._give(self._file, chunk)
                 claimed = claimed[~ready]
                 self._busy.update(claimed.tolist())
             self._state[claimed] = self._rank + 1
         return claimed
 
-    def release(self, pieces: NDArray[np.int64], *, ready: bool) -> None:
-        """End claims: the pieces are ready, or free again."""
+    def release(self, chunks: NDArray[np.int64], *, ready: bool) -> None:
+        """End claims: the chunks are ready, or free again."""
         self._sync()
         with self._lock:
-            self._state[pieces] = _READY if ready else 0
+            self._state[chunks] = _READY if ready else 0
             if self._file is not None:
                 self._sync()
-                for piece in pieces.tolist():
-                    self._give(self._file, piece)
-                self._busy.difference_update(pieces.tolist())
+                for chunk in chunks.tolist():
+                    self._give(self._file, chunk)
+                self._busy.difference_update(chunks.tolist())
 
-    def wait(self, pieces: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
-        """Wait for pieces that somebody else reads. Return those that the caller must read after all, as from `claim`.
+    def wait(self, chunks: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
+        """Wait for chunks that somebody else reads. Return those that the caller must read after all, as from `claim`.
 
         Raises:
             TimeoutError: naming a rank.
         """
         backoff, deadline, looks = row_backoff(), Deadline(self._timeout), itertools.count()
         while True:
-            pieces = self.missing(pieces)
-            if not pieces.size:
-                return pieces
+            chunks = self.missing(chunks)
+            if not chunks.size:
+                return chunks
             if next(looks) % _RETRY == 0:
-                mine = self.claim(pieces, limit)
+                mine = self.claim(chunks, limit)
                 if mine.size:
                     return mine
             if deadline.passed:
-                reader = int(self._state[pieces[0]]) - 1
+                reader = int(self._state[chunks[0]]) - 1
                 raise TimeoutError(f"waited {self._timeout:g} s for rows that rank {reader} reads")
             backoff.pause()
 
-    def _take(self, file: int, piece: int) -> bool:
+    def _take(self, file: int, chunk: int) -> bool:
         import fcntl
 
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, piece)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, chunk)
         except OSError:
             return False
         return True
 
-    def _give(self, file: int, piece: int) -> None:
+    def _give(self, file: int, chunk: int) -> None:
         import fcntl
 
-        fcntl.lockf(file, fcntl.LOCK_UN, 1, piece)
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, chunk)
 
     def close(self) -> None:
         """Close the file. Nobody claims any more."""
@@ -151,9 +151,9 @@ class FilledMemory:
     Args:
         source: whose rows.
         memory: where they are kept.
-        pieces: what is read as a whole.
+        chunks: what is read as a whole.
         claims: who reads what.
-        counters: where to count: rows, pieces (chunk_reads) and seconds of reading, pieces waited for, and how long.
+        counters: where to count: rows, chunks (chunk_reads) and seconds of reading, chunks waited for, and how long.
         text: how much lies where.
         provide: called with the bytes that are about to be written; raises where the system has no room for them.
     """
@@ -162,7 +162,7 @@ class FilledMemory:
         self,
         source: ParentRows,
         memory: RowMemory,
-        pieces: Pieces,
+        chunks: RowChunks,
         claims: Claims,
         counters: StageStats,
         text: str,
@@ -170,12 +170,12 @@ class FilledMemory:
     ) -> None:
         self._source = source
         self._memory: RowMemory | None = memory
-        self._pieces = pieces
+        self._chunks = chunks
         self._claims = claims
         self._counters = counters
         self._text = text
         self._provide = provide
-        self._limit = max(1, READ_BYTES // source.row_bytes * pieces.count // max(1, pieces.rows))
+        self._limit = max(1, READ_BYTES // source.row_bytes * chunks.count // max(1, chunks.rows))
         self._buffers = RowBuffers()
         self._reading = threading.Lock()  # a dataset is read by one thread at a time
 
@@ -183,13 +183,13 @@ class FilledMemory:
         """Return copies of rows, stacked; read what is not there yet.
 
         Raises:
-            CollectiveTimeoutError: another rank reads a piece of them, and does not come to its end.
+            CollectiveTimeoutError: another rank reads a chunk of them, and does not come to its end.
             ClosedError: the strategy was closed.
         """
         memory = self._memory  # held: it is not freed meanwhile
         if memory is None:
             raise ClosedError("cache: the strategy that kept the rows was closed")
-        missing = self._claims.missing(self._pieces.numbers(numbers))
+        missing = self._claims.missing(self._chunks.numbers(numbers))
         if missing.size:
             self._fill(memory, missing)
         return nest.pack_like(self._source.row_spec, memory.take(numbers, self._buffers))
@@ -216,21 +216,21 @@ class FilledMemory:
         self._counters.add(waits=waited, wait_seconds=wait_seconds)
 
     def _read(self, memory: RowMemory, claimed: NDArray[np.int64]) -> None:
-        """Read the pieces that were claimed, and end the claims."""
+        """Read the chunks that were claimed, and end the claims."""
         if not claimed.size:
             return
         ready = False
         started = time.perf_counter()
         try:
             with self._reading:
-                rows = self._pieces.all_rows(claimed, self._source)
+                rows = self._chunks.all_rows(claimed, self._source)
                 for numbers, stacked in self._source.read(rows):
                     self._store(memory, numbers, stacked)
             ready = True
         finally:
             self._claims.release(claimed, ready=ready)
         seconds = time.perf_counter() - started
-        self._counters.add(rows=rows.size, chunk_reads=self._pieces.reads(claimed), seconds=seconds)
+        self._counters.add(rows=rows.size, chunk_reads=self._chunks.reads(claimed), seconds=seconds)
 
     def _store(self, memory: RowMemory, numbers: NDArray[np.int64], stacked: Any) -> None:
         if not numbers.size:
@@ -253,7 +253,7 @@ class FilledMemory:
         """Nothing: the system takes the memory."""
 
 
-PIECE_BYTES = 256 << 10  # read as a whole where the source has no pieces of its own
+CHUNK_BYTES = 256 << 10  # read as a whole where the source has no chunks of its own
 
 
 def node_memory(source: ParentRows, group: ProcessGroup, counters: StageStats) -> FilledMemory:
@@ -264,26 +264,26 @@ def node_memory(source: ParentRows, group: ProcessGroup, counters: StageStats) -
         MemoryError: on every rank, where any node has too little memory.
         CollectiveMismatchError: the ranks have different rows.
     """
-    pieces = Pieces.of(source, PIECE_BYTES)
+    chunks = RowChunks.of(source, CHUNK_BYTES)
     rows_bytes = RowMemory.nbytes(source.row_spec, source.count)
-    total = rows_bytes + max(64, 2 * pieces.count)
+    total = rows_bytes + max(64, 2 * chunks.count)
     node = group.node
     what = f'cache("node") of {source.count} rows'
     with group.collective(
-        "cache", "node", detail=f"{source.count} rows of {source.row_spec!r} in {pieces.count} pieces"
+        "cache", "node", detail=f"{source.count} rows of {source.row_spec!r} in {chunks.count} chunks"
     ):
         agree_memory(group, total if node.rank == 0 else 0, what)
         block = node.allocate([total if rank == 0 else 0 for rank in range(node.size)], what)
         file = _open_lock_file(group) if node.shared else None
     segment = block.segments[0]
-    state = segment[rows_bytes : rows_bytes + 2 * pieces.count].view(np.int16)
+    state = segment[rows_bytes : rows_bytes + 2 * chunks.count].view(np.int16)
     rank = group.topology.rank
     claims = Claims(state, rank, file, node.sync, group.environment.abort_after if node.shared else None)
     where = f"shared memory of {counted(group.num_nodes, 'node')}" if node.shared else "memory"
     memory = FilledMemory(
         source,
         RowMemory(source.row_spec, source.count, segment),
-        pieces,
+        chunks,
         claims,
         counters,
         f"{decimal_size(rows_bytes)} in {where}",

@@ -19,7 +19,7 @@ from ....errors import ClosedError, ShardError, explain
 from ...buffers import RowBuffers
 from ...stats import StageStats
 from .fill import agree_memory, provider
-from .rows import READ_BYTES, ParentRows, Pieces, RowMemory, row_backoff
+from .rows import READ_BYTES, ParentRows, RowChunks, RowMemory, row_backoff
 from .transport import Reply, RowGets, RowMessages
 
 if TYPE_CHECKING:
@@ -63,15 +63,15 @@ class Parts:
     borders: Sequence[int]
 
     @classmethod
-    def of(cls, pieces: Pieces, ranks: Sequence[Sequence[int]]) -> Parts:
-        """Whole pieces for each rank, as equal as can be.
+    def of(cls, chunks: RowChunks, ranks: Sequence[Sequence[int]]) -> Parts:
+        """Whole chunks for each rank, as equal as can be.
 
         Example:
-            >>> Parts.of(Pieces(10, 2), [[0, 1], [2]]).borders
+            >>> Parts.of(RowChunks(10, 2), [[0, 1], [2]]).borders
             [0, 2, 6, 10]
         """
         size = sum(map(len, ranks))
-        return cls(ranks, [pieces.border(pieces.rows * place // size) for place in range(size)] + [pieces.rows])
+        return cls(ranks, [chunks.border(chunks.rows * place // size) for place in range(size)] + [chunks.rows])
 
     def of_node(self, node: int) -> tuple[int, int]:
         """The rows that a node holds, from and to."""
@@ -92,8 +92,8 @@ def job_memory(source: ParentRows, group: ProcessGroup, transport: str, counters
         ShardError, RuntimeError: on every rank, where reading failed on any.
         CollectiveMismatchError: the ranks have different rows.
     """
-    pieces = Pieces.of(source, 1)
-    parts = Parts.of(pieces, _domains(group))
+    chunks = RowChunks.of(source, 1)
+    parts = Parts.of(chunks, _domains(group))
     own_node = next(node for node, ranks in enumerate(parts.ranks) if group.topology.rank in ranks)
     low, high = parts.of_node(own_node)
     total = max(64, RowMemory.nbytes(source.row_spec, high - low))
@@ -102,7 +102,7 @@ def job_memory(source: ParentRows, group: ProcessGroup, transport: str, counters
     with group.collective(
         "cache",
         "job",
-        detail=f"{source.count} rows of {source.row_spec!r} in {pieces.count} pieces, transport {transport}",
+        detail=f"{source.count} rows of {source.row_spec!r} in {chunks.count} chunks, transport {transport}",
     ):
         agree_memory(group, total if node.rank == 0 else 0, what)
         block = node.allocate([total if rank == 0 else 0 for rank in range(node.size)], what)
@@ -118,7 +118,7 @@ def job_memory(source: ParentRows, group: ProcessGroup, transport: str, counters
             return texts
 
     with together(exchange, _could_not_read):
-        _fill(source, pieces, rows, parts.of_rank(rank), low, provider(block, rank), counters)
+        _fill(source, chunks, rows, parts.of_rank(rank), low, provider(block, rank), counters)
     with group.collective("cache", "job: transport"):
         carrier = None
         if len(parts.ranks) > 1:
@@ -138,7 +138,7 @@ def _domains(group: ProcessGroup) -> list[list[int]]:
 
 def _fill(
     source: ParentRows,
-    pieces: Pieces,
+    chunks: RowChunks,
     memory: RowMemory,
     own: tuple[int, int],
     low: int,
@@ -148,17 +148,17 @@ def _fill(
     """Read this rank's rows into the node's memory, which begins with row `low`."""
     if own[0] == own[1]:
         return
-    first, last = pieces.numbers(np.array([own[0], own[1] - 1])).tolist()
-    for run in pieces.runs(np.arange(first, last + 1), max(1, READ_BYTES // source.row_bytes)):
+    first, last = chunks.numbers(np.array([own[0], own[1] - 1])).tolist()
+    for run in chunks.runs(np.arange(first, last + 1), max(1, READ_BYTES // source.row_bytes)):
         started = time.perf_counter()
-        wanted = pieces.all_rows(run, source)
+        wanted = chunks.all_rows(run, source)
         for numbers, stacked in source.read(wanted):
             if not numbers.size:
                 continue
             for start, stop in memory.ranges(numbers - low):
                 provide(start, stop)
             memory.put(numbers - low, stacked)
-        counters.add(rows=wanted.size, chunk_reads=pieces.reads(run), seconds=time.perf_counter() - started)
+        counters.add(rows=wanted.size, chunk_reads=chunks.reads(run), seconds=time.perf_counter() - started)
 
 
 def _could_not_read(failures: Mapping[int, Failure]) -> Exception:

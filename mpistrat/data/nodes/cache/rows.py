@@ -1,4 +1,4 @@
-"""What the caches of rows are made of: a dataset's rows by number, the memory they go to, the pieces they come in."""
+"""What the caches of rows are made of: a dataset's rows by number, the memory they go to, the chunks they come in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...buffers import RowBuffers, take_rows
 from ...spec import ArraySpec, is_ragged, stacked_nbytes
 from ..node import Addresses, Node
 
-__all__ = ["Pieces", "RowMemory", "ParentRows", "row_backoff"]
+__all__ = ["RowChunks", "RowMemory", "ParentRows", "row_backoff"]
 
 _ALIGNMENT = 64  # bytes, of each array in shared memory
 READ_BYTES = 8 << 20  # about what is read at a time
@@ -161,11 +161,11 @@ def _aligned(nbytes: int) -> int:
 
 
 @final
-class Pieces:
-    """Row numbers cut into pieces that are read as a whole, of one size or beginning at given numbers.
+class RowChunks:
+    """Row numbers cut into chunks that are read as a whole, of one size or beginning at given numbers.
 
     Example:
-        >>> Pieces(10, 4).bounds(2)
+        >>> RowChunks(10, 4).bounds(2)
         (8, 10)
     """
 
@@ -176,8 +176,8 @@ class Pieces:
         self.count = -(-count // size) if starts is None else len(starts) - 1
 
     @classmethod
-    def of(cls, source: ParentRows, nbytes: int) -> Pieces:
-        """The pieces of a source, of about so many bytes at least; with 0, as small as is good for the source."""
+    def of(cls, source: ParentRows, nbytes: int) -> RowChunks:
+        """The chunks of a source, of about so many bytes at least; with 0, as small as is good for the source."""
         starts = source.dataset.chunk_starts() if source.dataset.batching is None else None
         least = max(1, nbytes // source.row_bytes)
         if starts is None or len(starts) < 2 or int(starts[-1]) != source.count or int(starts[0]) != 0:
@@ -187,39 +187,39 @@ class Pieces:
             starts = np.unique(np.append(starts[np.searchsorted(starts, wanted)], source.count))
         return cls(source.count, starts=starts)
 
-    def reads(self, pieces: NDArray[np.int64]) -> int:
-        """How many pieces are read as a whole: none where they are single rows."""
-        return 0 if self._starts is None and self._size == 1 else int(pieces.size)
+    def reads(self, chunks: NDArray[np.int64]) -> int:
+        """How many chunks are read as a whole: none where they are single rows."""
+        return 0 if self._starts is None and self._size == 1 else int(chunks.size)
 
     def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which piece each row lies in."""
+        """Which chunk each row lies in."""
         if self._starts is not None:
             return np.searchsorted(self._starts, rows, side="right") - 1
         return rows if self._size == 1 else rows // self._size
 
-    def bounds(self, piece: int) -> tuple[int, int]:
-        """The numbers of a piece's rows, from and to."""
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        """The numbers of a chunk's rows, from and to."""
         if self._starts is not None:
-            return int(self._starts[piece]), int(self._starts[piece + 1])
-        return piece * self._size, min((piece + 1) * self._size, self.rows)
+            return int(self._starts[chunk]), int(self._starts[chunk + 1])
+        return chunk * self._size, min((chunk + 1) * self._size, self.rows)
 
     def border(self, row: int) -> int:
-        """The beginning of the piece in which a row lies; the number of rows for that."""
+        """The beginning of the chunk in which a row lies; the number of rows for that."""
         return self.rows if row >= self.rows else self.bounds(int(self.numbers(np.array([row]))[0]))[0]
 
-    def runs(self, pieces: NDArray[np.int64], rows: int) -> Iterator[NDArray[np.int64]]:
-        """Ascending pieces in parts of about so many rows."""
+    def runs(self, chunks: NDArray[np.int64], rows: int) -> Iterator[NDArray[np.int64]]:
+        """Ascending chunks in parts of about so many rows."""
         if self._starts is None:
             step = max(1, rows // self._size)
-            for first in range(0, len(pieces), step):
-                yield pieces[first : first + step]
+            for first in range(0, len(chunks), step):
+                yield chunks[first : first + step]
             return
-        lengths = self._starts[pieces + 1] - self._starts[pieces]
+        lengths = self._starts[chunks + 1] - self._starts[chunks]
         part = (np.cumsum(lengths) - 1) // rows
-        yield from np.split(pieces, np.flatnonzero(np.diff(part)) + 1)
+        yield from np.split(chunks, np.flatnonzero(np.diff(part)) + 1)
 
-    def all_rows(self, pieces: NDArray[np.int64], source: ParentRows) -> NDArray[np.int64]:
-        """The numbers of the rows of ascending pieces."""
+    def all_rows(self, chunks: NDArray[np.int64], source: ParentRows) -> NDArray[np.int64]:
+        """The numbers of the rows of ascending chunks."""
         if self._starts is None and self._size == 1:
-            return pieces
-        return np.concatenate([source.between(*self.bounds(piece)) for piece in pieces.tolist()])
+            return chunks
+        return np.concatenate([source.between(*self.bounds(chunk)) for chunk in chunks.tolist()])
