@@ -17,7 +17,7 @@ _ROOT = Path("/sys/fs/cgroup")
 def available_memory() -> int | None:
     """Return the bytes that this process can still take without swapping or being killed.
 
-    None where nobody can tell. Processes that ask at the same moment hear the same and must share it.
+    None where it is not known. Processes that ask at the same moment get the same answer and must share it.
     """
     known = [found for found in (_system(), _control_groups()) if found is not None]
     return max(0, min(known)) if known else None

@@ -9,7 +9,7 @@ A Feistel network on a few bits is visibly unfair between whole permutations, so
 lengths of the chunks, too; per epoch one integer a chunk is held, none a row. Rows of one chunk never end up more than a
 window and a chunk apart.
 
-The locality of a row says which rows of a shuffled batch belong together: where its chunk stands among those that are mixed.
+The locality of a row groups the rows of a shuffled batch: it is where its chunk stands among those that are mixed.
 Every rank sorts the whole batch by it before taking its part, and so decodes few chunks. The batch keeps its rows, and their
 order is the same for any number of ranks.
 """
@@ -168,10 +168,6 @@ def localities(places: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 def by_locality(numbers: NDArray[np.int64], counts: Sequence[int]) -> NDArray[np.int64]:
     """Return how the rows of successive batches stand when each batch is sorted by locality, stable.
-
-    Args:
-        numbers: of the rows of all batches.
-        counts: how many rows each batch has.
 
     Example:
         >>> by_locality(np.array([7, 3, 7, 5, 4]), [3, 2]).tolist()

@@ -45,11 +45,6 @@ def round_robin(dataset: Node, workers: Workers, within: Workers) -> Plan:
     A batch is what one worker's replicas take together. With FILE, OFF and HINT a worker reads batches of the files or
     elements that the policy gives it. Workers may have different numbers of steps.
 
-    Args:
-        dataset: its batches are those of one worker.
-        workers: who gets batches; each may be several ranks.
-        within: the ranks that divide this worker's.
-
     Raises:
         ValueError: as `auto_shard`.
     """
@@ -152,13 +147,7 @@ def _share(stage: Node, workers: Workers, worker: int, policy: str) -> int:
 
 
 class FileShard(InputRows):
-    """The rows of files index, index + num_shards, … of an HDF5 dataset. It is a source: no stage lies below it.
-
-    Args:
-        source: all files; opened once, whatever the number of shards.
-        num_shards: how many parts, at most the number of files.
-        index: which of them.
-    """
+    """The rows of files index, index + num_shards, … of an HDF5 dataset. It is a source: no stage lies below it."""
 
     def __init__(self, source: HDF5Rows, num_shards: int, index: int) -> None:
         self._source = source

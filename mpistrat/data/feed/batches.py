@@ -146,11 +146,7 @@ class Located(NamedTuple):
 
 
 class LookAhead:
-    """Calls a dataset's `expect` some elements ahead of need. Without a source that gains by it, it does nothing.
-
-    Args:
-        dataset: what is read.
-    """
+    """Calls a dataset's `expect` some elements ahead of need, where a source gains by it."""
 
     def __init__(self, dataset: Node) -> None:
         self._dataset = dataset

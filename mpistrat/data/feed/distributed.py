@@ -49,7 +49,7 @@ def alone(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class Passes(Protocol):
-    """Who is told when a dataset begins and ends to be read: parameter servers serve meanwhile."""
+    """Called when a dataset begins and ends to be read: parameter servers serve meanwhile."""
 
     def begin_pass(self) -> None:
         """Called before the first step is taken."""
@@ -264,7 +264,7 @@ class DistributedDataset:
         buffer_size: steps that wait ready, beyond the one that is being read; 0 reads in the iterating thread. Steps
             that are read faster than a thread could hand them over are read there, too.
         sum_over_ranks: returns the elementwise sum of a small int64 array over all ranks; collective.
-        passes: who is told when an epoch begins and ends to be read.
+        passes: called when an epoch begins and ends to be read.
         same_length: whether an epoch has as many steps wherever the state of an iterator is restored.
         drawn: called with the epoch and step of each batch that is handed out; None where the ranks need not draw alike.
     """
@@ -392,7 +392,7 @@ _NOTHING: Any = object()
 
 @final
 class Optional:
-    """An element, or the word that there is none (TF: tf.experimental.Optional).
+    """An element, or none (TF: tf.experimental.Optional).
 
     Example:
         >>> Optional.from_value(3).get_value(), Optional.empty().has_value()

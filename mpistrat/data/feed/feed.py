@@ -1,4 +1,4 @@
-"""An epoch's elements one after the other, read ahead in a thread if told to, with a position that can be saved."""
+"""Iterators over an epoch's elements, read ahead in a thread if wanted, with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ class Supplier(Protocol):
         """Raise if a source has changed; called before other elements are read than those that come next."""
 
     def count_wait(self, seconds: float) -> None:
-        """Take note how long somebody waited for what a thread reads ahead."""
+        """Take note how long the loop waited for what a thread reads ahead."""
 
 
 class Feed(Iterator[Any], ABC):
-    """One epoch, whose elements are read one after the other, ahead of need if told to.
+    """One epoch, whose elements are read one after the other, ahead of need if wanted.
 
     Position and state are those of what was consumed. The thread that reads ahead holds none of this: it ends with the feed.
 
@@ -138,7 +138,7 @@ class Feed(Iterator[Any], ABC):
         patience: start the thread when reading an element takes longer than so many seconds, on average; 0 for at once.
         same_length: whether an epoch of the same dataset is as long wherever a state of it is restored.
         supplier: what the elements come from.
-        set_epoch: is told which epoch follows one that was restored.
+        set_epoch: called with the epoch that follows one that was restored.
     """
 
     def __init__(

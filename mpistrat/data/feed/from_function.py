@@ -28,7 +28,7 @@ _TOGETHER = 64  # steps whose rows the workers tell each other at once, where th
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a dataset function is told of its place (TF: tf.distribute.InputContext).
+    """What a dataset function gets to know of its worker (TF: tf.distribute.InputContext).
 
     Args:
         num_input_pipelines: how many datasets are made, one a worker or, under PER_REPLICA, one a replica.
@@ -126,7 +126,7 @@ class FunctionPlan(Plan):
         first = self._iterables[0]
         if isinstance(first, Dataset):
             self._row_spec = first.node.row_spec
-        self._own_cardinality = self._count_steps()  # opens all files, while the other workers can still be told
+        self._own_cardinality = self._count_steps()  # opens all files, while the other workers can still get an error
 
     @property
     def row_spec(self) -> Any:

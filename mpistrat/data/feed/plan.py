@@ -79,7 +79,7 @@ class Plan(ABC):
 
     @property
     def prefetch_depth(self) -> int | None:
-        """How many steps the user's `prefetch` says to read ahead; None where it says nothing."""
+        """How many steps are to be read ahead: the argument of `prefetch`; None without one."""
         return self.datasets[0].prefetch_depth if self.datasets else None
 
 
@@ -87,11 +87,6 @@ class GlobalPlan(Plan):
     """DATA: every step's global batch cut into contiguous blocks, one a replica. No worker talks to another.
 
     With random access a worker reads its own rows only; in order, it makes all batches and takes its part of each.
-
-    Args:
-        dataset: of global batches.
-        workers: who reads.
-        which: the global batches that they are, in words.
     """
 
     def __init__(self, dataset: Node, workers: Workers, which: str = "DATA") -> None:
@@ -149,11 +144,6 @@ class WorkerPlan(Plan):
 
     A worker that has come to its end gets zero rows until none has any; with drop_remainder the steps end with the
     first. With random access every worker computes all workers' numbers of rows; in order, they ask each other.
-
-    Args:
-        of_workers: every worker's dataset; the same object where they are equal.
-        workers: who reads.
-        policy: its name.
     """
 
     def __init__(self, of_workers: Sequence[Node], workers: Workers, policy: str) -> None:

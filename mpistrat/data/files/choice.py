@@ -52,9 +52,6 @@ def chunk_starts(storages: Sequence[Storage], reader: str) -> NDArray[np.int64] 
 
     Chunks of the file count whatever reads them: a shuffle's order follows from them, and must not depend on the packages
     that a rank has.
-
-    Args:
-        storages, reader: as for `choose_reader`.
     """
     through_hdf5 = [_way(storage, reader) == "h5py" for storage in storages]
     if any(storage.chunk_rows and storage.rows for storage in storages):
@@ -105,13 +102,7 @@ def _make(way: str, storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5
 
 
 class MixedReader(FieldReader):
-    """Shares rows out to several readers, each of which reads some of the files.
-
-    Args:
-        rows: the number of rows of each file.
-        parts: for each reader the numbers of its files, in order.
-        readers: the readers; each numbers the rows of its own files.
-    """
+    """Distributes rows to several readers, each of which reads some of the files and numbers their rows."""
 
     def __init__(self, rows: Sequence[int], parts: Sequence[Sequence[int]], readers: Sequence[FieldReader]) -> None:
         self._index = RowIndex(rows)

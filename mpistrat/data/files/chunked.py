@@ -28,9 +28,6 @@ __all__ = ["CACHE_BYTES", "ChunkCache", "ChunkFiles", "ChunkedReader"]
 class ChunkFiles:
     """Reads and decodes chunks, in as many threads as like. It keeps none of them.
 
-    Args:
-        storages: the field in each file that has rows, in order; its layout is Chunks.
-
     Attributes:
         layouts: each file's chunks.
         row_starts: the row at which each chunk begins, then the number of rows.
@@ -202,7 +199,7 @@ class ChunkCache:
             self._used[slots[slots >= 0]] = self._now  # before others are put into the oldest slots
             missing = chunks[slots < 0]
             given = self._assign(missing, hint=False)
-            while given.size < missing.size:  # threads are still busy in slots that nobody needs any more
+            while given.size < missing.size:  # threads are still busy in slots that are not needed any more
                 self._wait()
                 more = self._assign(missing[given.size :], hint=False)
                 given = np.concatenate((given, more))
@@ -229,7 +226,7 @@ class ChunkCache:
         return slots
 
     def release(self) -> None:
-        """Let go of what was acquired: its slots may be used for other chunks."""
+        """Release what was acquired: its slots may be used for other chunks."""
         with self._changed:
             self._reading = False
 
@@ -284,7 +281,7 @@ class ChunkCache:
             self._fill(slot)
 
     def _fill(self, slot: int) -> None:
-        """Decode the chunk that belongs into a slot, unless somebody has done so or is about to."""
+        """Decode the chunk that belongs into a slot, unless that is done, or begun."""
         with self._changed:
             if self._state[slot] != _QUEUED or slot in self._errors:
                 return
@@ -313,9 +310,6 @@ _SLACK = 5  # chunks beside the windows: the one that the thread is in, and thos
 
 class ChunkedReader(FieldReader):
     """Rows of chunked data over all shards. Chunks that were read are kept decoded, up to a fixed number of bytes.
-
-    Args:
-        storages: the field in each file, in order; its layout is Chunks.
 
     Raises:
         ShardError: for a chunk that lies outside its file.
@@ -397,7 +391,7 @@ class ChunkedReader(FieldReader):
         rows: NDArray[np.int64],
         out: NDArray[np.uint8],
     ) -> None:
-        """Copy rows out of slots that are held, and let go of these."""
+        """Copy rows out of slots that are held, and release these."""
         try:
             places = slots * self._slot_rows + (rows - self._starts[chunks])
             take_rows(cache.memory.reshape(-1, self._row_bytes), places, out)

@@ -243,12 +243,7 @@ _BUFFERS = 1024  # that one call may fill, on Linux and macOS
 
 @final
 class PositionalReader(ContiguousReader):
-    """Rows of contiguous data. Rows that are neighbours in a file are one read, each into its own place.
-
-    Args:
-        storages: the field in each file.
-        reason: why the files are not mapped.
-    """
+    """Rows of contiguous data. Rows that are neighbours in a file are one read, each into its own place."""
 
     kind = "pread"
 

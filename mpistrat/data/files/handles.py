@@ -107,12 +107,7 @@ Handle = TypeVar("Handle", bound=_Closing)
 
 
 class OpenFiles(Generic[Handle]):
-    """The files used last, kept open. Each is lent to one thread at a time; two threads get two of the same file.
-
-    Args:
-        opener: opens a file.
-        keep: how many files are kept open that nobody has.
-    """
+    """The files used last, kept open. Each is lent to one thread at a time; two threads get two of the same file."""
 
     def __init__(self, opener: Callable[[ShardFile], Handle], keep: int = _KEPT_OPEN) -> None:
         self._opener = opener
@@ -135,7 +130,7 @@ class OpenFiles(Generic[Handle]):
             self._give_back(file, handle)
 
     def close(self) -> None:
-        """Close all files, as soon as nobody has one any more, and lend none from now on."""
+        """Close all files, once none is lent any more, and lend none from now on."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._lent, _PATIENCE)

@@ -1,4 +1,4 @@
-"""Everything that has no quicker way, through h5py."""
+"""Reader of everything that has no quicker way, through h5py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file stores of a field, and what every reader of a field does."""
+"""Storage of a field in a file, and the base of the readers of a field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Chunks", "Contiguous", "FieldReader", "Layout", "OnlyHDF5", "Pointers", "RowIndex", "Storage"]
 
 _ASKED_FOR = 4096  # chunks at most that are asked for one by one: each answer takes HDF5 longer than the one before
-_FAR = 1 << 61  # behind the end of every file: what a damaged one says may not even fit an integer
+_FAR = 1 << 61  # behind the end of every file: an offset in a damaged one may not even fit an integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Chunks:
                 note(dataset.id.get_chunk_info(number))
         partial = dataset.shape[0] % rows
         if pipeline.filters and partial and sizes[-1] == rows * row_bytes and not masks[-1]:
-            # A file may say that its last, partial chunk is not filtered; h5py does not tell us.
+            # The last, partial chunk may be marked as not filtered; h5py does not report that.
             return "a last chunk that may be unfiltered"
         fill = np.zeros(row_bytes, np.uint8)  # where rows are pointers, they point nowhere
         if not dataset.dtype.hasobject:
@@ -127,7 +127,7 @@ class Storage:
         rows: how many.
         row_bytes: bytes of a row; about so many where they vary.
         block_rows: rows that h5py had better read together.
-        chunk_rows: rows of a stored chunk, whoever reads it; 0 where the data has no chunks.
+        chunk_rows: rows of a stored chunk, by any reader; 0 where the data has no chunks.
         layout: how they are stored.
     """
 
@@ -155,11 +155,7 @@ class Storage:
 
 
 class RowIndex:
-    """Which file each row of a set lies in.
-
-    Args:
-        rows: the number of rows of each file.
-    """
+    """Which file each row of a set lies in."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.starts = np.concatenate(([0], np.cumsum(rows, dtype=np.int64)))

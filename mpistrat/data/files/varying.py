@@ -44,12 +44,7 @@ class _Collection:
 
 
 class VaryingReader(FieldReader):
-    """Strings as `str`, and rows of numbers as arrays, of a length of their own. Collections read last are kept.
-
-    Args:
-        storages: the field in each file.
-        pointers: reads their pointers, of POINTER's dtype.
-    """
+    """Strings as `str`, and rows of numbers as arrays, of a length of their own. Collections read last are kept."""
 
     def __init__(self, storages: Sequence[Storage], pointers: FieldReader) -> None:
         super().__init__(storages)

@@ -1,1 +1,1 @@
-"""The nodes of a chain of datasets: each says what it does with the rows or elements of those below it."""
+"""The nodes of a chain of datasets: sources, and operators over the nodes below them."""

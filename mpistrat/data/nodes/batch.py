@@ -175,7 +175,7 @@ def _leaf(spec: ArraySpec, name: str, shape: Any, value: Any) -> tuple[ArraySpec
     for here, wanted in zip(spec.shape, shape, strict=True):
         if here is not None and wanted is not None and wanted < here:
             raise ValueError(explain(FUNCTION, place, expected=f"at least the rows' {spec}", got=shape))
-    # Rows that all have the same length need no word about the longest.
+    # Where all rows have the same length, it is known.
     shape = tuple(here if wanted is None else wanted for here, wanted in zip(spec.shape, shape, strict=True))
     if spec.dtype == object:
         value = "" if value is None else value

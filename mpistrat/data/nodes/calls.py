@@ -123,7 +123,7 @@ def start_server(context: Any) -> None:
     """Start the forkserver, if it does not run yet: it imports this module, not the main program.
 
     It is a `python -c`, which would look for modules in the working directory first, and run a `json.py` that lies there. Python
-    3.11 and later are told not to; Python 3.10 knows no such word that keeps PYTHONPATH.
+    3.11 and later are told not to; Python 3.10 has no such setting that keeps PYTHONPATH.
     """
     from multiprocessing import forkserver
 
@@ -186,7 +186,7 @@ def _serve(connection: Connection, function_bytes: bytes) -> None:
         while True:
             _answer(connection, function, connection.recv())
     except (EOFError, OSError):
-        return  # nobody is there any more
+        return  # the other side has ended
 
 
 def _answer(connection: Connection, function: Callable[..., Any], elements: Sequence[Any]) -> None:
@@ -237,7 +237,7 @@ class _Worker:
             self.process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()  # else nobody would notice that the process has ended
+        theirs.close()  # else the end of the process would not be noticed
         self._started = False
 
     def call_each(self, elements: Sequence[Any]) -> list[Any]:
@@ -300,10 +300,6 @@ def _end(workers: list[_Worker]) -> None:
 @final
 class Processes:
     """A number of processes that call one function. They start at the first call, and end with this object.
-
-    Args:
-        function: one that pickle can name or pack: of a module, not a lambda.
-        count: how many processes.
 
     Raises:
         TypeError: for a function that cannot be sent to a process.

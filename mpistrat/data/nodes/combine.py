@@ -293,7 +293,7 @@ class Interleaved(InOrder):
         self._lock = threading.Lock()
 
     def _known(self) -> Node | None:
-        """The dataset that the first element becomes, which says what all look like; None without an element."""
+        """The dataset that the first element becomes, whose spec all have; None without an element."""
         if self._first is None:
             element = next(self._parent.elements(0), None)
             return None if element is None else self._make(element, 0)

@@ -1,4 +1,4 @@
-"""The protocol of a node: what every source and every operator of a chain of datasets says about itself, and how it is read.
+"""The protocol of nodes, the sources and operators of a chain of datasets: what they are, and how they are read.
 
 Most chains are random access. A row is addressed by (epoch, position); a node translates addresses into those of the
 node below, and the source gathers rows. So no node holds data, any part of any batch of any epoch can be read by
@@ -7,7 +7,7 @@ itself, and each rank of a job reads its own rows only.
 What cannot know its elements before it has made those in front (a generator, a filter) reads in order: from there on
 each rank makes every element and keeps its own rows, and going to a position means making all that precede it.
 
-Base classes that give what a node does not say otherwise: stage.py. What users hold: dataset.py.
+Base classes with the defaults: stage.py. What users hold: dataset.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Traits(NamedTuple):
     """What matters about a chain to who reads it.
 
     Attributes:
-        deterministic: an epoch's elements come in the same order every time: all but a `map` that was told otherwise.
+        deterministic: an epoch's elements come in the same order every time: all but a `map` with deterministic=False.
         calls_functions: a function of the user's makes elements of this chain.
         shares_memory: something in it shares memory with other ranks, which `bind` makes.
         shard_hinted: a `shard` of it has SHARD_HINT for a number.
@@ -157,7 +157,7 @@ class Node(ABC):
 
     @property
     def prefetch_depth(self) -> int | None:
-        """How many elements are to be read ahead, as `prefetch` says; None where nothing says it."""
+        """How many elements are to be read ahead: the argument of `prefetch`; None without one."""
         depths = [parent.prefetch_depth for parent in self.parents]
         return max((depth for depth in depths if depth is not None), default=None)
 
@@ -172,7 +172,7 @@ class Node(ABC):
             parent.count_wait(seconds)
 
     def fingerprint(self) -> int | str | None:
-        """Return what ranks must have alike, where the description does not say it; else None."""
+        """Return what ranks must have alike beside the description; None for nothing."""
         return None
 
     def check(self) -> None:

@@ -304,7 +304,7 @@ class Configured(SameElements):
 
 
 class Prefetched(SameElements):
-    """The same elements, and the word that a thread should read so many ahead. Who iterates starts that thread."""
+    """The same elements, so many of which a thread should read ahead; the iterator starts it."""
 
     def __init__(self, parent: Node, depth: int) -> None:
         super().__init__(parent, depth)

@@ -1,6 +1,6 @@
 """Elements drawn from several datasets in given proportions, as a pure function of (seed, epoch, position).
 
-Of the first t draws, each dataset has the share that its weight says, rounded to whole draws: a formula, no table.
+Of the first t draws, each dataset has the share of its weight, rounded to whole draws: a formula, no table.
 Draws stand in blocks of 256; within a block their order is permuted, by the seed and the epoch.
 When a dataset is used up, a new phase begins among the others.
 """

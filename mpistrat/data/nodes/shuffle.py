@@ -1,4 +1,4 @@
-"""Which shuffle a dataset gets; the block shuffle, and the buffer for elements that are read in order."""
+"""Shuffles: the choice among them, the block shuffle, and the buffer for elements that are read in order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BlockShuffled(Reordered):
         self._made: BlockOrder | None = None
         self._of_chunks = False  # whether what is mixed are the chunks of the data; known once the order is made
         self._lock = threading.Lock()
-        self._in_turn = False  # whether somebody tells what is read next: then the windows come in turn
+        self._in_turn = False  # whether `expect` is called: then the windows come in turn
         # Epoch, window, and from which to which place of the next one's chunks the source has heard of them.
         self._told = (-1, -1, 0, 0)
         self._until = (-1, 0, 0)  # epoch, and from which to which position it need not hear of more

@@ -122,7 +122,7 @@ class InputRows(_Readable):
 
 
 class Stage(_Readable):
-    """A node over one parent. What it does not say otherwise is as the parent has it.
+    """A node over one parent, whose properties are the defaults.
 
     Args:
         settings: what a node of the same class over another parent is made of.
@@ -170,7 +170,7 @@ class Stage(_Readable):
 
 
 class SameElements(Stage):
-    """A node over one parent with the very same elements, which says something about the whole chain."""
+    """A node over one parent with the very same elements: a setting of the whole chain."""
 
     def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
         return self._parent.read_plan(epochs, positions)

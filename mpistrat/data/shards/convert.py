@@ -26,7 +26,7 @@ class Conversion:
     """What is to become of some files; what a kind of file has no use for must be left as it is.
 
     Attributes:
-        path: a .npy, .npz or .csv file, or a folder of images; None where `fields` says it all.
+        path: a .npy, .npz or .csv file, or a folder of images; None where there are only `fields`.
         fields: .npy files by field.
         select: arrays or columns wanted; None for all.
         dtypes: dtypes that fields are converted to.
@@ -106,12 +106,6 @@ def convert(
     """Write a converter's rows, each rank a contiguous block of them, and return the writer, closed. Collective.
 
     Where rows are of another kind than was presumed, all is looked at, and written anew.
-
-    Args:
-        converter: the rows.
-        new_writer: makes what takes them; collective, and called once more where the rows are written anew.
-        dtypes: dtypes that fields are converted to; `object` for text.
-        progress: is called with the number of rows of every batch, and with what was written in vain, negative.
 
     Raises:
         ValueError: for values that a dtype does not hold, and text where there can be none.

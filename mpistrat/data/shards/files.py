@@ -1,4 +1,4 @@
-"""Which files make up a set of shards, in which order, what its manifest says of them, and whether they are whole."""
+"""The files of a set of shards: their order, their manifest entries, and whether they are whole."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class FileSet:
 
     Attributes:
         paths: the files.
-        entries: what a manifest says of each.
-        fields: what the manifest of the set says of all.
+        entries: of each in a manifest.
+        fields: as the manifest of the set has them.
         skipped: files that were left out, and why.
     """
 
@@ -199,7 +199,7 @@ def _refuse_others(paths: Sequence[Path], promised: FileSet, manifest: Path, ask
 
 
 def _listed(paths: Sequence[Path], asked: str) -> FileSet:
-    """Files as they were listed; manifests beside them say what they can."""
+    """Files as they were listed, with their entries in manifests beside them."""
     if not paths:
         remedy = f"Look at the path; the working directory is {Path.cwd()}."
         raise ShardError(
@@ -282,7 +282,7 @@ def verify_together(files: FileSet | None, group: ProcessGroup) -> None:
 
 
 def is_small(files: FileSet) -> bool:
-    """Return whether a set has digests that are quickly compared. Of a larger one the log says how it is done."""
+    """Return whether a set has digests that are quickly compared. For a larger one the log names the way."""
     entries = [entry for entry in files.entries if entry is not None]
     if not entries or len(entries) < len(files.entries):
         return False  # files that others wrote: there is nothing to compare with
@@ -303,13 +303,13 @@ def is_small(files: FileSet) -> bool:
     return False
 
 
-def _verify_some(files: FileSet, places: Iterable[int]) -> None:
-    for place in places:
-        path, entry = files.paths[place], files.entries[place]
+def _verify_some(files: FileSet, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        path, entry = files.paths[number], files.entries[number]
         try:
             file = ShardFile.of(path)
         except OSError:
-            file = None  # which is told below
+            file = None  # which is reported below
         if file is None or file not in _whole:
             FileSet((path,), (entry,), files.fields).check(verify=True)
             if file is not None:

@@ -27,16 +27,10 @@ _CHUNK_CACHE = 1 << 20  # HDF5's default
 
 @final
 class NewShard:
-    """A file that grows.
+    """A file that grows, to at most `capacity` rows; without one only if it is chunked.
 
     Contiguous data must be as long as was said when the file was made: a file that gets fewer rows is written once more
     when it is closed. Its space on the disk is taken as rows come.
-
-    Args:
-        path: where the file is made; it must not exist.
-        fields: what the rows are.
-        settings: how they are stored; checked.
-        capacity: the most rows that will come; None, for chunked data only, if that is not known.
     """
 
     def __init__(self, path: Path, fields: Mapping[str, Field], settings: ShardSettings, capacity: int | None) -> None:

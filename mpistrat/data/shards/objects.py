@@ -1,4 +1,4 @@
-"""What a file holds by name, what rows a dataset has, and what is refused: links to other files, references, unknown filters."""
+"""Objects of an HDF5 file by name, rows of a dataset, and what is refused: links to other files, references, unknown filters."""
 
 from __future__ import annotations
 
@@ -150,11 +150,6 @@ def field_of(dataset: h5py.Dataset) -> Field:
 
 def check_storage(dataset: h5py.Dataset, path: Path, declared: Set[Path]) -> set[Path]:
     """Refuse a dataset whose data lies elsewhere than in the declared files, or cannot be decoded.
-
-    Args:
-        dataset: the dataset.
-        path: its file.
-        declared: resolved paths, of this file too.
 
     Returns:
         The resolved paths of the other files that a virtual dataset draws from.

@@ -64,14 +64,7 @@ def set_pattern(function: str, target: PathLike) -> Path:
 
 @final
 class SetWriter:
-    """What `ShardWriter` says. Collective over `comm`.
-
-    Args:
-        function: what the user called, for errors; methods get it with what the user's argument is called.
-        target, comm: as `ShardWriter` says.
-        settings: the other arguments.
-        rows: how many this rank will write, where that is known: then its last shard is written once.
-    """
+    """Writes a set; see `ShardWriter`. A rank that knows how many `rows` come writes its last shard once. Collective."""
 
     def __init__(
         self,
@@ -147,7 +140,7 @@ class SetWriter:
             self._finish_shard()
 
     def close(self) -> None:
-        """As `ShardWriter` says. Collective."""
+        """See `ShardWriter.close`. Collective."""
         if self._closed:
             return
         self._closed = True
@@ -179,7 +172,7 @@ class SetWriter:
             raise ClosedError(explain(where, "", expected="an open writer", got="one that was closed"))
 
     def _begin(self, where: str, argument: str, fields: dict[str, Field]) -> None:
-        """The first rows say what all rows are."""
+        """Take the fields of the first rows for those of all."""
         self.settings.check(where, argument, fields)
         self._fields, self._spec = fields, spec_of_fields(fields)
 
@@ -232,10 +225,10 @@ class SetWriter:
 
     def _expected_rows(self) -> int | None:
         """The most rows of the next shard, where that is known."""
-        capacity, told = self._capacity(), self._rows_to_come
-        if capacity is None or told is None:
+        capacity, rows = self._capacity(), self._rows_to_come
+        if capacity is None or rows is None:
             return capacity
-        return min(capacity, max(1, told - sum(entry.rows for _, entry in self._files)))
+        return min(capacity, max(1, rows - sum(entry.rows for _, entry in self._files)))
 
     def _limit(self) -> int | None:
         """The bytes at which a shard is full, where the bytes of a row are not known."""
@@ -247,7 +240,7 @@ class SetWriter:
             directory = self._pattern.parent
             directory.mkdir(parents=True, exist_ok=True)
             self._aside = Path(tempfile.mkdtemp(prefix=".shards-", suffix=".tmp", dir=directory))
-            # Should nobody close this writer: only files, no communication.
+            # For a writer that is not closed: only files, no communication.
             weakref.finalize(self, shutil.rmtree, self._aside, ignore_errors=True)
         path = self._aside / f"{len(self._files):05d}.h5"
         return NewShard(path, self._fields, self.settings, capacity)
@@ -295,15 +288,8 @@ def publish(
 ) -> list[Path]:
     """Give the files of all ranks their names, in rank order, and write the manifest. Collective.
 
-    A manifest that says "unfinished" stands in between, so that what a crash leaves behind is refused, not mixed.
-
-    Args:
-        ranks: who writes.
-        function: what the user called, for errors.
-        pattern: path of the files, with a "*" in the name.
-        fields: what this rank's files hold; None if it has seen no rows.
-        files: this rank's files where they lie now, flushed to the disk.
-        empty: a file without rows, for the case that no rank has a file.
+    Meanwhile there is a manifest marked "unfinished", so that what a crash leaves behind is refused, not mixed. `empty` is a
+    file without rows, for the case that no rank has another.
 
     Raises:
         ValueError: when no rank has seen rows.
@@ -315,13 +301,13 @@ def publish(
         "shards": [vars(entry) for _, entry in files],
         "empty": None if empty is None else vars(empty[1]),
     }
-    told = [json.loads(text) for text in ranks.exchange(json.dumps(mine))]
-    agreed = fields_from_json(_agreed(function, [one["fields"] for one in told]))
-    if not any(one["shards"] for one in told):
-        lender = next(rank for rank, one in enumerate(told) if one["empty"] is not None)
-        told[lender]["shards"] = [told[lender]["empty"]]
-        files = [empty] if ranks.rank == lender and empty is not None else []
-    entries = [[ShardEntry(**shard) for shard in one["shards"]] for one in told]
+    all_ranks = [json.loads(text) for text in ranks.exchange(json.dumps(mine))]
+    agreed = fields_from_json(_agreed(function, [one["fields"] for one in all_ranks]))
+    if not any(one["shards"] for one in all_ranks):
+        owner = next(rank for rank, one in enumerate(all_ranks) if one["empty"] is not None)
+        all_ranks[owner]["shards"] = [all_ranks[owner]["empty"]]
+        files = [empty] if ranks.rank == owner and empty is not None else []
+    entries = [[ShardEntry(**shard) for shard in one["shards"]] for one in all_ranks]
     count = sum(map(len, entries))
     numbered = iter(range(count))
     entries = [

@@ -29,7 +29,7 @@ Compression = Literal["gzip", "lzf"] | int
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """The arguments of `ShardWriter`, which says what they mean; `checked` fills in what None stands for."""
+    """The arguments of `ShardWriter`, which documents them; `checked` fills in the defaults."""
 
     rows_per_shard: int | None = None
     bytes_per_shard: int | None = None

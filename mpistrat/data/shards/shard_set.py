@@ -36,12 +36,6 @@ _BLOCK = 1 << 18  # bytes read at a time from data that is not chunked
 class Shard:
     """The datasets of a file, as its readers need to know them.
 
-    Args:
-        path: the file.
-        names: the datasets wanted; None for all that have rows.
-        declared: resolved paths of all files that data may be drawn from.
-        driver: h5py's driver; None for its default.
-
     Attributes:
         path: the file.
         storages: where each dataset's rows lie.
@@ -118,7 +112,7 @@ class Shard:
         return Storage(self._file, name, field, rows, row_bytes, int(block_rows), int(chunk_rows), layout)
 
     def _check_rows(self, dataset: h5py.Dataset) -> None:
-        """Refuse rows that nobody wrote, or that no memory holds."""
+        """Refuse rows that were never written, or that no memory holds."""
         import h5py
 
         size = self._row_bytes(dataset)
@@ -242,13 +236,6 @@ def open_shards(
 
     Without a manifest, files are compared with what most of them hold. A file from which a virtual dataset of another
     one draws, be it in part, is that one's source, and has no rows of its own: they would come twice.
-
-    Args:
-        files: which files.
-        names: the datasets wanted; None for all.
-        driver: h5py's driver; None for its default.
-        on_error: "raise", or "skip" to leave bad files out.
-        ends: whether to compare the digests of the files' ends with the manifest.
 
     Raises:
         ShardError: naming the file that is bad.

@@ -1,4 +1,4 @@
-"""What a set of files holds, said in numbers: `shards info` shows it. And whether it is whole: `shards check` asks."""
+"""Contents of a set of files, for `shards info`; and whether its files are whole, for `shards check`."""
 
 from __future__ import annotations
 
@@ -76,10 +76,6 @@ class SetSurvey:
 
 def survey(files: PathLike | Sequence[PathLike], names: Sequence[str] | None = None) -> SetSurvey:
     """Look into files.
-
-    Args:
-        files: as `HDF5Dataset` takes them.
-        names: the datasets wanted; None for all.
 
     Raises:
         ShardError: for files that cannot be read as one set, naming the file.
@@ -161,16 +157,11 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, list)) else str(value)
 
 
-def check_file(files: FileSet, place: int, declared: Set[Path]) -> str:
+def check_file(files: FileSet, number: int, declared: Set[Path]) -> str:
     """Check one file of a set, and return by what it was found whole.
 
     A file in a manifest is compared with its digest. Of another one, all chunks are read, which checks their checksums
     and undoes their compression; data that has neither cannot be checked.
-
-    Args:
-        files: the set.
-        place: the file's number in it.
-        declared: resolved paths of all files of the set, from which virtual datasets may draw.
 
     Returns:
         "digest", "checksums", "partly" if only some of the data has checksums or compression, or "nothing".
@@ -178,7 +169,7 @@ def check_file(files: FileSet, place: int, declared: Set[Path]) -> str:
     Raises:
         ShardError: when the file is not whole.
     """
-    path, entry = files.paths[place], files.entries[place]
+    path, entry = files.paths[number], files.entries[number]
     FileSet((path,), (entry,), files.fields).check(verify=entry is not None)
     if entry is not None:
         return "digest"

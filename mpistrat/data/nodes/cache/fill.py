@@ -1,9 +1,9 @@
-"""Memory of rows that fills as they are asked for: each chunk is read once, by whoever comes first.
+"""Memory of rows that fills as they are asked for: each chunk is read once, by the first thread or process that needs it.
 
 The memory is that of a process, or shared by the ranks of a node. A claim on a chunk is a lock of the system's on one byte of
 a file that the ranks of a node have open: taking and leaving it costs a microsecond, as much as MPI's compare-and-swap, and the
-system takes it back from a process that dies. Reading fails on whoever reads; the chunk is then free, and who waits for it
-tries by itself and meets the error itself.
+system takes it back from a process that dies. Where reading fails, the reader gets the error; the chunk is then free, and
+those that wait for it try by themselves and get the error themselves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Claims", "FilledMemory", "agree_memory", "node_memory", "provider"]
 
 _READY = -1  # else 0, or 1 + the rank that reads it: for the error of who waits
-_RETRY = 16  # looks between two tries to claim what somebody else has claimed
+_RETRY = 16  # looks between two tries to claim what another has claimed
 
 
 @final
@@ -49,7 +49,7 @@ class Claims:
         rank: of this process, for the others' errors.
         file: descriptor of a file open in all processes that share the chunks; None where only threads do.
         sync: keeps loads and stores of shared memory apart.
-        timeout: seconds to wait for somebody else; None for ever.
+        timeout: seconds to wait for another; None without end.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Claims:
                 self._busy.difference_update(chunks.tolist())
 
     def wait(self, chunks: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
-        """Wait for chunks that somebody else reads. Return those that the caller must read after all, as from `claim`.
+        """Wait for chunks that others read. Return those that the caller must read after all, as from `claim`.
 
         Raises:
             TimeoutError: naming a rank.
@@ -137,7 +137,7 @@ class Claims:
         fcntl.lockf(file, fcntl.LOCK_UN, 1, chunk)
 
     def close(self) -> None:
-        """Close the file. Nobody claims any more."""
+        """Close the file, after the last claim."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -195,7 +195,7 @@ class FilledMemory:
         return nest.pack_like(self._source.row_spec, memory.take(numbers, self._buffers))
 
     def _fill(self, memory: RowMemory, missing: NDArray[np.int64]) -> None:
-        """Read what nobody else reads, a little at a time so that others find some too; then wait for them.
+        """Read what no other reads, a little at a time so that others find some too; then wait for them.
 
         Who waits holds no claims.
         """
@@ -245,7 +245,7 @@ class FilledMemory:
         return self._text
 
     def close(self) -> None:
-        """Let go of the memory; threads that are copying rows hold it until they are done. Collective with the group."""
+        """Free the memory; threads that are copying rows hold it until they are done. Collective with the group."""
         self._memory = None
         self._claims.close()
 

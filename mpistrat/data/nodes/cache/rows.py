@@ -1,4 +1,4 @@
-"""What the caches of rows are made of: a dataset's rows by number, the memory they go to, the chunks they come in."""
+"""Parts of the caches of rows: a dataset's rows by number, the memory for them, the chunks in which they are read."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ParentRows:
 
 @final
 class RowMemory:
-    """Room for rows, one array for each leaf: in memory of this process, or in bytes that somebody shares.
+    """Room for rows, one array for each leaf: in memory of this process, or in shared bytes.
 
     Args:
         row_spec: the specs of a row. In shared bytes every leaf has a fixed shape and is no string.

@@ -29,11 +29,6 @@ class ImageFolder(Converter):
 
     Classes are numbered by their folders' names in alphabetical order; the names are an attribute of `label`. Rows come
     class by class.
-
-    Args:
-        path: the folder.
-        color: "rgb" or "gray", which all images are converted to.
-        resize: height and width that all images are brought to; None if all have one size.
     """
 
     def __init__(self, path: Path, color: str, resize: tuple[int, int] | None) -> None:

@@ -20,11 +20,7 @@ _NEWLINE = ord("\n")
 
 @final
 class NumericReader:
-    """Tells which lines may hold nothing but numbers.
-
-    Args:
-        delimiter: between cells.
-    """
+    """Tells which lines may hold nothing but numbers."""
 
     def __init__(self, delimiter: str) -> None:
         self._delimiter = delimiter

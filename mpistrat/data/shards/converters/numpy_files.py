@@ -30,11 +30,7 @@ def _check_rows(rows: Mapping[str, tuple[int, ...]], where: object) -> int:
 
 @final
 class NpyFiles(Converter):
-    """One array a file, by memory map.
-
-    Args:
-        paths: the files by field.
-    """
+    """One array a file, by memory map."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._arrays = {name: _mapped(path) for name, path in paths.items()}
@@ -61,12 +57,7 @@ def _mapped(path: Path) -> np.ndarray[Any, Any]:
 
 @final
 class NpzFile(Converter):
-    """The arrays of an archive, read in order as the rows are written.
-
-    Args:
-        path: the archive.
-        names: the arrays wanted; None for all.
-    """
+    """The arrays of an archive, read in order as the rows are written."""
 
     def __init__(self, path: Path, names: Sequence[str] | None) -> None:
         self._path = path
