@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util.text import counted
-from ...errors import ShardError, explain
+from ...errors import ShardError
 from ..stats import StageStats
 from .chunked import ChunkedReader
 from .contiguous import MappedReader, PositionalReader
-from .handles import OpenFiles
+from .handles import OpenFiles, shard_error
 from .library import LibraryReader, all_kept
 from .storage import Chunks, Contiguous, FieldReader, Pointers, RowIndex, Storage
 from .varying import VaryingReader
@@ -86,10 +86,7 @@ def _make(way: str, storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5
         except OSError as error:
             if reader == "mmap":
                 where, remedy = storages[0].where, 'Pass reader="auto" or reader="pread".'
-                expected = "files that can be mapped into memory"
-                raise ShardError(
-                    explain("HDF5Dataset", where, expected=expected, got=str(error), remedy=remedy)
-                ) from error
+                raise shard_error(where, "files that can be mapped into memory", str(error), remedy) from error
             return PositionalReader(storages, reason=f"not mapped: {error}")
     if way == "pread":
         return PositionalReader(storages, reason='reader="pread"')

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ShardError, explain
+from ...errors import ShardError
 from ..buffers import take_rows
 from ..stats import StageStats
 from .codecs import DecodeError
-from .handles import open_bytes
+from .handles import DAMAGED, open_bytes, shard_error
 from .storage import Chunks, FieldReader, Storage
 
 __all__ = ["CACHE_BYTES", "ChunkCache", "ChunkFiles", "ChunkedReader"]
@@ -98,8 +98,7 @@ def _error(storage: Storage, chunk: int, got: str) -> ShardError:
     first = chunk * layout.rows
     last = min(first + layout.rows, storage.rows) - 1
     expected = f"chunk {chunk} (rows {first} to {last}), {layout.sizes[chunk]} bytes at {layout.offsets[chunk]}"
-    remedy = "The file is damaged: copy it again, or write the shards again."
-    return ShardError(explain("HDF5Dataset", storage.where, expected=expected, got=got, remedy=remedy))
+    return shard_error(storage.where, expected, got, DAMAGED)
 
 
 _FREE, _QUEUED, _BUSY, _READY = range(4)  # what a slot is

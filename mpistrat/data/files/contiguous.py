@@ -27,9 +27,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ShardError, explain
+from ...errors import ShardError
 from ..buffers import take_rows
-from .handles import Descriptor, ShardFile, open_bytes
+from .handles import Descriptor, ShardFile, open_bytes, shard_error
 from .storage import Contiguous, FieldReader, Storage
 
 __all__ = ["Extent", "JoinedMap", "MappedReader", "PositionalReader", "assign_addresses", "join"]
@@ -292,8 +292,7 @@ class PositionalReader(ContiguousReader):
     @staticmethod
     def _error(storage: Storage, position: int, got: str) -> ShardError:
         remedy = "The file was cut while it was read: copy it again, or write the shards again."
-        expected = f"bytes at {position}"
-        return ShardError(explain("HDF5Dataset", storage.where, expected=expected, got=got, remedy=remedy))
+        return shard_error(storage.where, f"bytes at {position}", got, remedy)
 
 
 def _runs(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import h5py
 
 __all__ = [
+    "DAMAGED",
     "Descriptor",
     "OpenFiles",
     "ShardFile",
@@ -28,6 +29,7 @@ __all__ = [
     "open_bytes",
     "open_hdf5",
     "open_hdf5_files",
+    "shard_error",
 ]
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
@@ -36,6 +38,14 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _KEPT_OPEN = 128  # files kept open: sets of shards may have more files than a process may open
 _KEPT_OPEN_BY_MPI = 32  # each takes two of MPICH's 2048 communicators, and MPICH 4.0 crashes where none is left
 _PATIENCE = 10.0  # seconds that the end of MPI waits for what is being read
+
+
+DAMAGED = "The file is damaged: copy it again, or write the shards again."
+
+
+def shard_error(where: object, expected: str, got: object, remedy: str = "") -> ShardError:
+    """Return the error about a file that is not what it should be."""
+    return ShardError(explain("HDF5Dataset", str(where), expected=expected, got=got, remedy=remedy))
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,7 @@ class ShardFile:
                 return
             got = f"{found} instead of {(self.inode, self.bytes, self.changed)}"
         expected = "the file as it was opened (inode, bytes, time of change)"
-        remedy = "Shards must not change while they are read: make a new dataset."
-        raise ShardError(explain("HDF5Dataset", str(self.path), expected=expected, got=got, remedy=remedy))
+        raise shard_error(self.path, expected, got, "Shards must not change while they are read: make a new dataset.")
 
 
 def open_hdf5(path: Path, driver: str | None = None) -> h5py.File:
@@ -96,7 +105,7 @@ def _refused(path: Path, error: OSError, got: str) -> ShardError:
         remedy = "Let this user read it: chmod, or ask who owns it."
     elif path.exists():
         got = f"a file of {path.stat().st_size} bytes: {got}"
-    return ShardError(explain("HDF5Dataset", str(path), expected="an HDF5 file", got=got, remedy=remedy))
+    return shard_error(path, "an HDF5 file", got, remedy)
 
 
 class _Closing(Protocol):
@@ -255,7 +264,7 @@ def mpi_io_options(path: Path) -> dict[str, Any]:
     if ":" in str(path):
         expected, remedy = "a path without a colon", "Rename it, or leave driver out."
         got = "one of which MPI-IO takes what stands before the colon for a file system"
-        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=got, remedy=remedy))
+        raise shard_error(path, expected, got, remedy)
     return {"driver": "mpio", "comm": running_mpi("HDF5Dataset").COMM_SELF}
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import MpistratError, ShardError, explain
+from ...errors import MpistratError
 from ..buffers import LastRead, take_rows
-from .handles import OpenFiles
+from .handles import DAMAGED, OpenFiles, shard_error
 from .storage import FieldReader, OnlyHDF5, Storage
 
 if TYPE_CHECKING:
@@ -81,16 +81,7 @@ class LibraryReader(FieldReader):
             raise
         except Exception as error:  # h5py raises many kinds for damaged data
             expected = f"rows {start} to {stop - 1}"
-            remedy = "The file is damaged: copy it again, or write the shards again."
-            raise ShardError(
-                explain(
-                    "HDF5Dataset",
-                    storage.where,
-                    expected=expected,
-                    got=f"{type(error).__name__}: {error}",
-                    remedy=remedy,
-                )
-            ) from error
+            raise shard_error(storage.where, expected, f"{type(error).__name__}: {error}", DAMAGED) from error
         self._counters.add(bytes_read=len(run) * storage.row_bytes, chunk_reads=end - first)
         self._remember(shard, first, run)
         return run

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ShardError, explain
+from ...errors import ShardError
 from ..buffers import LastRead
 from ..stats import StageStats
-from .handles import open_bytes
+from .handles import DAMAGED, open_bytes, shard_error
 from .storage import FieldReader, Storage
 
 __all__ = ["POINTER", "VaryingReader"]
@@ -123,10 +123,7 @@ class VaryingReader(FieldReader):
 
     def _error(self, shard: int, address: int, expected: str, got: str) -> ShardError:
         where = self._storages[shard].where
-        remedy = "The file is damaged: copy it again, or write the shards again."
-        return ShardError(
-            explain("HDF5Dataset", where, expected=f"{expected} at {address} of the file", got=got, remedy=remedy)
-        )
+        return shard_error(where, f"{expected} at {address} of the file", got, DAMAGED)
 
     def expect(self, rows: NDArray[np.int64]) -> None:
         self._pointers.expect(rows)

@@ -18,7 +18,7 @@ from ..._util.files import algorithm_of, digest_of_ends, digest_of_file
 from ..._util.text import decimal_size
 from ...comm.agree import together
 from ...errors import ShardError, explain
-from ..files.handles import ShardFile
+from ..files.handles import ShardFile, shard_error
 from .manifest import Field, Manifest, ShardEntry, read_manifest
 
 if TYPE_CHECKING:
@@ -92,12 +92,10 @@ def _check(path: Path, entry: ShardEntry | None, *, verify: bool) -> None:
     if not got and not size:
         got = "an empty file, of 0 bytes"
     if got:
-        remedy = "Restore the file, or write the shards again."
-        raise ShardError(explain("HDF5Dataset", str(path), expected="an HDF5 file", got=got, remedy=remedy))
+        raise shard_error(path, "an HDF5 file", got, "Restore the file, or write the shards again.")
     if entry is not None and size != entry.bytes:
         got = f"{size} bytes: the file is {'truncated' if size < entry.bytes else 'another one'}"
-        expected = f"{entry.bytes} bytes (manifest)"
-        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=got, remedy=_REMEDY))
+        raise shard_error(path, f"{entry.bytes} bytes (manifest)", got, _REMEDY)
     if verify:
         _verify(path, entry)
 
@@ -109,20 +107,16 @@ def _verify(path: Path, entry: ShardEntry | None) -> None:
     """Compare the digest of a file's bytes."""
     if entry is None:
         expected = "a digest in a manifest, which verify=True compares"
-        remedy = "Write the shards with ms.data.write_shards, or pass verify=False."
-        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got="none", remedy=remedy))
+        raise shard_error(path, expected, "none", "Write the shards with ms.data.write_shards, or pass verify=False.")
     try:
         found = digest_of_file(path, algorithm_of(entry.digest))
     except (ValueError, ImportError) as error:
         expected = f"a digest that can be computed here, not {algorithm_of(entry.digest)!r}"
-        remedy = "Install xxhash, or pass verify=False."
-        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=str(error), remedy=remedy)) from error
+        raise shard_error(path, expected, str(error), "Install xxhash, or pass verify=False.") from error
     except OSError as error:
-        got = str(error)
-        raise ShardError(explain("HDF5Dataset", str(path), expected="a file that can be read", got=got)) from error
+        raise shard_error(path, "a file that can be read", str(error)) from error
     if found != entry.digest:
-        expected = f"digest {entry.digest} (manifest)"
-        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=found, remedy=_REMEDY))
+        raise shard_error(path, f"digest {entry.digest} (manifest)", found, _REMEDY)
 
 
 def check_ends(path: Path, entry: ShardEntry | None) -> None:
@@ -138,8 +132,7 @@ def check_ends(path: Path, entry: ShardEntry | None) -> None:
     except (ValueError, ImportError):
         return
     if found != entry.ends:
-        expected = f"digest {entry.ends} of the first and last 64 KiB (manifest)"
-        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=found, remedy=_REMEDY))
+        raise shard_error(path, f"digest {entry.ends} of the first and last 64 KiB (manifest)", found, _REMEDY)
 
 
 def natural_key(path: Path) -> tuple[object, ...]:
@@ -162,7 +155,7 @@ def _directory(directory: Path) -> FileSet:
     if len(manifests) > 1:
         names = ", ".join(path.name for path in manifests)
         remedy = f"Name one set, for instance {directory / (manifests[0].name[: -len(MANIFEST)] + '*.h5')}."
-        raise ShardError(explain("HDF5Dataset", str(directory), expected="one set of shards", got=names, remedy=remedy))
+        raise shard_error(directory, "one set of shards", names, remedy)
     found = [path for path in directory.iterdir() if path.suffix in _SUFFIXES and not path.name.startswith(".")]
     paths = sorted(found, key=natural_key)
     if not manifests:
@@ -195,16 +188,14 @@ def _refuse_others(paths: Sequence[Path], promised: FileSet, manifest: Path, ask
         if path.name not in known:
             remedy = f"Name the files that you mean, remove this one, or {manifest} if it is out of date."
             expected = f"a shard that {manifest.name} lists, as it lies in {asked}"
-            raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got="one it does not", remedy=remedy))
+            raise shard_error(path, expected, "one it does not", remedy)
 
 
 def _listed(paths: Sequence[Path], asked: str) -> FileSet:
     """Files as they were listed, with their entries in manifests beside them."""
     if not paths:
         remedy = f"Look at the path; the working directory is {Path.cwd()}."
-        raise ShardError(
-            explain("HDF5Dataset", asked, expected="at least one HDF5 file", got="no match", remedy=remedy)
-        )
+        raise shard_error(asked, "at least one HDF5 file", "no match", remedy)
     by_directory: dict[Path, list[Manifest]] = {}
     for directory in {path.parent for path in paths}:
         by_directory[directory] = [read_manifest(path) for path in sorted(directory.glob(f"*{MANIFEST}"))]
@@ -233,7 +224,7 @@ def resolve(files: PathLike | Sequence[PathLike]) -> FileSet:
         return _listed([path], str(path))
     except PermissionError as error:
         expected, remedy = "files that this user may look at", "Change the permissions of its directories."
-        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=str(error), remedy=remedy)) from error
+        raise shard_error(path, expected, str(error), remedy) from error
 
 
 def _paths(files: Any) -> list[Path]:

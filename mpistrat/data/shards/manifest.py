@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..._util.files import replacing
-from ...errors import ShardError, explain
+from ...errors import ShardError
+from ..files.handles import shard_error
 
 __all__ = [
     "Field",
@@ -161,8 +162,7 @@ def read_manifest(path: Path) -> Manifest:
     document = _load(path)
     if "unfinished" in document:
         expected, got = "a finished set of shards", "one whose writing was interrupted, or goes on"
-        remedy = "Write the shards again."
-        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=got, remedy=remedy))
+        raise shard_error(path, expected, got, "Write the shards again.")
     try:
         return _parse(document)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -192,5 +192,4 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, error: Exception) -> ShardError:
-    expected = f"a manifest of format {_FORMAT!r}, version {_VERSION}"
-    return ShardError(explain("HDF5Dataset", str(path), expected=expected, got=f"{error!r}"))
+    return shard_error(path, f"a manifest of format {_FORMAT!r}, version {_VERSION}", f"{error!r}")

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..._util import log
 from ..._util.text import decimal_size
-from ...errors import ShardError, explain
-from ..files.handles import ShardFile, open_hdf5
+from ...errors import ShardError
+from ..files.handles import DAMAGED, ShardFile, open_hdf5, shard_error
 from ..files.storage import Chunks, Contiguous, Layout, OnlyHDF5, Pointers, Storage
 from ..files.varying import POINTER
 from ..memory_limit import available_memory
@@ -62,9 +62,8 @@ class Shard:
             except ShardError:
                 raise
             except Exception as error:  # h5py raises many kinds for damaged metadata
-                remedy = "The file is damaged: copy it again, or write the shards again."
                 got = f"{type(error).__name__}: {error}"
-                raise self._error("", "readable metadata", got, remedy) from error
+                raise self._error("", "readable metadata", got, DAMAGED) from error
         self.check()
 
     def _look(self, file: h5py.File, names: Sequence[str] | None, declared: Set[Path]) -> None:
@@ -184,8 +183,7 @@ class Shard:
         self._file.check()
 
     def _error(self, name: str, expected: str, got: str, remedy: str = "") -> ShardError:
-        where = f"{self.path}: {name.strip('/')}" if name else str(self.path)
-        return ShardError(explain("HDF5Dataset", where, expected=expected, got=got, remedy=remedy))
+        return shard_error(f"{self.path}: {name.strip('/')}" if name else str(self.path), expected, got, remedy)
 
 
 def _plain(dataset: h5py.Dataset) -> bool:
@@ -288,8 +286,7 @@ def _without_sources(shards: list[Shard], sources: Set[Path]) -> list[Shard]:
         new = set().union(*(by_path[path].sources for path in new if path in by_path)) - drawn
     for path in sorted(sources - drawn):
         expected, got = "virtual datasets over files that do not draw back", "files that draw from each other"
-        remedy = "Write the virtual datasets into a file of their own."
-        raise ShardError(explain("HDF5Dataset", str(path), expected=expected, got=got, remedy=remedy))
+        raise shard_error(path, expected, got, "Write the virtual datasets into a file of their own.")
     return kept
 
 
@@ -304,7 +301,7 @@ def _report(skipped: list[tuple[Path, str]], good: int) -> None:
     text = f"{len(skipped)} of {len(skipped) + good} files skipped; the first: {first}"
     if not good:
         path, remedy = str(skipped[0][0]), "With on_error='skip', one file at least must be good."
-        raise ShardError(explain("HDF5Dataset", path, expected="a set with a good file", got=text, remedy=remedy))
+        raise shard_error(path, "a set with a good file", text, remedy)
     log.once(logging.WARNING, f"HDF5Dataset: {text}")
 
 
@@ -322,21 +319,18 @@ def _usual(shards: list[Shard]) -> tuple[dict[str, Field], str]:
 def _check_rows(shard: Shard, entry: ShardEntry | None) -> None:
     if entry is not None and shard.rows != entry.rows:
         got, remedy = f"{shard.rows} rows", "The file is not the one that was written with the manifest."
-        expected = f"{entry.rows} rows (manifest)"
-        raise ShardError(explain("HDF5Dataset", str(shard.path), expected=expected, got=got, remedy=remedy))
+        raise shard_error(shard.path, f"{entry.rows} rows (manifest)", got, remedy)
 
 
 def _compare(shard: Shard, fields: dict[str, Field], reference: str, *, check_extra: bool) -> None:
     """Raise unless a shard holds the same fields as the reference."""
     missing = [] if not check_extra else sorted(set(fields) ^ set(shard.fields))
     if missing:
-        expected, got = f"datasets {sorted(fields)}, as {reference} has", f"{sorted(shard.fields)}"
-        raise ShardError(explain("HDF5Dataset", str(shard.path), expected=expected, got=got))
+        raise shard_error(shard.path, f"datasets {sorted(fields)}, as {reference} has", f"{sorted(shard.fields)}")
     for name, field in shard.fields.items():
         if name not in fields:
-            expected = f"datasets {sorted(fields)}, as {reference} says"
-            raise ShardError(explain("HDF5Dataset", str(shard.path), expected=expected, got=f"{name!r}"))
+            raise shard_error(shard.path, f"datasets {sorted(fields)}, as {reference} says", f"{name!r}")
         if field != fields[name]:
             expected = f"{name!r} as {fields[name]}, like {reference}"
             remedy = "All shards of a set need the same dtype and row shape: write this one again."
-            raise ShardError(explain("HDF5Dataset", str(shard.path), expected=expected, got=str(field), remedy=remedy))
+            raise shard_error(shard.path, expected, str(field), remedy)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ShardError, explain
 from ..files.choice import choose_reader
-from ..files.handles import open_hdf5, open_hdf5_files
+from ..files.handles import DAMAGED, open_hdf5, open_hdf5_files
 from ..spec import ArraySpec
 from .files import FileSet, PathLike, resolve
 from .shard_set import Shard, open_shards
@@ -191,6 +191,5 @@ def _read(path: Path, dataset: h5py.Dataset, step: int) -> None:
             dataset[start : start + step]
         except (OSError, RuntimeError) as error:
             where, expected = f"{path}: {dataset.name}", f"rows {start} to {start + step - 1} that can be read"
-            remedy = "The file is damaged: copy it again, or write the shards again."
-            text = explain("shards check", where, expected=expected, got=error, remedy=remedy)
+            text = explain("shards check", where, expected=expected, got=error, remedy=DAMAGED)
             raise ShardError(text) from error
