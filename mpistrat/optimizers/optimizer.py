@@ -27,7 +27,7 @@ from .slots import SlotStore
 
 __all__ = ["Definition", "Optimizer", "definition", "find", "known", "make_defined"]
 
-_UNDEFINED = {*OWN, "slot_names", "name"}  # what a definition has apart from the other attributes
+_UNDEFINED = {*OWN, "slot_names"}  # what a definition has apart from the other attributes, or not at all
 _ordinals = itertools.count(step=ORDINAL_STEP)
 _known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
@@ -412,8 +412,7 @@ class Definition(NamedTuple):
         kind: its class.
         rate: the learning rate that it was given.
         base: arguments of `Optimizer.__init__`.
-        own: its other attributes.
-        names: of all attributes, in the order in which it describes itself.
+        own: its other attributes, in the order in which it describes itself.
     """
 
     ordinal: int
@@ -421,15 +420,13 @@ class Definition(NamedTuple):
     rate: Rate
     base: dict[str, Any]
     own: dict[str, Any]
-    names: list[str]
 
 
 def definition(optimizer: Optimizer) -> Definition:
     """Return the data from which `make_defined` makes the same optimizer."""
     own = {name: value for name, value in vars(optimizer).items() if name not in _UNDEFINED}
-    base = {"slot_names": optimizer.slot_names, "slot_start": optimizer.slot_start, "name": optimizer.name}
-    rate = optimizer.given_learning_rate
-    return Definition(optimizer.ordinal, type(optimizer), rate, base, own, list(vars(optimizer)))
+    base = {"slot_names": optimizer.slot_names, "slot_start": optimizer.slot_start}
+    return Definition(optimizer.ordinal, type(optimizer), optimizer.given_learning_rate, base, own)
 
 
 def make_defined(definition: Definition) -> Optimizer:
@@ -440,9 +437,8 @@ def make_defined(definition: Definition) -> Optimizer:
         Optimizer.__init__(optimizer, definition.rate, **definition.base)
         optimizer._take_ordinal(definition.ordinal)
     mine = vars(optimizer)
+    for name in definition.own:
+        mine.pop(name, None)  # so that they come in the definition's order
     mine.update(definition.own)
-    ordered = {name: mine[name] for name in definition.names if name in mine}
-    mine.clear()
-    mine.update(ordered)
     optimizer.learning_rate = definition.rate  # which makes its steps describe it anew
     return optimizer

@@ -14,7 +14,7 @@ from ..comm.waiting import CEILING
 from ..errors import ClosedError, LayoutError, explain
 from .layout import Address, MailboxLayout, VariableSpec, aligned
 from .report import ParameterServerStats, combine, of_server, of_worker
-from .roles import introduce
+from .roles import register_role
 from .server.server import Server
 from .wire.choice import choose, describe
 from .wire.memory import HALVES, ServerMemory, SharedMemory, Staging, area_bytes
@@ -67,7 +67,7 @@ class ParameterServers:
     ) -> None:
         self.group, self.workers, self.servers = group, tuple(workers), tuple(servers)
         _check_roles(group, self.workers, self.servers)
-        introduce(group, self.workers, self.servers)
+        register_role(group, self.workers, self.servers)
         if not back_off >= _SHORTEST_BACK_OFF:
             expected = f"at least {_SHORTEST_BACK_OFF:g}"
             raise ValueError(explain("ParameterServers", "back_off", expected=expected, got=back_off))
@@ -125,12 +125,9 @@ class ParameterServers:
             server.add_port(port, by_messages)
 
     def add_variables(self, specs: Sequence[VariableSpec]) -> list[int]:
-        """Give variables a place on their servers, zeros at first, and return their numbers. Collective.
+        """Allocate variables on their servers, zeros at first, and return their numbers. Collective.
 
-        Add many at a time: memory comes in slabs, and each call is a meeting of all ranks.
-
-        Args:
-            specs: what they are, the same on every rank.
+        Add many at a time: memory comes in slabs, and all ranks synchronize in each call.
 
         Raises:
             CollectiveMismatchError: on every rank, if they differ.
@@ -215,8 +212,8 @@ class ParameterServers:
         server = self.server
         mine = of_worker([t.stats for t in self.transports]) if server is None else of_server(server.stats, dropped)
         with self.group.collective("ParameterServerStrategy.stats"):
-            told = [json.loads(text) for text in self.group.all_gather_text(json.dumps(mine))]
-        return combine([address.spec for address in self.addresses], self.workers, self.servers, told)
+            by_rank = [json.loads(text) for text in self.group.all_gather_text(json.dumps(mine))]
+        return combine([address.spec for address in self.addresses], self.workers, self.servers, by_rank)
 
     def describe(self) -> str:
         """Return which transport each worker and server use, in words."""
@@ -249,7 +246,7 @@ class ParameterServers:
         comm.Free()
 
     def leave(self) -> None:
-        """Let go of the others, at the end of the program."""
+        """Stop, at the end of the program."""
         self.transports.clear()
         if self.server is not None:
             self.server.stop()

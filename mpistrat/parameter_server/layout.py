@@ -114,7 +114,7 @@ class Address:
 
     @classmethod
     def after(cls, start: int, index: int, spec: VariableSpec, slab: int, near: tuple[int, ...] = ()) -> Address:
-        """Return the place of a variable whose memory begins at an offset."""
+        """Return the address of a variable whose memory begins at an offset."""
         return cls(index, spec, slab, start + aligned(8 * len(near)) + LINE, near)
 
     @property
@@ -128,12 +128,12 @@ class Address:
 
     @property
     def current(self) -> int:
-        """Offset of the word that says in which buffer the newest version lies."""
+        """Offset of the word for the buffer in which the newest version lies."""
         return self.version + 8
 
     @property
     def may_hold(self) -> int:
-        """Offset of the word that says whether workers may hold buffers."""
+        """Offset of the word for whether workers may hold buffers."""
         return self.version + 16
 
     def held(self, worker: int) -> int:
@@ -260,8 +260,8 @@ class RoundRobin(ServerAssignment):
     """One server after the other, whatever the sizes (TF: what ParameterServerStrategy does).
 
     Example:
-        >>> placing = RoundRobin(2)
-        >>> [placing((size,), "int8") for size in (100, 1, 100, 1)], placing.nbytes
+        >>> assign = RoundRobin(2)
+        >>> [assign((size,), "int8") for size in (100, 1, 100, 1)], assign.nbytes
         ([0, 1, 0, 1], [200, 2])
     """
 
@@ -280,8 +280,8 @@ class Balanced(ServerAssignment):
     """The server with the fewest bytes so far; of equals the first.
 
     Example:
-        >>> placing = Balanced(2)
-        >>> [placing((size,), "int8") for size in (100, 1, 100, 1)], placing.nbytes
+        >>> assign = Balanced(2)
+        >>> [assign((size,), "int8") for size in (100, 1, 100, 1)], assign.nbytes
         ([0, 1, 1, 0], [101, 101])
     """
 

@@ -1,4 +1,4 @@
-"""What a push says: an operation on a variable, encoded in one integer, and what a server's handler receives."""
+"""Operations on variables, each encoded in one integer, and the pushes that carry them to a server's handler."""
 
 from __future__ import annotations
 
@@ -160,5 +160,5 @@ class Push(NamedTuple):
 
 
 # What a server does with pushes. A handler that returns False has kept the push for later: it counts as applied when
-# `Server.acknowledge` says so.
+# `Server.acknowledge` is called.
 Handler = Callable[[Push], Any]

@@ -209,25 +209,25 @@ def of_server(stats: ServerStats, dropped: Sequence[int]) -> dict[str, Any]:
 
 
 def combine(
-    specs: Sequence[Any], workers: Sequence[int], servers: Sequence[int], told: Sequence[Mapping[str, Any]]
+    specs: Sequence[Any], workers: Sequence[int], servers: Sequence[int], by_rank: Sequence[Mapping[str, Any]]
 ) -> ParameterServerStats:
     """Return the statistics of all.
 
     Args:
         specs: of the variables, by number.
         workers, servers: ranks.
-        told: by rank, what `of_worker` or `of_server` returned there.
+        by_rank: what `of_worker` or `of_server` returned there.
     """
     staleness = {
         (worker, variable): dict(map(tuple, histogram))
         for rank in servers
-        for worker, of in enumerate(told[rank]["staleness"])
+        for worker, of in enumerate(by_rank[rank]["staleness"])
         for variable, histogram in of
     }
     exchanges = []
     for worker, rank in enumerate(workers):
-        pulls = {variable: entry for of in told[rank]["pulls"] for variable, entry in of}
-        pushes = {variable: entry for of in told[rank]["pushes"] for variable, entry in of}
+        pulls = {variable: entry for of in by_rank[rank]["pulls"] for variable, entry in of}
+        pushes = {variable: entry for of in by_rank[rank]["pushes"] for variable, entry in of}
         for variable in sorted({*pulls, *pushes}):
             spec = specs[variable]
             times, pulled = pulls.get(variable, (0, 0))
@@ -239,10 +239,10 @@ def combine(
     loads = [
         ServerLoad(
             number,
-            told[rank]["busy"],
-            told[rank]["idle"],
-            told[rank]["most_waiting"],
-            tuple(told[rank]["dropped"]),
+            by_rank[rank]["busy"],
+            by_rank[rank]["idle"],
+            by_rank[rank]["most_waiting"],
+            tuple(by_rank[rank]["dropped"]),
         )
         for number, rank in enumerate(servers)
     ]

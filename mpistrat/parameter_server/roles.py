@@ -99,8 +99,8 @@ class Roles:
                 server is left.
         """
         with group.collective(_NAME, "roles"):
-            told = group.all_gather_text(own_task(resolver))
-        tasks = ranks_by_task(_NAME, told, resolver, ("chief", "master", "worker", "ps"))
+            texts = group.all_gather_text(own_task(resolver))
+        tasks = ranks_by_task(_NAME, texts, resolver, ("chief", "master", "worker", "ps"))
         if not tasks:
             expected, remedy = "a task for every rank", "Give each rank its task_type and task_id, or give num_ps"
             raise ClusterError(explain(_NAME, "cluster_resolver", expected=expected, got="none", remedy=remedy))
@@ -147,15 +147,12 @@ def is_server(resolver: ClusterResolver) -> bool:
     return resolver.task_type == "ps"
 
 
-def introduce(group: ProcessGroup, workers: Sequence[int], servers: Sequence[int]) -> None:
-    """Say what this rank is, for those who speak when it is killed."""
+def register_role(group: ProcessGroup, workers: Sequence[int], servers: Sequence[int]) -> None:
+    """Register this rank's role for the report in case it is killed."""
     rank, topology = group.topology.rank, group.topology
     kind, tasks = ("ps", servers) if rank in servers else ("worker", workers)
     role = f"{kind} {tasks.index(rank)}" if rank in tasks else "no role"
     exit_report.register_rank(f"rank {rank} of {topology.size} ({role}) on {topology.hostname}")
-
-
-_NAME = "ParameterServerStrategy"
 
 
 @final
@@ -208,9 +205,6 @@ class Settings:
             raise ValueError(explain(_NAME, name, expected=expected, got=repr(value)))
 
 
-_NAME = "ParameterServerStrategy"
-
-
 @final
 class RoleAssignment:
     """The roles of all ranks, by number or by a resolver.
@@ -222,7 +216,7 @@ class RoleAssignment:
 
     def __init__(self, settings: Settings, resolver: ClusterResolver | None) -> None:
         self._settings, self._resolver = settings, resolver
-        self._problem: ClusterError | None = None  # raised by `check`, which all ranks hear of
+        self._problem: ClusterError | None = None  # raised by `check`, on all ranks
         try:
             if resolver is None and settings.num_ps is None:
                 self._resolver = _from_environment()
@@ -265,7 +259,7 @@ class RoleAssignment:
             raise ValueError(explain(_NAME, "backup_workers", expected=expected, got=backup))
         return roles
 
-    def tell(self, group: ProcessGroup, roles: Roles) -> ClusterResolver:
+    def report(self, group: ProcessGroup, roles: Roles) -> ClusterResolver:
         """Log who is where, warn where that is not what the resolver said, and return the resolver. Collective."""
         resolver = self._resolver
         if resolver is None:
@@ -273,11 +267,11 @@ class RoleAssignment:
             resolver = MPIClusterResolver(group.topology.comm, jobs)
         host = group.topology.hostname
         with group.collective(_NAME, "placement"):
-            told = [text.split("\n") for text in group.all_gather_text(f"{host}\n{elsewhere(resolver, host)}")]
-        placement = roles.describe([host for host, _ in told])
+            hosts = [text.split("\n") for text in group.all_gather_text(f"{host}\n{elsewhere(resolver, host)}")]
+        placement = roles.describe([host for host, _ in hosts])
         if group.topology.rank == 0:
             log.once(logging.INFO, f"{_NAME}:\n{placement}")
-        wrong = [f"rank {rank} is on {host}, not on {asked}" for rank, (host, asked) in enumerate(told) if asked]
+        wrong = [f"rank {rank} is on {host}, not on {asked}" for rank, (host, asked) in enumerate(hosts) if asked]
         if wrong:
             remedy = "check the launcher's host list (mpiexec --hosts, mpirun --host) against the cluster's addresses"
             log.once(logging.WARNING, f"{_NAME}: other hosts than asked: {'; '.join(wrong)}: {remedy}\n{placement}")
@@ -285,7 +279,7 @@ class RoleAssignment:
 
 
 def _from_environment() -> ClusterResolver | None:
-    """The resolver of TF_CONFIG, where that says who is a server."""
+    """Return the resolver of TF_CONFIG, where that has servers."""
     if not os.environ.get("TF_CONFIG"):
         return None
     resolver = TFConfigClusterResolver()

@@ -1,4 +1,4 @@
-"""What a strategy with servers has in the place of arenas: variables, the optimizers that workers push for, their slots."""
+"""Store of a strategy with servers, instead of arenas: variables, the optimizers that workers push for, their slots."""
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ class ServerStore(Store):
         extended = self._strategy.extended
         with extended.process_group.collective(function, "optimizers", detail=os.fspath(path)):
             mine = " ".join(str(optimizer.ordinal) for optimizer in extended.optimizers)
-            told = extended.process_group.all_gather_text(mine)
-        for ordinal in sorted({int(word) for text in told for word in text.split()}):
+            texts = extended.process_group.all_gather_text(mine)
+        for ordinal in sorted({int(word) for text in texts for word in text.split()}):
             self._find_made(ordinal).join(self._strategy)
         extended.optimizers.sort(key=lambda optimizer: optimizer.ordinal)
 

@@ -138,7 +138,7 @@ class ParameterServerStrategy(Strategy):
             make_sync_group=make_sync_group,
         )
         group, variables = extended.process_group, extended.placement
-        self.cluster_resolver = assignment.tell(group, roles)
+        self.cluster_resolver = assignment.report(group, roles)
         self._settings = settings
         self.workers, self.servers = roles.workers, roles.servers
         rank = group.topology.rank
@@ -346,7 +346,7 @@ class ParameterServerStrategy(Strategy):
         return super().restore(path)
 
     def _settle(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
-        """Have everything applied, and everybody know all optimizers. Collective."""
+        """Have everything applied, and all optimizers known on every rank. Collective."""
         self._extended.require_cross(f"Strategy.{function}")
         self._extended.coordination.announce(function, os.fspath(path), *more)
         self._access.flush()

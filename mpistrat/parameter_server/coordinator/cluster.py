@@ -45,7 +45,7 @@ _clusters: weakref.WeakKeyDictionary[Any, Cluster] = weakref.WeakKeyDictionary()
 class Cluster(Coordination):
     """The chief's dispatcher, or another rank's loop, over a communicator of their own. Collective over all ranks.
 
-    What the chief does together with all ranks, the strategy announces; those that serve are told to do it as well.
+    The strategy announces what the chief does together with all ranks, and the ranks that serve get a command to do it as well.
 
     Args:
         strategy: a ParameterServerStrategy.
@@ -244,7 +244,7 @@ def check_workers(strategy: Strategy) -> None:
 
 @contextlib.contextmanager
 def with_joined(joined: tuple[int, ...]) -> Iterator[None]:
-    """While the context lasts, the strategy that is made is rank 0's, as `learn_settings` has told."""
+    """While the context lasts, the strategy that is made is rank 0's, as `learn_settings` returned it."""
     token = _joined.set(joined)
     try:
         yield

@@ -73,7 +73,7 @@ class Dispatcher:
 
     Attributes:
         queue_size: closures that wait for a worker at most.
-        listeners: the ranks that serve, workers or not: they get commands, and must be told when it ends.
+        listeners: the ranks that serve, workers or not: they get commands, and a message when it ends.
         threaded: whether it goes on while the program computes.
         lock: held while anything here changes.
     """
@@ -182,7 +182,7 @@ class Dispatcher:
     def end(self, ranks: Iterable[int]) -> None:
         """Let ranks that serve go on, once nothing runs any more.
 
-        Each says goodbye: then nothing of it is on its way, and the communicator may be freed.
+        Each confirms: then nothing of it is on its way, and the communicator may be freed.
 
         Raises:
             CollectiveTimeoutError: a rank does not serve.
@@ -199,7 +199,7 @@ class Dispatcher:
                 )
 
     def leave(self) -> None:
-        """Let the others go, at the end of the program. Waits for nobody."""
+        """Release the others at the end of the program, without waiting for them."""
         self.stop()
         self._tell(self.listeners, Kind.END, 1)
 
@@ -400,7 +400,7 @@ class Dispatcher:
                 self._queue.push(waiting)
 
     def _cancel(self, error: BaseException, everything: bool = False) -> None:
-        """Cancel what waits; what concerns nobody else goes on, unless everything is to be cancelled."""
+        """Cancel what waits; isolated closures and those of priority FIRST go on, unless everything is to be cancelled."""
         self._cancelled, self._why_cancelled, self._cancel_everything = self._count, error, everything
         parked = {id(closure): closure for closures in self._waiting.values() for closure in closures}
         for closure in (*self._queue.take(), *parked.values()):

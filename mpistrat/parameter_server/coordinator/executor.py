@@ -27,7 +27,7 @@ class CoordinatorExecutor(Executor):
     for them.
 
     Args:
-        submit: sends a function and its arguments; calls `start` before it does, which says whether it shall, and
+        submit: sends a function and its arguments; calls `start` before it does, which returns whether it shall, and
             `callback` with the value once it is there.
     """
 

@@ -94,7 +94,7 @@ class ObjectRegistry:
         return reduce
 
     def reduce_result(self, thing: Any) -> Reduced | None:
-        """Return what is sent to the chief in the place of something: of a variable its value."""
+        """Return what is sent to the chief instead of something: of a variable its value."""
         return plain(thing.numpy()) if isinstance(thing, (Variable, ShardedVariable)) else self.reduce(thing)
 
     def reduce_command(self, thing: Any) -> Reduced | None:
@@ -219,7 +219,7 @@ def token(kind: str, key: int) -> Reduced:
 
 
 def plain(value: Any) -> Reduced:
-    """Return what a reducer returns to have a value sent in the place of something."""
+    """Return what a reducer returns to have a value sent instead of something."""
     return _same, (value,)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerLoop", "Commands", "get_current_worker_index", "command_of"]
 
-_GRACE = 1.0  # seconds in which the last word of a chief that left may still come
+_GRACE = 1.0  # seconds in which the final message of a chief that left may still come
 _LONG = 0.02  # seconds that a function may run before those that came behind it are given back
 _running: WorkerLoop | None = None
 
@@ -52,7 +52,7 @@ class WorkerLoop:
     """A worker or a server that serves the chief.
 
     While a function runs long, a thread gives the calls that came behind it back to the chief, which may have another
-    worker run them. Whoever takes a call out of the inbox, under the lock, has it: it is run or given back, never both.
+    worker run them. A call is taken out of the inbox under the lock: it is run or given back, never both.
 
     Args:
         group: all ranks.
@@ -87,7 +87,7 @@ class WorkerLoop:
         self._busy = False  # one runs
 
     def serve(self, meanwhile: Callable[[], bool] | None = None) -> bool:
-        """Do what the chief says until it closes.
+        """Run what the chief sends until it closes.
 
         Args:
             meanwhile: called again and again while there is nothing to do; returns whether it did anything.
@@ -122,7 +122,7 @@ class WorkerLoop:
                 try:
                     waiting.pause()
                 except PeerExitError:
-                    return self._last_word()
+                    return self._final_message()
 
     @contextlib.contextmanager
     def _giving_back(self) -> Iterator[bool]:
@@ -164,7 +164,7 @@ class WorkerLoop:
     def _wait_for_chief(self) -> PeerWait:
         return PeerWait(self._group, "the coordinator's service", [self._chief], limited=False)
 
-    def _last_word(self) -> bool:
+    def _final_message(self) -> bool:
         deadline, backoff = Deadline(_GRACE), Backoff()
         while not deadline.passed:
             with self._lock:
@@ -213,7 +213,7 @@ class WorkerLoop:
             with self._scope(), self._registry.with_inputs(inputs):
                 fn, args, kwargs = loads(data, self._registry.resolve)
                 result = fn(*args, **kwargs)
-                self._flush()  # who hears that it has run shall find what it wrote
+                self._flush()  # before the result is sent: it has been written by then
                 kind, answer = Kind.RESULT, dumps(result, self._registry.reduce_result)
         except Exception as error:
             kind, answer = Kind.FAILED, self._failure(error)
@@ -270,7 +270,7 @@ class Commands:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._optimizers: dict[int, Optimizer] = {}  # nobody else here holds them
+        self._optimizers: dict[int, Optimizer] = {}  # keeps them alive
 
     def execute(self, name: str, args: tuple[Any, ...]) -> None:
         """Carry out a command. What fails here fails on the chief as well, which raises it. Collective."""

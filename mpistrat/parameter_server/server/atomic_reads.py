@@ -104,7 +104,7 @@ class SeqLockWriter:
         self._most: dict[int, float] = {}  # seconds for the next attempt of readers that were given up
 
     def wait(self, variable: int, nbytes: int) -> None:
-        """Wait until nobody is in a reading of a variable that began before now, or for long enough."""
+        """Wait until no reader is in a reading of a variable that began before now, or for long enough."""
         self._sync()
         words, wanted = self._words, variable + 1
         start = 0.0
@@ -130,7 +130,7 @@ class SeqLockWriter:
         return hash(tuple([self._words[word] for word in self._announced]))
 
 
-_ASKED = -1  # in a worker's word: it would hold a buffer if it might
+_REQUESTED = -1  # in a worker's word: it would hold a buffer if it might
 _TRIES = 100  # against a server that makes new versions in the meantime: each takes much longer than a try
 
 
@@ -147,7 +147,7 @@ class HeldSnapshot:
     def __init__(self, address: Address, worker: int, window: SharedWindow, rank: int) -> None:
         self._address, self._window, self._rank = address, window, rank
         self._word = address.held(worker)
-        self._root: Any = _nobody  # of all arrays that refer to the buffer
+        self._root: Any = _no_array  # of all arrays that refer to the buffer
         self._version = 0
 
     def read(self) -> tuple[int, np.ndarray] | None:
@@ -159,7 +159,7 @@ class HeldSnapshot:
             return (self._version >> 1, self._array(root)) if same else None
         for _ in range(_TRIES):
             if not window.get_word(rank, address.may_hold):
-                window.put_word(rank, self._word, _ASKED)
+                window.put_word(rank, self._word, _REQUESTED)
                 return None
             version, buffer = window.get_word(rank, address.version), window.get_word(rank, address.current)
             window.put_word(rank, self._word, buffer + 1)
@@ -181,7 +181,7 @@ class HeldSnapshot:
         return root.view(self._address.spec.dtype).reshape(self._address.spec.shape)
 
 
-def _nobody() -> None:
+def _no_array() -> None:
     """Stands for a reference to an array that is gone."""
 
 
@@ -200,7 +200,7 @@ class SnapshotBuffers:
     def __init__(self, address: Address, slab: ServerMemory) -> None:
         self._address, self._slab = address, slab
         self._words = [address.held(worker) // 8 for worker in address.near]
-        self._open: bool | None = None if address.near else False  # None: nobody has asked yet
+        self._open: bool | None = None if address.near else False  # None: not requested yet
         self.current = 0
 
     def view(self, buffer: int) -> np.ndarray:
@@ -209,7 +209,7 @@ class SnapshotBuffers:
         return self._slab.own[start : start + spec.nbytes].view(spec.dtype).reshape(spec.shape)
 
     def open(self) -> bool:
-        """Return whether buffers may be held; from the first time on that somebody has asked, if there is memory for them."""
+        """Return whether buffers may be held: once a worker has requested one, if there is memory for them."""
         if self._open is None and any(self._held()):
             address = self._address
             self._open = self._slab.find(address.buffer(1), address.buffer(address.buffers))

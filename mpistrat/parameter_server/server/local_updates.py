@@ -33,7 +33,7 @@ class LocalUpdates:
 
     From the gradients of one process it makes bit for bit what `apply_gradients` makes there. Large variables are updated by
     several threads, where this process has several cores: each takes the next block, so a thread that gets no core
-    delays nobody, and `Optimizer.update` must be fit for several threads with different blocks.
+    does not delay the others, and `Optimizer.update` must be fit for several threads with different blocks.
 
     Rows that are updated leave all other rows, and their slots, as they are, as LazyAdam does. Adam with a dense gradient
     is another thing: there the other rows go on moving by their momentum, and their slots fade. The same holds for every
@@ -105,7 +105,7 @@ class LocalUpdates:
                 thread.result()
 
     def _others(self, kept: _Kept, size: int, step: int) -> list[_Scratch]:
-        """Scratch memory for each of the threads that help."""
+        """Return scratch memory for each of the helper threads."""
         scratches = self._scratch[kept.scratch.dtype]
         while len(scratches) < _threads():
             scratches.append(_Scratch(self._optimizer, kept.scratch.dtype))
@@ -137,7 +137,7 @@ class LocalUpdates:
                 kept.update_rows(table, rows[low : low + count], values[low : low + count])
 
     def _begin(self, variable: Any, step: int, by_rows: bool = False) -> _Kept:
-        kept = self._known(variable) or self._meet(variable, by_rows)
+        kept = self._known(variable) or self._add(variable, by_rows)
         kept.scratch.rule.begin(step, self._optimizer.rate_at(step))
         return kept
 
@@ -181,19 +181,19 @@ class LocalUpdates:
                 expected, got = f"{name} of shape {variable.shape}", f"shape {tuple(array.shape)}"
                 raise ValueError(explain(function, variable.name, expected=expected, got=got))
         with self._turn:
-            kept = self._kept.get(variable) or self._meet(variable)
+            kept = self._kept.get(variable) or self._add(variable)
             kept.fill()
             for name, array in arrays.items():
                 kept.slots[name][...] = array.reshape(-1)
 
     def _known(self, variable: Any) -> _Kept | None:
-        """What is kept for a variable, if anything is; slots that wait for it in the optimizer come first."""
+        """Return what is kept for a variable, if anything is; slots that the optimizer has pending come first."""
         waiting = self._optimizer.pending_slots
         if waiting and variable.name in waiting:
             self.set_slots(variable, waiting.pop(variable.name))
         return self._kept.get(variable)
 
-    def _meet(self, variable: Any, by_rows: bool = False) -> _Kept:
+    def _add(self, variable: Any, by_rows: bool = False) -> _Kept:
         dtype = np.dtype(variable.dtype)
         if dtype not in self._scratch:
             self._scratch[dtype] = [_Scratch(self._optimizer, dtype)]
@@ -239,7 +239,7 @@ class _Kept:
         self.scratch, self._decay, self._start = scratch, optimizer.decay_of(variable), optimizer.slot_start
         size, make = int(np.prod(variable.shape, dtype=np.int64)), _untouched if by_rows else np.zeros
         self.slots = {name: make(size, scratch.rule.block.dtype) for name in optimizer.slot_names}
-        # Which rows, if any, still have zeros in the place of the slots' start.
+        # Which rows, if any, still have zeros instead of the slots' start.
         self._empty = np.ones(variable.shape[:1] or 1, np.bool_) if self._start and self.slots else None
 
     def fill(self, rows: np.ndarray | None = None) -> None:
@@ -272,9 +272,9 @@ class _Kept:
         """Update one row of a variable, larger than a block."""
         start = row * gradient.size
         for low in range(0, gradient.size, BLOCK):
-            piece = gradient[low : low + BLOCK]
+            block = gradient[low : low + BLOCK]
             first = start + low
-            self.update_range(self.scratch, flat[first : first + piece.size], first, [piece])
+            self.update_range(self.scratch, flat[first : first + block.size], first, [block])
 
     def update_rows(self, table: np.ndarray, rows: np.ndarray, gradients: np.ndarray) -> None:
         """Update rows of a variable, at most a block: fetch them and their slots, update, and put them back."""

@@ -50,7 +50,7 @@ class _Held:
         self._lock.acquire()
         try:
             self._begin()
-            if self._snapshots.close():  # somebody holds it, and must not see what is written
+            if self._snapshots.close():  # a worker holds it, and must not see what is written
                 before = self.array
                 self._use(self._snapshots.free())
                 np.copyto(self._view, before)
@@ -132,6 +132,13 @@ class Server(Rounds):
     From `start` to `stop` a thread takes what workers push, calls the handler, and answers reads, whatever the program does
     meanwhile. Where MPI allows one thread only, this happens inside `wait`.
 
+    Args:
+        memory: that workers access.
+        readers: the workers that read this rank's memory themselves.
+        progress: lets MPI carry out what others do to this rank's memory.
+        back_off: seconds of the longest sleep while nothing comes.
+        threads: whether MPI may be called by several threads at a time.
+
     Attributes:
         index: among the servers.
         passes: how many passes `wait` has waited for, or does.
@@ -150,15 +157,6 @@ class Server(Rounds):
         back_off: float,
         threads: bool,
     ) -> None:
-        """Args as the attributes.
-
-        Also:
-            memory: that workers access.
-            readers: the workers that read this rank's memory themselves.
-            progress: lets MPI carry out what others do to this rank's memory.
-            back_off: seconds of the longest sleep while nothing comes.
-            threads: whether MPI may be called by several threads at a time.
-        """
         self.index, self.passes = index, 0
         layout, mailbox = memory.layout, memory.mailbox
         self.applied = [0] * layout.workers
@@ -213,7 +211,7 @@ class Server(Rounds):
         return held.words[held.word] >> 1
 
     def writing(self, variable: int) -> AbstractContextManager[np.ndarray]:
-        """Return a context with a writable view of a variable; nobody reads a half of what is written in it.
+        """Return a context with a writable view of a variable; no reader sees a half of what is written in it.
 
         An error inside leaves the variable closed to readers, because it may be half written.
         """
@@ -295,7 +293,7 @@ class Server(Rounds):
         self._service.stop()
 
     def close(self) -> None:
-        """End the service, and let go of the memory."""
+        """End the service, and release the memory."""
         self.stop()
         self._closed = True
         self._held.clear()

@@ -49,8 +49,7 @@ class Rounds(ABC):
 class Service:
     """Runs rounds in a thread of its own from `start` to `stop`; without threads inside `wait`.
 
-    An error of a round ends the service. `wait` raises it; when nobody is in `wait`, it ends the job, as any exception does
-    that nobody catches.
+    An error of a round ends the service. `wait` raises it; outside of `wait` it ends the job, as any uncaught exception does.
 
     Args:
         rounds: what to do.
@@ -59,7 +58,7 @@ class Service:
         stats: where idle time is counted.
 
     Attributes:
-        waiting: whether anybody is in `wait`.
+        waiting: whether a thread is in `wait`.
     """
 
     def __init__(self, rounds: Rounds, back_off: float, threads: bool, stats: ServerStats) -> None:

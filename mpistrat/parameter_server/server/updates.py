@@ -69,7 +69,7 @@ class Updates:
         self._later: dict[int, deque[Push]] = {}  # what is kept, by worker
 
     def __call__(self, push: Push) -> bool:
-        """Do what a push says; return whether it is done, or kept."""
+        """Apply a push; return whether it is applied, or kept."""
         later = self._later.get(push.worker)
         if later is None and self._apply(push):
             return True
@@ -91,7 +91,7 @@ class Updates:
         return done
 
     def _apply(self, push: Push) -> bool:
-        """Do what a push says; return False if this server's program has yet to come to it."""
+        """Apply a push; return False if this server's program has yet to come to it."""
         operation, key = unpack(push.what)
         if operation is not Operation.GRADIENT:
             self.write(push)
@@ -243,7 +243,7 @@ class SynchronousUpdates:
         self._spare: dict[int, list[np.ndarray]] = {}  # memory for gradients, by number of variable
 
     def __call__(self, push: Push) -> bool:
-        """Take a push. Return whether it counts as applied; False if the server will be told later."""
+        """Take a push. Return whether it counts as applied; False if it is acknowledged later."""
         worker = self._workers[push.worker]
         if worker.committed is not None:
             worker.later.append(self._copy(push))
@@ -265,7 +265,7 @@ class SynchronousUpdates:
         return kept and not self._kept
 
     def _take(self, worker: _Worker, push: Push, copied: bool) -> bool:
-        """Do what a push says, or keep it for its step. Return False for a commit."""
+        """Apply a push, or keep it for its step. Return False for a commit."""
         operation, key = unpack(push.what)
         if operation is not Operation.GRADIENT:
             self._updates.write(push)

@@ -1,6 +1,6 @@
-"""Message fragments (fragments): messages from a worker to a server, split to fit a slot and reassembled.
+"""Message fragments: messages from a worker to a server, split to fit a slot and reassembled.
 
-A fragment is a header of eight words and at most `chunk_bytes` of payload. Parts of a worker arrive in order and one message
+A fragment is a header of eight words and at most `chunk_bytes` of payload. Fragments of a worker arrive in order and one message
 after the other, so the server needs no more memory for a worker than its largest message, and none for messages of one fragment.
 """
 
@@ -39,7 +39,7 @@ class Fragment(NamedTuple):
         variable: which one it is about.
         number: of the push; for other kinds a value.
         rows: how many rows the message is about.
-        what, version: what the worker says about the push, see `Push`.
+        what, version: see `Push`.
         offset: of this fragment's payload in the message's.
         nbytes: of this fragment's payload.
         total: bytes of the message's payload.
@@ -68,13 +68,13 @@ class Fragment(NamedTuple):
 
 
 def cut(
-    message: Fragment, pieces: Sequence[np.ndarray], chunk_bytes: int
+    message: Fragment, payload: Sequence[np.ndarray], chunk_bytes: int
 ) -> Iterable[tuple[Fragment, Sequence[np.ndarray]]]:
-    """Return the fragments of a message, each with the bytes of its payload in pieces; at least one fragment.
+    """Return the fragments of a message, each with the buffers of its payload; at least one fragment.
 
     Args:
         message: the header of the whole message: `nbytes` and `total` are those of the payload.
-        pieces: the payload, flat bytes, one piece after the other.
+        payload: flat bytes, one buffer after the other.
         chunk_bytes: most bytes in a fragment.
 
     Example:
@@ -83,22 +83,22 @@ def cut(
         [(0, 2), (2, 2), (4, 1)]
     """
     if message.total <= chunk_bytes:
-        return ((message, pieces),)
-    return _cut(message, pieces, chunk_bytes)
+        return ((message, payload),)
+    return _cut(message, payload, chunk_bytes)
 
 
 def _cut(
-    message: Fragment, pieces: Sequence[np.ndarray], chunk_bytes: int
+    message: Fragment, payload: Sequence[np.ndarray], chunk_bytes: int
 ) -> Iterator[tuple[Fragment, Sequence[np.ndarray]]]:
     for low in range(0, message.total, chunk_bytes):
         high = min(low + chunk_bytes, message.total)
-        payload, start = [], 0
-        for piece in pieces:
-            some = piece[max(low - start, 0) : max(high - start, 0)]
-            if some.nbytes:
-                payload.append(some)
-            start += piece.nbytes
-        yield message._replace(offset=low, nbytes=high - low), payload
+        parts, start = [], 0
+        for buffer in payload:
+            part = buffer[max(low - start, 0) : max(high - start, 0)]
+            if part.nbytes:
+                parts.append(part)
+            start += buffer.nbytes
+        yield message._replace(offset=low, nbytes=high - low), parts
 
 
 @final

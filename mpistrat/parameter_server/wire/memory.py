@@ -35,7 +35,7 @@ class ServerMemory:
         own: this rank's segment; empty on a worker.
         words: the same as words.
         sync: makes this rank's stores seen, and sees what others stored; to be called between the two.
-        shared, remote: the windows; None where nobody needs them.
+        shared, remote: the windows; None where not needed.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ServerMemory:
         return window is None or window.populate(low, high)
 
     def close(self) -> None:
-        """Free the memory, or leave it to the end of the process if anybody has a view of it. Collective."""
+        """Free the memory, or leave it to the end of the process if a view of it is left. Collective."""
         self.words.release()
         self.own = np.empty(0, np.uint8)
         for window in (self.remote, self.shared):

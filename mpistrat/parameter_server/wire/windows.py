@@ -78,25 +78,25 @@ class _WindowTransport(Transport):
         return self._seqlock.read(address.index, slab, address.version, get_newest)
 
     @final
-    def _post(self, message: Fragment, pieces: Sequence[np.ndarray]) -> None:
-        if message.variable in self._gradients and self._lies_there(message, pieces):
+    def _post(self, message: Fragment, payload: Sequence[np.ndarray]) -> None:
+        if message.variable in self._gradients and self._lies_there(message, payload):
             self._post_fragment(message._replace(kind=message.kind | MessageKind.IN_PLACE, nbytes=0), ())
             self._settled = self._posted
         elif self._chunk_bytes < message.total <= self._largest_staged():
-            self._stage(message, pieces)
+            self._stage(message, payload)
         else:
-            for fragment, payload in cut(message, pieces, self._chunk_bytes):
-                self._post_fragment(fragment, payload)
+            for fragment, part in cut(message, payload, self._chunk_bytes):
+                self._post_fragment(fragment, part)
 
     @final
     def settle(self) -> None:
         if self._taken < self._settled:
             self._wait_for(self._settled)
 
-    def _lies_there(self, message: Fragment, pieces: Sequence[np.ndarray]) -> bool:
+    def _lies_there(self, message: Fragment, payload: Sequence[np.ndarray]) -> bool:
         """Whether a payload is the worker's gradient of the variable, in the memory for it."""
         own = self._gradients[message.variable].ctypes.data
-        return message.kind & ~MessageKind.ENDS_STEP == MessageKind.PUSH and pieces[0].ctypes.data == own
+        return message.kind & ~MessageKind.ENDS_STEP == MessageKind.PUSH and payload[0].ctypes.data == own
 
     def _post_fragment(self, fragment: Fragment, payload: Sequence[np.ndarray]) -> None:
         mailbox, header, slots = self._mailbox, self._header, self._slots
@@ -105,9 +105,9 @@ class _WindowTransport(Transport):
         slot = slots[self._posted % len(slots)]
         fragment.write(header)
         puts, at = [(slot, header)], slot + LINE
-        for piece in payload:
-            puts.append((at, piece))
-            at += piece.nbytes
+        for buffer in payload:
+            puts.append((at, buffer))
+            at += buffer.nbytes
         mailbox.put(self._rank, puts)
         self._posted += 1
         mailbox.put_word(self._rank, self._posted_at, self._posted)
@@ -115,15 +115,15 @@ class _WindowTransport(Transport):
     def _largest_staged(self) -> int:
         return self._stagings[-1].areas[self.pair.server] if self._stagings else 0
 
-    def _stage(self, message: Fragment, pieces: Sequence[np.ndarray]) -> None:
+    def _stage(self, message: Fragment, payload: Sequence[np.ndarray]) -> None:
         """Write a payload whole where the server will apply it, and post a header."""
         number, half = len(self._stagings) - 1, self._staged % HALVES
         self._wait_for(self._staged_until[half])
         staging, pair = self._stagings[number], self.pair
         at, puts = staging.offset(pair.server, pair.worker, half), []
-        for piece in pieces:
-            puts.append((at, piece))
-            at += piece.nbytes
+        for buffer in payload:
+            puts.append((at, buffer))
+            at += buffer.nbytes
         window, rank = staging.memory.window(self.name, pair.server_rank)
         window.put(rank, puts)
         self._post_fragment(

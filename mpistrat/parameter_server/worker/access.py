@@ -118,7 +118,7 @@ class WorkerAccess(Access):
         self._steps = self._passes = self._finished = self._open = 0
         self._left, self._left_at = False, 0  # for good; after which step it left a pass
         self._pushed = False  # whether the step that runs has pushed or written anything
-        self._owed = 0  # passes that have ended, and are not signed off
+        self._unsigned = 0  # passes that have ended, and are not signed off
         if self._limit is not None:
             self._publish()
 
@@ -126,7 +126,7 @@ class WorkerAccess(Access):
 
     def begin_step(self) -> None:
         """Begin a training step, after waiting for slower workers."""
-        self._pay()
+        self._sign_off_ended()
         if self._synchronous:
             self.flush()
         elif self._limit is not None and self._leads:
@@ -137,7 +137,7 @@ class WorkerAccess(Access):
     def end_step(self) -> None:
         """End the step. It counts if it has pushed or written anything."""
         self.step = 0
-        self._pay()
+        self._sign_off_ended()
         if not self._pushed:
             return
         self._finished += 1
@@ -148,10 +148,10 @@ class WorkerAccess(Access):
 
     def _wait_for_the_slowest(self, limit: int) -> None:
         with self.lock:
-            keeper, wait = self._transports[0], None
+            transport, wait = self._transports[0], None
             clock = self._clock()
-            while clock - int(keeper.clocks().min()) > limit:
-                wait = wait or keeper.pair.wait_for_server(
+            while clock - int(transport.clocks().min()) > limit:
+                wait = wait or transport.pair.wait_for_server(
                     "a wait for slower workers",
                     "A worker that takes no more steps must leave the pass: strategy.leave()",
                 )
@@ -172,7 +172,7 @@ class WorkerAccess(Access):
 
     def begin_pass(self) -> None:
         """Note that a dataset is being read. Several at a time are one pass."""
-        self._pay()
+        self._sign_off_ended()
         self._open += 1
 
     def end_pass(self) -> None:
@@ -182,14 +182,14 @@ class WorkerAccess(Access):
         if self._open or self._left:
             return
         if self.lock._is_owned():  # type: ignore[attr-defined]  # the garbage collector ended an iterator within a request
-            self._owed += 1
+            self._unsigned += 1
             return
         self._sign_off()
 
-    def _pay(self) -> None:
+    def _sign_off_ended(self) -> None:
         """Sign off from passes that ended within a request, which another message would have disturbed."""
-        while self._owed and not self._left:
-            self._owed -= 1
+        while self._unsigned and not self._left:
+            self._unsigned -= 1
             self._sign_off()
 
     def _sign_off(self) -> None:

@@ -1,4 +1,4 @@
-"""One training step with parameter servers: sum the worker's gradients, send each to its server, say that the step ends."""
+"""One training step with parameter servers: sum the worker's gradients, send each to its server, and commit the step."""
 
 from __future__ import annotations
 

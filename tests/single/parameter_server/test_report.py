@@ -8,7 +8,7 @@ from mpistrat.parameter_server.report import combine
 SPECS = [VariableSpec("w", (3,), np.dtype("f4"), 0), VariableSpec("b", (1,), np.dtype("f4"), 1)]
 
 
-def told(pulls=(), pushes=()):
+def by_rank(pulls=(), pushes=()):
     return {"pulls": pulls, "pushes": pushes, "dropped": []}
 
 
@@ -19,11 +19,11 @@ def server(staleness, busy=1.0, idle=3.0, waiting=2, dropped=()):
 def test_counts_of_all_ranks_come_together():
     ranks = [
         server([[], [[0, [[0, 3], [2, 1]]]]], dropped=(0, 5)),
-        told(),
-        told([[[0, [4, 48]]], [[1, [2, 8]]]], [[[0, [4, 48]]], []]),
+        by_rank(),
+        by_rank([[[0, [4, 48]]], [[1, [2, 8]]]], [[[0, [4, 48]]], []]),
         server([[], []], busy=0.0),
     ]
-    stats = combine(SPECS, workers=(1, 2), servers=(0, 3), told=ranks)
+    stats = combine(SPECS, workers=(1, 2), servers=(0, 3), by_rank=ranks)
     found = [(e.variable, e.worker, e.pulls, e.pulled_bytes, e.pushes, e.pushed_bytes) for e in stats.exchanges]
     assert found == [("w", 1, 4, 48, 4, 48), ("b", 1, 2, 8, 0, 0)]
     assert dict(stats.exchanges[0].staleness) == {0: 3, 2: 1}
