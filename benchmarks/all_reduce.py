@@ -70,7 +70,7 @@ def main() -> None:
             f"all-reduce, {about['ranks']} ranks on {about['nodes']} node(s), {about['mpi']}; (×) raw MPI's time / this"
         )
         print(harness.table(title, ["size", *names], rows), flush=True)
-        harness.save(options.output, "all_reduce", result)
+        harness.save(options.output, result)
     if dist is not None:
         dist.destroy_process_group()
     strategy.close()

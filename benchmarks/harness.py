@@ -82,12 +82,12 @@ def arguments(description: str | None, **defaults: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def save(folder: Path | None, name: str, result: dict[str, Any]) -> None:
-    """Write a result as `NAME-<MPI>-<nodes>x<ranks per node>.json`, when a folder is given."""
+def save(folder: Path | None, result: dict[str, Any]) -> None:
+    """Write a result as `<benchmark>-<MPI>-<nodes>x<ranks per node>.json`, when a folder is given."""
     if folder is None:
         return
     ran = result["machine"]
     vendor = "openmpi" if "Open MPI" in ran["mpi"] else "mpich"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{vendor}-{ran['nodes']}x{ran['ranks'] // ran['nodes']}.json"
+    path = folder / f"{result['benchmark']}-{vendor}-{ran['nodes']}x{ran['ranks'] // ran['nodes']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")

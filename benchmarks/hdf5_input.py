@@ -256,7 +256,7 @@ def main() -> None:
             rows = [[name, f"{r / 1e6:,.0f}", f"{rates[OURS] / r:.1f} ×"] for name, r in rates.items()]
             print(harness.table(f"{case}, {comm.size} rank(s)", ["reader", "MB/s", "ours is"], rows), flush=True)
     if comm.rank == 0:
-        harness.save(options.output, "hdf5_input", result)
+        harness.save(options.output, result)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def main() -> None:
 
     result: dict[str, Any] = {"benchmark": "hdf5_input_memory", "machine": harness.machine(MPI.COMM_SELF)}
     result["memory"] = measure(options.gibibytes, options.seconds)
-    harness.save(options.output, "hdf5_input_memory", result)
+    harness.save(options.output, result)
 
 
 if __name__ == "__main__":

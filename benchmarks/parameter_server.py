@@ -364,7 +364,7 @@ def main() -> None:
             result["waiting"] = dict(zip(names, found.tolist(), strict=True))
     if comm.rank == 0:
         print(report(result), flush=True)
-        harness.save(options.output, "parameter_server", result)
+        harness.save(options.output, result)
 
 
 if __name__ == "__main__":

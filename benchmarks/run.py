@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# The launcher of the tests, and their isolated hosts: tests/ is no package, pytest has the same folders in its settings.
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers" / "launch")]
 
 from integration.hosts import Hosts, why_no_hosts  # noqa: E402

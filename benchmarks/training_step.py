@@ -138,7 +138,7 @@ def main() -> None:
         rows.append(["variables' memory on all ranks", f"{copies:.2f} copies", ""])
         title = f"{options.parameters / 1e6:.1f} M parameters, {about['ranks']} ranks on {about['nodes']} node(s)"
         print(harness.table(f"{title}, {about['mpi']}", ["step", "time", "against ours"], rows), flush=True)
-        harness.save(options.output, "training_step", result)
+        harness.save(options.output, result)
     if dist is not None:
         dist.destroy_process_group()
     strategy.close()

@@ -176,7 +176,7 @@ def main() -> None:
             raise RuntimeError(f"{found:.0f} after {total} increments")
     result = {"benchmark": "transports", "machine": harness.machine(topology.comm), "cases": cases}
     if topology.rank == 0:
-        harness.save(options.output, "transports", result)
+        harness.save(options.output, result)
     group.close()
     topology.close()
 

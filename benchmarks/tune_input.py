@@ -171,7 +171,7 @@ def main() -> None:
         if options.only in name:
             result[name] = list(what(comm, options))
     if comm.rank == 0:
-        harness.save(options.output, "tune_input", result)
+        harness.save(options.output, result)
 
 
 if __name__ == "__main__":

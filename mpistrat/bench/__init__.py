@@ -1,4 +1,5 @@
-"""The package's own benchmarks, for the user's machine: `mpistrat bench`. What they share with benchmarks/ lies here."""
+"""Benchmarks of the package alone, on the user's machine: `mpistrat bench`. benchmarks/ of the repository, which compares
+with other packages, imports its measurements, timing and colours from here."""
 
 from __future__ import annotations
 

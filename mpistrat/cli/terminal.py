@@ -79,10 +79,7 @@ class Meter(WithBar):
     """Shows on stderr how much is done: a bar on a terminal, elsewhere a line now and then. Use it in a `with`.
 
     Args:
-        what: is being done.
-        total: how much there is to do.
         unit: what is counted; "bytes" are shown as sizes.
-        silent: show nothing.
     """
 
     def __init__(self, what: str, total: int, unit: str, *, silent: bool) -> None:

@@ -18,11 +18,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def compare(rows: Rows) -> Iterator[Finding]:
-    """Yield what the facts of all ranks show.
-
-    Args:
-        rows: what `facts` gave on each rank, by rank.
-    """
+    """Yield what the facts of all ranks, by rank, show."""
     nodes = max(row["node"] for row in rows) + 1
     yield ok("ranks", f"{len(rows)} on {counted(nodes, 'node')}")
     yield _versions(rows)

@@ -28,12 +28,7 @@ _LISTED = 6
 
 
 def check_shared_folder(folder: Path = SHARED_FOLDER, *, clean: bool = False) -> Iterator[Finding]:
-    """Say how /dev/shm is.
-
-    Args:
-        folder: where it is.
-        clean: remove what jobs of this user that were killed left there.
-    """
+    """Yield how /dev/shm is; with `clean` remove what this user's killed jobs left there."""
     try:
         found = os.statvfs(folder)
     except OSError:

@@ -16,7 +16,7 @@ TOO_LONG = "the lines of {library} over UCX are too long for SLURM's PMI2: MPI_I
 
 
 def check_launchers(library: MPILibrary) -> Iterator[Finding]:
-    """Say which launcher to use, and which not to."""
+    """Yield which launcher to use, and which not to."""
     launchers = find_launchers(library)
     fitting = choose_launcher(library, launchers)
     srun = shutil.which("srun")
@@ -64,7 +64,7 @@ def _typed(launchers: Sequence[Launcher]) -> Launcher | None:
 
 
 def _srun(library: MPILibrary, fitting: Launcher | None) -> Iterator[Finding]:
-    """Say which `--mpi=` starts this library's ranks."""
+    """Yield which `--mpi=` starts this library's ranks."""
     offered = offered_pmis()
     if not offered:
         what = "srun is on PATH, but srun --mpi=list fails: there is no SLURM behind it"

@@ -1,4 +1,4 @@
-"""HDF5, GPUs and NCCL: a watched program, this module run by itself, imports them; what it found is judged here."""
+"""HDF5, GPUs and NCCL: a probe, this module run as a program, imports them; findings about what it reported."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from pathlib import Path
 from .._util.text import counted
 from ..cluster.launchers import MPILibrary
 from .finding import Finding, ok, problem, warning
-from .watched import Outcome, say, step
+from .probe import Outcome, report, step
 
 __all__ = ["check_gpus", "check_hdf5", "gpus_of_machine", "main"]
 
 
 def check_hdf5(outcome: Outcome, library: MPILibrary | None, needs: Collection[str]) -> Iterator[Finding]:
-    """Say whether h5py works and is parallel.
-
-    Args:
-        outcome: of `main`.
-        library: the MPI of mpi4py.
-        needs: what the user wants; "parallel-hdf5" counts.
-    """
+    """Yield whether h5py works and is parallel, which it must be where the user needs "parallel-hdf5"."""
     name, found = "HDF5", outcome.get("h5py")
     if found is None:
         yield problem(name, f"{outcome.step} {outcome.end()}", "pip install --force-reinstall h5py, or load the site's")
@@ -45,12 +39,7 @@ def _same(path: str, library: MPILibrary | None) -> bool:
 
 
 def check_gpus(outcome: Outcome, needs: Collection[str]) -> Iterator[Finding]:
-    """Say which GPUs CuPy finds, and whether it has NCCL.
-
-    Args:
-        outcome: of `main`.
-        needs: what the user wants; "gpu" and "nccl" count.
-    """
+    """Yield which GPUs CuPy finds, and whether it has NCCL; of what the user needs "gpu" and "nccl" count."""
     gpus, reason = outcome.get("gpus"), outcome.get("no_gpu")
     if outcome.get("h5py") is not None and gpus is None:
         yield problem("GPU", f"{outcome.step} {outcome.end()}", "Install the CuPy of the driver's CUDA version")
@@ -88,7 +77,7 @@ def gpus_of_machine() -> list[str]:
 
 
 def main() -> None:
-    """Import the libraries, say what they are. MPI is not started."""
+    """Import the libraries, and report what they are. MPI is not started."""
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -96,16 +85,16 @@ def main() -> None:
     import h5py
 
     versions = h5py.version
-    say(h5py=[versions.version, versions.hdf5_version, bool(h5py.get_config().mpi)], libmpi=_mpi_files())
+    report(h5py=[versions.version, versions.hdf5_version, bool(h5py.get_config().mpi)], libmpi=_mpi_files())
     step("asking CuPy for GPUs")
     from ..cluster.devices import gpu_identities
 
     gpus, reason = gpu_identities()
-    say(gpus=[list(gpu) for gpu in gpus], no_gpu=reason)
+    report(gpus=[list(gpu) for gpu in gpus], no_gpu=reason)
     step("asking CuPy for NCCL")
     from ..comm.gpu import nccl_available
 
-    say(no_nccl=nccl_available())
+    report(no_nccl=nccl_available())
 
 
 def _mpi_files() -> list[str]:

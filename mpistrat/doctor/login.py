@@ -11,8 +11,8 @@ from .folders import check_shared_folder
 from .launching import check_launchers
 from .libraries import check_gpus, check_hdf5
 from .mpi import alone, check_library, check_start
+from .probe import Probe
 from .process import check_cores, check_interpreter, check_limits
-from .watched import Watched
 
 __all__ = ["NEEDS", "check_login"]
 
@@ -23,12 +23,12 @@ def check_login(needs: Collection[str], limit: float, *, clean: bool = False) ->
     """Return what is found on this machine.
 
     Args:
-        needs: what the user cannot do without, from `NEEDS`: what is missing of it is a problem.
-        limit: seconds that MPI, and the libraries, may take.
+        needs: from `NEEDS`: what is missing of it is a problem.
+        limit: seconds that each probe may take.
         clean: remove what this user's killed jobs left in /dev/shm.
     """
     environment = alone()
-    probes = {name: Watched(f"mpistrat.doctor.{name}", env=environment) for name in ("mpi", "libraries")}
+    probes = {name: Probe(f"mpistrat.doctor.{name}", env=environment) for name in ("mpi", "libraries")}
     library: MPILibrary | None = None
     findings = list(check_interpreter())
     here = [*check_cores(), *check_shared_folder(clean=clean), *check_limits()]

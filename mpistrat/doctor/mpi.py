@@ -1,7 +1,6 @@
 """MPI: the library, its start, its thread level, one-sided calls, shared memory, GPUs.
 
-A watched program, this module run by itself, starts MPI alone and tries what a strategy needs of it; what it found
-is judged here.
+A probe, this module run as a program, starts MPI alone and tries what a strategy needs of it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 
 from ..cluster.launchers import MPILibrary
 from .finding import Finding, ok, problem, warning
-from .watched import Outcome, say, step
+from .probe import Outcome, report, step
 
 __all__ = ["LEVELS", "alone", "check_library", "check_start", "gpu_support", "main"]
 
@@ -50,19 +49,13 @@ def alone(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def check_library(library: MPILibrary) -> Iterator[Finding]:
-    """Say which MPI mpi4py loads."""
+    """Yield which MPI mpi4py loads."""
     where = f" from {library.path}" if library.path else ""
     yield ok("MPI library", f"{library}{where}, loaded by mpi4py {library.mpi4py}")
 
 
 def check_start(outcome: Outcome, library: MPILibrary, gpu_needed: bool) -> Iterator[Finding]:
-    """Say what came of starting MPI in a process alone.
-
-    Args:
-        outcome: of `main`.
-        library: the MPI.
-        gpu_needed: the user wants an MPI that takes memory of GPUs.
-    """
+    """Yield the results of starting MPI in a process alone."""
     level = outcome.get("level")
     if level is None:
         remedy = (
@@ -134,7 +127,7 @@ def _remedy(name: str, library: MPILibrary) -> str:
 
 
 def main() -> None:
-    """Start MPI, try one-sided calls and shared memory, end MPI; say what came of it."""
+    """Start MPI, try one-sided calls and shared memory, end MPI; report the results."""
     step("import mpi4py.MPI")
     import mpi4py
 
@@ -144,9 +137,9 @@ def main() -> None:
     step("MPI_Init_thread")
     start = perf_counter()
     level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    say(seconds=perf_counter() - start, level=level, standard=".".join(map(str, MPI.Get_version())))
+    report(seconds=perf_counter() - start, level=level, standard=".".join(map(str, MPI.Get_version())))
     step("asking about GPUs")
-    say(gpu=gpu_support())
+    report(gpu=gpu_support())
     for name, attempt in (("one-sided calls", _try_one_sided), ("shared memory", _try_shared_memory)):
         step(name)
         failed = ""
@@ -154,7 +147,7 @@ def main() -> None:
             attempt(MPI)
         except Exception as error:
             failed = f"{type(error).__name__}: {error}"
-        say(tried=[name, failed])
+        report(tried=[name, failed])
     step("MPI_Finalize")
     MPI.Finalize()
 

@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
 
 
 def check_interpreter() -> Iterator[Finding]:
-    """Say which Python this is."""
+    """Yield which Python this is."""
     found = versions()
     rest = ", ".join(f"{name} {found[name]}" for name in ("mpistrat", "numpy"))
     yield ok("Python", f"{found['python']} at {sys.executable}, {rest}, on {platform.system()} {platform.machine()}")
@@ -81,7 +81,7 @@ _CARDS = Path("/sys/class/infiniband")
 
 
 def check_limits() -> Iterator[Finding]:
-    """Say what `ulimit` allows."""
+    """Yield what `ulimit` allows."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _below(files, _FILES):
         what = f"{files} at most (up to {most} on request): MPI needs some for each rank, a data set one for each file"

@@ -1,4 +1,4 @@
-"""A watched program on every rank: it says what it is, meets the others, and tries transfers; rank 0 tells what was found."""
+"""The probe on every rank: it collects facts, meets the other ranks, and tries transfers; rank 0 reports the findings."""
 
 from __future__ import annotations
 
@@ -29,20 +29,15 @@ from .folders import check_temporary_folder, readable_by_others, segments_of_thi
 from .launching import TOO_LONG
 from .libraries import gpus_of_machine
 from .mpi import LEVELS, gpu_support
+from .probe import report, step
 from .process import blas_threads, versions
 from .transfers import check_all_reduce, check_clocks, check_windows
-from .watched import say, step
 
 __all__ = ["facts", "main"]
 
 
 def main(limit: float, needs: Sequence[str]) -> None:
-    """Start MPI and look at all ranks. Collective.
-
-    Args:
-        limit: seconds after which a collective is given up.
-        needs: what the user cannot do without.
-    """
+    """Start MPI and examine all ranks; a collective is given up after `limit` seconds. Collective."""
     step("import mpi4py.MPI")
     import mpi4py
 
@@ -50,7 +45,7 @@ def main(limit: float, needs: Sequence[str]) -> None:
     from mpi4py import MPI
 
     library = imported_library()
-    say(vendor=MPI.get_vendor()[0], pmi2_remedy=pmi2_remedy(library) if library is not None else "")
+    report(vendor=MPI.get_vendor()[0], pmi2_remedy=pmi2_remedy(library) if library is not None else "")
     step("MPI_Init_thread")
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
     lone = lone_rank(MPI.COMM_WORLD.size)
@@ -68,7 +63,7 @@ def _look(limit: float, needs: Sequence[str]) -> None:
     comm, leads = topology.comm, topology.rank == 0
     rows = [json.loads(text) for text in gather_text(comm, json.dumps(facts(topology, needs)))]
     if leads:
-        say(ranks=rows)
+        report(ranks=rows)
         for finding in compare(rows):
             _report(finding)
         library = imported_library()
@@ -114,16 +109,11 @@ def _segments(comm: Any) -> Finding | None:
 
 def _report(finding: Finding | None) -> None:
     if finding is not None:
-        say(finding=asdict(finding))
+        report(finding=asdict(finding))
 
 
 def facts(topology: Topology, needs: Collection[str]) -> dict[str, Any]:
-    """Return what this rank knows of itself, as JSON can hold it. MPI is running.
-
-    Args:
-        topology: of all ranks.
-        needs: what the user cannot do without.
-    """
+    """Return the facts about this rank, as JSON can hold them. MPI is running."""
     from mpi4py import MPI
 
     cores = available_cores()

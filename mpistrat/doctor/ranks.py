@@ -16,7 +16,7 @@ from collections.abc import Collection
 from ..cluster.launcher_variables import launched_rank, launched_size, launcher_remedy
 from .finding import Finding, Summary, problem, warning
 from .launching import TOO_LONG
-from .watched import Outcome, Watched, said_last
+from .probe import Outcome, Probe, last_line
 
 __all__ = ["check_ranks"]
 
@@ -27,16 +27,12 @@ def check_ranks(needs: Collection[str], limit: float) -> Summary:
     """Return what is found on all ranks; on other processes than the launcher's first, what befell this one. Collective.
 
     A launcher may end a job when one process of it fails. So only who has something of its own to tell fails, and all others
-    wait longer than the first.
-
-    Args:
-        needs: what the user cannot do without.
-        limit: seconds that all of it may take.
+    wait longer than the first. All of it takes at most `limit` seconds.
     """
     start = time.monotonic()
     first = launched_rank() in (None, 0)
     timeout = limit if first else 1.5 * limit + 10
-    child = Watched("mpistrat.doctor.rank_probe", [str(0.7 * limit), *needs])
+    child = Probe("mpistrat.doctor.rank_probe", [str(0.7 * limit), *needs])
     ended = False
 
     def end(*_: object) -> None:
@@ -67,7 +63,7 @@ def check_ranks(needs: Collection[str], limit: float) -> Summary:
 
 def _failure(outcome: Outcome, limit: float, ended: bool) -> Finding:
     where = f"rank {launched_rank() or 0} on {socket.gethostname()}"
-    last = said_last(outcome.stderr)
+    last = last_line(outcome.stderr)
     pmi2 = (
         outcome.get("pmi2_remedy") if outcome.step == "MPI_Init_thread" and "SLURM_STEP_NUM_TASKS" in os.environ else ""
     )

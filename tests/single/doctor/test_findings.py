@@ -19,8 +19,8 @@ from mpistrat.doctor.folders import check_shared_folder
 from mpistrat.doctor.launching import check_launchers
 from mpistrat.doctor.libraries import check_gpus, check_hdf5
 from mpistrat.doctor.mpi import check_start
+from mpistrat.doctor.probe import Outcome
 from mpistrat.doctor.process import check_cores, check_limits
-from mpistrat.doctor.watched import Outcome
 
 UNLIMITED = resource.RLIM_INFINITY
 MPICH = MPILibrary("MPICH", "5.0.2", "MPICH Version 5.0.2", "/opt/mpich/lib/libmpi.so.12")

@@ -1,4 +1,4 @@
-"""Watched programs: whatever becomes of them is told, and none of them outlives the one who watches."""
+"""Probes: each way to end is reported, and none outlives its parent process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import time
 import pytest
 
 from launcher import ROOT
-from mpistrat.doctor.watched import Watched, said_last
+from mpistrat.doctor.probe import Probe, last_line
 
 PROGRAM = """
 import os, sys, time
-from mpistrat.doctor.watched import say, step
+from mpistrat.doctor.probe import report, step
 step("first")
 print("a library prints, without an end of line", end="")
-say(number=1)
+report(number=1)
 step("second")
-say(number=2)
+report(number=2)
 os.write(2, b"it said this\\n--------\\n")
 {end}
 """
@@ -33,7 +33,7 @@ def watch(tmp_path, monkeypatch):
     def run(end: str, limit: float = 60.0):
         (tmp_path / "watched_program.py").write_text(PROGRAM.format(end=end))
         monkeypatch.syspath_prepend(str(tmp_path))
-        return Watched("watched_program", ["word"]).finish(limit)
+        return Probe("watched_program", ["word"]).finish(limit)
 
     return run
 
@@ -67,12 +67,12 @@ def test_what_is_cut_off_is_left_out(watch):
     assert outcome.get("number") == 2
 
 
-def test_it_does_not_outlive_the_one_who_watches(tmp_path):
+def test_it_does_not_outlive_its_parent(tmp_path):
     sleeper = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     (tmp_path / "sleeper.py").write_text(sleeper)
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from mpistrat.doctor.watched import Watched\nWatched('sleeper').finish(60)"
+        "from mpistrat.doctor.probe import Probe\nProbe('sleeper').finish(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     until = time.monotonic() + 60
@@ -94,4 +94,4 @@ def _runs(pid: int) -> bool:
 
 
 def test_the_last_that_was_said():
-    assert said_last("first\n\n  the cause\n----\n\0\n") == "the cause" and said_last("\n--\n") == ""
+    assert last_line("first\n\n  the cause\n----\n\0\n") == "the cause" and last_line("\n--\n") == ""

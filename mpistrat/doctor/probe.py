@@ -1,6 +1,6 @@
-"""Programs of ours that may crash or hang: run in a process of their own, watched, and asked how far they came.
+"""Probes: programs of ours that may crash or hang, so they run in a child process, which reports how far it came.
 
-A watched program tells what it finds with `say`, a line of JSON behind a record separator (RFC 7464), so that nothing that a
+A probe reports what it finds with `report`, a line of JSON behind a record separator (RFC 7464), so that nothing that a
 library prints is taken for it. Before each step that may not return it names the step: `step("MPI_Init_thread")`.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-__all__ = ["Outcome", "Watched", "said_last", "say", "step"]
+__all__ = ["Outcome", "Probe", "last_line", "report", "step"]
 
 _SEPARATOR = "\x1e"
 _LONGEST = 200  # characters of a line that is quoted
@@ -30,22 +30,22 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=False)
 """
 
 
-def say(**record: Any) -> None:
-    """Tell the watching process something."""
+def report(**record: Any) -> None:
+    """Send a record to the parent process."""
     print(f"{_SEPARATOR}{json.dumps(record)}", flush=True)
 
 
 def step(name: str) -> None:
-    """Tell the watching process what comes next."""
-    say(step=name)
+    """Report to the parent process what comes next."""
+    report(step=name)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a watched program.
+    """The result of a probe.
 
     Attributes:
-        records: what it said, in order.
+        records: what it reported, in order.
         step: what it was doing last.
         returncode: its exit status, negative for a signal; None where it had to be killed.
         stderr: what it wrote there.
@@ -62,7 +62,7 @@ class Outcome:
         return self.returncode == 0
 
     def get(self, key: str) -> Any:
-        """Return what it said last about something, None if it did not."""
+        """Return what it reported last under a key, None if nothing."""
         return next((record[key] for record in reversed(self.records) if key in record), None)
 
     def end(self) -> str:
@@ -73,19 +73,13 @@ class Outcome:
             how = f"ended with signal {-self.returncode}"
         else:
             how = f"ended with exit status {self.returncode}"
-        last = said_last(self.stderr)
+        last = last_line(self.stderr)
         return f"{how}: {last}" if last else how
 
 
 @final
-class Watched:
-    """A running program of this package.
-
-    Args:
-        module: its full name; it is run as a main program.
-        arguments: its words.
-        env: its environment; default: this process's.
-    """
+class Probe:
+    """A running probe: a module of this package as a main program."""
 
     def __init__(self, module: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
         words = [sys.executable, "-c", _START, json.dumps(sys.path), module, *arguments]
@@ -96,7 +90,7 @@ class Watched:
         )  # fmt: skip
 
     def finish(self, limit: float) -> Outcome:
-        """Return what became of it, after at most `limit` seconds; then it is killed."""
+        """Return its result; after `limit` seconds it is killed."""
         code: int | None
         try:
             out, err = self._process.communicate(timeout=limit)
@@ -129,11 +123,11 @@ def _outcome(out: str, err: str, code: int | None) -> Outcome:
     return Outcome(tuple(records), steps[-1] if steps else "starting Python", code, err)
 
 
-def said_last(text: str) -> str:
+def last_line(text: str) -> str:
     """Return the last line that says something, shortened.
 
     Example:
-        >>> said_last("one\\n  two \\n-----\\n")
+        >>> last_line("one\\n  two \\n-----\\n")
         'two'
     """
     lines = [line.strip() for line in text.replace("\0", "").splitlines()]
