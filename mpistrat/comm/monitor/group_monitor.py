@@ -9,19 +9,17 @@ more than storing that it was entered.
 from __future__ import annotations
 
 import logging
-import os
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, final
-
-import numpy as np
 
 from ..._util import log
 from ..._util.text import named
 from ..agree import fingerprint, only_differences
 from ..call import Call
+from ..mailbox import Mailbox
 from ..waiting import Backoff, Deadline
 from . import abort, exit_report
 from .abort import KEY_BYTES, Failures, failure_key
@@ -45,9 +43,7 @@ class GroupMonitor:
     """The watchdog's state of one group, and its messages there."""
 
     def __init__(self, monitor: RankMonitor, comm: Any) -> None:
-        self.monitor, self.comm = monitor, comm
-        self.sending: list[tuple[Any, bytes]] = []
-        self.sent, self.received = np.zeros(monitor.size, np.int64), 0  # messages: to each rank, and from all
+        self.monitor, self.mailbox = monitor, Mailbox(comm)
         self.end_sent = False  # whether this rank has sent or received why the job ends
         self.failures = Failures(monitor.size)  # of all ranks, if this is rank 0
         self.verdict: tuple[str | None] | None = None  # on this rank's own failure: see `report_end`
@@ -62,34 +58,14 @@ class GroupMonitor:
         self.asked_all = 0.0
         self.asked_next = 0.0 if current is None else current[0]
 
-    def send(self, kind: int, data: bytes, rank: int) -> None:
-        """Send without waiting: a rank that does not receive must not stop this one."""
-        self.sending = [(request, kept) for request, kept in self.sending if not request.Test()]
-        from mpi4py import MPI
-
-        self.sending.append((self.comm.Isend([data, MPI.BYTE], rank, kind), data))
-        self.sent[rank] += 1
-
-    def _messages(self) -> Iterator[tuple[int, int, bytearray]]:
-        """Source, kind and content of each message that has arrived."""
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        while self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            source, kind = status.source, status.tag
-            data = bytearray(status.Get_count(MPI.BYTE))
-            self.comm.Recv([data, MPI.BYTE], source, kind)
-            self.received += 1
-            yield source, kind, data
-
     def receive(self) -> None:
         """Handle the messages that have arrived."""
         monitor = self.monitor
-        for source, kind, data in self._messages():
+        for source, kind, data in self.mailbox.poll():
             if kind == _ASK:
                 answer = monitor.answer(*_NUMBER.unpack(data))
                 texts = b"\0".join(text.encode()[:_LONGEST] for text in (answer.text, answer.error))
-                self.send(_REPLY, _HEAD.pack(*answer[1:-2]) + texts, source)
+                self.mailbox.send(_HEAD.pack(*answer[1:-2]) + texts, source, _REPLY)
             elif kind == _REPLY:
                 text, _, error = data[_HEAD.size :].decode(errors="replace").partition("\0")
                 monitor.answers[source] = Answer._make((monotonic(), *_HEAD.unpack_from(data), text, error))
@@ -104,25 +80,11 @@ class GroupMonitor:
             elif kind == _VERDICT:
                 self.verdict = (data[1:].decode() if data[:1] == b"p" else None,)
 
-    def drain(self) -> None:
-        """Receive what is still on its way, and forget it. Collective; nobody sends any more.
-
-        MPI may give the freed communicator's context to the next one, whose ranks would take it for their own.
-        """
-        expected = np.zeros(1, np.int64)
-        self.comm.Reduce_scatter_block(self.sent, expected)
-        while self.received < expected[0]:
-            for _ in self._messages():
-                pass
-            os.sched_yield()
-        for request, _ in self.sending:
-            request.Wait()
-
     def _send_stop(self) -> None:
         """Forward a request to stop to all others, through rank 0: they may all have one."""
         self.stop_sent = True
         for rank in range(1, self.monitor.size) if self.monitor.rank == 0 else (0,):
-            self.send(_STOP, b"!", rank)
+            self.mailbox.send(b"!", rank, _STOP)
 
     def report_end(self, key: bytes, data: bytes) -> str | None:
         """Send all others why the job ends, through rank 0; return who fails alike, in words, or None if one of these prints it.
@@ -133,7 +95,7 @@ class GroupMonitor:
         if monitor.rank == 0:
             self.failures.note(0, key, data, monotonic())
         else:
-            self.send(_FAIL, key + data, 0)
+            self.mailbox.send(key + data, 0, _FAIL)
         self._receive_for(_RELAY, until=lambda: self.verdict is not None)
         if self.verdict is None:  # rank 0 cannot receive
             self._spread_end(data, range(monitor.size))
@@ -147,7 +109,7 @@ class GroupMonitor:
             if rank == self.monitor.rank:
                 self.verdict = (words,)
             else:
-                self.send(_VERDICT, b"" if words is None else b"p" + words.encode(), rank)
+                self.mailbox.send(b"" if words is None else b"p" + words.encode(), rank, _VERDICT)
         if verdicts and not self.end_sent:
             self._receive_end(self.failures.reason, set(range(self.monitor.size)) - set(verdicts))
 
@@ -155,7 +117,7 @@ class GroupMonitor:
         self.end_sent = True
         for rank in ranks:
             if rank != self.monitor.rank:
-                self.send(_END, data, rank)
+                self.mailbox.send(data, rank, _END)
 
     def _receive_end(self, data: bytes, others: Iterable[int] = ()) -> None:
         if self.end_sent:
@@ -196,7 +158,7 @@ class GroupMonitor:
         question = _NUMBER.pack(-1 if current is None else current[2])
         for rank in ranks:
             if rank != self.monitor.rank:
-                self.send(_ASK, question, rank)
+                self.mailbox.send(question, rank, _ASK)
 
     def _judge(self, current: tuple[float, Call, int], now: float) -> None:
         monitor, (start, call, _) = self.monitor, current
@@ -351,16 +313,14 @@ class Watchdog:
     def remove(cls, monitor: RankMonitor, comm: Any = None) -> None:
         """Forget a group. With `comm`, its communicator, which is then without messages and may be freed, collective."""
         monitor.watched = False
-        mine: list[GroupMonitor] = []
+        mailbox: Mailbox | None = None
         if cls.instance is not None:
             with cls.instance.lock:
                 groups = cls.instance._groups
-                mine = [group for group in groups if group.monitor is monitor]
+                mailbox = next((group.mailbox for group in groups if group.monitor is monitor), None)
                 groups[:] = [group for group in groups if group.monitor is not monitor]
         if comm is not None:
-            (
-                mine[0] if mine else GroupMonitor(monitor, comm)
-            ).drain()  # others may have a watchdog where this rank has none
+            (mailbox or Mailbox(comm)).drain()  # others may have a watchdog where this rank has none
 
     @classmethod
     def report_left(cls, monitor: RankMonitor, ranks: Iterable[int]) -> None:
@@ -369,10 +329,9 @@ class Watchdog:
             return
         for group in cls.instance._groups:
             if group.monitor is monitor:
+                last = _LAST.pack(monitor.number, monitor.failed(monitor.number), abort.exit_status())
                 for rank in ranks:
-                    group.send(
-                        _LEFT, _LAST.pack(monitor.number, monitor.failed(monitor.number), abort.exit_status()), rank
-                    )
+                    group.mailbox.send(last, rank, _LEFT)
 
     @classmethod
     def report_end(cls, text: str, reason: str) -> str | None:

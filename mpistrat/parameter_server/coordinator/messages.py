@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
+
+from ...comm.mailbox import Mailbox
 
 __all__ = ["CHUNK", "FIRST", "Channel", "Kind", "Message", "pack_call", "unpack_call"]
 
@@ -58,7 +59,6 @@ class _Incoming:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.requests: deque[tuple[Any, bytearray]] = deque()
         self.missing = 0
         self._head: tuple[int, int, int] = (0, 0, 0)
         self._pieces: list[bytearray | memoryview] = []
@@ -89,50 +89,32 @@ class Channel:
     """
 
     def __init__(self, comm: Any) -> None:
-        from mpi4py import MPI
-
-        self._comm, self._any, self._byte, self._status = comm, MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
+        self._mailbox = Mailbox(comm)
         self._incoming: dict[int, _Incoming] = {}
-        self._sending: list[tuple[int, Any, Any]] = []  # rank, request, and the memory that it reads
-        self._given_up: list[tuple[int, Any, Any]] = []
 
     def send(self, rank: int, kind: int, number: int = 0, extra: int = 0, payload: bytes = b"") -> None:
         """Begin to send a message; `poll` goes on with it."""
-        self._post(rank, _HEAD.pack(kind, number, extra, len(payload)) + payload[:FIRST])
+        self._mailbox.send(_HEAD.pack(kind, number, extra, len(payload)) + payload[:FIRST], rank, _TAG)
         view = memoryview(payload)
         for low in range(FIRST, len(payload), CHUNK):
-            self._post(rank, view[low : low + CHUNK])
-
-    def _post(self, rank: int, piece: Any) -> None:
-        request = self._comm.Isend([piece, self._byte], rank, _TAG)
-        if not request.Test():
-            self._sending.append((rank, request, piece))
+            self._mailbox.send(view[low : low + CHUNK], rank, _TAG)
 
     def poll(self) -> list[Message]:
         """Return the messages that have arrived, those of each rank in order."""
-        if self._sending:
-            self._sending = [one for one in self._sending if not one[1].Test()]
-        self._comm.Iprobe(self._any, _TAG)  # what this call takes from the network the next one finds
-        while (matched := self._comm.Improbe(self._any, _TAG, self._status)) is not None:
-            rank, piece = self._status.source, bytearray(self._status.Get_count(self._byte))
-            incoming = self._incoming.setdefault(rank, _Incoming(rank))
-            incoming.requests.append((matched.Irecv([piece, self._byte]), piece))
         messages = []
-        for incoming in self._incoming.values():
-            while incoming.requests and incoming.requests[0][0].Test():
-                message = incoming.add(incoming.requests.popleft()[1])
-                if message is not None:
-                    messages.append(message)
+        for rank, _, piece in self._mailbox.poll():
+            message = self._incoming.setdefault(rank, _Incoming(rank)).add(piece)
+            if message is not None:
+                messages.append(message)
         return messages
 
     def sending(self) -> bool:
         """Return whether anything is not sent yet."""
-        return bool(self._sending)
+        return bool(self._mailbox.sending)
 
     def give_up(self, rank: int) -> None:
         """Wait no more for what is being sent to a rank that left."""
-        self._given_up += [one for one in self._sending if one[0] == rank]
-        self._sending = [one for one in self._sending if one[0] != rank]
+        self._mailbox.abandon(rank)
         self._incoming.pop(rank, None)
 
 

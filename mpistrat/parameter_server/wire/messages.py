@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import numpy as np
 
 from ..._util.buffers import BufferPool
+from ...comm.mailbox import Mailbox
 from ..layout import LINE, Address
 from .fragments import Fragment, MessageKind
 from .memory import SharedMemory
@@ -198,7 +199,7 @@ class MessagePort(Port):
         from mpi4py import MPI
 
         self._server, self._comm, self._deliver = server, comm, deliver
-        self._layout, self._mailbox = memory.layout, memory.mailbox
+        self._layout, self._memory = memory.layout, memory.mailbox
         self._worker_of = dict(ranks)
         self._rank_of = {worker: rank for rank, worker in ranks.items()}
         self._payloads = {worker: _Payload() for worker in self._rank_of}
@@ -207,7 +208,7 @@ class MessagePort(Port):
         self._refused: set[int] = set()  # workers whose next push is not taken yet
         self._owed: set[int] = set()  # workers to be told what was taken and applied
         self._spare: list[np.ndarray] = []
-        self._sending: list[tuple[Any, np.ndarray]] = []  # requests, each with the memory that it reads
+        self._mailbox = Mailbox(comm)  # sends only: requests are received into buffers that are used again
         self._stalled = self._waits = (
             False  # whether nothing got on in the last round: of what is sent, of what arrives
         )
@@ -216,7 +217,7 @@ class MessagePort(Port):
         self._any, self._byte, self._status = MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
 
     def poll(self) -> int:
-        if self._sending:
+        if self._mailbox.sending:
             self._send_on()
         moved, waiting = self._match(), 0
         moved = self._receive_on() or moved
@@ -241,7 +242,7 @@ class MessagePort(Port):
                 moved = True
         if self._owed:
             self._answer()
-        if self._snapshots and not self._sending:
+        if self._snapshots and not self._mailbox.sending:
             self._snapshots.clear()
         return waiting if moved else 0
 
@@ -250,23 +251,21 @@ class MessagePort(Port):
 
     def busy(self) -> bool:
         coming = any(coming for worker, coming in self._coming.items() if worker not in self._refused)
-        return bool(self._sending or self._owed) or coming or any(self._arriving())
+        return bool(self._mailbox.sending or self._owed) or coming or any(self._arriving())
 
     def _send_on(self) -> None:
         """Give what is being sent some time, as long as it gets on: MPI sends large messages only while it is called.
 
         What did not get on for a whole round, to a worker that is stopped, gets one look a round until it does.
         """
-        start, at_first = monotonic(), len(self._sending)
-        while self._sending:
-            before = len(self._sending)
-            self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
-            if len(self._sending) < before:
-                self._stalled = False
+        mailbox, start, moved = self._mailbox, monotonic(), False
+        while mailbox.sending:
+            if mailbox.prune():
+                self._stalled, moved = False, True
             elif self._stalled:
                 return
             elif monotonic() - start > _MOVING:
-                self._stalled = before == at_first
+                self._stalled = not moved
                 return
             else:
                 os.sched_yield()
@@ -319,14 +318,14 @@ class MessagePort(Port):
         """Tell workers what was taken and applied; several fragments, and a push that is taken and applied, in one answer."""
         for worker in self._owed:
             answer = np.array([self._taken[worker], self._server.applied[worker]], np.int64)
-            self._send(worker, ACKNOWLEDGE, flat_bytes(answer))
+            self._mailbox.send(answer, self._rank_of[worker], ACKNOWLEDGE)
         self._owed.clear()
 
     def _handle(self, worker: int, fragment: Fragment, payload: np.ndarray) -> None:
-        words, layout = self._mailbox.words, self._layout
+        words, layout = self._memory.words, self._layout
         if fragment.kind == MessageKind.CLOCK:  # this worker's words have no other writer than this
             words[layout.clock(worker) // 8] = fragment.number
-            self._mailbox.sync()
+            self._memory.sync()
         elif fragment.kind == MessageKind.LEAVE:
             words[layout.signed(worker) // 8] = fragment.version
             words[layout.left(worker) // 8] = fragment.number
@@ -351,17 +350,12 @@ class MessagePort(Port):
 
     def _reply(self, worker: int, number: int, data: np.ndarray) -> None:
         short = data if data.nbytes <= SHORT else data[:0]
-        reply = np.zeros(LINE + short.nbytes, np.uint8)
+        rank, reply = self._rank_of[worker], np.zeros(LINE + short.nbytes, np.uint8)
         reply[:LINE].view(np.int64)[:3] = number, self._taken[worker], self._server.applied[worker]
         reply[LINE:] = short
-        self._send(worker, REPLY, reply)
+        self._mailbox.send(reply, rank, REPLY)
         for piece in chunks(data[short.nbytes :], self._layout.chunk_bytes):
-            self._send(worker, DATA, piece)
-
-    def _send(self, worker: int, tag: int, data: np.ndarray) -> None:
-        request = self._comm.Isend([data, self._byte], self._rank_of[worker], tag)
-        if not request.Test():
-            self._sending.append((request, data))
+            self._mailbox.send(piece, rank, DATA)
 
 
 @final

@@ -16,6 +16,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from ....comm.mailbox import Mailbox
 from ....comm.waiting import Deadline, wait_until
 from ....errors import ClosedError, CollectiveTimeoutError
 from ...buffers import RowBuffers
@@ -74,7 +75,7 @@ class RowMessages:
         self._stop = threading.Event()
         self._leaving = threading.Event()
         self._left: set[int] = set()  # ranks that want nothing any more
-        self._sending: list[tuple[Any, Any]] = []
+        self._mailbox = Mailbox(comm)  # of the thread that answers; what answers carry comes by requests
         self._lost: list[Reply] = []  # never answered: MPI may still write into their memory
         self._thread = threading.Thread(target=self._serve, name="mpistrat-rows", daemon=True)
         self._thread.start()
@@ -95,7 +96,7 @@ class RowMessages:
         memory = self._buffers.empty(0, (nbytes,), np.dtype(np.uint8))
         receive = self._comm.Irecv([memory, self._mpi.BYTE], rank, tag)
         message = np.concatenate(([tag], rows)).astype(np.int64)
-        send = self._comm.Isend([message, self._mpi.INT64_T], rank, _ASK)
+        send = self._comm.Isend([message, self._mpi.BYTE], rank, _ASK)
         return Reply(places, RowMemory(self._row_spec, rows.size, memory), ([receive, send], memory, message), rank)
 
     def finish(self, replies: list[Reply]) -> list[Reply]:
@@ -135,41 +136,32 @@ class RowMessages:
                 self._tell_leaving()
             if self._answer():
                 backoff.reset()
-            if told and not self._sending and len(self._left) == self._comm.size - 1:
+            if told and not self._mailbox.sending and len(self._left) == self._comm.size - 1:
                 return
             backoff.pause()
 
     def _tell_leaving(self) -> None:
-        nothing = np.zeros(1, np.int64)
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
-                self._sending.append((self._comm.Isend([nothing, self._mpi.INT64_T], rank, _LEFT), nothing))
+                self._mailbox.send(bytes(8), rank, _LEFT)
 
     def _answer(self) -> bool:
-        """Take one message, if there is any."""
-        mpi = self._mpi
-        if self._sending:
-            self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
-        status = mpi.Status()
-        for tag in (_ASK, _LEFT):
-            message = self._comm.Improbe(mpi.ANY_SOURCE, tag, status)
-            if message is None:
-                continue
-            asked = np.empty(status.Get_count(mpi.INT64_T), np.int64)
-            message.Recv([asked, mpi.INT64_T])
-            if tag == _LEFT:
-                self._left.add(status.source)
+        """Take what has come. Return whether there was any, or something is being sent."""
+        messages = self._mailbox.poll()
+        for rank, kind, data in messages:
+            if kind == _LEFT:
+                self._left.add(rank)
             else:
-                self._reply(status.source, int(asked[0]), asked[1:])
-            return True
-        return bool(self._sending)
+                asked = np.frombuffer(data, np.int64)
+                self._reply(rank, int(asked[0]), asked[1:])
+        return bool(messages or self._mailbox.sending)
 
     def _reply(self, rank: int, tag: int, rows: NDArray[np.int64]) -> None:
         if self._memory is None:
             return
         data = self._buffers.empty(1, (RowMemory.nbytes(self._row_spec, rows.size),), np.dtype(np.uint8))
         self._memory.take_into(rows, RowMemory(self._row_spec, rows.size, data))
-        self._sending.append((self._comm.Isend([data, self._mpi.BYTE], rank, tag), data))
+        self._mailbox.send(data, rank, tag)
 
     # the end
 
