@@ -13,7 +13,9 @@ of two windows over the same memory are not atomic with each other: use one of t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -24,11 +26,14 @@ from .shared_memory import SharedBlock
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["WORD", "RemoteWindow", "SharedWindow", "Window"]
+__all__ = ["WORD", "RemoteWindow", "SharedWindow", "Window", "has_asynchronous_progress"]
 
 WORD = 8  # bytes
 CHUNK = 1 << 30  # bytes in one MPI call: Open MPI refuses counts of 2^31
 ROWS = 4096  # rows in one MPI datatype
+_ABSENCE = 0.2  # seconds for which ranks call nothing of MPI's
+_READS = (0.05, 0.08, 0.11)  # when one rank reads meanwhile: more than once, for a target may be late to its sleep
+_LIMIT = 0.02  # seconds that a read takes at most where the network does the work
 
 
 class Window(ABC):
@@ -178,6 +183,7 @@ class RemoteWindow(Window):
         from mpi4py import MPI
 
         self._byte, self._int64 = MPI.BYTE, MPI.INT64_T
+        self._datatypes: dict[int, list[Any]] = {}  # by rank, of what was begun
         super().__init__(block, 0, comm)
 
     @classmethod
@@ -197,14 +203,13 @@ class RemoteWindow(Window):
         return cls(SharedBlock([own], what, window, comm), comm)
 
     @classmethod
-    def over(cls, comm: MPI.Intracomm, window: Window, what: str) -> RemoteWindow:
-        """Make a window over the segments that the ranks have in another one. Collective over `comm`.
+    def over(cls, comm: MPI.Intracomm, own: np.ndarray, what: str) -> RemoteWindow:
+        """Make a window over memory that the ranks have, bytes, some or none each. Collective over `comm`.
 
-        Close it before the other.
+        Close it before that memory is freed.
         """
         from mpi4py import MPI
 
-        own = window.own
         made = MPI.Win.Create(own if own.nbytes else None, 1, comm=comm)
         return cls(SharedBlock([own[:]], what, made, comm), comm)
 
@@ -214,12 +219,26 @@ class RemoteWindow(Window):
         self._window.Flush(rank)
 
     def get_rows(self, rank: int, offset: int, rows: np.ndarray, out: np.ndarray) -> None:
+        self.start_get_rows(rank, offset, rows, out)
+        self.flush(rank)
+
+    def start_get_rows(self, rank: int, offset: int, rows: np.ndarray, out: np.ndarray) -> None:
+        """Begin what `get_rows` does; `flush` ends it."""
         row = out.shape[1]
         for low in range(0, rows.size if row else 0, ROWS):
-            some = rows[low : low + ROWS]
+            some, target = rows[low : low + ROWS], [out[low : low + ROWS], self._byte]
+            first = int(some[0])
+            if int(some[-1]) - first == some.size - 1 and (np.diff(some) == 1).all():
+                self._window.Get(target, rank, offset + first * row)
+                continue
             datatype = self._byte.Create_hindexed_block(row, (some * row).tolist()).Commit()
-            self._window.Get([out[low : low + ROWS], self._byte], rank, [offset, 1, datatype])
-            self._window.Flush(rank)
+            self._datatypes.setdefault(rank, []).append(datatype)
+            self._window.Get(target, rank, [offset, 1, datatype])
+
+    def flush(self, rank: int) -> None:
+        """Wait for what was begun with a rank."""
+        self._window.Flush(rank)
+        for datatype in self._datatypes.pop(rank, ()):
             datatype.Free()
 
     def put(self, rank: int, parts: Iterable[tuple[int, np.ndarray]]) -> None:
@@ -243,6 +262,29 @@ class RemoteWindow(Window):
 
     def _forget(self) -> None:
         """There are no other views."""
+
+
+def has_asynchronous_progress(
+    comm: Any, reader: int, read: Callable[[], object], quiet: AbstractContextManager[Any]
+) -> bool:
+    """Return whether the network reads memory without its owner's help: `read` on one rank while all others sleep. Collective.
+
+    They all stay outside of MPI, not only the rank that is read from, for those beside it might do its work; `quiet` keeps other
+    threads from MPI meanwhile. A read that ends before they wake was the network's work.
+    """
+    found = np.ones(1, np.int32)
+    comm.Barrier()
+    if comm.rank == reader:
+        start = monotonic()
+        for at in _READS:
+            sleep(max(0.0, start + at - monotonic()))
+            read()
+            found[0] &= monotonic() - start < at + _LIMIT
+    else:
+        with quiet:
+            sleep(_ABSENCE)
+    comm.Bcast(found, reader)
+    return bool(found[0])
 
 
 def words_of(segment: np.ndarray) -> memoryview:

@@ -397,7 +397,8 @@ class Dataset:
                 when the strategy is closed. They need random access and rows of one shape, and the whole dataset must
                 fit: nothing is ever thrown out.
             transport: how "job" gets rows from other nodes: "messages", which a thread of each rank answers; "get",
-                MPI's one-sided Get; "auto" tries both when the dataset is distributed, and takes the quicker one.
+                MPI's one-sided Get; "auto" takes "get" where a probe finds, when the dataset is distributed,
+                that the network reads memory without its owner's help, else "messages".
 
         Raises:
             ValueError: for a dataset repeated for ever; for "node" and "job", one that reads in order.

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from time import monotonic, sleep
-
-import numpy as np
 
 from ..._util.text import named
 from ...comm.process_group import ProcessGroup
-from ...comm.window import WORD, RemoteWindow
+from ...comm.window import WORD, RemoteWindow, has_asynchronous_progress
 from ...errors import LayoutError, explain
 
 __all__ = ["TRANSPORTS", "choose", "describe"]
 
 TRANSPORTS = ("shared_window", "one_sided", "messages")
-_ABSENCE = 0.2  # seconds for which ranks call nothing of MPI's
-_LOOKS = (0.05, 0.08, 0.11)  # when workers read meanwhile: more than once, for a server may be late to its sleep
-_LIMIT = 0.02  # seconds that a read takes at most where the network does the work
-
 # Where one-sided calls between nodes were seen to finish, by MPI library and network. MPICH over UCX is not here: with TCP
 # it hung where one-sided calls met messages.
 KNOWN_TO_FINISH = (("Open MPI", ""), ("MPICH", "ofi"))
@@ -93,31 +86,14 @@ def known_to_finish() -> bool:
 
 
 def _probe(group: ProcessGroup, prober: int, far: Sequence[int], servers: Sequence[int]) -> bool:
-    """Return whether a worker reads far servers' memory while they do nothing. Collective.
+    """Return whether the worker `prober` reads far servers' memory while they do nothing. Collective.
 
-    All other ranks sleep, and keep the watchdog's thread from MPI; those beside a server, too, for they might do its work.
-    A read that ends before they wake was the network's work. One worker stands for all: a network is of one kind.
-
-    Args:
-        group: all ranks.
-        prober: the rank that reads.
-        far: the servers that it reads from.
-        servers: all servers.
+    One worker stands for all: a network is of one kind.
     """
     comm, rank = group.topology.comm, group.topology.rank
     window = RemoteWindow.allocate(comm, WORD if rank in servers else 0, "the probe of one-sided calls")
-    real = np.ones(1, np.int32)
-    comm.Barrier()
-    if rank == prober:
-        start = monotonic()
-        for look in _LOOKS:
-            sleep(max(0.0, start + look - monotonic()))
-            for server in far:
-                window.get_word(server, 0)
-            real[0] &= monotonic() - start < look + _LIMIT
-    else:
-        with group.quiet():
-            sleep(_ABSENCE)
-    comm.Bcast(real, prober)
+    real = has_asynchronous_progress(
+        comm, prober, lambda: [window.get_word(server, 0) for server in far], group.quiet()
+    )
     window.close()
-    return bool(real[0])
+    return real

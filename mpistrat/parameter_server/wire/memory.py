@@ -58,7 +58,7 @@ class ServerMemory:
             on_node = topology.ranks_of_node(topology.node_index)
             self.shared = SharedWindow(topology.intra, topology.comm, [sizes.get(r, 0) for r in on_node], what)
         if remote and self.shared is not None:
-            self.remote = RemoteWindow.over(comm, self.shared, what)
+            self.remote = RemoteWindow.over(comm, self.shared.own, what)
         elif remote:
             self.remote = RemoteWindow.allocate(comm, mine, what)
         window = self.shared or self.remote

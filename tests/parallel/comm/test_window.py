@@ -1,11 +1,12 @@
 """Windows: what is written arrives, whole words, atomic sums, and memory that outlives its window."""
 
 import gc
+import time
 
 import numpy as np
 import pytest
 
-from mpistrat.comm.window import RemoteWindow, SharedWindow
+from mpistrat.comm.window import RemoteWindow, SharedWindow, has_asynchronous_progress
 
 pytestmark = pytest.mark.ranks(1, 3)
 over_hosts = pytest.mark.hosts(2, ranks_per_host=2)
@@ -20,7 +21,7 @@ def make(group, kind, nbytes):
     shared = SharedWindow(topology.intra, topology.comm, [nbytes] * topology.local_size, "test")
     if kind == "shared":
         return shared, topology.intra, []
-    return RemoteWindow.over(topology.comm, shared, "test"), topology.comm, [shared]
+    return RemoteWindow.over(topology.comm, shared.own, "test"), topology.comm, [shared]
 
 
 @pytest.fixture
@@ -121,3 +122,9 @@ def test_ranks_without_a_segment(group):
     assert window.fetch_and_add(last, 56, 0) == topology.size
     topology.comm.Barrier()
     window.close()
+
+
+@pytest.mark.parametrize(("seconds", "progresses"), [(0.0, True), (0.04, False)])
+def test_a_read_that_takes_long_needs_its_target(group, seconds, progresses):
+    comm, quiet = group.topology.comm, group.quiet()
+    assert has_asynchronous_progress(comm, comm.size - 1, lambda: time.sleep(seconds), quiet) is progresses

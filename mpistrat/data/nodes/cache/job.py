@@ -15,6 +15,7 @@ from ...._util import nest
 from ...._util.text import decimal_size
 from ....comm.agree import Failure, together
 from ....comm.waiting import wait_until
+from ....comm.window import has_asynchronous_progress
 from ....errors import ClosedError, ShardError, explain
 from ...buffers import RowBuffers
 from ...stats import StageStats
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from ....comm.process_group import ProcessGroup
 
 __all__ = ["JobMemory", "Parts", "job_memory"]
-
-_PROBE_ROWS = 256
-_PROBE_SECONDS = 0.1  # that the probed rank stays outside of MPI
 
 
 class RowTransport(Protocol):
@@ -176,7 +174,7 @@ def _make_transport(
     wanted: str,
     counters: StageStats,
 ) -> RowTransport:
-    """What fetches rows between nodes: the one that was asked for, or the quicker one. Collective, in `collective()`."""
+    """What fetches rows between nodes: the one that was asked for, or that suits the network. Collective, in `collective()`."""
     from mpi4py import MPI
 
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -190,45 +188,34 @@ def _make_transport(
     def counted(nbytes: int) -> None:
         counters.add(bytes_received=nbytes)
 
-    messages = gets = None
-    if wanted != "get":
-        place = parts.ranks[own_node].index(group.topology.rank)
-        holders = [ranks[place % len(ranks)] for ranks in parts.ranks]
-        messages = RowMessages(comm.Dup(), memory, holders, group.environment.abort_after, counted)
     if wanted != "messages":
         lengths = [high - low for low, high in map(parts.of_node, range(len(parts.ranks)))]
         starts = [RowMemory.starts_of(memory.row_spec, length) for length in lengths]
         firsts = [ranks[0] for ranks in parts.ranks]
         shown = segment if group.topology.rank in firsts else segment[:0]
         gets = RowGets(comm.Dup(), shown, firsts, starts, memory.row_spec, counted)
-    if messages is None or gets is None:
-        return messages or gets  # type: ignore[return-value]
-    if _gets_win(group, parts, messages, gets):
-        messages.close()
-        return gets
-    gets.close()
-    return messages
+        if wanted == "get" or _gets_progress(group, parts, gets):
+            return gets
+        gets.close()
+    place = parts.ranks[own_node].index(group.topology.rank)
+    holders = [ranks[place % len(ranks)] for ranks in parts.ranks]
+    return RowMessages(comm.Dup(), memory, holders, group.environment.abort_after, counted)
 
 
-def _gets_win(group: ProcessGroup, parts: Parts, messages: RowMessages, gets: RowGets) -> bool:
-    """Whether the first rank gets some rows of the second node sooner than it is sent them.
-
-    The other ranks stay outside of MPI meanwhile: where the network needs their help for a Get, it comes late.
-    """
-    rank = group.topology.rank
+def _gets_progress(group: ProcessGroup, parts: Parts, gets: RowGets) -> bool:
+    """Whether the first rank gets rows of the second node while all others stay outside of MPI. Collective."""
+    comm, reader = group.topology.comm, parts.ranks[0][0]
     low, high = parts.of_node(1)
-    seconds = [0.0, 0.0]
-    if rank == parts.ranks[0][0] and high > low:
-        rows = np.random.default_rng(0).integers(0, high - low, _PROBE_ROWS)
-        transports: list[RowTransport] = [messages, gets]
-        for i, transport in enumerate(transports):
-            for _ in range(2):  # the first time sets up connections
-                started = time.perf_counter()
-                transport.finish(transport.start(1, rows, rows))
-                seconds[i] = time.perf_counter() - started
-    else:
-        time.sleep(_PROBE_SECONDS)
-    return bool(group.agree(int(seconds[1] < seconds[0]), "max"))
+    if low == high:
+        return False
+    rows = np.unique([0, high - low - 1])  # of two places, as those of a batch are
+
+    def read() -> None:
+        gets.finish(gets.start(1, rows, rows))
+
+    if comm.rank == reader:
+        read()  # the first time sets up connections; the others are in MPI
+    return has_asynchronous_progress(comm, reader, read, group.quiet())
 
 
 @final

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ....comm.mailbox import Mailbox
 from ....comm.waiting import Deadline, wait_until
+from ....comm.window import RemoteWindow
 from ....errors import ClosedError, CollectiveTimeoutError
 from ...buffers import RowBuffers
 from .rows import RowMemory, row_backoff
@@ -209,19 +210,13 @@ class RowGets:
         row_spec: Any,
         counted: Callable[[int], None],
     ) -> None:
-        from mpi4py import MPI
-
-        self._mpi, self._comm = MPI, comm
-        self._holders = holders
+        self._comm, self._holders = comm, holders
         self._starts, self._row_spec, self._counted = starts, row_spec, counted
-        one = RowMemory(row_spec, 1)
-        self._sizes = [array.nbytes for array in one.arrays]
-        self._limit = max(1, _MESSAGE_BYTES // max(1, sum(self._sizes)))
+        row_bytes = sum(array.nbytes for array in RowMemory(row_spec, 1).arrays)
+        self._limit = max(1, _MESSAGE_BYTES // max(1, row_bytes))
         self._buffers = RowBuffers()
         self._lock = threading.Lock()  # a flush is for all that was begun
-        self._window = MPI.Win.Create(segment if segment.nbytes else None, 1, comm=comm)
-        self._window.Lock_all(MPI.MODE_NOCHECK)
-        self._closed = False
+        self._window = RemoteWindow.over(comm, segment, 'cache("job")')
 
     def start(self, node: int, rows: NDArray[np.int64], places: NDArray[np.int64]) -> list[Reply]:
         """Begin to get rows of a node's memory, which belong to some places of a batch."""
@@ -230,41 +225,27 @@ class RowGets:
             some = rows[low : low + self._limit]
             memory = self._buffers.empty(0, (RowMemory.nbytes(self._row_spec, some.size),), np.dtype(np.uint8))
             into = RowMemory(self._row_spec, some.size, memory)
-            kept = [self._get(node, leaf, some, out) for leaf, out in enumerate(into.arrays) if out.nbytes]
-            replies.append(Reply(places[low : low + self._limit], into, (kept, memory), self._holders[node]))
+            rank = self._holders[node]
+            with self._lock:
+                for start, out in zip(self._starts[node], into.arrays, strict=True):
+                    if out.nbytes:
+                        table = out.reshape(some.size, -1).view(np.uint8)
+                        self._window.start_get_rows(rank, start, some, table)
+            replies.append(Reply(places[low : low + self._limit], into, ((), memory), rank))
         return replies
-
-    def _get(self, node: int, leaf: int, rows: NDArray[np.int64], out: NDArray[Any]) -> Any:
-        size, start, rank = self._sizes[leaf], self._starts[node][leaf], self._holders[node]
-        flat = out.reshape(-1).view(np.uint8)
-        with self._lock:
-            if rows.size == int(rows[-1]) - int(rows[0]) + 1 and (np.diff(rows) == 1).all():
-                self._window.Get(
-                    [flat, self._mpi.BYTE], rank, [start + int(rows[0]) * size, flat.nbytes, self._mpi.BYTE]
-                )
-                return None
-            datatype = self._mpi.BYTE.Create_hindexed_block(size, (rows * size).tolist()).Commit()
-            self._window.Get([flat, self._mpi.BYTE], rank, [start, 1, datatype])
-            return datatype
 
     def finish(self, replies: list[Reply]) -> list[Reply]:
         """Wait for the rows."""
         with self._lock:
             for rank in sorted({reply.rank for reply in replies}):
-                self._window.Flush(rank)
-        for reply in replies:
-            for datatype in reply.kept[0]:
-                if datatype is not None:
-                    datatype.Free()
+                self._window.flush(rank)
         self._counted(sum(reply.kept[1].nbytes for reply in replies))
         return replies
 
     def close(self) -> None:
         """Free window and communicator. Collective."""
-        if not self._closed:
-            self._closed = True
-            self._window.Unlock_all()
-            self._window.Free()
+        if not self._window.closed:
+            self._window.close()
             self._comm.Free()
 
     def leave(self) -> None:
