@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "helpers
 from launcher import Job, MpiEnv, mpi_env  # noqa: E402
 
 if TYPE_CHECKING:
-    from integration.hosts import Hosts
+    from hosts import Hosts
 
 PROGRAM = """
 import os, sys, time
@@ -192,7 +192,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         hosts = None
         if options.hosts > 1:
-            from integration.hosts import Hosts
+            from hosts import Hosts
 
             hosts = Hosts(options.hosts)
             stack.callback(hosts.close)

@@ -203,7 +203,8 @@ class Strategy(RankCollectives):
             ContextError: in a step.
 
         Example:
-            >>> ms.get_strategy().should_stop()
+            >>> with ms.OneDeviceStrategy() as strategy:
+            ...     strategy.should_stop()
             False
         """
         self._extended.require_cross("Strategy.should_stop")

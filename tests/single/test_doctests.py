@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+import signal
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_docstring(example):
-    said = []
+    said, before = [], signal.getsignal(signal.SIGTERM)
     results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=said.append)
     assert results.failed == 0, "".join(said)
+    assert signal.getsignal(signal.SIGTERM) == before, "close the strategy that was asked to stop"
 
 
 def test_examples_are_found():

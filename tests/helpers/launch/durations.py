@@ -63,7 +63,7 @@ class Table:
 
 
 def condense(seconds: dict[str, float]) -> dict[str, float]:
-    """The mean of each function that takes half a second or more, or far less than a program usually does."""
+    """The mean of each function that takes 0.3 s or more, and of each over hosts, in SLURM and of a job's end."""
     of_function = defaultdict(list)
     for nodeid, value in seconds.items():
         of_function[nodeid.partition("[")[0]].append(value)

@@ -1,7 +1,7 @@
 """Start a program on n MPI ranks, watch it, and end it without leaving a process behind.
 
 Knows the two MPIs and nothing of pytest. Every process of a job carries a mark in its environment, so that all of them are
-found again wherever they went: other sessions and process groups (both MPIs make some), other hosts of tests/integration.
+found again wherever they went: other sessions and process groups (both MPIs make some), isolated hosts of `hosts.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from integration.hosts import Hosts
+    from hosts import Hosts
 
 ROOT = Path(__file__).resolve().parents[3]
 PLACES = [

@@ -227,7 +227,7 @@ def _reports(item: pytest.Item, layout: Layout) -> list[pytest.TestReport]:
         return launcher_reports.skipped(item, envs.why_none)
     hosts = None
     if layout.hosts:
-        from integration.hosts import Hosts, why_no_hosts
+        from hosts import Hosts, why_no_hosts
 
         if reason := why_no_hosts():
             return launcher_reports.skipped(item, reason)
@@ -304,7 +304,7 @@ def mpi_run(mpi: MpiEnv):
 @pytest.fixture(scope="session")
 def hosts(pytestconfig: pytest.Config) -> Iterator[Any]:
     """Two isolated hosts, for `mpi_run(..., hosts=hosts)`."""
-    from integration.hosts import Hosts, why_no_hosts
+    from hosts import Hosts, why_no_hosts
 
     if reason := why_no_hosts():
         pytest.skip(reason)
@@ -314,7 +314,7 @@ def hosts(pytestconfig: pytest.Config) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def slurm(pytestconfig: pytest.Config) -> Iterator[Any]:
     """A real SLURM over the two isolated hosts."""
-    from integration.slurm import Slurm, why_no_slurm
+    from slurm import Slurm, why_no_slurm
 
     if reason := why_no_slurm():
         pytest.skip(reason)
@@ -324,7 +324,7 @@ def slurm(pytestconfig: pytest.Config) -> Iterator[Any]:
 @pytest.fixture
 def slurm_mpi(slurm: Any, mpi: MpiEnv) -> MpiEnv:
     """An MPI whose ranks this SLURM's `srun` starts; the test runs once for each MPI of the run."""
-    from integration.slurm import mpi_type
+    from slurm import mpi_type
 
     if mpi_type(mpi) == "pmix" and slurm.why_no_pmix:
         pytest.skip(slurm.why_no_pmix)

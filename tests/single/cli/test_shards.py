@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import io
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from shards_command import ROWS, mpistrat, python, read, table
 
 from launcher import ROOT
-from mpistrat.cli.main import main
-from mpistrat.data import HDF5Dataset, write_shards
-from mpistrat.errors import ShardError
-
-ROWS = 50
-
-
-@dataclass
-class Done:
-    stdout: str
-    stderr: str
-
-
-def mpistrat(*words: Any, cwd: Path = ROOT, status: int = 0) -> Done:
-    """Run the program in this process; it must end with this status."""
-    out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
-    os.chdir(cwd)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            found = main([str(word) for word in words])
-    except SystemExit as end:  # argparse
-        found = end.code
-    finally:
-        os.chdir(before)
-    assert found == status, out.getvalue() + err.getvalue()
-    return Done(out.getvalue(), err.getvalue())
-
-
-def python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, cwd=cwd, env=env)
-
-
-def read(target: Any) -> dict[str, np.ndarray]:
-    dataset = HDF5Dataset(target, verify=True)
-    return dataset.rows(range(len(dataset)))
+from mpistrat.data import write_shards
 
 
 @pytest.fixture
@@ -65,15 +25,6 @@ def arrays(tmp_path: Path) -> dict[str, np.ndarray]:
     for name, array in found.items():
         np.save(tmp_path / f"{name}.npy", array)
     return found
-
-
-def table(path: Path, delimiter: str = ",") -> Path:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, delimiter=delimiter)
-        writer.writerow(["id", "a", "b", "name"])
-        for i in range(ROWS):
-            writer.writerow([f"{i:03d}", i / 8, "" if i == 3 else -i, f'é, "{i}"\nnext'])
-    return path
 
 
 def photos(folder: Path, sizes: list[tuple[int, int]] | None = None) -> np.ndarray:
@@ -140,160 +91,6 @@ def test_a_large_archive_is_read_in_batches(tmp_path: Path) -> None:
     assert len(batches) == 3  # 24.4 MB in batches of 8.4 MB
     for name, array in data.items():
         assert np.array_equal(np.concatenate([batch[name] for batch in batches]), array[1000:299_000])
-
-
-def test_a_table(tmp_path: Path) -> None:
-    table(tmp_path / "t.csv")
-    done = mpistrat("shards", "write", "set", "t.csv", cwd=tmp_path, status=2)
-    assert "text in ['name']" in done.stderr
-    assert "--layout chunked" in done.stderr
-    done = mpistrat("shards", "write", "set", "t.csv", "--layout", "chunked", "--dtype", "a=float32", cwd=tmp_path)
-    assert "column 'b': 1 empty cell became NaN" in done.stdout
-    found = read(tmp_path / "set")
-    assert found["id"].tolist() == list(range(ROWS))
-    assert found["a"].dtype == np.float32
-    assert found["a"].tolist() == [i / 8 for i in range(ROWS)]
-    assert np.isnan(found["b"][3])
-    assert found["b"][4] == -4.0
-    assert found["name"].tolist() == [f'é, "{i}"\nnext' for i in range(ROWS)]
-
-
-def test_the_numbers_of_a_table_as_one_array(tmp_path: Path) -> None:
-    table(tmp_path / "t.tsv", "\t")
-    words = ["--array", "v", "--dtype", "v=float32", "--dtype", "id=str", "--layout", "chunked"]
-    mpistrat("shards", "write", "set", "t.tsv", *words, cwd=tmp_path)
-    found = read(tmp_path / "set")
-    assert found["v"].shape == (ROWS, 2)
-    assert found["v"][7].tolist() == [7 / 8, -7]
-    assert found["id"][7] == "007"
-    document = json.loads(mpistrat("shards", "info", "set", "--json", cwd=tmp_path).stdout)
-    assert document["fields"][0]["attributes"] == {"columns": ["a", "b"]}
-
-
-@pytest.mark.parametrize(
-    ("cells", "kind"),
-    [
-        (["1", "-2"], np.int64),
-        (["1", "2.5"], np.float64),
-        (["1", ""], np.float64),
-        (["1e3", "nan", "inf"], np.float64),
-        (["1", "x"], object),
-        (["1_000", "2"], object),
-        (["123456789012345678901234567890", "1"], object),
-        (["1.5", "123456789012345678901234567890"], np.float64),
-        (["123456789012345678901234567890", "1.5"], np.float64),
-        (["true", "false"], object),
-    ],
-)
-def test_what_a_column_is_taken_for(tmp_path: Path, cells: list[str], kind: Any) -> None:
-    from mpistrat.data.shards.converters.table import Table
-
-    (tmp_path / "t.csv").write_text("a,z\n" + "".join(f"{cell},1\n" for cell in cells))
-    batch = next(Table(tmp_path / "t.csv", None, ",", None, ()).batches(0, len(cells)))
-    assert batch["a"].dtype == kind
-    if kind is object:
-        assert batch["a"].tolist() == cells
-
-
-CELLS = ["1", "-2", "+3", "007", "2.5", "1e3", "-1.5E-3", ".5", "", "nan", "-Infinity", " 1", "x", "1_0", "9" * 19, "é"]
-
-
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_numpy_reads_numbers_as_they_are_read_cell_by_cell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
-) -> None:
-    """Each column holds cells of the first few kinds, so that many files hold numbers only, and blocks are of a few lines."""
-    from mpistrat.data.shards.converters import converter, table
-
-    kinds = data.draw(st.lists(st.integers(1, len(CELLS)), min_size=1, max_size=3))
-    row = st.tuples(*(st.sampled_from(CELLS[:kind]) for kind in kinds))
-    delimiter, end = data.draw(st.sampled_from(",; ")), data.draw(st.sampled_from(["\n", "\r\n", "\r"]))
-    lines = [delimiter.join(cells) for cells in data.draw(st.lists(row, min_size=1, max_size=9))]
-    lines += data.draw(st.lists(st.sampled_from(['"1"' + delimiter + "2", "1" + delimiter, "1", "-"]), max_size=1))
-    path = tmp_path / "t.csv"
-    path.write_bytes(end.join([delimiter.join("abc"[: len(kinds)]), *lines]).encode())
-    start = data.draw(st.integers(0, 3))
-
-    def read_table(*, settled: bool) -> Any:
-        try:
-            rows = table.Table(path, None, delimiter, None, ())
-            if settled:
-                rows.settle()
-            try:
-                found = list(rows.batches(start, max(start, rows.rows)))
-            except converter.PresumptionError:
-                assert rows.presumed
-                rows.settle()
-                found = list(rows.batches(start, max(start, rows.rows)))
-        except ShardError as error:
-            return str(error)
-        return rows.rows, rows.notes, [{n: (a.dtype, a.astype(str).tolist()) for n, a in p.items()} for p in found]
-
-    with monkeypatch.context() as patch:
-        for name, size in {"_FIRST_BLOCK": 8, "_BLOCK": 24, "_SAMPLE": 1, "_LINES": 3}.items():
-            patch.setattr(table, name, size)
-        quick = read_table(settled=False)
-        assert quick == read_table(settled=True)
-        patch.setattr(table.NumericReader, "lines", lambda self, lines: None)
-        assert quick == read_table(settled=True)
-
-
-@pytest.mark.parametrize(
-    ("late", "kind", "note"),
-    [
-        ("2.5", np.float64, ""),
-        ("", np.float64, "column 'b': 1 empty cell became NaN"),
-        ("word", object, ""),
-        ("9" * 25, object, ""),
-    ],
-)
-def test_a_column_that_changes_its_kind_late(tmp_path: Path, late: str, kind: Any, note: str) -> None:
-    """The set is as if all of the file had been looked at first."""
-    a, b = np.arange(300_000), [str(i % 7) for i in range(300_000)]
-    b[250_000] = late
-    (tmp_path / "t.csv").write_text("a,b\n" + "".join(f"{x},{y}\n" for x, y in zip(a.tolist(), b, strict=True)))
-    layout = "chunked" if kind is object else "contiguous"
-    done = mpistrat("shards", "write", "set", "t.csv", "--layout", layout, "--rows-per-shard", 80_000, cwd=tmp_path)
-    assert note in done.stdout
-    assert "4 shards, 300000 rows" in done.stdout
-    found = read(tmp_path / "set")
-    assert found["a"].dtype == np.int64
-    assert np.array_equal(found["a"], a)
-    assert found["b"].dtype == kind
-    expected = np.array(b, object) if kind is object else np.array([float(cell or "nan") for cell in b])
-    assert np.array_equal(found["b"], expected, equal_nan=kind is not object)
-    assert len(list((tmp_path / "set").iterdir())) == 5
-
-
-def test_a_late_line_with_too_many_cells_is_named(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("a,b\n" + "1,2\n" * 300_000 + "1,2,3\n" + "1,2\n" * 10)
-    done = mpistrat("shards", "write", "set", "t.csv", cwd=tmp_path, status=1)
-    assert "expected 2 cells in every line, as the first has, got 3 in line 300002" in done.stderr
-    assert not list(tmp_path.glob("set/*"))
-
-
-def test_numbers_are_not_taken_apart_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.data.shards.converters import table
-
-    x = np.random.default_rng(0).normal(size=(20_000, 3))
-    lines = [f"{a!r},{b!r},{i}" for i, (a, b, _) in enumerate((x / 1000).tolist())]
-    (tmp_path / "t.csv").write_text("a,b,i\n" + "\n".join([*lines[:9000], ",7,9000", *lines[9001:]]) + "\n")
-    taken = []
-    look_at_cells = table.Table._look_at_cells
-    monkeypatch.setattr(
-        table.Table,
-        "_look_at_cells",
-        lambda self, rows, empty: taken.append(len(rows)) or look_at_cells(self, rows, empty),
-    )
-    source = table.Table(tmp_path / "t.csv", None, ",", None, ())
-    found = [
-        np.concatenate(column) for column in zip(*(piece.values() for piece in source.batches(5, 20_000)), strict=True)
-    ]
-    assert len(taken) == 1 and 0 < taken[0] < 2000  # once the first lines, to learn what the columns hold
-    assert source.notes == ["column 'a': 1 empty cell became NaN"]
-    assert np.isnan(found[0][8995]) and np.array_equal(np.delete(found[0], 8995), np.delete(x[5:, 0] / 1000, 8995))
-    assert found[2].dtype == np.int64 and np.array_equal(found[2], np.arange(5, 20_000))
 
 
 def test_images(tmp_path: Path) -> None:

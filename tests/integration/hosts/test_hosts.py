@@ -7,8 +7,8 @@ import uuid
 
 import numpy as np
 import pytest
-from integration.hosts import Hosts
 
+from hosts import Hosts
 from launcher import launch, with_variable
 
 

@@ -19,7 +19,7 @@ unset OMP_NUM_THREADS
 
 
 def test_the_tasks_of_the_job_are_the_ranks(slurm, slurm_mpi, tmp_path) -> None:
-    from integration.slurm import mpi_type
+    from slurm import mpi_type
 
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "job.sh").write_text(SCRIPT.format(python=slurm_mpi.python))

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hosts import NETWORK, Hosts, why_no_hosts
 from launcher import PLACES, end_with_parent
-
-from .hosts import NETWORK, Hosts, why_no_hosts
 
 if TYPE_CHECKING:
     import pytest

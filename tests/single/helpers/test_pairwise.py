@@ -96,7 +96,7 @@ def test_the_order_of_the_combinations_does_not_matter():
 
 def test_every_process_chooses_the_same():
     program = (
-        f"import sys; sys.path[:0] = {[*PLACES, str(ROOT / 'tests' / 'single')]}\n"
+        f"import sys; sys.path[:0] = {[*PLACES, str(ROOT / 'tests' / 'single' / 'helpers')]}\n"
         "import test_pairwise\n"
         "for case in test_pairwise.CASES.values(): print(sorted(test_pairwise.cover(case)))"
     )

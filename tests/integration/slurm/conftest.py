@@ -1,4 +1,4 @@
-"""Fixtures of the tests over isolated hosts."""
+"""Fixtures of the tests in batch jobs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import pytest
 @pytest.fixture(scope="session")
 def references(hosts, tmp_path_factory):
     """The digits job's weights under mpiexec over the two hosts."""
-    from integration.slurm_jobs import References
+    from slurm_jobs import References
 
     return References(hosts, tmp_path_factory)

@@ -29,7 +29,7 @@ sys.exit(ms.RESTART_EXIT_CODE if restarts == 0 else 0)
 @pytest.mark.timeout(400)
 def test_preemption(slurm, slurm_mpi, tmp_path) -> None:
     """Both scripts at the same time, on a host each; they are as the page has them, behind the request for two ranks."""
-    from integration.slurm import mpi_type
+    from slurm import mpi_type
 
     blocks = [block.text for block in pages.read("docs/preemption.md").blocks if block.language == "bash"]
     by_srun, by_mpiexec = blocks

@@ -12,8 +12,8 @@ import pytest
 import mpistrat as ms
 
 HERE = Path(__file__).parent
-PAGES = HERE.parents[1] / "docs"
-TENSORFLOW = (HERE / "tf_distribute.txt").read_text().split()
+PAGES = HERE.parents[2] / "docs"
+TENSORFLOW = (HERE / "data" / "tf_distribute.txt").read_text().split()
 CODE = re.compile(r"`([^`]+)`")
 BESIDE = "Names outside tf.distribute"
 
@@ -66,7 +66,7 @@ def test_names_of_ours_exist(title, ours):
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_the_list_is_tensorflow_s():
-    command = [sys.executable, HERE / "tf_distribute.py"]
+    command = [sys.executable, HERE / "data" / "tf_distribute.py"]
     found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.split()
     assert found == TENSORFLOW
 

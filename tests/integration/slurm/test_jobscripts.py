@@ -77,8 +77,8 @@ WITHOUT = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "OMPI_MCA_osc", 
 @pytest.fixture(scope="module")
 def slurm(pytestconfig: pytest.Config) -> Iterator[object]:
     """A SLURM with room for every script."""
-    from integration.hosts import Hosts
-    from integration.slurm import Slurm, why_no_slurm
+    from hosts import Hosts
+    from slurm import Slurm, why_no_slurm
 
     if reason := why_no_slurm():
         pytest.skip(reason)
@@ -96,7 +96,7 @@ def slurm(pytestconfig: pytest.Config) -> Iterator[object]:
 @pytest.fixture
 def site(slurm, slurm_mpi) -> Iterator[MpiEnv]:
     """The site's MPI, which `srun` starts unasked."""
-    from integration.slurm import mpi_type
+    from slurm import mpi_type
 
     with slurm.configured(f"MpiDefault={mpi_type(slurm_mpi)}"):
         yield slurm_mpi

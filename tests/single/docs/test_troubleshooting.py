@@ -7,7 +7,7 @@ import pytest
 
 import mpistrat as ms
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 SOURCE = " ".join(path.read_text() for path in (ROOT / "mpistrat").rglob("*.py"))
 ERRORS = [name for name in ms.errors.__all__ if isinstance(getattr(ms.errors, name), type)]

@@ -10,8 +10,7 @@ import digits_jobs
 import pytest
 
 from launcher import ROOT, MpiEnv, launch
-
-from .slurm import Job, Slurm, mpi_type
+from slurm import Job, Slurm, mpi_type
 
 # The digits job without its curves, which take longer than the training.
 TRAIN = """
