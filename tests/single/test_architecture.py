@@ -213,6 +213,14 @@ def test_there_are_only_known_exceptions(rule):
     assert not known - there, f"{rule}: `python tests/house_rules.py` takes {dict(known - there)} out, as is due"
 
 
+def test_files_that_the_architecture_names_are_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = {word for words in re.findall(r"`([^`\n]+)`", text) for word in words.split() if word.endswith(".py")}
+    there = {where(path) for folder in ("mpistrat", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    missing = [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in there)]
+    assert len(named) > 80 and not missing, missing
+
+
 WALK = re.compile(r"^## [^\n]*: (\d+) hops$\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 HOP = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
 
