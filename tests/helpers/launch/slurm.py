@@ -210,14 +210,13 @@ class Slurm:
     @contextlib.contextmanager
     def configured(self, *lines: str) -> Iterator[None]:
         """These lines more in slurm.conf, for a while."""
-        conf = self.folder / "slurm.conf"
-        before = conf.read_text()
+        before = (self.folder / "slurm.conf").read_text()
         try:
-            conf.write_text(before + "\n".join(lines) + "\n")
+            self._write("slurm.conf", before + "\n".join(lines) + "\n")
             self.ok("scontrol", "reconfigure")
             yield
         finally:
-            conf.write_text(before)
+            self._write("slurm.conf", before)
             self.ok("scontrol", "reconfigure")
 
     def report(self, jobid: str = "") -> str:
@@ -246,8 +245,9 @@ class Slurm:
         self._processes.clear()
 
     def _write(self, name: str, text: str) -> Path:
-        (self.folder / name).write_text(text)
-        return self.folder / name
+        new = self.folder / f"{name}.new"
+        new.write_text(text)
+        return new.replace(self.folder / name)  # daemons read it at any time, and end if it is empty
 
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with open(self.folder / f"{name}.out", "w") as out:
