@@ -79,7 +79,7 @@ def write_checkpoint(
             datasets["extra"] = _Written(file, DatasetSlice("extra", text.shape, 0, text), text.dtype)
             datasets["extra"].add(0, text)
         arrays = {key: written.digests() for key, written in datasets.items()}
-        table = json.dumps({"arrays": arrays, "optimizers": list(optimizers)}).encode()
+        table = json.dumps({"arrays": arrays, "optimizers": list(optimizers)}, sort_keys=True).encode()
         file.create_dataset("digests", data=np.frombuffer(table, np.uint8))
         file.attrs["digest"] = digest_of_bytes(table)
 
