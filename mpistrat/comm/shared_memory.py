@@ -91,8 +91,10 @@ class SharedBlock:
 
 
 def allocate_private(nbytes: int, what: str) -> SharedBlock:
-    """Return plain zeroed memory in the form of a block of one segment."""
-    return SharedBlock([np.zeros(nbytes, np.uint8)], what)
+    """Return plain zeroed memory in the form of a block of one segment, which begins at a page as a shared one does."""
+    memory = np.zeros(nbytes + mmap.PAGESIZE, np.uint8)
+    start = -memory.ctypes.data % mmap.PAGESIZE
+    return SharedBlock([memory[start : start + nbytes]], what)
 
 
 def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> SharedBlock:

@@ -29,6 +29,7 @@ from .slots import SlotStore, owners
 __all__ = ["FusedStep"]
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
 @final
@@ -222,7 +223,8 @@ class _ArenaStep:
         unit = max(1, ALIGNMENT_BYTES // arena.dtype.itemsize)
         padded = {v.offset: min(-(-(v.offset + v.size) // unit) * unit, arena.size) for v in variables}
         self.ranges = merge(list(padded.items()))
-        self._decays = _decays((v.offset, padded[v.offset], optimizer.decay_of(v)) for v in variables)
+        self._decays = _merged((v.offset, padded[v.offset], optimizer.decay_of(v)) for v in variables)
+        self._groups = _merged((v.offset, padded[v.offset], optimizer.group_of(v)) for v in variables)
         self._spans = sorted((v.offset, padded[v.offset], v.name) for v in variables)
         self._optimizer, self._mean, self._each, self._apart = optimizer, 0, False, False
         self._slots = slots.of(arena)
@@ -261,13 +263,26 @@ class _ArenaStep:
         self._update(low, high, gradient)
 
     def _update(self, low: int, high: int, gradient: Any) -> None:
-        target = self.arena.values[low:high]
-        slots, decays = self._slots.of_range(low, high), self._decays_of(low, high) if self._decays else ()
-        self._rule.update(target, move_like(gradient, target), slots, decays)
-        if self._mean:
-            slots[GRADIENT_SUM][...] = 0
+        if not self._groups:
+            self._update_range(low, high, gradient, 0)
+        else:  # elements between the groups' are of group 0: padding, or variables of it
+            at = low
+            for begin, end, group in _inside(self._groups, low, high):
+                if at < low + begin:
+                    self._update_range(at, low + begin, gradient[at - low : begin], 0)
+                self._update_range(low + begin, low + end, gradient[begin:end], group)
+                at = low + end
+            if at < high:
+                self._update_range(at, high, gradient[at - low :], 0)
         if len(self.arena.copies) > 1:
             self._copy(low, high)
+
+    def _update_range(self, low: int, high: int, gradient: Any, group: int) -> None:
+        target = self.arena.values[low:high]
+        slots, decays = self._slots.of_range(low, high), self._decays_of(low, high) if self._decays else ()
+        self._rule.update(target, move_like(gradient, target), slots, decays, group)
+        if self._mean:
+            slots[GRADIENT_SUM][...] = 0
 
     def _accumulate(self, low: int, high: int, gradient: Any) -> None:
         slots = self._slots.of_range(low, high)
@@ -364,14 +379,14 @@ def _shown(variable: Variable) -> str:
     return f"#{checksum(value.reshape(-1)):08x}" + f" with {odd} that are not finite" * bool(odd)
 
 
-def _decays(segments: Iterable[tuple[int, int, float]]) -> list[tuple[int, float, float]]:
-    """Return the element ranges whose weights decay, in order, neighbours of equal decay made one."""
-    merged: list[tuple[int, float, float]] = []
-    for low, high, decay in sorted(segments):
-        if not decay:
+def _merged(segments: Iterable[tuple[int, int, N]]) -> list[tuple[int, int, N]]:
+    """Return the element ranges whose number is not 0, in order, neighbours of equal numbers made one."""
+    merged: list[tuple[int, int, N]] = []
+    for low, high, number in sorted(segments):
+        if not number:
             continue
-        if merged and merged[-1][1] == low and merged[-1][2] == decay:
-            merged[-1] = merged[-1][0], high, decay
+        if merged and merged[-1][1] == low and merged[-1][2] == number:
+            merged[-1] = merged[-1][0], high, number
         else:
-            merged.append((low, high, decay))
+            merged.append((low, high, number))
     return merged

@@ -169,7 +169,7 @@ class Optimizer(Rule):
 
     def update_block(self, block: Block) -> None:
         """Update a block: what a step calls. It calls `update` with the block's fields."""
-        self.update(*block)
+        self.update(*block[:-1])
 
     # identity
 

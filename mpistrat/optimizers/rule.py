@@ -19,7 +19,7 @@ __all__ = ["Block", "BlockUpdate", "Rule", "UpdateRun"]
 
 
 class Block(NamedTuple):
-    """A block of weights and what a rule needs to update it in place; the fields are the arguments of `Optimizer.update`."""
+    """A block of weights and what a rule needs to update it; all but the group are the arguments of `Optimizer.update`."""
 
     gradient: Any
     weights: Any
@@ -27,6 +27,7 @@ class Block(NamedTuple):
     step: int
     rate: float
     scratch: Sequence[Any]
+    group: int
 
 
 class Rule(Hyperparameters):
@@ -47,6 +48,10 @@ class Rule(Hyperparameters):
     @abstractmethod
     def update_block(self, block: Block) -> None:
         """Update the weights and slots of a block in place; the gradient may be overwritten."""
+
+    def group_of(self, variable: Any) -> int:
+        """Return the group of variables with numbers of their own that a variable belongs to: 0 where all have the same."""
+        return 0
 
 
 class UpdateRun(ABC):
@@ -107,11 +112,17 @@ class BlockUpdate:
             self._overwrites = often is not None and step % often == 0
 
     def update(
-        self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Iterable[tuple[int, int, float]]
+        self,
+        target: Any,
+        gradient: Any,
+        slots: Mapping[str, Any],
+        decays: Iterable[tuple[int, int, float]],
+        group: int = 0,
     ) -> None:
         """Update a block of weights and its slots in place; the gradient, of the dtype of sums, is overwritten.
 
-        `decays` are the elements [low, high) of the block that decay, and by what, times the rate.
+        `decays` are the elements [low, high) of the block that decay, and by what, times the rate; all elements are of one
+        `group` of variables.
         """
         weights = self._widened(target)
         for low, high, decay in decays:
@@ -119,7 +130,7 @@ class BlockUpdate:
             np.multiply(decaying, 1 - decay * self._rate, out=decaying)
         if self._limit is not None:
             np.clip(gradient, -self._limit, self._limit, out=gradient)
-        self._rule.update_block(Block(gradient, weights, slots, self._step, self._rate, self._scratch))
+        self._rule.update_block(Block(gradient, weights, slots, self._step, self._rate, self._scratch, group))
         if self._momentum is not None:
             self._average(weights, slots[AVERAGE], self._momentum)
         if self.narrow:

@@ -35,7 +35,7 @@ class _BlockRule(Optimizer):
         scratch: Sequence[Any],
     ) -> None:
         """Update a block of weights and slots in place, and overwrite the gradient."""
-        self.update_block(Block(gradient, weights, slots, step, rate, scratch))
+        self.update_block(Block(gradient, weights, slots, step, rate, scratch, 0))
 
 
 @final
@@ -66,7 +66,7 @@ class SGD(_BlockRule):
         super().__init__(learning_rate, slot_names=("momentum",) if momentum else (), **settings)
 
     def update_block(self, block: Block) -> None:
-        gradient, weights, slots, _, rate, scratch = block
+        gradient, weights, slots, _, rate, scratch, _ = block
         np.multiply(gradient, rate, out=gradient)
         if not self.momentum:
             np.subtract(weights, gradient, out=weights)
@@ -123,7 +123,7 @@ class _Adam(_BlockRule):
 
     def update_block(self, block: Block) -> None:
         """Take twelve passes over the block, AMSGrad thirteen."""
-        gradient, weights, slots, step, rate, scratch = block
+        gradient, weights, slots, step, rate, scratch, _ = block
         momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
         alpha = rate * math.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
         np.subtract(gradient, momentum, out=work)
@@ -224,7 +224,7 @@ class Adagrad(_BlockRule):
         )
 
     def update_block(self, block: Block) -> None:
-        gradient, weights, slots, _, rate, scratch = block
+        gradient, weights, slots, _, rate, scratch, _ = block
         work, accumulator = scratch[0][: gradient.size], slots["accumulator"]
         np.multiply(gradient, gradient, out=work)
         np.add(accumulator, work, out=accumulator)
@@ -275,7 +275,7 @@ class RMSProp(_BlockRule):
         super().__init__(learning_rate, slot_names=tuple(slots), **settings)
 
     def update_block(self, block: Block) -> None:
-        gradient, weights, slots, _, rate, scratch = block
+        gradient, weights, slots, _, rate, scratch, _ = block
         work, velocity = scratch[0][: gradient.size], slots["velocity"]
         np.multiply(gradient, gradient, out=work)
         self._average(velocity, work)

@@ -136,6 +136,13 @@ class MirroredVariable(OnWriteVariable):
     def close(self) -> None:
         self._views = self._gradients = ()
 
+    def storage(self, local_replica: int = 0) -> Any:
+        """Return the memory of a local replica's copy as a writable array, see `Variable.storage`."""
+        self._require_open()
+        copies = self.arena.copies
+        copy = copies[local_replica if len(copies) > 1 else 0]
+        return copy[self.offset : self.offset + self.size].reshape(self.shape)
+
     def gradient(self, local_replica: int) -> Any:
         if self._gradients:
             return self._gradients[local_replica]
@@ -258,6 +265,11 @@ class SyncOnReadVariable(Variable):
 
     def close(self) -> None:
         self.copies = []
+
+    def storage(self, local_replica: int = 0) -> Any:
+        """Return a local replica's own copy, writable; see `Variable.storage`. No other rank shares it."""
+        self._require_open()
+        return self.copies[local_replica]
 
     def gathered(self) -> np.ndarray:
         """See `Variable.gathered`. Where workers step alone, each has a value of its own: the first one's is returned.

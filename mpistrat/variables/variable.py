@@ -144,6 +144,19 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
             compare: whether the ranks compare what their constraints made of it.
         """
 
+    def storage(self, local_replica: int = 0) -> Any:
+        """Return the memory of a local replica's copy as a writable array, for adapters of other frameworks.
+
+        The ranks of a node share it: what writes there must be on all of them the same, or on one only, with barriers around
+        it. `assign` does that.
+
+        Raises:
+            ValueError: the copy is not in this rank's memory, as with parameter servers.
+        """
+        self._require_open()
+        expected, got = "a variable whose copy is in this rank's memory", f"a {type(self).__name__}"
+        raise ValueError(explain("Variable.storage", self.name, expected=expected, got=got))
+
     # gradients
 
     def gradient(self, local_replica: int) -> Any:

@@ -237,6 +237,7 @@ class _Kept:
 
     def __init__(self, optimizer: Optimizer, variable: Any, scratch: _Scratch, by_rows: bool) -> None:
         self.scratch, self._decay, self._start = scratch, optimizer.decay_of(variable), optimizer.slot_start
+        self._group = optimizer.group_of(variable)
         size, make = int(np.prod(variable.shape, dtype=np.int64)), _untouched if by_rows else np.zeros
         self.slots = {name: make(size, scratch.rule.block.dtype) for name in optimizer.slot_names}
         # Which rows, if any, still have zeros instead of the slots' start.
@@ -261,7 +262,7 @@ class _Kept:
         rule, size = scratch.rule, target.size
         block = rule.block[:size]
         combine(np.add, gradients, block)
-        rule.update(target, block, slots, ((0, size, self._decay),) if self._decay else ())
+        rule.update(target, block, slots, ((0, size, self._decay),) if self._decay else (), self._group)
 
     def update_range(self, scratch: _Scratch, target: np.ndarray, low: int, gradients: Sequence[np.ndarray]) -> None:
         """Update a block of the variable, at most BLOCK elements of it from `low` on."""

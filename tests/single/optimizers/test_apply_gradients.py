@@ -7,7 +7,7 @@ import optimizer_reference as reference
 import pytest
 
 import mpistrat as ms
-from mpistrat.optimizers.fused_step import _decays
+from mpistrat.optimizers.fused_step import _merged
 
 SGD = ms.optimizers.SGD
 
@@ -123,7 +123,7 @@ def test_weight_decay_over_many_variables_and_blocks():
 
 
 def test_decay_ranges_are_merged():
-    assert _decays([(16, 32, 0.1), (0, 16, 0.1), (32, 48, 0.0), (48, 64, 0.1), (64, 80, 0.2)]) == [
+    assert _merged([(16, 32, 0.1), (0, 16, 0.1), (32, 48, 0.0), (48, 64, 0.1), (64, 80, 0.2)]) == [
         (0, 32, 0.1),
         (48, 64, 0.1),
         (64, 80, 0.2),
