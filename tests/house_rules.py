@@ -25,6 +25,13 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 OWN = ("self", "cls", "mcs")
 
 
+# What packages that import a framework override of its classes.
+FRAMEWORKS = {
+    "torch": {"train", "forward", "backward", "state_dict", "load_state_dict", "zero_grad", "step", "add_param_group",
+              "strict", "assign", "set_to_none", "closure"},
+}  # fmt: skip
+
+
 @functools.cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
@@ -237,6 +244,9 @@ def public() -> frozenset[str]:
                 found.update(word for word in dir(thing) if not word.startswith("_") or issubclass(thing, enum.Enum))
 
     visit(mpistrat)
+    for framework in FRAMEWORKS:  # which need not be installed
+        body = tree(PACKAGE / framework / "__init__.py").body
+        found.update(name for node in body if isinstance(node, ast.Assign) for name in ast.literal_eval(node.value))
     return frozenset(found)
 
 
@@ -345,15 +355,15 @@ def of_libraries() -> frozenset[str]:
     import mpistrat
 
     found: set[str] = set()
-    for info in pkgutil.walk_packages(mpistrat.__path__, "mpistrat."):
-        if info.name.endswith("__main__"):
+    for info in pkgutil.walk_packages(mpistrat.__path__, "mpistrat.", onerror=lambda name: None):
+        if info.name.endswith("__main__") or info.name.split(".")[1] in FRAMEWORKS:
             continue
         for thing in vars(importlib.import_module(info.name)).values():
             if inspect.isclass(thing) and thing.__module__.startswith("mpistrat"):
                 for base in thing.__mro__[1:]:
                     if not base.__module__.startswith("mpistrat"):
                         found.update(vars(base))
-    return frozenset(found)
+    return frozenset(found).union(*FRAMEWORKS.values())
 
 
 def unused(*, tests: bool) -> Iterator[str]:

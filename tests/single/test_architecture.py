@@ -24,7 +24,7 @@ FLOORS_PICTURE = ROOT / "docs" / "images" / "floors.svg"
 # _util, below them all, may use of them only what needs nothing itself: errors, types, environment.
 FLOORS = {
     "_util": -1, "cluster": 1, "batch_jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4,
-    "optimizers": 5, "strategy": 6, "parameter_server": 7, "training": 7, "adapters": 8, "bench": 8, "doctor": 8, "examples": 8,
+    "optimizers": 5, "strategy": 6, "parameter_server": 7, "torch": 7, "bench": 8, "doctor": 8, "examples": 8,
     "cli": 9,
 }  # fmt: skip
 
@@ -34,12 +34,12 @@ LOWER = {("comm", "agree"), ("comm", "waiting")}
 # Where a library beyond NumPy may be imported at all. A pickle could run a stranger's code.
 ALLOWED = {
     "mpi4py": {"cluster", "comm", "cross_device", "data", "variables", "parameter_server", "optimizers", "strategy",
-               "training", "bench", "doctor", "cli", "examples"},
-    "h5py": {"data", "strategy", "training", "bench", "doctor", "cli", "examples"},
+               "bench", "doctor", "cli", "examples"},
+    "h5py": {"data", "strategy", "bench", "doctor", "cli", "examples"},
     "cupy": {"cluster", "comm", "cross_device"},
     "jinja2": {"batch_jobs"},
-    "matplotlib": {"training", "bench", "cli", "examples"},
-    "torch": {"adapters"}, "jax": {"adapters"}, "keras": {"adapters"}, "tensorflow": {"adapters"},
+    "matplotlib": {"bench", "cli", "examples"},
+    "torch": {"torch"},
     "cloudpickle": {"parameter_server"},  # only for functions that the chief of the same job sends, and their results
     "pickle": set(), "marshal": set(), "shelve": set(), "dill": set(),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 LANGUAGES = {"bash", "c", "console", "diff", "ini", "json", "python", "text", "toml", "yaml"}
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}|:{3,})(.*)$")
-COMMENT = re.compile(r"^ *<!-- *(ranks: *\d+|not run:.*?|raises \w+|exit status \d+) *-->$")
+COMMENT = re.compile(r"^ *<!-- *(ranks: *\d+|needs \w+|not run:.*?|raises \w+|exit status \d+) *-->$")
 FILE = re.compile(r"# (\w+\.py)(?: {2,}.*)?\n")  # the first line of a program that is a file
 
 
@@ -64,10 +64,11 @@ class Block:
 
 @dataclass
 class Page:
-    """A page: its path in the repository, the ranks that its programs run on, its blocks from top to bottom."""
+    """A page: its path in the repository, the ranks that its programs run on, the library that they need, its blocks."""
 
     path: str
     ranks: int = 1
+    needs: str = ""
     blocks: list[Block] = field(default_factory=list, repr=False)
 
     @property
@@ -105,6 +106,8 @@ def read(path: str) -> Page:
             mark = match[1]
             if mark.startswith("ranks"):
                 page.ranks, mark = int(mark.split(":")[1]), ""
+            elif mark.startswith("needs"):
+                page.needs, mark = mark.split()[1], ""
         elif line.strip():
             mark, behind = "", False
     return page

@@ -50,6 +50,10 @@ def test_page(page, pytestconfig, tmp_path):
     mpis = list(pytestconfig.stash[ENVS].all.values())
     if not mpis:
         pytest.skip(pytestconfig.stash[ENVS].why_none)
+    if page.needs:
+        mpis = [mpi for mpi in mpis if subprocess.run([mpi.python, "-c", f"import {page.needs}"]).returncode == 0]
+        if not mpis:
+            pytest.skip(f"the page needs {page.needs}")
     Session(page, mpis[PAGES.index(page) % len(mpis)], tmp_path).run()
 
 

@@ -1,0 +1,23 @@
+"""PyTorch: a module and its optimizer as they are, under every strategy. Needs the extra `torch`.
+
+`distribute` puts the parameters into the memory that a node's ranks share, has each backward pass write its gradients there,
+and makes the optimizer's step the one fused collective that sums and updates.
+"""
+
+from __future__ import annotations
+
+from ..errors import MissingDependencyError, explain
+
+try:
+    import torch as _  # noqa: F401
+except ModuleNotFoundError as error:
+    text = explain(
+        "mpistrat.torch", "", expected="PyTorch", got="no module torch", remedy="pip install 'mpistrat[torch]'"
+    )
+    raise MissingDependencyError(text) from error
+
+from .distribute import distribute
+from .module import gradients, local_gradient
+from .sync_batch_norm import SyncBatchNorm
+
+__all__ = ["SyncBatchNorm", "distribute", "gradients", "local_gradient"]

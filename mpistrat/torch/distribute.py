@@ -1,0 +1,106 @@
+"""distribute: a module, and its optimizer, put into a strategy."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import torch
+
+from .. import context
+from ..errors import ContextError, explain
+from .module import link_of, put_into
+from .optimizer import distribute_optimizer
+from .rule import check_kind
+from .sync_batch_norm import convert
+
+__all__ = ["distribute"]
+
+M = TypeVar("M", bound=torch.nn.Module)
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+@overload
+def distribute(
+    module: M, optimizer: None = None, *, loss: str = "mean", max_norm: None = None, sync_batch_norm: bool = False
+) -> M: ...
+@overload
+def distribute(
+    module: M, optimizer: O, *, loss: str = "mean", max_norm: float | None = None, sync_batch_norm: bool = False
+) -> tuple[M, O]: ...
+def distribute(
+    module: Any,
+    optimizer: Any = None,
+    *,
+    loss: str = "mean",
+    max_norm: float | None = None,
+    sync_batch_norm: bool = False,
+) -> Any:
+    """Put a module's parameters into the current strategy, and have its optimizer step for all replicas. Collective.
+
+    The same objects are returned: a loop of plain torch keeps its shape. The parameters get rank 0's numbers, and lie once on
+    each node; each backward pass writes the gradients into memory that is summed; `optimizer.step()` sums and updates in one
+    pass, by torch's own rule. Random numbers, as of dropout, differ from replica to replica from then on.
+
+    Args:
+        module: any, on the CPU; convert its dtype before.
+        optimizer: of the module's parameters, made as usual; one of torch.optim's SGD, Adam, AdamW, RMSprop, Adagrad,
+            Adadelta, Adamax, RAdam, NAdam. Without it, pass `[(v.grad, v), …]` of the strategy's variables to one of ours.
+        loss: what a replica differentiates: "mean", over the rows of its part of the batch; replicas are weighted by their
+            rows where the batch is a distributed dataset's, else equally. Or "sum": a part of the whole loss, as
+            `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
+        max_norm: scale the gradients down together so that their norm over all parameters, after the sum, does not exceed it.
+        sync_batch_norm: replace BatchNorm layers by ones whose statistics are of all replicas.
+
+    Raises:
+        ContextError: outside of a strategy's scope.
+        ValueError: an argument is wrong; a parameter that is not the module's.
+        TypeError: a rule that does not work element by element.
+        RuntimeError: the module was distributed already.
+        CollectiveMismatchError: on every rank, when their modules differ.
+
+    Example:
+        >>> with strategy.scope():  # doctest: +SKIP
+        ...     model, optimizer = ms.torch.distribute(model, optimizer)
+    """
+    function = "ms.torch.distribute"
+    if not context.has_strategy() or not context.in_cross_replica_context():
+        remedy = "with strategy.scope(): model, optimizer = ms.torch.distribute(model, optimizer)"
+        got = "a call outside of it, or in a step"
+        raise ContextError(explain(function, "", expected="a strategy's scope", got=got, remedy=remedy))
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(explain(function, "module", expected="a torch.nn.Module", got=type(module).__name__))
+    if loss not in ("mean", "sum"):
+        raise ValueError(explain(function, "loss", expected='"mean" or "sum"', got=repr(loss)))
+    if max_norm is not None and (optimizer is None or not max_norm > 0):
+        raise ValueError(explain(function, "max_norm", expected="a number > 0, with an optimizer", got=repr(max_norm)))
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    if any(link_of(parameter) is not None for parameter in names):
+        raise RuntimeError(explain(function, "module", expected="one call for a module", got="a second one"))
+    strategy = context.get_strategy()
+    order = list(names.values())
+    if optimizer is not None:
+        check_kind(optimizer)
+        chosen = [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
+        if not all(chosen):
+            remedy = "Make the optimizer of module.parameters()"
+            expected, got = "parameters of the module", f"{chosen.count('')} that are not"
+            raise ValueError(explain(function, "optimizer", expected=expected, got=got, remedy=remedy))
+        left = set(chosen)
+        order = chosen + [name for name in order if name not in left]
+    if sync_batch_norm:
+        convert(module, strategy)
+    put_into(strategy, module, order, loss == "mean")
+    _seed(strategy)
+    if optimizer is None:
+        return module
+    distribute_optimizer(strategy, optimizer, max_norm, loss == "mean")
+    return module, optimizer
+
+
+def _seed(strategy: Any) -> None:
+    """Let each rank draw other random numbers, which repeat with the program's seed. Collective."""
+    group = strategy.extended.process_group
+    first = int(group.all_gather_int([torch.initial_seed() & ((1 << 62) - 1)])[0][0])
+    if strategy.rank:
+        torch.manual_seed(int(np.random.SeedSequence([first, strategy.rank]).generate_state(1, np.uint64)[0] >> 1))

@@ -1,0 +1,311 @@
+"""A module whose parameters are variables of a strategy: whose memory they have, how gradients come into it, and buffers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from .. import context, global_batch
+from ..errors import explain
+from ..types import VariableAggregation, VariableSynchronization
+from ..variables import Variable
+from .sync_batch_norm import SyncBatchNorm
+from .tensors import LocalGradient, array_of, tensor_of
+
+__all__ = ["DistributedModule", "Link", "gradients", "link_of", "local_gradient", "put_into"]
+
+# A tensor of what a server sent is never written: parameters change by steps only.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable", module="mpistrat.torch")
+
+
+@final
+class Link:
+    """What ties a parameter of one local replica to a variable: its data is the variable's memory.
+
+    Attributes:
+        name: of the parameter in its module.
+        variable: the variable.
+        parameter: the parameter.
+        replicas: the links of all local replicas' parameters of that name.
+        gradient: where the variable's gradient lies; None for what is frozen, and where a server has the variable.
+        shown: the same memory, as `parameter.grad` shows it.
+        adds: whether the next gradient is added to what lies there though `parameter.grad` is None.
+        share: by what this replica's gradients are multiplied before the sum.
+    """
+
+    __slots__ = ("adds", "gradient", "name", "parameter", "replicas", "share", "shown", "tensor", "variable")
+
+    def __init__(self, name: str, variable: Variable, parameter: torch.nn.Parameter, replica: int) -> None:
+        self.name, self.variable, self.parameter = name, variable, parameter
+        self.replicas: Sequence[Link] = (self,)
+        self.adds, self.share = False, 1.0
+        self.gradient: torch.Tensor | None = None
+        self.shown: torch.Tensor | None = None
+        self.tensor: torch.Tensor | None = None
+        parameter.mpistrat = self  # type: ignore[attr-defined]
+        parameter.grad = None
+        if variable.placement.store is not None:
+            return
+        self.tensor = tensor_of(variable.storage(replica))
+        parameter.data = self.tensor
+        if parameter.requires_grad:
+            self.gradient = tensor_of(variable.gradient(replica))
+            self.shown = torch.Tensor._make_subclass(LocalGradient, self.gradient)
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, parameter: torch.nn.Parameter) -> None:
+        """Take the gradient that a backward pass has just completed. If `shown` was there, autograd has added to it already."""
+        gradient, target = parameter.grad, self.gradient
+        if gradient is None or gradient is self.shown or target is None:
+            return
+        with torch.no_grad():
+            if self.adds:
+                target.add_(gradient, alpha=self.share)
+            elif gradient.is_sparse:
+                target.zero_().add_(gradient, alpha=self.share)
+            elif self.share == 1:
+                target.copy_(gradient)
+            elif self.share:
+                torch.mul(gradient, self.share, out=target)
+            else:  # the mean of no row is not a number
+                target.zero_()
+        self.adds = False
+        parameter.grad = self.shown
+
+    def attach(self) -> None:
+        """Give the parameter the variable's memory; of a variable on a server, what is read of it now."""
+        self.parameter.data = tensor_of(self.variable.array) if self.tensor is None else self.tensor
+
+    def begin(self, share: float) -> None:
+        """Begin a forward pass, whose gradients are multiplied by `share`."""
+        if self.tensor is None:
+            self.attach()
+        self.share = share
+        if share != 1 and self.parameter.grad is not None and self.parameter.grad is self.shown:
+            self.adds, self.parameter.grad = True, None  # autograd would add without the factor
+
+    def forget(self) -> None:
+        """Forget the gradient."""
+        self.adds, self.parameter.grad = False, None
+
+    def pair(self, replica: int) -> tuple[Any, Variable]:
+        """Return the gradient and the variable, as `apply_gradients` takes them.
+
+        Raises:
+            RuntimeError: the parameter has lost the variable's memory, or was frozen when it was distributed.
+        """
+        parameter, gradient = self.parameter, self.parameter.grad
+        if self.tensor is None:
+            return None if gradient is None else array_of(gradient), self.variable
+        if parameter.data_ptr() != self.tensor.data_ptr() or parameter.dtype is not self.tensor.dtype:
+            got = f"a {parameter.dtype} tensor elsewhere: .half(), .to(dtype) or parameter.data = … after distribute"
+            remedy = "Convert the module before ms.torch.distribute; write with parameter.copy_(…) or load_state_dict"
+            self._refuse("the memory of its variable", got, remedy)
+        if gradient is None:
+            return None, self.variable
+        if self.gradient is None:
+            remedy = "Set requires_grad before ms.torch.distribute, for all that will ever be trained"
+            self._refuse("a parameter that was trainable when it was distributed", "a frozen one", remedy)
+        elif gradient is not self.shown:
+            self.gradient.copy_(gradient)  # the program's own
+        return self.variable.gradient(replica), self.variable
+
+    def _refuse(self, expected: str, got: str, remedy: str) -> None:
+        got = f"{got} (rank {self.variable.placement.group.topology.rank})"
+        raise RuntimeError(explain("step", self.name, expected=expected, got=got, remedy=remedy))
+
+
+def link_of(parameter: Any) -> Link | None:
+    """Return the link of a parameter that was distributed, else None."""
+    return getattr(parameter, "mpistrat", None)
+
+
+def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """Return this replica's own gradient of a parameter, as it is before the sum, to look at; None where there is none.
+
+    Example:
+        >>> ms.torch.local_gradient(module.weight).norm()  # doctest: +SKIP
+        tensor(0.31)
+    """
+    link = link_of(parameter)
+    if link is None or parameter.grad is None or parameter.grad is not link.shown:
+        return parameter.grad
+    return link.gradient
+
+
+def gradients(module: torch.nn.Module) -> list[tuple[Any, Variable]]:
+    """Return the pairs that `apply_gradients` of an optimizer of `ms.optimizers` takes; in a step, after `backward`.
+
+    Raises:
+        RuntimeError: a parameter has lost its variable's memory.
+
+    Example:
+        >>> optimizer.apply_gradients(ms.torch.gradients(module))  # doctest: +SKIP
+    """
+    links = [link for parameter in module.parameters() if (link := link_of(parameter)) is not None]
+    replica = replica_of(links[0].variable.placement.strategy) if links else 0
+    return [link.replicas[replica].pair(replica) for link in links if link.parameter.requires_grad]
+
+
+def replica_of(strategy: Any) -> int:
+    """Return which local replica of a strategy this call belongs to: 0 on a rank with one, and outside of steps."""
+    frame = context.current()
+    if frame.strategy is not strategy or frame.replica is None:
+        return 0
+    return int(frame.replica.replica_id_in_sync_group - strategy.extended.sync_topology.replica_offset)
+
+
+class DistributedModule(torch.nn.Module):
+    """What `distribute` makes of a module's class: the class itself, and these methods first.
+
+    Attributes:
+        mpistrat_strategy: whose variables its parameters are.
+        mpistrat_weighs: whether gradients are weighted by the rows of a replica's batch.
+        mpistrat_share: by what the last forward pass had them multiplied.
+        mpistrat_memory: whether variables have their memory in this process; else servers have it.
+        mpistrat_replicas: the modules of all local replicas; this one is the first.
+        mpistrat_buffers: the variables of the buffers, by name: of statistics the mean counts, of counters the first replica's.
+    """
+
+    mpistrat_strategy: Any
+    mpistrat_weighs: bool
+    mpistrat_share: float
+    mpistrat_memory: bool
+    mpistrat_replicas: Sequence[torch.nn.Module]
+    mpistrat_buffers: dict[str, Variable]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call this replica's module."""
+        replicas = self.mpistrat_replicas
+        if len(replicas) > 1:
+            replica = replica_of(self.mpistrat_strategy)
+            if replica:
+                return replicas[replica](*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode. With `eval()` running statistics become their means over all replicas: collective then."""
+        if self.training and not mode:
+            self._average_buffers()
+        for module in self.mpistrat_replicas[1:]:
+            module.train(mode)
+        return super().train(mode)
+
+    def _average_buffers(self) -> None:
+        if self.mpistrat_buffers and context.current().strategy is self.mpistrat_strategy:
+            context.expect_cross(self.mpistrat_strategy, "Module.eval")
+        for variable in self.mpistrat_buffers.values():
+            variable.assign(variable.numpy())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state, as plain torch has it. With parameter servers all ranks call it."""
+        for link in _links(self):
+            if link.tensor is None:
+                link.attach()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load a module's state, of plain torch too. Collective: every rank loads the same.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when they load other numbers.
+        """
+        links = [link for parameter in self.parameters() if (link := link_of(parameter)) is not None]
+        for link in links:
+            link.parameter.data = link.parameter.data.clone()  # private: ranks of a node share the other memory
+        try:
+            found = super().load_state_dict(state_dict, strict)
+        except BaseException:
+            for link in links:
+                link.attach()
+            raise
+        for link in links:
+            loaded = link.parameter.data
+            link.attach()
+            link.variable.assign(array_of(loaded))
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy that is a plain module with memory of its own, as for a moving average."""
+        kind = type(self).__mro__[2]
+        plain: Any = object.__new__(kind)
+        memo[id(self)] = plain
+        for name, value in vars(self).items():
+            if name == "_forward_pre_hooks":
+                value = type(value)((key, hook) for key, hook in value.items() if hook is not _begin)
+            if not name.startswith("mpistrat_"):
+                plain.__dict__[name] = copy.deepcopy(value, memo)
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)
+
+
+def put_into(strategy: Any, module: torch.nn.Module, order: Iterable[str], weighs: bool) -> None:
+    """Make a module a distributed one. Collective, in the strategy's scope.
+
+    Args:
+        strategy: the current one.
+        module: any.
+        order: names of parameters, in which their variables are made: those of a group side by side.
+        weighs: whether gradients are weighted by rows.
+    """
+    replicas = [module, *(copy.deepcopy(module) for _ in strategy.extended.replicas[1:])]
+    parameters = [dict(each.named_parameters()) for each in replicas]
+    for name in order:
+        own = parameters[0][name]
+        variable = Variable(array_of(own), trainable=own.requires_grad, name=name)
+        links = tuple(Link(name, variable, each[name], replica) for replica, each in enumerate(parameters))
+        for link in links:
+            link.replicas = links
+    buffers: dict[str, Variable] = {}
+    if own_memory := strategy.extended.placement.store is None:
+        for name, buffer in module.named_buffers():
+            mean = buffer.is_floating_point()
+            buffers[name] = variable = Variable(
+                array_of(buffer),
+                name=name,
+                synchronization=VariableSynchronization.ON_READ,
+                aggregation=VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA,
+            )
+            for replica, each in enumerate(replicas):
+                each.get_buffer(name).data = tensor_of(variable.storage(replica))
+    for each in replicas:
+        kind = type(each)
+        each.__class__ = type(kind.__name__, (DistributedModule, kind), {"__module__": kind.__module__})
+        distributed: Any = each
+        distributed.mpistrat_strategy, distributed.mpistrat_weighs = strategy, weighs and own_memory
+        distributed.mpistrat_memory, distributed.mpistrat_share = own_memory, 1.0
+        distributed.mpistrat_buffers = buffers if each is module else {}
+        object.__setattr__(each, "mpistrat_replicas", tuple(replicas) if each is module else (each,))
+        each.register_forward_pre_hook(_begin)
+
+
+@torch.compiler.disable
+def _begin(module: Any, _: Any) -> None:
+    """Note, before a forward pass, by what its gradients are multiplied."""
+    share = 1.0
+    if module.training and torch.is_grad_enabled() and module.mpistrat_weighs:
+        rows = global_batch.rows_of_batch()
+        if rows is not None and rows[1]:
+            share = rows[0] * module.mpistrat_strategy.num_replicas_in_sync / rows[1]
+    if module.mpistrat_share != share or share != 1:
+        module.mpistrat_share = share
+        for layer in module.modules():
+            if isinstance(layer, SyncBatchNorm):
+                layer.share = share
+    elif module.mpistrat_memory:
+        return
+    for link in _links(module):
+        link.begin(share)
+
+
+def _links(module: torch.nn.Module) -> Iterator[Link]:
+    for parameter in module.parameters():
+        link = link_of(parameter)
+        if link is not None:
+            yield link

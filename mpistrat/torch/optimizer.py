@@ -1,0 +1,160 @@
+"""A torch.optim optimizer whose step sums over the replicas and updates in one pass; its state is divided over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import context
+from ..errors import ContextError, explain
+from ..variables import Variable
+from .module import Link, link_of, replica_of
+from .rule import TorchRule, slots_of
+from .tensors import array_of, tensor_of
+
+__all__ = ["DistributedOptimizer", "distribute_optimizer"]
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """What `distribute` makes of an optimizer's class: the class itself, and these methods first."""
+
+    mpistrat_rule: TorchRule
+    mpistrat_strategy: Any
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Sum the gradients over all replicas, and update. Collective.
+
+        In replica context, or outside of `strategy.run` on ranks with one replica each.
+
+        Raises:
+            ContextError: outside of `strategy.run` on a rank with several local replicas.
+            RuntimeError: a parameter has lost the memory of its variable.
+            CollectiveMismatchError: on every rank, when they have gradients of other parameters, or other numbers.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.__dict__.update(_opt_called=True)  # what torch's schedulers look at, for a warning
+        strategy = self.mpistrat_strategy
+        frame = context.current()
+        if frame.strategy is strategy and frame.replica is not None:
+            self._apply()
+        elif len(strategy.extended.replicas) == 1 and strategy.extended.placement.store is None:
+            strategy.run(self._apply)
+        else:
+            expected, got = "a call in a step", "one outside of strategy.run, with several local replicas or servers"
+            remedy = (
+                "Put forward, backward and step into a function, and call that by strategy.run(step, args=(batch,))"
+            )
+            raise ContextError(explain("Optimizer.step", "", expected=expected, got=got, remedy=remedy))
+        return loss
+
+    step.__dict__.update(_wrapped_by_lr_sched=True)  # so that a scheduler leaves it as it is
+
+    def _apply(self) -> None:
+        replica = replica_of(self.mpistrat_strategy)
+        pairs = [link.replicas[replica].pair(replica) for link in self._links() if link.parameter.requires_grad]
+        self.mpistrat_rule.follow()
+        self.mpistrat_rule.apply_gradients(pairs)
+
+    def _links(self) -> Iterator[Link]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                link = link_of(parameter)
+                if link is not None:
+                    yield link
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients: of this replica in a step, of all local ones outside."""
+        frame = context.current()
+        inside = frame.strategy is self.mpistrat_strategy and frame.replica is not None
+        replica = replica_of(self.mpistrat_strategy)
+        for link in self._links():
+            for each in (link.replicas[replica],) if inside else link.replicas:
+                each.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take a group, before `distribute` only."""
+        if "mpistrat_rule" in vars(self):
+            expected, got = "all groups before ms.torch.distribute", "one after it"
+            raise RuntimeError(explain("Optimizer.add_param_group", "", expected=expected, got=got))
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain torch has it, whole, on every rank. Collective."""
+        rule = self.mpistrat_rule
+        state: dict[int, dict[str, Any]] = {}
+        for index, (group, parameter) in enumerate(self._parameters()):
+            link = link_of(parameter)
+            slots = {} if link is None or not parameter.requires_grad else rule.slots(link.variable)
+            if slots:
+                kept = {name: tensor_of(slots[name]) for name in slots_of(rule.kind, [group])[0]}
+                state[index] = {"step": torch.tensor(float(rule.iterations))} | kept
+                state[index] |= rule.scalars(rule.iterations + 1, group)
+        return {**super().state_dict(), "state": state}
+
+    def _parameters(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take a state of `state_dict`, or of plain torch. Every rank must load the same.
+
+        Raises:
+            ValueError: the groups are others.
+        """
+        rule, steps = self.mpistrat_rule, set()
+        super().load_state_dict({**state_dict, "state": {}})
+        for index, (_, parameter) in enumerate(self._parameters()):
+            state, link = state_dict["state"].get(index), link_of(parameter)
+            if not state or link is None:
+                continue
+            steps.add(int(state.get("step", rule.iterations)))
+            slots = {name: np.array(array_of(state[name])) for name in rule.slot_names if state.get(name) is not None}
+            if slots:
+                _give(rule, link.variable, slots)
+        if steps:
+            rule.iterations = max(steps)
+
+
+def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:
+    """Give a variable its slots, now or at its first step."""
+    slots |= {name: np.zeros(variable.shape, variable.dtype) for name in rule.slot_names if name not in slots}
+    if any(variable is known for known in rule.variables):
+        rule.set_slots(variable, slots)
+    else:
+        rule.pending_slots[variable.name] = slots
+
+
+def distribute_optimizer(strategy: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, weighs: bool) -> None:
+    """Make an optimizer of a distributed module's parameters a distributed one. Collective, in the strategy's scope."""
+    kind = type(optimizer)
+    replicas = _summed(strategy) if weighs else 1
+    limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
+    rule = TorchRule(kind, optimizer, replicas, limit)
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            link = link_of(parameter)
+            if link is not None:
+                rule.assign_group(link.variable, number)
+    before = optimizer.state_dict()
+    vars(optimizer).pop("step", None)  # a scheduler's wrapper of the class's own step
+    optimizer.__class__ = type(kind.__name__, (DistributedOptimizer, kind), {"__module__": kind.__module__})
+    distributed: Any = optimizer
+    distributed.mpistrat_rule, distributed.mpistrat_strategy = rule, strategy
+    optimizer.state.clear()
+    if any(int(state.get("step", 0)) for state in before["state"].values()):
+        distributed.load_state_dict(before)
+
+
+def _summed(strategy: Any) -> int:
+    """Return of how many replicas gradients are added up before one update."""
+    replicas = int(strategy.num_replicas_in_sync)
+    if getattr(strategy, "max_staleness", None) == 0:  # parameter servers that wait for all workers
+        replicas *= strategy.num_workers // strategy.workers_in_sync
+    return replicas

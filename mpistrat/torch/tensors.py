@@ -1,0 +1,77 @@
+"""Tensors and arrays of the same memory; the tensor that stands for a gradient which is not summed yet."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, final
+
+import numpy as np
+import torch
+
+from ..comm.arrays import is_bfloat16, is_gpu
+from ..errors import explain
+
+__all__ = ["LocalGradient", "array_of", "tensor_of"]
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """Return a tensor that has the memory of a NumPy or CuPy array, of any dtype that torch knows."""
+    if is_gpu(array):
+        return torch.from_dlpack(array)
+    if is_bfloat16(array.dtype):
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def array_of(tensor: torch.Tensor) -> Any:
+    """Return an array that has the memory of a tensor, without its history."""
+    tensor = tensor.detach()
+    if tensor.is_cuda:
+        from ..comm.arrays import import_cupy
+
+        return import_cupy("mpistrat.torch").from_dlpack(tensor)
+    if tensor.dtype is torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+# What may be done with a gradient of one replica: look at what it is, and `zero_grad(set_to_none=False)`.
+_ALLOWED = {
+    *("__get__", "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "data_ptr", "storage_offset"),
+    *("is_contiguous", "is_floating_point", "is_complex", "__len__", "__hash__"),
+    *("zero_", "detach_", "requires_grad_", "_foreach_zero_"),
+}  # fmt: skip
+
+
+@final
+class LocalGradient(torch.Tensor):
+    """What `parameter.grad` is between `backward` and `zero_grad`: this replica's own gradient, in memory that is summed later.
+
+    Functions that compute with it raise an error: clipping by the norm of one replica's gradient, or a step of an optimizer
+    that was not distributed, would make the ranks' weights differ. `local_gradient` gives the plain tensor.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what is harmless.
+
+        Raises:
+            RuntimeError: for all that computes.
+        """
+        name = getattr(function, "__name__", str(function))
+        if name in _ALLOWED:
+            return super().__torch_function__(function, types, args, kwargs or {})
+        return _refuse(name)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<LocalGradient of shape {tuple(self.shape)}, not summed over the replicas yet>"
+
+
+def _refuse(name: str) -> NoReturn:
+    remedy = (
+        "To clip, pass max_norm= to ms.torch.distribute(module, optimizer); to update, call step() of the optimizer that "
+        "it returned; to look at this replica's own gradient, ms.torch.local_gradient(parameter)"
+    )
+    expected, got = "a gradient summed over all replicas", f"{name} of one replica's own"
+    raise RuntimeError(explain("parameter.grad", "", expected=expected, got=got, remedy=remedy))
