@@ -89,7 +89,7 @@ def distribute(
         left = set(chosen)
         order = chosen + [name for name in order if name not in left]
     if sync_batch_norm:
-        convert(module, strategy)
+        convert(module)
     put_into(strategy, module, order, loss == "mean")
     _seed(strategy)
     if optimizer is None:

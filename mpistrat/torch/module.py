@@ -283,16 +283,19 @@ def put_into(strategy: Any, module: torch.nn.Module, order: Iterable[str], weigh
         distributed.mpistrat_buffers = buffers if each is module else {}
         object.__setattr__(each, "mpistrat_replicas", tuple(replicas) if each is module else (each,))
         each.register_forward_pre_hook(_begin)
+        for layer in each.modules():
+            if isinstance(layer, SyncBatchNorm):
+                layer.strategy = strategy
 
 
 @torch.compiler.disable
-def _begin(module: Any, _: Any) -> None:
+def _begin(module: Any, inputs: tuple[Any, ...]) -> None:
     """Note, before a forward pass, by what its gradients are multiplied."""
     share = 1.0
     if module.training and torch.is_grad_enabled() and module.mpistrat_weighs:
-        rows = global_batch.rows_of_batch()
-        if rows is not None and rows[1]:
-            share = rows[0] * module.mpistrat_strategy.num_replicas_in_sync / rows[1]
+        rows, total = global_batch.rows_of_batch() or (0, 0)
+        if total and any(rows in getattr(value, "shape", ()) for value in inputs):  # else it is of another origin
+            share = rows * module.mpistrat_strategy.num_replicas_in_sync / total
     if module.mpistrat_share != share or share != 1:
         module.mpistrat_share = share
         for layer in module.modules():

@@ -57,6 +57,10 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     strategy: Any = None
     share = 1.0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: one of a plain module is of no strategy."""
+        return {name: value for name, value in vars(self).items() if name not in ("strategy", "share")}
+
     def _sum(self, *rows: torch.Tensor) -> torch.Tensor:
         """Return tensors of one length stacked and summed over the replicas. Collective."""
         frame = context.current()
@@ -85,7 +89,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         return out
 
 
-def convert(module: torch.nn.Module, strategy: Any) -> None:
+def convert(module: torch.nn.Module) -> None:
     """Replace a module's BatchNorm layers by SyncBatchNorm; parameters and buffers are kept."""
     for name, child in module.named_children():
         if isinstance(child, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(child, SyncBatchNorm):
@@ -95,7 +99,6 @@ def convert(module: torch.nn.Module, strategy: Any) -> None:
             for tensor in (*dict(child.named_parameters()), *dict(child.named_buffers())):
                 setattr(layer, tensor, getattr(child, tensor))
             layer.training = child.training
-            layer.strategy = strategy
             setattr(module, name, layer)
         else:
-            convert(child, strategy)
+            convert(child)

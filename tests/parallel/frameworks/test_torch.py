@@ -332,6 +332,28 @@ def test_a_copy_is_a_plain_module_of_its_own():
         assert type(average[0].weight.grad) is torch.Tensor
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_copy_with_batch_norm_of_all_replicas_is_of_no_strategy():
+    with put(conv_net, "SGD", sync_batch_norm=True) as (strategy, module, optimizer):
+        distributed(strategy, module, optimizer, "images", epochs=1)
+        average = copy.deepcopy(module)
+        if strategy.rank == 0:
+            average(torch.zeros(2, 1, 6, 6, dtype=torch.float64))  # in training, and alone
+        assert average[1].running_mean.data_ptr() != module[1].running_mean.data_ptr()
+        assert module[1].strategy is strategy
+
+
+@pytest.mark.ranks(2)
+def test_batches_of_another_origin_have_equal_weights():
+    x, y = rows()
+    with put(name="SGD") as (strategy, module, optimizer):
+        for _ in strategy.distribute_dataset(ms.data.from_arrays((x[:5], y[:5])).batch(5)):
+            loss_of(module, x, y).backward()  # while a batch of 3 and 2 rows is the last that was handed out
+        reference = mlp()
+        loss_of(reference, x, y).backward()
+        assert torch.equal(ms.torch.local_gradient(module[0].weight), reference[0].weight.grad)
+
+
 @pytest.mark.ranks(2, 3)
 def test_rank_0s_numbers_are_everybodys_and_masks_differ():
     from mpi4py import MPI
