@@ -346,7 +346,7 @@ def test_a_copy_with_batch_norm_of_all_replicas_is_of_no_strategy():
 @pytest.mark.ranks(2)
 def test_batches_of_another_origin_have_equal_weights():
     x, y = rows()
-    with put(name="SGD") as (strategy, module, optimizer):
+    with put(name="SGD") as (strategy, module, _):
         for _ in strategy.distribute_dataset(ms.data.from_arrays((x[:5], y[:5])).batch(5)):
             loss_of(module, x, y).backward()  # while a batch of 3 and 2 rows is the last that was handed out
         reference = mlp()
