@@ -146,7 +146,7 @@ def gradients(module: torch.nn.Module) -> list[tuple[Any, Variable]]:
     Example:
         >>> optimizer.apply_gradients(ms.torch.gradients(module))  # doctest: +SKIP
     """
-    links = [link for parameter in module.parameters() if (link := link_of(parameter)) is not None]
+    links = list(_links(module))
     replica = replica_of(links[0].variable.placement.strategy) if links else 0
     return [link.replicas[replica].pair(replica) for link in links if link.parameter.requires_grad]
 
@@ -214,7 +214,7 @@ class DistributedModule(torch.nn.Module):
         Raises:
             CollectiveMismatchError: on every rank, when they load other numbers.
         """
-        links = [link for parameter in self.parameters() if (link := link_of(parameter)) is not None]
+        links = list(_links(self))
         for link in links:
             link.parameter.data = link.parameter.data.clone()  # private: ranks of a node share the other memory
         try:

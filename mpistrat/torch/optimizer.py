@@ -62,11 +62,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.mpistrat_rule.apply_gradients(pairs)
 
     def _links(self) -> Iterator[Link]:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                link = link_of(parameter)
-                if link is not None:
-                    yield link
+        for _, parameter in self._parameters():
+            link = link_of(parameter)
+            if link is not None:
+                yield link
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients: of this replica in a step, of all local ones outside."""

@@ -7,10 +7,11 @@ import signal
 
 import numpy as np
 import pytest
+from house_rules import FRAMEWORKS
 
 import mpistrat as ms
 
-FRAMEWORKS = {"torch"}  # their packages are imported where they are installed
+# A framework's package is imported where it is installed.
 LEFT_OUT = tuple(f"mpistrat.{name}" for name in FRAMEWORKS if importlib.util.find_spec(name) is None)
 MODULES = [m.name for m in pkgutil.walk_packages(ms.__path__, "mpistrat.", onerror=lambda name: None)]
 MODULES = ["mpistrat", *(name for name in MODULES if not name.startswith(LEFT_OUT))]

@@ -102,3 +102,14 @@ def put(build=mlp, name="Adam", groups=False, **options):
         with strategy.scope():
             module, optimizer = ms.torch.distribute(module, optimizer, **options)
         yield strategy, module, optimizer
+
+
+def step_of(module, optimizer):
+    """A step for `strategy.run`."""
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss_of(module, x, y).backward()
+        optimizer.step()
+
+    return step

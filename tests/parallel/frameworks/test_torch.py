@@ -20,6 +20,7 @@ from torch_training import (  # noqa: E402
     plain,
     put,
     rows,
+    step_of,
 )
 
 import mpistrat as ms  # noqa: E402
@@ -410,15 +411,10 @@ def test_several_local_replicas_have_gradients_of_their_own():
         with strategy.scope():
             ms.torch.distribute(module, optimizer)
 
-        def step(x, y):
-            optimizer.zero_grad()
-            loss_of(module, x, y).backward()
-            optimizer.step()
-
         data = strategy.distribute_dataset(dataset())
         for _ in range(EPOCHS):
             for batch in data:
-                strategy.run(step, args=batch)
+                strategy.run(step_of(module, optimizer), args=batch)
         assert difference(module.parameters(), reference.parameters()) < 1e-9
         with pytest.raises(ms.errors.ContextError, match="strategy.run"):
             optimizer.step()
@@ -444,15 +440,10 @@ def test_parameter_servers_that_wait_equal_one_process():
     with strategy.scope():
         ms.torch.distribute(module, optimizer)
 
-    def step(a, b):
-        optimizer.zero_grad()
-        loss_of(module, a, b).backward()
-        optimizer.step()
-
     data = strategy.distribute_dataset(ms.data.from_arrays((x, y)).shuffle(seed=1).batch(12 // strategy.num_workers))
     for _ in range(4):
         for batch in data:
-            strategy.run(step, args=batch)
+            strategy.run(step_of(module, optimizer), args=batch)
     names = [name for name, _ in module.named_parameters()]
     state = module.state_dict()
     for name, theirs in zip(names, reference.parameters(), strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from shard_sets import plain, small_set
 
 from mpistrat.data import HDF5Dataset, write_shards
 from mpistrat.errors import ShardError
@@ -17,18 +18,7 @@ from mpistrat.errors import ShardError
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
-    return write_shards(tmp_path, {"x": np.arange(300.0).reshape(100, 3), "y": np.arange(100)}, num_shards=3)
-
-
-def plain(path: Path, **arrays: np.ndarray) -> Path:
-    with h5py.File(path, "w") as file:
-        for name, array in arrays.items():
-            file[name] = array
-    return path
-
-
-def open_all(files: Any, **options: Any) -> int:
-    return len(HDF5Dataset(files, **options))
+    return small_set(tmp_path)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.9])
