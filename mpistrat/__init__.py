@@ -134,6 +134,6 @@ _install_under_launcher()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "torch":  # imports the framework
+    if name in ("torch", "jax", "keras"):  # imports the framework
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module 'mpistrat' has no attribute {name!r}")

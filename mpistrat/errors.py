@@ -111,3 +111,10 @@ def by_rank(texts: Mapping[int, str]) -> str:
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(str(rank))
     return "; ".join(f"{named('rank', who)}: {text}" for text, who in ranks.items())
+
+
+def missing_framework(extra: str, framework: str, error: ImportError) -> MissingDependencyError:
+    """Return what `ms.torch`, `ms.jax` and `ms.keras` raise where their framework is not installed."""
+    remedy = f"pip install 'mpistrat[{extra}]'"
+    text = explain(f"mpistrat.{extra}", "", expected=framework, got=f"no module {error.name}", remedy=remedy)
+    return MissingDependencyError(text)

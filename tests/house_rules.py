@@ -29,6 +29,8 @@ OWN = ("self", "cls", "mcs")
 FRAMEWORKS = {
     "torch": {"train", "forward", "backward", "state_dict", "load_state_dict", "zero_grad", "step", "add_param_group",
               "strict", "assign", "set_to_none", "closure"},
+    "jax": set(),
+    "keras": set(),
 }  # fmt: skip
 
 

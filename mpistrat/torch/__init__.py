@@ -6,15 +6,12 @@ and makes the optimizer's step the one fused collective that sums and updates.
 
 from __future__ import annotations
 
-from ..errors import MissingDependencyError, explain
+from ..errors import missing_framework
 
 try:
     import torch as _  # noqa: F401
 except ModuleNotFoundError as error:
-    text = explain(
-        "mpistrat.torch", "", expected="PyTorch", got="no module torch", remedy="pip install 'mpistrat[torch]'"
-    )
-    raise MissingDependencyError(text) from error
+    raise missing_framework("torch", "PyTorch", error) from error
 
 from .distribute import distribute
 from .module import gradients, local_gradient

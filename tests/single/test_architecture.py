@@ -24,7 +24,8 @@ FLOORS_PICTURE = ROOT / "docs" / "images" / "floors.svg"
 # _util, below them all, may use of them only what needs nothing itself: errors, types, environment.
 FLOORS = {
     "_util": -1, "cluster": 1, "batch_jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4,
-    "optimizers": 5, "strategy": 6, "parameter_server": 7, "torch": 7, "bench": 8, "doctor": 8, "examples": 8,
+    "optimizers": 5, "strategy": 6, "parameter_server": 7, "torch": 7, "jax": 7, "bench": 8, "doctor": 8,
+    "examples": 8, "keras": 8,
     "cli": 9,
 }  # fmt: skip
 
@@ -39,7 +40,7 @@ ALLOWED = {
     "cupy": {"cluster", "comm", "cross_device"},
     "jinja2": {"batch_jobs"},
     "matplotlib": {"bench", "cli", "examples"},
-    "torch": {"torch"},
+    "torch": {"torch", "keras"}, "jax": {"jax", "keras"}, "optax": {"jax"}, "keras": {"keras"}, "tensorflow": {"keras"},
     "cloudpickle": {"parameter_server"},  # only for functions that the chief of the same job sends, and their results
     "pickle": set(), "marshal": set(), "shelve": set(), "dill": set(),
 }  # fmt: skip
@@ -149,13 +150,13 @@ def python(program: str) -> str:
 
 
 def test_importing_the_package_starts_no_mpi_and_loads_no_large_library():
-    late = ["mpi4py.MPI", "h5py", "cupy", "cloudpickle", "matplotlib", "torch", "jax", "tensorflow"]
+    late = ["mpi4py.MPI", "h5py", "cupy", "cloudpickle", "matplotlib", "torch", "jax", "keras", "tensorflow"]
     found = python(f"import sys, mpistrat; print([name for name in {late} if name in sys.modules])")
     assert found.strip() == "[]"
 
 
 def test_the_package_imports_without_any_optional_library():
-    absent = ["cupy", "cloudpickle", "matplotlib", "ml_dtypes", "xxhash", "torch", "jax", "tensorflow"]
+    absent = ["cupy", "cloudpickle", "matplotlib", "ml_dtypes", "xxhash", "torch", "jax", "keras", "tensorflow"]
     python(
         f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
         "import mpistrat as ms\n"

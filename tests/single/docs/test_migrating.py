@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from house_rules import FRAMEWORKS
 
 import mpistrat as ms
 
@@ -91,7 +92,8 @@ def test_names_on_every_page_exist(page):
     text = re.sub(r"^```.*?^```$", "", (PAGES / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     for code in CODE.findall(text):
         for name in re.findall(r"(?<![\w.])ms(?:\.[A-Za-z_]\w*)+", code):
-            if not name.startswith("ms.torch") or importlib.util.find_spec("torch"):
+            framework = name.split(".")[1]
+            if framework not in FRAMEWORKS or importlib.util.find_spec(framework):
                 look_up(name)
         for name in re.findall(r"(?<![\w.])strategy\.(?!py\b)(\w+)", code):
             assert is_of_a_strategy(name), f"strategy.{name}"
