@@ -6,7 +6,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
+from sphinx.ext.autodoc.mock import mock
+
 import mpistrat
+
+with mock(["torch", "jax", "optax", "keras", "tensorflow"]):  # their reference is built without them
+    import mpistrat.jax
+    import mpistrat.keras
+    import mpistrat.torch
 
 project = "mpistrat"
 author = copyright = "mpistrat developers"

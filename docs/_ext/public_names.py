@@ -19,6 +19,7 @@ def public_objects() -> Iterator[tuple[str, Any]]:
     """The full name and the object of everything in `mpistrat.__all__`, then of what the modules in it list."""
     listed = {name: getattr(mpistrat, name) for name in mpistrat.__all__}
     modules = {name: thing for name, thing in listed.items() if isinstance(thing, types.ModuleType)}
+    modules |= {name: vars(mpistrat)[name] for name in ("torch", "jax", "keras")}  # conf.py has imported them
     yield from ((f"mpistrat.{name}", thing) for name, thing in listed.items() if name not in modules)
     for name, module in modules.items():
         yield f"mpistrat.{name}", module

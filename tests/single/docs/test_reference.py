@@ -1,10 +1,13 @@
 """The reference in docs/reference has every public name."""
 
+import ast
 import enum
 import inspect
 import re
 import types
 from operator import attrgetter
+
+from house_rules import FRAMEWORKS
 
 import mpistrat as ms
 from launcher import ROOT
@@ -13,6 +16,11 @@ BLOCK = re.compile(r"^\.\. api::\n\n((?: +.*\n)+)", re.MULTILINE)
 
 
 def listed():
+    """The names that the pages of the reference document, but for those of frameworks, which need not be installed."""
+    return [name for name in documented() if name.split(".")[0] not in FRAMEWORKS]
+
+
+def documented():
     """The names that the pages of the reference document."""
     texts = [path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
     return [
@@ -38,6 +46,15 @@ def test_every_public_name_is_in_the_reference_once():
     known = {id(thing) for thing in shown if not isinstance(thing, int)}  # other spellings of these have a table
     missing = [name for name, thing in public() if id(thing) not in known and name not in names]
     assert not missing, "list them in a page of docs/reference"
+
+
+def test_every_public_name_of_a_framework_is_in_the_reference():
+    public = []
+    for framework in FRAMEWORKS:
+        module = ast.parse((ROOT / "mpistrat" / framework / "__init__.py").read_text())
+        values = [node.value for node in module.body if getattr(node, "targets", None) or hasattr(node, "annotation")]
+        public += [f"{framework}.{name}" for name in ast.literal_eval(values[-1])]
+    assert sorted(public) == sorted(set(documented()) - set(listed()))
 
 
 def test_every_name_of_the_reference_has_a_docstring():
