@@ -194,7 +194,8 @@ def fingerprint(text: str) -> int:
 def mismatch(texts: Mapping[int, str], ago: int = 0) -> CollectiveMismatchError:
     """Return the error with what each rank did, so many collectives ago."""
     when = f" {counted(ago, 'collective')} ago" if ago else ""
-    remedy = ". All ranks must make the same calls in the same order: look for one that depends on the rank"
+    look_for = "look for one that depends on the rank, or a loop with fewer passes on some"
+    remedy = f". All ranks must make the same calls in the same order: {look_for}"
     others = len({text.split(" ", 1)[0] for text in texts.values()}) > 1
     what = by_rank(only_differences(texts))
     return CollectiveMismatchError(f"the ranks entered different collectives{when}: {what}{remedy * others}")

@@ -13,6 +13,7 @@ from .module import link_of, put_into
 from .optimizer import distribute_optimizer
 from .rule import check_kind
 from .sync_batch_norm import convert
+from .tensors import array_of
 
 __all__ = ["distribute"]
 
@@ -54,7 +55,7 @@ def distribute(
 
     Raises:
         ContextError: outside of a strategy's scope.
-        ValueError: an argument is wrong; a parameter that is not the module's.
+        ValueError: an argument is wrong; a parameter that is not the module's, or without memory, or complex.
         TypeError: a rule that does not work element by element.
         RuntimeError: the module was distributed already.
         CollectiveMismatchError: on every rank, when their modules differ.
@@ -74,6 +75,7 @@ def distribute(
         raise ValueError(explain(function, "loss", expected='"mean" or "sum"', got=repr(loss)))
     if max_norm is not None and (optimizer is None or not max_norm > 0):
         raise ValueError(explain(function, "max_norm", expected="a number > 0, with an optimizer", got=repr(max_norm)))
+    _check_tensors(module)
     names = {parameter: name for name, parameter in module.named_parameters()}
     if any(link_of(parameter) is not None for parameter in names):
         raise RuntimeError(explain(function, "module", expected="one call for a module", got="a second one"))
@@ -94,8 +96,46 @@ def distribute(
     _seed(strategy)
     if optimizer is None:
         return module
-    distribute_optimizer(strategy, optimizer, max_norm, loss == "mean")
+    distribute_optimizer(module, optimizer, max_norm, loss == "mean")
     return module, optimizer
+
+
+def _check_tensors(module: torch.nn.Module) -> None:
+    """Check that parameters and buffers have memory, in this process, of a dtype that variables have.
+
+    Raises:
+        ValueError: one has not; it is named.
+    """
+    function = "ms.torch.distribute"
+    if torch.is_inference_mode_enabled():
+        raise ValueError(explain(function, "", expected="a call outside of torch.inference_mode()", got="one in it"))
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            got, remedy = "a lazy one, without a shape", "Call the module once with a batch before"
+        elif tensor.is_meta:
+            got, remedy = (
+                "one on the meta device, without memory",
+                'Use module.to_empty(device="cpu"), and set numbers, before',
+            )
+        elif tensor.is_complex() and tensor.requires_grad:
+            got, remedy = f"a trainable one of {tensor.dtype}", "Keep torch.view_as_real(…) of it as the parameter"
+        elif tensor.is_inference():
+            got, remedy = "one made in torch.inference_mode()", "Make the module outside of it"
+        elif not _is_known(tensor.dtype):
+            got, remedy = f"one of {tensor.dtype}", "Convert the module before"
+        else:
+            continue
+        expected = "a tensor of numbers that steps can update"
+        raise ValueError(explain(function, f"module: {name}", expected=expected, got=got, remedy=remedy))
+
+
+def _is_known(dtype: torch.dtype) -> bool:
+    """Return whether arrays may have a dtype of torch."""
+    try:
+        array_of(torch.empty(0, dtype=dtype))
+    except TypeError:
+        return False
+    return True
 
 
 def _seed(strategy: Any) -> None:

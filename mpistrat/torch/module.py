@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
@@ -10,13 +11,14 @@ from typing import Any, final
 import torch
 
 from .. import context, global_batch
+from .._util import log, nest
 from ..errors import explain
 from ..types import VariableAggregation, VariableSynchronization
 from ..variables import Variable
 from .sync_batch_norm import SyncBatchNorm
 from .tensors import LocalGradient, array_of, tensor_of
 
-__all__ = ["DistributedModule", "Link", "gradients", "link_of", "local_gradient", "put_into"]
+__all__ = ["DistributedModule", "Link", "check_called", "gradients", "link_of", "local_gradient", "put_into"]
 
 # A tensor of what a server sent is never written: parameters change by steps only.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", module="mpistrat.torch")
@@ -35,9 +37,12 @@ class Link:
         shown: the same memory, as `parameter.grad` shows it.
         adds: whether the next gradient is added to what lies there though `parameter.grad` is None.
         share: by what this replica's gradients are multiplied before the sum.
+        address: of the variable's memory; torch itself may move a tensor's, as `share_memory` does.
     """
 
-    __slots__ = ("adds", "gradient", "name", "parameter", "replicas", "share", "shown", "tensor", "variable")
+    __slots__ = (
+        *("adds", "address", "gradient", "name", "parameter", "replicas", "share", "shown", "tensor", "variable"),
+    )
 
     def __init__(self, name: str, variable: Variable, parameter: torch.nn.Parameter, replica: int) -> None:
         self.name, self.variable, self.parameter = name, variable, parameter
@@ -46,11 +51,13 @@ class Link:
         self.gradient: torch.Tensor | None = None
         self.shown: torch.Tensor | None = None
         self.tensor: torch.Tensor | None = None
+        self.address = 0
         parameter.mpistrat = self  # type: ignore[attr-defined]
         parameter.grad = None
         if variable.placement.store is not None:
             return
         self.tensor = tensor_of(variable.storage(replica))
+        self.address = self.tensor.data_ptr()
         parameter.data = self.tensor
         if parameter.requires_grad:
             self.gradient = tensor_of(variable.gradient(replica))
@@ -101,8 +108,9 @@ class Link:
         parameter, gradient = self.parameter, self.parameter.grad
         if self.tensor is None:
             return None if gradient is None else array_of(gradient), self.variable
-        if parameter.data_ptr() != self.tensor.data_ptr() or parameter.dtype is not self.tensor.dtype:
-            got = f"a {parameter.dtype} tensor elsewhere: .half(), .to(dtype) or parameter.data = … after distribute"
+        if parameter.data_ptr() != self.address or parameter.dtype is not self.tensor.dtype:
+            cause = ".half(), .to(dtype), share_memory() or parameter.data = … after distribute"
+            got = f"a {parameter.dtype} tensor elsewhere: {cause}"
             remedy = "Convert the module before ms.torch.distribute; write with parameter.copy_(…) or load_state_dict"
             self._refuse("the memory of its variable", got, remedy)
         if gradient is None:
@@ -113,6 +121,9 @@ class Link:
         elif gradient is not self.shown:
             self.gradient.copy_(gradient)  # the program's own
         return self.variable.gradient(replica), self.variable
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # of a parameter in a file, or in another process
 
     def _refuse(self, expected: str, got: str, remedy: str) -> None:
         got = f"{got} (rank {self.variable.placement.group.topology.rank})"
@@ -148,6 +159,7 @@ def gradients(module: torch.nn.Module) -> list[tuple[Any, Variable]]:
     """
     links = list(_links(module))
     replica = replica_of(links[0].variable.placement.strategy) if links else 0
+    check_called(module, replica)
     return [link.replicas[replica].pair(replica) for link in links if link.parameter.requires_grad]
 
 
@@ -165,6 +177,7 @@ class DistributedModule(torch.nn.Module):
     Attributes:
         mpistrat_strategy: whose variables its parameters are.
         mpistrat_weighs: whether gradients are weighted by the rows of a replica's batch.
+        mpistrat_called: whether there was a forward pass with gradients since the last step.
         mpistrat_share: by what the last forward pass had them multiplied.
         mpistrat_memory: whether variables have their memory in this process; else servers have it.
         mpistrat_replicas: the modules of all local replicas; this one is the first.
@@ -173,6 +186,7 @@ class DistributedModule(torch.nn.Module):
 
     mpistrat_strategy: Any
     mpistrat_weighs: bool
+    mpistrat_called: bool
     mpistrat_share: float
     mpistrat_memory: bool
     mpistrat_replicas: Sequence[torch.nn.Module]
@@ -242,7 +256,7 @@ class DistributedModule(torch.nn.Module):
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.deepcopy(self).__reduce_ex__(protocol)
+        return copy.deepcopy(self).__reduce_ex__(1)  # from protocol 2 on pickle looks for this object's class in it
 
 
 def put_into(strategy: Any, module: torch.nn.Module, order: Iterable[str], weighs: bool) -> None:
@@ -280,22 +294,24 @@ def put_into(strategy: Any, module: torch.nn.Module, order: Iterable[str], weigh
         distributed: Any = each
         distributed.mpistrat_strategy, distributed.mpistrat_weighs = strategy, weighs and own_memory
         distributed.mpistrat_memory, distributed.mpistrat_share = own_memory, 1.0
+        distributed.mpistrat_called = False
         distributed.mpistrat_buffers = buffers if each is module else {}
         object.__setattr__(each, "mpistrat_replicas", tuple(replicas) if each is module else (each,))
-        each.register_forward_pre_hook(_begin)
+        each.register_forward_pre_hook(_begin, with_kwargs=True)
         for layer in each.modules():
             if isinstance(layer, SyncBatchNorm):
                 layer.strategy = strategy
 
 
 @torch.compiler.disable
-def _begin(module: Any, inputs: tuple[Any, ...]) -> None:
+def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note, before a forward pass, by what its gradients are multiplied."""
     share = 1.0
-    if module.training and torch.is_grad_enabled() and module.mpistrat_weighs:
-        rows, total = global_batch.rows_of_batch() or (0, 0)
-        if total and any(rows in getattr(value, "shape", ()) for value in inputs):  # else it is of another origin
-            share = rows * module.mpistrat_strategy.num_replicas_in_sync / total
+    if torch.is_grad_enabled():
+        module.mpistrat_called = True
+        share = _share_of_batch(module)
+        if share != 1 and not _has_rows((args, kwargs)):  # it is of another origin
+            share = 1.0
     if module.mpistrat_share != share or share != 1:
         module.mpistrat_share = share
         for layer in module.modules():
@@ -305,6 +321,41 @@ def _begin(module: Any, inputs: tuple[Any, ...]) -> None:
         return
     for link in _links(module):
         link.begin(share)
+
+
+def _share_of_batch(module: Any) -> float:
+    """Return by what the gradients of the batch that was handed out are multiplied."""
+    rows, total = (module.mpistrat_weighs and global_batch.rows_of_batch()) or (0, 0)
+    return rows * module.mpistrat_strategy.num_replicas_in_sync / total if total else 1.0
+
+
+def _has_rows(inputs: Any) -> bool:
+    """Return whether an input may be made of the batch that was handed out: it has a dimension of as many rows."""
+    rows, _ = global_batch.rows_of_batch() or (0, 0)
+    if any(rows in getattr(value, "shape", ()) for value in nest.flatten(inputs)):
+        return True
+    what = f"no input of the module has a dimension of {rows}, the rows of this replica's part of the batch"
+    log.once(
+        logging.WARNING,
+        f"ms.torch: {what}: its gradients count as much as those of replicas with other numbers of rows",
+    )
+    return False
+
+
+def check_called(module: Any, replica: int) -> None:
+    """Check before a step that a forward pass has noted by what gradients are multiplied.
+
+    Raises:
+        RuntimeError: only layers were called, with a batch of which replicas have unequal parts.
+    """
+    own = module.mpistrat_replicas[replica] if replica else module
+    if not own.mpistrat_called and (own.mpistrat_share != 1 or _share_of_batch(own) != 1):
+        expected, got = "a forward pass of the distributed module", "none: its layers or methods were called one by one"
+        remedy = (
+            "Call the module itself: there gradients are weighted by the rows of replicas' unequal parts of the batch"
+        )
+        raise RuntimeError(explain("step", "", expected=expected, got=got, remedy=remedy))
+    own.mpistrat_called = False
 
 
 def _links(module: torch.nn.Module) -> Iterator[Link]:

@@ -11,7 +11,7 @@ import torch
 from .. import context
 from ..errors import ContextError, explain
 from ..variables import Variable
-from .module import Link, link_of, replica_of
+from .module import Link, check_called, link_of, replica_of
 from .rule import TorchRule, slots_of
 from .tensors import array_of, tensor_of
 
@@ -23,6 +23,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     mpistrat_rule: TorchRule
     mpistrat_strategy: Any
+    mpistrat_module: Any
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Sum the gradients over all replicas, and update. Collective.
@@ -34,6 +35,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             RuntimeError: a parameter has lost the memory of its variable.
             CollectiveMismatchError: on every rank, when they have gradients of other parameters, or other numbers.
         """
+        if torch.is_inference_mode_enabled():  # nothing that is kept may be made in it
+            with torch.inference_mode(False):
+                return self.step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -41,6 +45,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.__dict__.update(_opt_called=True)  # what torch's schedulers look at, for a warning
         strategy = self.mpistrat_strategy
         frame = context.current()
+        check_called(self.mpistrat_module, replica_of(strategy))
         if frame.strategy is strategy and frame.replica is not None:
             self._apply()
         elif len(strategy.extended.replicas) == 1 and strategy.extended.placement.store is None:
@@ -96,6 +101,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 state[index] |= rule.scalars(rule.iterations + 1, group)
         return {**super().state_dict(), "state": state}
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        expected, got = (
+            "optimizer.state_dict(), which all ranks call",
+            "the optimizer itself, whose state is divided over ranks",
+        )
+        raise TypeError(explain("Optimizer: copying or saving", "", expected=expected, got=got))
+
     def _parameters(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -130,8 +142,9 @@ def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:
         rule.pending_slots[variable.name] = slots
 
 
-def distribute_optimizer(strategy: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, weighs: bool) -> None:
+def distribute_optimizer(module: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, weighs: bool) -> None:
     """Make an optimizer of a distributed module's parameters a distributed one. Collective, in the strategy's scope."""
+    strategy = module.mpistrat_strategy
     kind = type(optimizer)
     replicas = _summed(strategy) if weighs else 1
     limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
@@ -145,7 +158,7 @@ def distribute_optimizer(strategy: Any, optimizer: torch.optim.Optimizer, max_no
     vars(optimizer).pop("step", None)  # a scheduler's wrapper of the class's own step
     optimizer.__class__ = type(kind.__name__, (DistributedOptimizer, kind), {"__module__": kind.__module__})
     distributed: Any = optimizer
-    distributed.mpistrat_rule, distributed.mpistrat_strategy = rule, strategy
+    distributed.mpistrat_rule, distributed.mpistrat_strategy, distributed.mpistrat_module = rule, strategy, module
     optimizer.state.clear()
     if any(int(state.get("step", 0)) for state in before["state"].values()):
         distributed.load_state_dict(before)

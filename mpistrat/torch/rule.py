@@ -122,7 +122,7 @@ class TorchRule(Optimizer):
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit)
         self.scale = 1.0 / replicas
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
-        self._group_of: dict[Any, int] = {}
+        self.__group_of: dict[Any, int] = {}  # not compared: the settings have the number of each
         self.__local = threading.local()
 
     def _rate_of_first(self) -> float:
@@ -136,11 +136,11 @@ class TorchRule(Optimizer):
 
     def assign_group(self, variable: Any, group: int) -> None:
         """Say which group a variable belongs to."""
-        self._group_of[variable] = group
+        self.__group_of[variable] = group
 
     def group_of(self, variable: Any) -> int:
         """Return the number of the variable's group."""
-        return self._group_of.get(variable, 0)
+        return self.__group_of.get(variable, 0)
 
     def update(self, *_: Any) -> None:
         """Not called: see `update_block`."""
@@ -177,7 +177,10 @@ class TorchRule(Optimizer):
 
 
 def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    chosen = [{name: value for name, value in group.items() if name not in _UNCOMPARED} for group in groups]
+    chosen = [
+        {name: value for name, value in group.items() if name not in _UNCOMPARED} | {"parameters": len(group["params"])}
+        for group in groups
+    ]
     for settings, group in zip(chosen[1:], groups[1:], strict=True):
         settings["lr"] = float(group["lr"])  # that of the first group is compared as the rule's own
     return chosen

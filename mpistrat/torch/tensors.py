@@ -69,6 +69,10 @@ class LocalGradient(torch.Tensor):
 
 
 def _refuse(name: str) -> NoReturn:
+    if name.startswith("_amp"):  # of a GradScaler
+        remedy = "Leave the GradScaler out, or make it with enabled=False: bfloat16 needs no scaling of the loss"
+        expected = "gradients that all replicas judge together"
+        raise RuntimeError(explain("GradScaler", "", expected=expected, got="those of one replica", remedy=remedy))
     remedy = (
         "To clip, pass max_norm= to ms.torch.distribute(module, optimizer); to update, call step() of the optimizer that "
         "it returned; to look at this replica's own gradient, ms.torch.local_gradient(parameter)"

@@ -91,3 +91,105 @@ def test_a_frozen_parameter_that_is_trained_later_is_named():
         loss_of(module, *rows()).backward()
         with pytest.raises(RuntimeError, match=r"0\.weight: expected a parameter that was trainable"):
             optimizer.step()
+
+
+@pytest.mark.ranks(1, 2)
+def test_memory_that_torch_has_moved_is_named():
+    with put() as (_, module, optimizer):
+        module.share_memory()  # moves the tensors themselves: a step would update what nobody sees
+        loss_of(module, *rows()).backward()
+        with pytest.raises(RuntimeError, match=r"0\.weight: expected the memory of its variable"):
+            optimizer.step()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    ("build", "what"),
+    [
+        (lambda: torch.nn.Sequential(torch.nn.LazyLinear(3)), "0.weight.*lazy"),
+        (lambda: torch.nn.Sequential(torch.nn.LazyBatchNorm1d(affine=False)), "0.running_mean.*lazy"),
+        (lambda: torch.nn.Linear(2, 2, device="meta"), "weight.*meta"),
+        (lambda: torch.nn.Linear(2, 2, dtype=torch.complex64), "weight.*view_as_real"),
+        (
+            lambda: torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), False)]),
+            "0.*float8",
+        ),
+    ],
+)
+def test_tensors_that_no_step_can_update_are_named(build, what):
+    module = build()
+    with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+        with pytest.raises(ValueError, match=what):
+            ms.torch.distribute(module)
+        with pytest.raises(ValueError, match="inference_mode"), torch.inference_mode():
+            ms.torch.distribute(mlp())
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop"])
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+def test_optimizers_that_were_not_distributed_do_not_step(name, how):
+    with put() as (_, module, _):
+        if how.get("fused") and name == "RMSprop":
+            return
+        stranger = getattr(torch.optim, name)(module.parameters(), lr=0.1, **how)
+        loss_of(module, *rows()).backward()
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        with pytest.raises(RuntimeError, match="that it returned"):
+            stranger.step()
+        assert all(map(torch.equal, before, module.parameters()))
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_scaler_is_refused_unless_it_does_nothing():
+    with put() as (_, module, optimizer):
+        for enabled in (False, True):
+            scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+            optimizer.zero_grad()
+            scaler.scale(loss_of(module, *rows())).backward()
+            if enabled:
+                with pytest.raises(RuntimeError, match="GradScaler.*enabled=False"):
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+
+
+@pytest.mark.ranks(2, 3)
+def test_layers_called_one_by_one_with_an_uneven_batch_are_told_on_all():
+    x, y = rows()
+    with put(name="SGD") as (strategy, module, optimizer):
+        for a, b in strategy.distribute_dataset(ms.data.from_arrays((x[:5], y[:5])).batch(5)):
+            loss_of(torch.nn.Sequential(*module), a, b).backward()
+            with pytest.raises(RuntimeError, match="Call the module itself"):
+                optimizer.step()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_with_fewer_batches_is_told_on_all():
+    x, y = map(torch.from_numpy, rows())
+    with put(name="SGD") as (strategy, module, optimizer):
+        of_all = torch.utils.data.TensorDataset(x, y)
+        mine = torch.utils.data.Subset(of_all, range(20 if strategy.rank == 1 else 30))
+        with pytest.raises(ms.errors.CollectiveMismatchError, match="fewer passes on some"):
+            for a, b in torch.utils.data.DataLoader(mine, batch_size=5):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(module(a), b).backward()
+                optimizer.step()
+            module.load_state_dict(module.state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_other_groups_on_one_rank_are_told_on_all():
+    module = mlp()
+    first, *others = module.parameters()
+    groups = [[first], others]
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        if strategy.rank == 1:
+            groups = [[first, *others[:1]], others[1:]]
+        optimizer = torch.optim.SGD([{"params": group, "lr": 0.1} for group in groups])
+        with strategy.scope():
+            ms.torch.distribute(module, optimizer)
+        assert "array(" not in repr(optimizer.mpistrat_rule)
+        loss_of(module, *rows()).backward()
+        with pytest.raises(ms.errors.CollectiveMismatchError, match="parameters"):
+            optimizer.step()
