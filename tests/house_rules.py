@@ -30,7 +30,11 @@ FRAMEWORKS = {
     "torch": {"train", "forward", "backward", "state_dict", "load_state_dict", "zero_grad", "step", "add_param_group",
               "strict", "assign", "set_to_none", "closure"},
     "jax": set(),
-    "keras": set(),
+    "keras": {"compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "save", "save_weights", "export",
+              "make_train_function", "make_test_function", "force", "get_metrics_result", "_symbolic_build",
+              "_get_metrics_result_or_logs", "apply", "stateless_apply", "on_train_begin", "on_train_batch_end",
+              "on_epoch_begin", "on_epoch_end", "logs", "batch", "epoch", "num_batches", "batch_size",
+              "get_numpy_iterator", "get_jax_iterator", "get_torch_dataloader", "get_tf_dataset"},
 }  # fmt: skip
 
 

@@ -1,4 +1,8 @@
-"""Keras 3: a model as it is under a strategy, with any backend. Needs the extra `keras`."""
+"""Keras 3: a model as it is under a strategy, with any backend. Needs the extra `keras`.
+
+`distribute` makes a model's `fit`, `evaluate` and `predict` go over all ranks; loop, callbacks, metrics and files are
+Keras's own.
+"""
 
 from __future__ import annotations
 
@@ -9,4 +13,6 @@ try:
 except ModuleNotFoundError as error:
     raise missing_framework("keras", "Keras 3", error) from error
 
-__all__: list[str] = []
+from .distribute import distribute
+
+__all__ = ["distribute"]

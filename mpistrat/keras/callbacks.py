@@ -1,0 +1,70 @@
+"""Callbacks of a distributed fit: all ranks run them with the same logs, but those that write or show run on rank 0 only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import keras
+
+from ..errors import explain
+from .link import Link
+
+__all__ = ["on_this_rank"]
+
+_WRITERS = tuple(
+    getattr(keras.callbacks, name)
+    for name in (
+        *("BackupAndRestore", "CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "ProgbarLogger", "RemoteMonitor"),
+        "TensorBoard",
+    )
+    if hasattr(keras.callbacks, name)
+)
+
+
+@final
+class Agreement(keras.callbacks.Callback):
+    """The last callback: what the others did on this rank alone is brought to all."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self._link = link
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Take over rank 0's weights, and its epoch: it may have read a backup. Collective."""
+        self._link.wants_stop = self._link.stops = False
+        self.model.take_from_rank_0()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Let `stop_training` be what all ranks have agreed on: the sum of the next step's gradients carries a wish along."""
+        link = self._link
+        if link.size == 1:
+            return
+        if self.model.stop_training and not link.stops:
+            link.wants_stop = True
+        self.model.stop_training = link.stops
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Agree on `stop_training`, and compare the learning rates. Collective."""
+        self.model.stop_training = self._link.agree_on_stop(bool(self.model.stop_training))
+        rate = getattr(self.model.optimizer, "learning_rate", None)
+        if rate is not None:
+            self._link.same("fit", "learning rate after an epoch", repr(float(keras.ops.convert_to_numpy(rate))))
+
+
+def on_this_rank(link: Link, callbacks: Any) -> list[Any]:
+    """Return the callbacks that this rank runs: others than rank 0 neither write nor print.
+
+    Raises:
+        TypeError: a CallbackList.
+    """
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        expected, got = "a callback or a list of callbacks", "a CallbackList"
+        raise TypeError(explain("fit", "callbacks", expected=expected, got=got))
+    given: Sequence[Any] = keras.tree.flatten(callbacks) if callbacks else []
+    if link.rank:
+        given = [callback for callback in given if not isinstance(callback, _WRITERS)]
+        for callback in given:
+            if getattr(callback, "verbose", 0):
+                callback.verbose = 0
+    return [*given, Agreement(link)]

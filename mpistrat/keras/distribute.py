@@ -1,0 +1,67 @@
+"""distribute: a Keras model put into a strategy."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import keras
+
+from .. import context
+from ..errors import ContextError, LayoutError, explain
+from .link import Link
+from .model import DistributedModel
+from .subclass import subclass
+
+__all__ = ["distribute"]
+
+M = TypeVar("M")
+
+
+def distribute(model: M) -> M:
+    """Put a Keras model into the current strategy: its fit, evaluate and predict go over all ranks. Collective.
+
+    The same object is returned, compiled before or after. Each step, gradients are averaged over all ranks before Keras's
+    optimizer updates; metrics are those of all ranks before callbacks see them at an epoch's end; `predict` returns all rows.
+    Weights begin as rank 0's; random numbers, as of dropout, differ from rank to rank. Files are written by rank 0, and are
+    Keras's own.
+
+    Args:
+        model: a keras.Model: functional, Sequential or of a class of yours; built or not; on the CPU.
+
+    Raises:
+        ContextError: outside of a strategy's scope.
+        LayoutError: a rank has several replicas, or the strategy is one of parameter servers.
+        RuntimeError: the model was distributed already.
+        TypeError: not a keras.Model.
+        ValueError: it was compiled with what cannot be divided over ranks.
+
+    Example:
+        >>> with strategy.scope():  # doctest: +SKIP
+        ...     model = ms.keras.distribute(model)
+        >>> model.fit(x, y, batch_size=256, epochs=5)  # doctest: +SKIP
+    """
+    function = "ms.keras.distribute"
+    if not context.has_strategy() or not context.in_cross_replica_context():
+        remedy = "with strategy.scope(): model = ms.keras.distribute(model)"
+        got = "a call outside of it, or in a step"
+        raise ContextError(explain(function, "", expected="a strategy's scope", got=got, remedy=remedy))
+    given: Any = model
+    if not isinstance(given, keras.Model):
+        raise TypeError(explain(function, "model", expected="a keras.Model", got=type(model).__name__))
+    if isinstance(given, DistributedModel):
+        raise RuntimeError(explain(function, "model", expected="one call for a model", got="a second one"))
+    strategy = context.get_strategy()
+    extended = strategy.extended
+    if (
+        extended.placement.store is not None
+        or len(extended.replicas) > 1
+        or strategy.size != strategy.num_replicas_in_sync
+    ):
+        expected, got = "one replica on each rank", f"{type(strategy).__name__} with {len(extended.replicas)} here"
+        remedy = "Use ms.MultiWorkerMirroredStrategy(), and start one process for each device"
+        raise LayoutError(explain(function, "strategy", expected=expected, got=got, remedy=remedy))
+    given.__class__ = subclass(type(given), DistributedModel)
+    vars(given)["mpistrat"] = Link(strategy)
+    if given.compiled:
+        given.distribute_compiled()
+    return model

@@ -1,0 +1,89 @@
+"""Gradients summed over all ranks inside an optimizer's update: one collective for all tensors of a dtype, in any backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from .link import Link
+
+__all__ = ["sum_over_ranks"]
+
+
+def sum_over_ranks(link: Link, gradients: Sequence[Any], variables: Sequence[Any] | None) -> list[Any]:
+    """Return the mean over all ranks, weighted by rows, of each gradient; None stays None. Collective, in the step that runs.
+
+    Args:
+        link: of the model.
+        gradients: the backend's tensors.
+        variables: theirs, where known: TensorFlow's sparse gradients do not tell their shape.
+    """
+    prepare, add = _BACKENDS[keras.backend.backend()]
+    tensors: list[Any] = [None if gradient is None else prepare(gradient) for gradient in gradients]
+    by_dtype: dict[str, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            by_dtype.setdefault(keras.backend.standardize_dtype(tensor.dtype), []).append(index)
+    for members in by_dtype.values():
+        shapes = [tuple((tensors if variables is None else variables)[index].shape) for index in members]
+        totals = add(link, [tensors[index] for index in members], shapes)
+        for index, total in zip(members, totals, strict=True):
+            tensors[index] = total
+    return tensors
+
+
+def _torch_prepare(gradient: Any) -> Any:
+    gradient = gradient.detach()
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _torch_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+    import torch
+
+    from ..torch.tensors import array_of, tensor_of
+
+    @torch.compiler.disable
+    def add(flat: Any) -> Any:
+        return tensor_of(link.sum_gradients(array_of(flat.cpu()))).to(flat.device)
+
+    parts = add(torch.cat([tensor.reshape(-1) for tensor in tensors])).split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _jax_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import io_callback
+
+    flat = jnp.concatenate([tensor.reshape(-1) for tensor in tensors])
+    result = jax.ShapeDtypeStruct(flat.shape, flat.dtype)
+    total = io_callback(lambda array: link.sum_gradients(np.asarray(array)), result, flat, ordered=True)
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(jnp.split(total, ends[:-1]), shapes, strict=True)]
+
+
+def _tensorflow_prepare(gradient: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(gradient)
+
+
+def _tensorflow_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+    import tensorflow as tf
+
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+    total = tf.numpy_function(link.sum_gradients, [flat], flat.dtype, stateful=True)
+    total.set_shape([sum(sizes)])
+    return [tf.reshape(part, shape) for part, shape in zip(tf.split(total, sizes), shapes, strict=True)]
+
+
+_BACKENDS: dict[str, tuple[Callable[[Any], Any], Callable[..., list[Any]]]] = {
+    "torch": (_torch_prepare, _torch_add),
+    "jax": (lambda gradient: gradient, _jax_add),
+    "tensorflow": (_tensorflow_prepare, _tensorflow_add),
+}

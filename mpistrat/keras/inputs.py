@@ -1,0 +1,304 @@
+"""What a distributed model's fit, evaluate and predict read: this rank's rows of each batch, as a data adapter of Keras."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    array_slicing,
+    data_adapter,
+    data_adapter_utils,
+    get_data_adapter,
+)
+
+from .._util.partition import block
+from ..data import Dataset, DistributedDataset
+from ..errors import CollectiveMismatchError, explain
+from .link import Link
+
+__all__ = ["Batches", "batches_of"]
+
+_COMPARED = 64  # rows of an array that ranks compare
+
+
+class Batches(data_adapter.DataAdapter):
+    """This rank's part of each batch. Keras takes data adapters of its own as they are; each iterator is one epoch.
+
+    Attributes:
+        counts: how many rows this rank had of each batch of the last epoch.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.counts: list[int] = []
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return what must be the same on every rank."""
+
+    @abstractmethod
+    def example(self) -> Any:
+        """Return a batch, by which a model is built."""
+
+    @abstractmethod
+    def local_batches(self) -> Iterator[tuple[Any, int | None, int]]:
+        """Return an iterator over an epoch: a batch, and how many rows of it are this rank's and all ranks'.
+
+        None and 0 where the batches of all ranks count alike.
+        """
+
+    def __iter__(self) -> Iterator[Any]:
+        self.counts = []
+        for batch, rows, total in self.local_batches():
+            self.link.begin_batch(rows, total)
+            self.counts.append(_rows(batch) if rows is None else rows)
+            yield _converted(batch)
+
+    def get_numpy_iterator(self) -> Iterable[Any]:
+        """Return what gives an iterator for each epoch."""
+        return self
+
+    get_jax_iterator = get_torch_dataloader = get_tf_dataset = get_numpy_iterator
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches of an epoch; None where it is not known."""
+        return None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Not told: a rank's part is smaller."""
+        return None
+
+
+def _rows(batch: Any) -> int:
+    return next(int(leaf.shape[0]) for leaf in keras.tree.flatten(batch) if leaf is not None)
+
+
+def _converted(batch: Any) -> Any:
+    """As the backend's steps take it."""
+    if keras.backend.backend() == "jax":
+        return batch
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch)
+
+
+@final
+class ArrayBatches(Batches):
+    """Batches of arrays that every rank has whole: each rank takes a contiguous part of each batch."""
+
+    def __init__(self, link: Link, arrays: Any, shuffle: bool | str = False, **settings: Any) -> None:
+        super().__init__(link)
+        whole = array_data_adapter.ArrayDataAdapter(*arrays, **settings)
+        self._arrays = array_slicing.convert_to_sliceable(_weighted_arrays(whole), target_backend="numpy")
+        self._rows = _rows(_weighted_arrays(whole))
+        self._size = int(whole.batch_size)
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._seed = 0
+        if shuffle:
+            seeds = link.broadcast([np.array([random.getrandbits(62)])])
+            self._seed = int(seeds[0][0])
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self._rows // self._size)
+
+    def describe(self) -> str:
+        some = self._taken(np.unique(np.linspace(0, self._rows - 1, min(_COMPARED, self._rows)).astype(int)))
+        leaves = [leaf for leaf in keras.tree.flatten(some) if isinstance(leaf, np.ndarray)]
+        forms = ", ".join(f"{leaf.dtype} {(self._rows, *leaf.shape[1:])}" for leaf in leaves)
+        digest = 0
+        for leaf in leaves:
+            if leaf.dtype != object:
+                digest = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), digest)
+        return f"arrays {forms} in batches of {self._size} rows, digest of some rows {digest:08x}"
+
+    def example(self) -> Any:
+        return self._taken(slice(0, min(self._size, self._rows)))
+
+    def _taken(self, rows: Any) -> Any:
+        take = lambda leaf: leaf.convert_to_numpy(leaf[rows])  # noqa: E731
+        return keras.tree.map_structure(take, self._arrays, none_is_leaf=False)
+
+    def local_batches(self) -> Iterator[tuple[Any, int | None, int]]:
+        order = self._order()
+        for start in range(0, self._rows, self._size):
+            total = min(self._size, self._rows - start)
+            low, high = block(total, self.link.size, self.link.rank)
+            rows = high - low
+            low, high = (start + low, start + high) if rows else (start, start + 1)
+            yield self._taken(slice(low, high) if order is None else order[low:high]), rows, total
+
+    def _order(self) -> np.ndarray | None:
+        if not self._shuffle:
+            return None
+        rng = np.random.default_rng([self._seed, self._epoch])
+        self._epoch += 1
+        if self._shuffle != "batch":
+            return rng.permutation(self._rows)
+        starts = range(0, self._rows, self._size)
+        return np.concatenate([low + rng.permutation(min(self._size, self._rows - low)) for low in starts])
+
+
+def _weighted_arrays(adapter: Any) -> Any:
+    """The arrays of an adapter of Keras, with the weights that it has made of its arguments."""
+    return vars(adapter)["_inputs"]
+
+
+@final
+class DatasetBatches(Batches):
+    """Batches of a distributed dataset of this package: the next epoch of it each time."""
+
+    def __init__(self, link: Link, dataset: DistributedDataset, class_weight: Any) -> None:
+        super().__init__(link)
+        self._dataset, self._class_weight = dataset, class_weight
+
+    @property
+    def num_batches(self) -> int | None:
+        count = self._dataset.cardinality()
+        return count if count >= 0 else None
+
+    def describe(self) -> str:
+        return f"a dataset of {self._dataset.element_spec}, {self._dataset.cardinality()} batches"
+
+    def example(self) -> Any:
+        spec = self._dataset.element_spec
+        if spec is None:
+            remedy = "Call the model on one batch before fit, so that it is built"
+            got = "a dataset function whose rows are not known yet"
+            raise ValueError(explain("fit", "x", expected="a dataset that tells its rows", got=got, remedy=remedy))
+        return self._weighted(keras.tree.map_structure(lambda leaf: np.zeros((1, *leaf.shape[1:]), leaf.dtype), spec))
+
+    def _weighted(self, batch: Any) -> Any:
+        batch = tuple(batch) if isinstance(batch, list) else batch
+        if self._class_weight is None:
+            return batch
+        x, y, weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
+        if weight is not None:
+            got = "weights in the dataset, too"
+            raise ValueError(explain("fit", "class_weight", expected="batches of (x, y)", got=got))
+        return x, y, data_adapter_utils.class_weight_to_sample_weights(y, self._class_weight)
+
+    def local_batches(self) -> Iterator[tuple[Any, int | None, int]]:
+        iterator = iter(self._dataset)
+        try:
+            for batch in iterator:
+                rows = _rows(batch)
+                if not rows:
+                    batch = keras.tree.map_structure(lambda leaf: np.zeros((1, *leaf.shape[1:]), leaf.dtype), batch)
+                yield self._weighted(batch), rows, iterator.global_batch_size or 1
+        finally:
+            iterator.close()
+
+
+_MORE, _END, _FAILED = range(3)
+
+
+@final
+class OwnBatches(Batches):
+    """Batches that each rank makes for itself, by any input of Keras; all count alike, and ranks must have equally many."""
+
+    def __init__(self, link: Link, adapter: Any, kind: str) -> None:
+        super().__init__(link)
+        self._adapter, self._kind = adapter, kind
+
+    @property
+    def num_batches(self) -> int | None:
+        count = self._adapter.num_batches
+        return None if count is None else int(count)
+
+    def describe(self) -> str:
+        return f"{self._kind}, {self.num_batches} batches"
+
+    def example(self) -> Any:
+        return next(iter(self._source()))
+
+    def _source(self) -> Iterable[Any]:
+        made: Iterable[Any]
+        if keras.backend.backend() == "tensorflow":
+            made = self._adapter.get_tf_dataset()
+        elif keras.backend.backend() == "torch":
+            made = self._adapter.get_torch_dataloader()
+        else:
+            made = self._adapter.get_jax_iterator()
+        return made
+
+    def on_epoch_begin(self) -> None:
+        self._adapter.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._adapter.on_epoch_end()
+
+    def local_batches(self) -> Iterator[tuple[Any, int | None, int]]:
+        iterator = iter(self._source())
+        number = 0
+        while True:
+            state, batch = _MORE, None
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                state = _END
+            except Exception:
+                self.link.numbers("batch", _FAILED)
+                raise
+            self._check(number, self.link.numbers("batch", state)[:, 0].tolist())
+            if state == _END:
+                return
+            number += 1
+            yield batch, None, 0
+
+    def _check(self, number: int, states: list[int]) -> None:
+        """Check that all ranks have a batch, or none.
+
+        Raises:
+            CollectiveMismatchError: some have none left.
+            RuntimeError: the input of one failed.
+        """
+        function = "fit, evaluate or predict"
+        if _FAILED in states:
+            got = f"an error in that of rank {states.index(_FAILED)}"
+            raise RuntimeError(explain(function, "x", expected=f"batch {number} of every rank's {self._kind}", got=got))
+        if len(set(states)) > 1:
+            ended = [rank for rank, state in enumerate(states) if state == _END]
+            remedy = "Give every rank as many batches, as by steps_per_epoch and .repeat(), or pass an ms.data dataset"
+            got = f"{number} on rank {', '.join(map(str, ended))}, and more on the others"
+            expected = f"as many batches of every rank's own {self._kind}"
+            raise CollectiveMismatchError(explain(function, "x", expected=expected, got=got, remedy=remedy))
+
+
+def batches_of(
+    link: Link, function: str, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None,
+    class_weight: Any = None, shuffle: bool | str = False,
+) -> Batches:  # fmt: skip
+    """Return this rank's batches of what is given to `fit`, `evaluate` or `predict`. Collective.
+
+    Raises:
+        ValueError: arguments that do not go together.
+        TypeError: a PyDataset.
+    """
+    if isinstance(x, (Dataset, DistributedDataset)):
+        for name, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)):
+            if value is not None:
+                remedy = "Put it into the dataset: batches of (x, y) or (x, y, sample_weight)"
+                raise ValueError(explain(function, name, expected="none, beside a dataset", got="one", remedy=remedy))
+        dataset = link.strategy.distribute_dataset(x) if isinstance(x, Dataset) else x
+        return DatasetBatches(link, dataset, class_weight)
+    if isinstance(x, keras.utils.PyDataset):
+        expected = "arrays, a dataset of ms.data, or batches of this rank's own"
+        remedy = (
+            "Keras draws the order of a PyDataset by each process's random numbers, and reads it ahead in threads: "
+            "ranks would mix batches. Make an ms.data.from_generator of it"
+        )
+        raise TypeError(explain(function, "x", expected=expected, got="a PyDataset", remedy=remedy))
+    if array_data_adapter.can_convert_arrays((x, y, sample_weight)):
+        settings = {"batch_size": batch_size, "steps": steps, "class_weight": class_weight}
+        return ArrayBatches(link, (x, y, sample_weight), shuffle, **settings)
+    adapter = get_data_adapter(x, y, sample_weight, batch_size, steps, False, class_weight)
+    return OwnBatches(link, adapter, type(x).__name__)

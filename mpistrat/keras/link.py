@@ -1,0 +1,168 @@
+"""What a distributed model, its optimizers and its input share: the batch of a step, and the collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import keras
+import numpy as np
+
+from .._util import log
+from .._util.text import named
+from ..comm.agree import same, together
+from ..errors import CollectiveMismatchError, by_rank, explain
+
+__all__ = ["Link"]
+
+
+@final
+class Link:
+    """What ties a model and its optimizers to a strategy.
+
+    Attributes:
+        strategy: the strategy, each of whose ranks has one replica.
+        rank: this one.
+        size: number of ranks.
+        share: by what this rank's gradients are multiplied before the sum: its part of the batch's rows.
+        rowless: whether this rank has no row of the batch, and computes with another one in its place.
+        in_step: whether a step of the model runs, whose metrics are this rank's own.
+        in_sum: whether the gradients of the update that runs are summed already.
+        wants_stop: whether a callback of this rank alone may have asked to stop.
+        stops: whether all ranks stop after this step.
+        failure: the error of a collective inside a graph, which the framework reports as one of its own.
+        current: whether all ranks have rank 0's weights.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy, self.rank, self.size = strategy, int(strategy.rank), int(strategy.size)
+        self.share, self.rowless = 1.0 / self.size, False
+        self.in_step = self.in_sum = False
+        self.wants_stop = self.stops = False
+        self.failure: BaseException | None = None
+        self.current = False
+        self._group = strategy.extended.process_group
+
+    # a step
+
+    def begin_batch(self, rows: int | None = None, total: int = 0) -> None:
+        """Say how many rows of a batch this rank has, and how many all have; nothing where all count alike."""
+        share = 1.0 / self.size if rows is None else rows / total
+        if share != self.share or self.rowless:
+            _settle()
+        self.share, self.rowless = share, rows == 0
+
+    def sum_gradients(self, flat: np.ndarray) -> np.ndarray:
+        """Return the sum over all ranks of their shares of a flat array. Collective; in any thread."""
+        try:
+            mine = np.empty(flat.size + 1, flat.dtype)
+            if self.rowless:  # what stands in the row's place may give NaN
+                mine[:-1] = 0
+            else:
+                np.multiply(flat, self.share, out=mine[:-1])
+            mine[-1] = self.wants_stop
+            total = np.asarray(self.strategy.reduce("SUM", mine))
+            if total[-1]:
+                self.stops = True
+            return total[:-1]
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, metrics are this rank's own."""
+        before, self.in_step = self.in_step, True
+        try:
+            yield
+        finally:
+            self.in_step = before
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise the error of a collective inside a graph as what it was."""
+        self.failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = self._take_failure()
+            if failure is None or failure is error:
+                raise
+            raise failure from None
+
+    def _take_failure(self) -> BaseException | None:
+        failure, self.failure = self.failure, None
+        return failure
+
+    # between steps
+
+    def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the sums over all ranks of arrays, as float64. Collective, one call for all."""
+        _settle()
+        if self.size == 1 or not arrays:
+            return [np.asarray(array, np.float64) for array in arrays]
+        flat = np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays])
+        total = np.asarray(self.strategy.reduce("SUM", flat))
+        ends = np.cumsum([np.size(array) for array in arrays])
+        return [part.reshape(np.shape(array)) for part, array in zip(np.split(total, ends[:-1]), arrays, strict=True)]
+
+    def gather(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """Return arrays of all ranks, concatenated by rank. Collective."""
+        _settle()
+        return [np.asarray(array) for array in self.strategy.gather(arrays, axis=0)]
+
+    def broadcast(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return rank 0's arrays, of the same shapes and dtypes everywhere. Collective, one call for all."""
+        if self.size == 1 or not arrays:
+            return list(arrays)
+        _settle()
+        data = np.frombuffer(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays), np.uint8).copy()
+        with self._group.collective("keras weights", dtype="uint8", shape=data.shape):
+            self._group.broadcast(data)
+        parts, low = [], 0
+        for array in arrays:
+            parts.append(data[low : low + array.nbytes].view(array.dtype).reshape(array.shape))
+            low += array.nbytes
+        return parts
+
+    def numbers(self, what: str, *mine: int) -> np.ndarray:
+        """Return integers of all ranks, a row each. Collective."""
+        _settle()
+        with self._group.collective(f"keras {what}"):
+            return np.asarray(self._group.all_gather_int(mine))
+
+    def together(self, function: str) -> contextlib.AbstractContextManager[None]:
+        """Exchange errors at the end of a `with` block. Collective; see `agree.together`."""
+        return together(functools.partial(self._group.exchange, f"keras {function}"))
+
+    def same(self, function: str, what: str, mine: str) -> None:
+        """Check that all ranks have the same text. Collective.
+
+        Raises:
+            CollectiveMismatchError: on every rank.
+        """
+        _settle()
+
+        def error(texts: dict[int, str]) -> CollectiveMismatchError:
+            expected = f"the same {what} on every rank"
+            return CollectiveMismatchError(explain(function, "", expected=expected, got=by_rank(texts)))
+
+        same(functools.partial(self._group.exchange, f"keras {function}"), mine, error)
+
+    def agree_on_stop(self, wanted: bool) -> bool:
+        """Return whether any rank wants to stop. Collective; where only some do, the log says which."""
+        table = self.numbers("stop", int(wanted or self.wants_stop))[:, 0]
+        who = [rank for rank, wants in enumerate(table) if wants]
+        if who and len(who) < self.size and not self.stops:
+            log.logger.info("keras: stop_training was set by %s: all ranks stop", named("rank", who))
+        return bool(who)
+
+
+def _settle() -> None:
+    """Wait for steps that still run: only one thread of a rank may be in a collective."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        jax.effects_barrier()

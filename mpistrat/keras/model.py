@@ -1,0 +1,297 @@
+"""A Keras model whose fit, evaluate and predict go over all ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+
+from ..errors import explain
+from .callbacks import on_this_rank
+from .inputs import Batches, batches_of
+from .link import Link
+from .optimizer import distribute_optimizer
+from .state import arrays_of, describe, statistics_of, take_from_rank_0
+from .step import Step
+
+__all__ = ["DistributedModel"]
+
+
+class DistributedModel(keras.Model):
+    """What `distribute` makes of a model's class: the class itself, and these methods first."""
+
+    mpistrat: Link
+    train_function: Any
+    test_function: Any
+    _initial_epoch: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a plain model: clones, and those made from a configuration, belong to no strategy."""
+        return cls.__bases__[1](*args, **kwargs)
+
+    # compile
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile as Keras does, and distribute the optimizers.
+
+        Raises:
+            ValueError: a setting that cannot be divided over ranks.
+            ContextError: an optimizer that was distributed in another strategy.
+        """
+        if keras.backend.backend() == "tensorflow" and kwargs.get("jit_compile", "auto") == "auto":
+            kwargs["jit_compile"] = False
+        super().compile(*args, **kwargs)
+        self.distribute_compiled()
+
+    def distribute_compiled(self) -> None:
+        """Distribute the optimizers of a compiled model, and check what else it was compiled with."""
+        check_compiled(self)
+        for value in list(vars(self).values()):
+            if isinstance(value, keras.optimizers.Optimizer):
+                distribute_optimizer(self.mpistrat, value)
+        self.mpistrat.current = False
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Make what does a step."""
+        super().make_train_function(force)
+        self.train_function = Step.around(self, self.train_function)
+        return self.train_function
+
+    def make_test_function(self, force: bool = False) -> Any:
+        """Make what does a step of an evaluation."""
+        super().make_test_function(force)
+        self.test_function = Step.around(self, self.test_function)
+        return self.test_function
+
+    def _symbolic_build(self, *args: Any, **kwargs: Any) -> None:
+        with self.mpistrat.step():
+            super()._symbolic_build(*args, **kwargs)
+
+    # loops
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as Keras does, each rank on its part of every batch. Collective.
+
+        Arguments as Keras's. Arrays are the whole ones on every rank, and `batch_size` that of all ranks together.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when models, data or arguments differ.
+        """
+        link, given = self.mpistrat, _arguments(super().fit, args, kwargs)
+        if not self.compiled:
+            return super().fit(*args, **kwargs)  # Keras's error
+        with link.errors(), link.together("fit"):
+            batches, validation = self._training_batches(given)
+        with link.errors():
+            texts = [batches.describe(), "" if validation is None else validation.describe()]
+            names = ("epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq")
+            texts += [f"{name}={given[name]}" for name in names]
+            self._begin("fit", batches, ", ".join(filter(None, texts)))
+            return super().fit(
+                batches,
+                epochs=given["epochs"],
+                verbose=0 if link.rank else given["verbose"],
+                callbacks=on_this_rank(link, given["callbacks"]),
+                validation_data=validation,
+                shuffle=False,
+                **{name: given[name] for name in names[1:]},
+            )
+
+    def _training_batches(self, given: dict[str, Any]) -> tuple[Batches, Batches | None]:
+        x, y, weight = given["x"], given["y"], given["sample_weight"]
+        held_out = given["validation_data"]
+        if given["validation_split"] and held_out is None:
+            parts = array_slicing.train_validation_split((x, y, weight), validation_split=given["validation_split"])
+            (x, y, weight), held_out = parts
+        size, steps = given["batch_size"], given["steps_per_epoch"]
+        batches = batches_of(
+            self.mpistrat, "fit", x, y, weight, size, steps, given["class_weight"], shuffle=given["shuffle"]
+        )
+        if held_out is None:
+            return batches, None
+        x, y, weight = data_adapter_utils.unpack_x_y_sample_weight(held_out)
+        size = given["validation_batch_size"] or (size if y is not None else None)
+        return batches, batches_of(self.mpistrat, "fit", x, y, weight, size, given["validation_steps"])
+
+    def _begin(self, function: str, batches: Batches, text: str) -> None:
+        """Build the model, and check that all ranks do the same. Collective."""
+        link = self.mpistrat
+        link.same(function, "arguments", text)
+        with link.together(function):
+            self._symbolic_build(data_batch=batches.example())
+        link.same(function, "model", describe(self))
+
+    def take_from_rank_0(self) -> None:
+        """Take over rank 0's weights and slots, and its epoch. Collective."""
+        link = self.mpistrat
+        take_from_rank_0(link, self)
+        epoch = -1 if self._initial_epoch is None else int(self._initial_epoch)
+        (epochs,) = link.broadcast([np.array([epoch])])
+        self._initial_epoch = None if epochs[0] < 0 else int(epochs[0])
+        link.current = True
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as Keras does, each row on one rank; the results are the same on all. Collective."""
+        cached = kwargs.pop("_use_cached_eval_dataset", False)
+        given, link = _arguments(super().evaluate, args, kwargs), self.mpistrat
+        if cached:  # within fit
+            return super().evaluate(_use_cached_eval_dataset=True, **given)
+        if not self.compiled:
+            return super().evaluate(*args, **kwargs)  # Keras's error
+        with link.errors():
+            with link.together("evaluate"):
+                weight, size, steps = given.pop("sample_weight"), given.pop("batch_size"), given["steps"]
+                batches = batches_of(link, "evaluate", given.pop("x"), given.pop("y"), weight, size, steps)
+            self._begin("evaluate", batches, f"{batches.describe()}, steps={steps}")
+            self._average_statistics()
+            self.take_from_rank_0()
+            return super().evaluate(batches, **self._shown(given))
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's outputs for all rows, in their order, on every rank. Collective."""
+        given, link = _arguments(super().predict, args, kwargs), self.mpistrat
+        with link.errors():
+            with link.together("predict"):
+                size, steps = given.pop("batch_size"), given["steps"]
+                batches = batches_of(link, "predict", given.pop("x"), None, None, size, steps)
+            link.same("predict", "arguments", f"{batches.describe()}, steps={steps}")
+            with link.together("predict"):
+                x, _, _ = data_adapter_utils.unpack_x_y_sample_weight(batches.example())
+                if not self.built:
+                    keras.backend.compute_output_spec(self, keras.tree.map_structure(_symbolic, x), training=False)
+            link.same("predict", "model", describe(self))
+            self._average_statistics()
+            self.take_from_rank_0()
+            return _in_order(link, super().predict(batches, **self._shown(given)), batches.counts)
+
+    def _shown(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of evaluate and predict, so that only rank 0 writes and prints."""
+        link = self.mpistrat
+        shown = on_this_rank(link, given["callbacks"])[:-1]
+        return {**given, "callbacks": shown, "verbose": 0 if link.rank else given["verbose"]}
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Do one step on the batches that ranks have; each counts alike. Collective."""
+        return self._on_batch(super().train_on_batch, args, kwargs)
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the batches that ranks have. Collective."""
+        return self._on_batch(super().test_on_batch, args, kwargs)
+
+    def _on_batch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        link, given = self.mpistrat, _arguments(function, args, kwargs)
+        as_dict = given.pop("return_dict")
+        with link.errors():
+            link.begin_batch()
+            if not link.current:
+                with link.together(function.__name__):
+                    self._symbolic_build(data_batch=(given["x"], given["y"], given["sample_weight"]))
+                link.same(function.__name__, "model", describe(self))
+                self.take_from_rank_0()
+            function(**given, return_dict=True)
+            logs = {name: float(value) for name, value in self.get_metrics_result().items()}
+        return logs if as_dict else self._flatten_metrics_in_order(logs)
+
+    # metrics
+
+    def get_metrics_result(self) -> Any:
+        """Return the metrics: of all ranks, where it is called between steps. Collective then."""
+        if self.mpistrat.in_step:
+            return super().get_metrics_result()
+        link, variables, statistics = self.mpistrat, self.metrics_variables, statistics_of(self)
+        mine = arrays_of(variables)
+        parts = [_part(link, variable, array) for variable, array in zip(variables, mine, strict=True)]
+        totals = link.sum([*parts, *arrays_of(statistics)])
+        for variable, total in zip(variables, totals[: len(mine)], strict=True):
+            variable.assign(total.astype(variable.dtype))
+        self._assign_means(statistics, totals[len(mine) :])
+        results = super().get_metrics_result()
+        results = keras.tree.map_structure(lambda value: np.array(keras.ops.convert_to_numpy(value)), results)
+        for variable, array in zip(variables, mine, strict=True):
+            variable.assign(array)
+        return results
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        result = super()._get_metrics_result_or_logs(logs)
+        if result is not logs or not isinstance(logs, dict):
+            return result
+        # What a step of the user's own returned last.
+        mine = [np.asarray(keras.ops.convert_to_numpy(value), np.float64) for value in logs.values()]
+        totals = self.mpistrat.sum(mine)
+        return {name: total / self.mpistrat.size for name, total in zip(logs, totals, strict=True)}
+
+    def _average_statistics(self) -> None:
+        """Let running statistics be their means over all ranks. Collective."""
+        statistics = statistics_of(self)
+        self._assign_means(statistics, self.mpistrat.sum(arrays_of(statistics)))
+
+    def _assign_means(self, statistics: list[Any], totals: list[np.ndarray]) -> None:
+        if self.mpistrat.size > 1:
+            for variable, total in zip(statistics, totals, strict=True):
+                variable.assign((total / self.mpistrat.size).astype(variable.dtype))
+
+    # files
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as Keras does, on rank 0; on others do nothing."""
+        return None if self.mpistrat.rank else super().save(*args, **kwargs)
+
+    def save_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as Keras does, on rank 0; on others do nothing."""
+        return None if self.mpistrat.rank else super().save_weights(*args, **kwargs)
+
+    def export(self, *args: Any, **kwargs: Any) -> Any:
+        """Export as Keras does, on rank 0; on others do nothing."""
+        return None if self.mpistrat.rank else super().export(*args, **kwargs)
+
+
+def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a call by name."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    bound.arguments.pop("kwargs", None)
+    return dict(bound.arguments)
+
+
+def _part(link: Link, variable: Any, array: np.ndarray) -> np.ndarray:
+    """What this rank adds to a metric's variable over all ranks."""
+    if variable.aggregation == "mean":
+        return np.asarray(array / link.size)
+    if variable.aggregation == "only_first_replica" and link.rank:
+        return np.zeros_like(array)
+    return array
+
+
+def _symbolic(array: Any) -> Any:
+    return keras.KerasTensor(array.shape, keras.backend.standardize_dtype(array.dtype))
+
+
+def _in_order(link: Link, outputs: Any, counts: list[int]) -> Any:
+    """Return the rows of all ranks, batch by batch. A rank without a row of a batch has one that does not count."""
+    leaves = [np.asarray(leaf) for leaf in keras.tree.flatten(outputs)]
+    kept = np.repeat(np.array(counts) > 0, np.maximum(counts, 1))
+    table = link.numbers("counts", *counts)
+    everything = link.gather([leaf[kept] for leaf in leaves])
+    starts = np.cumsum(np.concatenate([[0], table.reshape(-1)[:-1]])).reshape(table.shape)
+    order = np.concatenate(
+        [np.arange(starts[rank, step], starts[rank, step] + table[rank, step]) for step in range(table.shape[1])
+         for rank in range(link.size)]
+    )  # fmt: skip
+    return keras.tree.pack_sequence_as(outputs, [leaf[order] for leaf in everything])
+
+
+def check_compiled(model: Any) -> None:
+    """Check what a model was compiled with.
+
+    Raises:
+        ValueError: a setting that cannot be divided over ranks.
+    """
+    if keras.backend.backend() == "tensorflow" and model.jit_compile:
+        remedy = "Pass jit_compile=False to compile: XLA cannot call MPI from TensorFlow's graphs"
+        raise ValueError(
+            explain("compile", "jit_compile", expected="False under TensorFlow", got="True", remedy=remedy)
+        )
