@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -25,6 +25,7 @@ __all__ = [
     "end_step",
     "global_batch_size",
     "rows_of_batch",
+    "rows_of_workers",
     "set_global_batch_size",
     "size_of_losses",
 ]
@@ -36,34 +37,51 @@ _datasets: ContextVar[dict[int, weakref.ref[HandedOut]] | None] = ContextVar("mp
 _said: ContextVar[HandedOut | None] = ContextVar("mpistrat_said_size", default=None)  # keeps it alive
 _numbers, _times = itertools.count(), itertools.count()
 _lock = threading.Lock()
-_sizes: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the id of an array
 _forget_at = _FORGET_FROM
+
+
+class _Batch(NamedTuple):
+    """What is known of an array: its batch's rows over all replicas, which dataset handed it out, and its epoch and step."""
+
+    array: weakref.ref[Any]
+    total: int
+    dataset: weakref.ref[HandedOut]
+    position: tuple[int, int]
+
+
+_sizes: dict[int, _Batch] = {}  # by the id of an array
 
 
 @final
 class HandedOut:
-    """The sizes of the batches that one dataset has handed out. It holds no batch."""
+    """The sizes of the batches that one dataset has handed out. It holds no batch.
 
-    def __init__(self) -> None:
+    Args:
+        rows_of_all: returns how many rows the workers that step apart have together, at a step of an epoch.
+    """
+
+    def __init__(self, rows_of_all: Callable[[int, int], int | None] | None = None) -> None:
         self._number = next(_numbers)
+        self.rows_of_all = rows_of_all
         self._totals: dict[int, set[int]] = {}  # by a replica's rows: of which global batches these were a part
         self.rows: tuple[int, ...] | None = None  # of the last batch: the local replicas', None where not known
         self.total: int | None = None  # None while none is out: before the first and after the last of an epoch
         self.time = 0
 
-    def next(self, parts: Sequence[Sequence[Any]], total: int) -> None:
-        """Note a batch: each local replica's arrays, and the rows of all replicas together."""
+    def next(self, parts: Sequence[Sequence[Any]], total: int, position: tuple[int, int] = (0, 0)) -> None:
+        """Note a batch: each local replica's arrays, the rows of all replicas together, and its epoch and step."""
         global _forget_at
         with _lock:
+            own = weakref.ref(self)
             for arrays in parts:
                 for array in arrays:
                     try:
-                        _sizes[id(array)] = weakref.ref(array), total
+                        _sizes[id(array)] = _Batch(weakref.ref(array), total, own, position)
                     except TypeError:  # no array: a scalar, say
                         continue
             if len(_sizes) >= _forget_at:
-                for key, (array, _) in list(_sizes.items()):
-                    if array() is None:
+                for key, batch in list(_sizes.items()):
+                    if batch.array() is None:
                         del _sizes[key]
                 _forget_at = max(_FORGET_FROM, 2 * len(_sizes))
         rows = tuple([int(arrays[0].shape[0]) if arrays else 0 for arrays in parts])
@@ -169,9 +187,15 @@ def rows_of_batch() -> tuple[int, int] | None:
     if given is None:
         last = max(_open(), key=lambda dataset: dataset.time, default=None)
         return None if last is None or last.total is None or last.rows is None else (last.rows[0], last.total)
-    leaves = _leaves(given)
-    found = {(len(leaf), total) for leaf in leaves for total in _known([leaf])}
+    found = {(len(leaf), batch.total) for leaf, batch in _batches(_leaves(given))}
     return found.pop() if len(found) == 1 else None
+
+
+def rows_of_workers() -> int | None:
+    """Return how many rows the workers have together at this step, those too that step apart; None where it is not known."""
+    found = {(batch.dataset(), batch.position) for _, batch in _batches(_leaves(_arguments.get() or ()))}
+    dataset, position = found.pop() if len(found) == 1 else (None, (0, 0))
+    return None if dataset is None or dataset.rows_of_all is None else dataset.rows_of_all(*position)
 
 
 def size_of_losses(count: int, replicas: int) -> int:
@@ -223,10 +247,15 @@ def _leaves(value: Any) -> list[Any]:
 
 def _known(leaves: Iterable[Any]) -> Iterator[int]:
     """The sizes of the batches that arrays were handed out with."""
+    return (batch.total for _, batch in _batches(leaves))
+
+
+def _batches(leaves: Iterable[Any]) -> Iterator[tuple[Any, _Batch]]:
+    """The arrays that were handed out, and what is known of them."""
     for leaf in leaves:
-        array, total = _sizes.get(id(leaf), (None, 0))
-        if array is not None and array() is leaf:
-            yield total
+        batch = _sizes.get(id(leaf))
+        if batch is not None and batch.array() is leaf:
+            yield leaf, batch
 
 
 def _living() -> Iterator[HandedOut]:

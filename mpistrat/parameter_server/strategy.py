@@ -169,6 +169,11 @@ class ParameterServerStrategy(Strategy):
         return self._settings.max_staleness
 
     @property
+    def backup_workers(self) -> int:
+        """As given."""
+        return self._settings.backup_workers
+
+    @property
     def workers_in_sync(self) -> int:
         """As given."""
         return self._settings.workers_in_sync

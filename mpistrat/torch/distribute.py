@@ -9,10 +9,10 @@ import torch
 
 from .. import context
 from ..errors import ContextError, explain
-from .module import link_of, put_into
+from .module import link_of, put_into, sums_workers
 from .optimizer import distribute_optimizer
 from .rule import check_kind
-from .sync_batch_norm import convert
+from .sync_batch_norm import SyncBatchNorm, convert
 from .tensors import array_of
 
 __all__ = ["distribute"]
@@ -55,7 +55,8 @@ def distribute(
 
     Raises:
         ContextError: outside of a strategy's scope.
-        ValueError: an argument is wrong; a parameter that is not the module's, or without memory, or complex.
+        ValueError: an argument is wrong; a parameter that is not the module's, or without memory, or complex; SyncBatchNorm,
+            where workers do not step together.
         TypeError: a rule that does not work element by element.
         RuntimeError: the module was distributed already.
         CollectiveMismatchError: on every rank, when their modules differ.
@@ -75,11 +76,17 @@ def distribute(
         raise ValueError(explain(function, "loss", expected='"mean" or "sum"', got=repr(loss)))
     if max_norm is not None and (optimizer is None or not max_norm > 0):
         raise ValueError(explain(function, "max_norm", expected="a number > 0, with an optimizer", got=repr(max_norm)))
+    if max_norm is not None and sums_workers(context.get_strategy()):
+        expected, got = "None, where servers sum the gradients of workers, which see their own only", str(max_norm)
+        remedy = "Set workers_in_sync=… to all workers, or use ms.MultiWorkerMirroredStrategy()"
+        raise ValueError(explain(function, "max_norm", expected=expected, got=got, remedy=remedy))
     _check_tensors(module)
     names = {parameter: name for name, parameter in module.named_parameters()}
     if any(link_of(parameter) is not None for parameter in names):
         raise RuntimeError(explain(function, "module", expected="one call for a module", got="a second one"))
     strategy = context.get_strategy()
+    if sync_batch_norm or any(isinstance(layer, SyncBatchNorm) for layer in module.modules()):
+        _check_in_sync(strategy)
     order = list(names.values())
     if optimizer is not None:
         check_kind(optimizer)
@@ -136,6 +143,17 @@ def _is_known(dtype: torch.dtype) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _check_in_sync(strategy: Any) -> None:
+    if strategy.extended.placement.store is not None and strategy.num_workers > strategy.workers_in_sync:
+        expected = "replicas that run their forward passes together"
+        got = f"parameter servers whose {strategy.num_workers} workers step by {strategy.workers_in_sync}"
+        remedy = (
+            "ms.ParameterServerStrategy(workers_in_sync=…) of all workers, or ms.MultiWorkerMirroredStrategy(); "
+            "BatchNorm has each replica's own statistics"
+        )
+        raise ValueError(explain("ms.torch.distribute", "SyncBatchNorm", expected=expected, got=got, remedy=remedy))
 
 
 def _seed(strategy: Any) -> None:

@@ -16,9 +16,19 @@ from ..errors import explain
 from ..types import VariableAggregation, VariableSynchronization
 from ..variables import Variable
 from .sync_batch_norm import SyncBatchNorm
-from .tensors import LocalGradient, array_of, tensor_of
+from .tensors import LocalGradient, array_of, slices_of, tensor_of
 
-__all__ = ["DistributedModule", "Link", "check_called", "gradients", "link_of", "local_gradient", "put_into"]
+__all__ = [
+    "DistributedModule",
+    "Link",
+    "check_called",
+    "gradients",
+    "link_of",
+    "local_gradient",
+    "put_into",
+    "summed_replicas",
+    "sums_workers",
+]
 
 # A tensor of what a server sent is never written: parameters change by steps only.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", module="mpistrat.torch")
@@ -55,6 +65,7 @@ class Link:
         parameter.mpistrat = self  # type: ignore[attr-defined]
         parameter.grad = None
         if variable.placement.store is not None:
+            parameter.register_hook(self._weigh)
             return
         self.tensor = tensor_of(variable.storage(replica))
         self.address = self.tensor.data_ptr()
@@ -83,6 +94,12 @@ class Link:
         self.adds = False
         parameter.grad = self.shown
 
+    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient that goes to a server, weighted."""
+        if self.share == 1:
+            return gradient
+        return gradient * self.share if self.share else torch.zeros_like(gradient)
+
     def attach(self) -> None:
         """Give the parameter the variable's memory; of a variable on a server, what is read of it now."""
         self.parameter.data = tensor_of(self.variable.array) if self.tensor is None else self.tensor
@@ -99,15 +116,24 @@ class Link:
         """Forget the gradient."""
         self.adds, self.parameter.grad = False, None
 
-    def pair(self, replica: int) -> tuple[Any, Variable]:
+    def pair(self, replica: int, by_rows: bool) -> tuple[Any, Variable]:
         """Return the gradient and the variable, as `apply_gradients` takes them.
+
+        Args:
+            replica: the local one.
+            by_rows: whether a server may get the rows of a sparse gradient alone, and leaves the others as they are.
 
         Raises:
             RuntimeError: the parameter has lost the variable's memory, or was frozen when it was distributed.
         """
         parameter, gradient = self.parameter, self.parameter.grad
         if self.tensor is None:
-            return None if gradient is None else array_of(gradient), self.variable
+            if gradient is None:
+                return None, self.variable
+            if not gradient.is_sparse:
+                return array_of(gradient), self.variable
+            rows = by_rows and gradient.sparse_dim() == 1
+            return slices_of(gradient) if rows else array_of(gradient.to_dense()), self.variable
         if parameter.data_ptr() != self.address or parameter.dtype is not self.tensor.dtype:
             cause = ".half(), .to(dtype), share_memory() or parameter.data = … after distribute"
             got = f"a {parameter.dtype} tensor elsewhere: {cause}"
@@ -160,7 +186,7 @@ def gradients(module: torch.nn.Module) -> list[tuple[Any, Variable]]:
     links = list(_links(module))
     replica = replica_of(links[0].variable.placement.strategy) if links else 0
     check_called(module, replica)
-    return [link.replicas[replica].pair(replica) for link in links if link.parameter.requires_grad]
+    return [link.replicas[replica].pair(replica, by_rows=True) for link in links if link.parameter.requires_grad]
 
 
 def replica_of(strategy: Any) -> int:
@@ -178,6 +204,7 @@ class DistributedModule(torch.nn.Module):
         mpistrat_strategy: whose variables its parameters are.
         mpistrat_weighs: whether gradients are weighted by the rows of a replica's batch.
         mpistrat_called: whether there was a forward pass with gradients since the last step.
+        mpistrat_summed: of how many replicas a server sums the gradients; each is divided by it before. Else 1.
         mpistrat_share: by what the last forward pass had them multiplied.
         mpistrat_memory: whether variables have their memory in this process; else servers have it.
         mpistrat_replicas: the modules of all local replicas; this one is the first.
@@ -187,6 +214,7 @@ class DistributedModule(torch.nn.Module):
     mpistrat_strategy: Any
     mpistrat_weighs: bool
     mpistrat_called: bool
+    mpistrat_summed: int
     mpistrat_share: float
     mpistrat_memory: bool
     mpistrat_replicas: Sequence[torch.nn.Module]
@@ -216,7 +244,7 @@ class DistributedModule(torch.nn.Module):
             variable.assign(variable.numpy())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state, as plain torch has it. With parameter servers all ranks call it."""
+        """Return the module's state, as plain torch has it. Of several parameter servers none may call it."""
         for link in _links(self):
             if link.tensor is None:
                 link.attach()
@@ -277,22 +305,23 @@ def put_into(strategy: Any, module: torch.nn.Module, order: Iterable[str], weigh
         for link in links:
             link.replicas = links
     buffers: dict[str, Variable] = {}
-    if own_memory := strategy.extended.placement.store is None:
-        for name, buffer in module.named_buffers():
-            mean = buffer.is_floating_point()
-            buffers[name] = variable = Variable(
-                array_of(buffer),
-                name=name,
-                synchronization=VariableSynchronization.ON_READ,
-                aggregation=VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA,
-            )
-            for replica, each in enumerate(replicas):
-                each.get_buffer(name).data = tensor_of(variable.storage(replica))
+    own_memory = strategy.extended.placement.store is None
+    for name, buffer in module.named_buffers():
+        mean = buffer.is_floating_point()
+        buffers[name] = variable = Variable(
+            array_of(buffer),
+            name=name,
+            synchronization=VariableSynchronization.ON_READ,
+            aggregation=VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        for replica, each in enumerate(replicas):
+            each.get_buffer(name).data = tensor_of(variable.storage(replica))
     for each in replicas:
         kind = type(each)
         each.__class__ = type(kind.__name__, (DistributedModule, kind), {"__module__": kind.__module__})
         distributed: Any = each
-        distributed.mpistrat_strategy, distributed.mpistrat_weighs = strategy, weighs and own_memory
+        distributed.mpistrat_strategy, distributed.mpistrat_weighs = strategy, weighs
+        distributed.mpistrat_summed = 1 if own_memory or not weighs else summed_replicas(strategy)
         distributed.mpistrat_memory, distributed.mpistrat_share = own_memory, 1.0
         distributed.mpistrat_called = False
         distributed.mpistrat_buffers = buffers if each is module else {}
@@ -320,13 +349,20 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     elif module.mpistrat_memory:
         return
     for link in _links(module):
-        link.begin(share)
+        link.begin(share / module.mpistrat_summed)
 
 
 def _share_of_batch(module: Any) -> float:
-    """Return by what the gradients of the batch that was handed out are multiplied."""
+    """Return by what the gradients of the batch that was handed out are multiplied, where 1 is an equal part."""
+    strategy = module.mpistrat_strategy
     rows, total = (module.mpistrat_weighs and global_batch.rows_of_batch()) or (0, 0)
-    return rows * module.mpistrat_strategy.num_replicas_in_sync / total if total else 1.0
+    if (
+        total and sums_workers(strategy) and not strategy.backup_workers
+    ):  # then a step's batches are those of all workers
+        everyones = global_batch.rows_of_workers()
+        if everyones:
+            return rows * module.mpistrat_summed / everyones
+    return rows * strategy.num_replicas_in_sync / total if total else 1.0
 
 
 def _has_rows(inputs: Any) -> bool:
@@ -356,6 +392,19 @@ def check_called(module: Any, replica: int) -> None:
         )
         raise RuntimeError(explain("step", "", expected=expected, got=got, remedy=remedy))
     own.mpistrat_called = False
+
+
+def summed_replicas(strategy: Any) -> int:
+    """Return of how many replicas gradients are added up before one update."""
+    replicas = int(strategy.num_replicas_in_sync)
+    if sums_workers(strategy):
+        replicas *= strategy.num_workers // strategy.workers_in_sync - strategy.backup_workers
+    return replicas
+
+
+def sums_workers(strategy: Any) -> bool:
+    """Return whether servers add up the gradients of workers that do not step together otherwise."""
+    return getattr(strategy, "max_staleness", None) == 0 and strategy.num_workers > strategy.workers_in_sync
 
 
 def _links(module: torch.nn.Module) -> Iterator[Link]:

@@ -11,7 +11,8 @@ import torch
 from .. import context
 from ..errors import ContextError, explain
 from ..variables import Variable
-from .module import Link, check_called, link_of, replica_of
+from ..variables.sharded import each_variable
+from .module import Link, check_called, link_of, replica_of, summed_replicas
 from .rule import TorchRule, slots_of
 from .tensors import array_of, tensor_of
 
@@ -62,9 +63,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _apply(self) -> None:
         replica = replica_of(self.mpistrat_strategy)
-        pairs = [link.replicas[replica].pair(replica) for link in self._links() if link.parameter.requires_grad]
-        self.mpistrat_rule.follow()
-        self.mpistrat_rule.apply_gradients(pairs)
+        rule = self.mpistrat_rule
+        rule.follow()
+        links = [link.replicas[replica] for link in self._links() if link.parameter.requires_grad]
+        rule.apply_gradients([link.pair(replica, rule.by_rows) for link in links])
 
     def _links(self) -> Iterator[Link]:
         for _, parameter in self._parameters():
@@ -146,14 +148,16 @@ def distribute_optimizer(module: Any, optimizer: torch.optim.Optimizer, max_norm
     """Make an optimizer of a distributed module's parameters a distributed one. Collective, in the strategy's scope."""
     strategy = module.mpistrat_strategy
     kind = type(optimizer)
-    replicas = _summed(strategy) if weighs else 1
+    in_memory = strategy.extended.placement.store is None  # else each worker divides before it sends
+    replicas = summed_replicas(strategy) if weighs and in_memory else 1
     limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
     rule = TorchRule(kind, optimizer, replicas, limit)
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             link = link_of(parameter)
             if link is not None:
-                rule.assign_group(link.variable, number)
+                for _, variable in each_variable([(None, link.variable)]):
+                    rule.assign_group(variable, number)
     before = optimizer.state_dict()
     vars(optimizer).pop("step", None)  # a scheduler's wrapper of the class's own step
     optimizer.__class__ = type(kind.__name__, (DistributedOptimizer, kind), {"__module__": kind.__module__})
@@ -162,11 +166,3 @@ def distribute_optimizer(module: Any, optimizer: torch.optim.Optimizer, max_norm
     optimizer.state.clear()
     if any(int(state.get("step", 0)) for state in before["state"].values()):
         distributed.load_state_dict(before)
-
-
-def _summed(strategy: Any) -> int:
-    """Return of how many replicas gradients are added up before one update."""
-    replicas = int(strategy.num_replicas_in_sync)
-    if getattr(strategy, "max_staleness", None) == 0:  # parameter servers that wait for all workers
-        replicas *= strategy.num_workers // strategy.workers_in_sync
-    return replicas

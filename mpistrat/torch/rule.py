@@ -134,6 +134,12 @@ class TorchRule(Optimizer):
         if settings != self.settings:
             self.settings = settings
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether numbers whose gradient is zero stay as they are, so that an update of some rows is one of all."""
+        still = self.rule == "Adagrad" or (self.rule == "SGD" and all(not each["momentum"] for each in self.settings))
+        return still and all(not each["weight_decay"] for each in self.settings)
+
     def assign_group(self, variable: Any, group: int) -> None:
         """Say which group a variable belongs to."""
         self.__group_of[variable] = group

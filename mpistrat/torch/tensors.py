@@ -9,8 +9,9 @@ import torch
 
 from ..comm.arrays import is_bfloat16, is_gpu
 from ..errors import explain
+from ..types import IndexedSlices
 
-__all__ = ["LocalGradient", "array_of", "tensor_of"]
+__all__ = ["LocalGradient", "array_of", "slices_of", "tensor_of"]
 
 
 def tensor_of(array: Any) -> torch.Tensor:
@@ -34,6 +35,12 @@ def array_of(tensor: torch.Tensor) -> Any:
 
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
+
+
+def slices_of(tensor: torch.Tensor) -> IndexedSlices:
+    """Return the rows of a sparse tensor, as those of an embedding's gradient are."""
+    tensor = tensor.detach().coalesce()
+    return IndexedSlices(array_of(tensor.values()), array_of(tensor.indices()[0]), tuple(tensor.shape))
 
 
 # What may be done with a gradient of one replica: look at what it is, and `zero_grad(set_to_none=False)`.

@@ -49,11 +49,11 @@ def round_robin(dataset: Node, workers: Workers, within: Workers) -> Plan:
         ValueError: as `auto_shard`.
     """
     policy = _policy(dataset)
+    which = f"distributed by {policy.name}: worker {workers.index} of {workers.count}"
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
-        own: Node = Reindexed(dataset, Shard(workers.count, workers.index))
-    else:
-        own = _own_shard(dataset, policy, workers.count, workers.index)
-    return GlobalPlan(own, within, f"distributed by {policy.name}: worker {workers.index} of {workers.count}")
+        own = Reindexed(dataset, Shard(workers.count, workers.index))
+        return GlobalPlan(own, within, which, dealt=(dataset, workers.count))
+    return GlobalPlan(_own_shard(dataset, policy, workers.count, workers.index), within, which)
 
 
 def serve_only(dataset: Node, workers: Workers) -> Plan:

@@ -124,7 +124,7 @@ class DistributedIterator(Feed):
         self._stats.samples += loaded.rows
         self._stats.bytes += loaded.nbytes
         self.global_batch_size = total
-        self._handed_out.next(arrays, total)
+        self._handed_out.next(arrays, total, (self._epoch, self._next - 1))
         if self._drawn is not None:
             self._drawn(self._epoch, self._next - 1)
         self._last = self._time(started)
@@ -287,7 +287,7 @@ class DistributedDataset:
         self._patience = 0.0 if depth is not None or self._devices.copies else PATIENCE
         self._sum_over_ranks = sum_over_ranks
         self._stats = InputStats()
-        self._handed_out = HandedOut()
+        self._handed_out = HandedOut(plan.rows_of_all)
         self._epoch = 0
 
     @property

@@ -73,6 +73,10 @@ class Plan(ABC):
     def elements(self, epoch: int, start: int) -> Iterator[Step]:
         """Return an iterator over an epoch's steps from one on; without an end where the workers must find it."""
 
+    def rows_of_all(self, epoch: int, step: int) -> int | None:
+        """Return the rows of a step, with those that workers which step apart take at the same one; None where not known."""
+        return None
+
     @abstractmethod
     def describe(self) -> str:
         """Return how the dataset is divided, in a few words."""
@@ -87,11 +91,18 @@ class GlobalPlan(Plan):
     """DATA: every step's global batch cut into contiguous blocks, one a replica. No worker talks to another.
 
     With random access a worker reads its own rows only; in order, it makes all batches and takes its part of each.
+
+    Args:
+        dataset, workers: what is read, and who divides a batch.
+        which: the policy, in words.
+        dealt: the dataset whose batches are dealt out in turn, of which `dataset` is a part, and to how many.
     """
 
-    def __init__(self, dataset: Node, workers: Workers, which: str = "DATA") -> None:
+    def __init__(
+        self, dataset: Node, workers: Workers, which: str = "DATA", dealt: tuple[Node, int] | None = None
+    ) -> None:
         super().__init__(workers, [dataset])
-        self._dataset, self._which = dataset, which
+        self._dataset, self._which, self._dealt = dataset, which, dealt
 
     def cardinality(self) -> int:
         return self._dataset.cardinality()
@@ -118,6 +129,12 @@ class GlobalPlan(Plan):
         """Which rows of a batch of so many are this worker's."""
         blocks = self.workers.blocks(count)
         return blocks[0][0], blocks[-1][1]
+
+    def rows_of_all(self, epoch: int, step: int) -> int | None:
+        if self._dealt is None or not self._dealt[0].random_access:
+            return None
+        dataset, count = self._dealt
+        return sum(rows_in(dataset, epoch, batch) for batch in range(step * count, (step + 1) * count))
 
     def describe(self) -> str:
         return f"each batch cut into blocks ({self._which})"

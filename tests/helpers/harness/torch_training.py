@@ -24,9 +24,12 @@ CASES = {
 KINDS = {"momentum": "SGD", "dampening": "SGD"}
 
 
+SHAPES = {"vectors": (10,), "images": (1, 6, 6), "sequences": (5, 8)}
+
+
 def rows(kind="vectors"):
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(ROWS, 1, 6, 6)) if kind == "images" else rng.normal(size=(ROWS, 10))
+    x = rng.integers(0, 20, (ROWS, 3)) if kind == "words" else rng.normal(size=(ROWS, *SHAPES[kind]))
     return x, rng.integers(0, 3, ROWS)
 
 
@@ -43,6 +46,36 @@ def conv_net():
     return n.Sequential(*layers).double()
 
 
+def embedding():
+    torch.manual_seed(0)
+    n = torch.nn
+    return n.Sequential(n.Embedding(20, 4, sparse=True), n.Flatten(), n.Linear(12, 3)).double()
+
+
+class Transformer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.out = torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.encoder(x).mean(1))
+
+
+def transformer():
+    torch.manual_seed(0)
+    return Transformer().double()
+
+
+# How to build each module, its rows, its optimizer, and the options of `distribute`.
+MODULES = {
+    "mlp": (mlp, "vectors", "Adam", {}),
+    "conv_net": (conv_net, "images", "momentum", {"sync_batch_norm": True}),
+    "embedding": (embedding, "words", "SGD", {}),
+    "transformer": (transformer, "sequences", "AdamW", {}),
+}
+
+
 def make(name, module, groups=False):
     parameters = list(module.parameters())
     if groups:
@@ -51,8 +84,8 @@ def make(name, module, groups=False):
     return getattr(torch.optim, KINDS.get(name, name))(parameters, **CASES[name])
 
 
-def dataset(kind="vectors"):
-    return ms.data.from_arrays(rows(kind)).shuffle(seed=1).batch(BATCH)
+def dataset(kind="vectors", batch=BATCH):
+    return ms.data.from_arrays(rows(kind)).shuffle(seed=1).batch(batch)
 
 
 def loss_of(module, x, y):

@@ -1,0 +1,132 @@
+"""PyTorch under every strategy: the weights of one process of plain torch, after uneven last batches too."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
+
+from torch_training import BATCH, EPOCHS, MODULES, dataset, difference, make, plain, step_of  # noqa: E402
+
+import mpistrat as ms  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(strategy, name, batch=BATCH):
+    """Train a module under a strategy, and in one process of plain torch; the weights and statistics must be equal.
+
+    Args:
+        strategy: the rows of its last batch are not divisible by the replicas.
+        name: of the module.
+        batch: the rows of a batch of one worker, where these step apart.
+    """
+    build, kind, rule, options = MODULES[name]
+    reference, module = build(), build()
+    plain(reference, make(rule, reference), kind)
+    optimizer = make(rule, module)
+    with strategy.scope():
+        ms.torch.distribute(module, optimizer, **options)
+    data = strategy.distribute_dataset(dataset(kind, batch))
+    for _ in range(EPOCHS):
+        for x in data:
+            strategy.run(step_of(module, optimizer), args=x)
+        strategy.barrier()  # of workers that step apart one may begin to read the next epoch
+    module.eval()
+    if getattr(strategy, "is_server", False):
+        return
+    state = module.state_dict()
+    for key, expected in reference.state_dict().items():
+        assert difference([state[key]], [expected]) < 1e-9, key
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", MODULES)
+def test_one_device(name):
+    with ms.OneDeviceStrategy("cpu:0") as strategy:
+        check(strategy, name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", MODULES)
+def test_mirrored_with_two_devices(name):
+    with ms.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        check(strategy, name)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", MODULES)
+def test_multi_worker_mirrored(name):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        check(strategy, name)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("name", MODULES)
+def test_central_storage(name):
+    with ms.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        check(strategy, name)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", MODULES)
+def test_halves_of_the_world(name):
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    half = 2 * world.rank // world.size
+    comm = world.Split(half)
+    make_strategy = [ms.MultiWorkerMirroredStrategy, ms.MirroredStrategy][half]
+    with make_strategy(comm=comm) as strategy:
+        check(strategy, name)
+    comm.Free()
+
+
+# Parameter servers. With 52 rows in batches of 6 one of two workers has a step less in each epoch.
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("name", ["mlp", "embedding", "transformer"])
+def test_workers_that_wait(name):
+    strategy = ms.ParameterServerStrategy(num_ps=1, max_staleness=0)
+    check(strategy, name, BATCH // strategy.num_workers)
+    strategy.close()
+
+
+@pytest.mark.ranks(4)
+def test_parameters_in_parts_on_two_servers():
+    parts = ms.partitioners.FixedShardsPartitioner(2)
+    strategy = ms.ParameterServerStrategy(num_ps=2, max_staleness=0, variable_partitioner=parts)
+    check(strategy, "mlp", BATCH // 2)
+    strategy.close()
+
+
+@pytest.mark.ranks(3)
+def test_workers_in_sync():
+    strategy = ms.ParameterServerStrategy(num_ps=1, workers_in_sync=2)
+    check(strategy, "conv_net")
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_worker_with_two_devices():
+    strategy = ms.ParameterServerStrategy(num_ps=1, devices=["cpu:0", "cpu:1"])
+    check(strategy, "conv_net")
+    strategy.close()
+
+
+@pytest.mark.ranks(3)
+def test_what_workers_that_step_apart_cannot_do_is_refused():
+    build = MODULES["conv_net"][0]
+    strategy = ms.ParameterServerStrategy(num_ps=1, max_staleness=0)
+    with strategy.scope():
+        with pytest.raises(ValueError, match="SyncBatchNorm: expected replicas that run their forward passes together"):
+            ms.torch.distribute(build(), sync_batch_norm=True)
+        module = build()
+        with pytest.raises(ValueError, match="max_norm: expected None, where servers sum"):
+            ms.torch.distribute(module, make("SGD", module), max_norm=1.0)
+    strategy.close()
