@@ -1,4 +1,8 @@
-"""JAX: a tree of parameters under every strategy. Needs the extra `jax`."""
+"""JAX: a tree of parameters under every strategy. Needs the extra `jax`.
+
+`distribute` puts the parameters into the memory that a node's ranks share, where jitted functions read them without a copy;
+`apply` sums the replicas' gradients and updates in one collective pass.
+"""
 
 from __future__ import annotations
 
@@ -9,4 +13,9 @@ try:
 except ModuleNotFoundError as error:
     raise missing_framework("jax", "JAX", error) from error
 
-__all__: list[str] = []
+from .apply import apply
+from .arrays import current
+from .distribute import distribute
+from .random import key
+
+__all__ = ["apply", "current", "distribute", "key"]

@@ -1,0 +1,174 @@
+"""apply: the step of an optimizer with the gradients of a distributed tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, final
+
+import jax
+import numpy as np
+
+from .. import context, global_batch
+from ..comm.arrays import accumulation_dtype
+from ..errors import ContextError, explain
+from ..optimizers import Optimizer
+from .arrays import Link, link_of, release
+from .tree import flatten
+
+__all__ = ["apply"]
+
+_FUNCTION = "ms.jax.apply"
+
+
+@final
+class _Step:
+    """The gradients of one replica in a step; a leaf of nested structures.
+
+    Attributes:
+        made: the arrays that the parameters have after it.
+    """
+
+    def __init__(self, optimizer: Optimizer, links: Sequence[Link], gradients: Sequence[Any], share: float) -> None:
+        self._optimizer, self._links, self._gradients, self._share = optimizer, links, gradients, share
+        self.made: list[Any] = []
+
+    def take(self) -> None:
+        """Take the step. Collective; in replica context."""
+        frame = context.current()
+        strategy, replica = frame.strategy, frame.replica
+        local = replica.replica_id_in_sync_group - strategy.extended.sync_topology.replica_offset
+        pairs = [
+            (None if gradient is None else self._load(gradient, link, local), link.variable)
+            for gradient, link in zip(self._gradients, self._links, strict=True)
+        ]
+        replica.merge_call(lambda _: release(self._links))
+        self._optimizer.apply_gradients(pairs)
+        self.made = replica.merge_call(lambda _: _Made([link.make() for link in self._links])).arrays
+
+    def _load(self, gradient: Any, link: Link, replica: int) -> Any:
+        """Return the gradient in the memory that is summed."""
+        target, array, share = link.variable.gradient(replica), np.asarray(gradient), self._share
+        if share == 1:
+            np.copyto(target, array)
+        elif not share:  # the mean of no row is not a number
+            target[...] = 0
+        elif accumulation_dtype(array.dtype) != array.dtype:
+            target[...] = array.astype(np.float32) * np.float32(share)
+        else:
+            np.multiply(array, share, out=target)
+        return target
+
+
+@final
+class _Made:
+    """New arrays of parameters; a leaf of nested structures, the same for all local replicas."""
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self.arrays = arrays
+
+
+def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
+    """Sum gradients over all replicas, update the parameters in one pass, and return them. Collective.
+
+    In a step of `strategy.run`, or outside on ranks with one replica each. `params` is consumed: a later use of its arrays
+    raises an error. All that computes with them is waited for first.
+
+    Args:
+        optimizer: one of `ms.optimizers`.
+        grads: the gradients of this replica, a tree like `params`. None where a parameter shall stay as it is, on all ranks.
+        params: what `distribute` or the last `apply` returned, or a part of it.
+
+    Returns:
+        The tree `params` with its arrays after the update.
+
+    Raises:
+        ContextError: outside of `strategy.run` on a rank with several local replicas, or with servers.
+        ValueError: other structures, shapes or dtypes than the parameters'; an optimizer of another strategy.
+        TypeError: no optimizer of `ms.optimizers`; values of a traced function.
+        RuntimeError: arrays that are no parameters, were consumed, or donated.
+        CollectiveMismatchError: on every rank, when they update other parameters, or with other numbers.
+
+    Example:
+        >>> loss, grads = jax.value_and_grad(loss_of)(params, batch)  # doctest: +SKIP
+        >>> params = ms.jax.apply(optimizer, grads, params)  # doctest: +SKIP
+    """
+    given: object = optimizer
+    if not isinstance(given, Optimizer):
+        expected, got = "an optimizer of ms.optimizers", f"{type(given).__module__}.{type(given).__qualname__}"
+        raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got))
+    leaves, names, structure = flatten(params)
+    gradients, theirs, form = flatten(grads)
+    if form != structure:
+        _refuse_structure(names, theirs, form, structure)
+    places, links, chosen = [], [], []
+    for place, (leaf, gradient, name) in enumerate(zip(leaves, gradients, names, strict=True)):
+        if gradient is None and link_of(leaf) is None:
+            continue
+        if getattr(gradient, "dtype", None) == jax.dtypes.float0:  # of an integer
+            continue
+        links.append(_checked(leaf, gradient, name))
+        places.append(place)
+        chosen.append(gradient)
+    if not links:
+        raise ValueError(explain(_FUNCTION, "params", expected="parameters with gradients", got="none"))
+    strategy = links[0].variable.placement.strategy
+    step = _Step(optimizer, links, chosen, _share(strategy, links[0].mean))
+    frame = context.current()
+    if frame.strategy is strategy and frame.replica is not None:
+        step.take()
+    elif len(strategy.extended.replicas) == 1 and strategy.extended.placement.store is None:
+        strategy.run(step.take)
+    else:
+        expected, got = "a call in a step", "one outside of strategy.run, with several local replicas or servers"
+        remedy = "Put gradients and apply into a function, and call that by strategy.run(step, args=(params, *batch))"
+        raise ContextError(explain(_FUNCTION, "", expected=expected, got=got, remedy=remedy))
+    for place, array in zip(places, step.made, strict=True):
+        leaves[place] = array
+    return structure.unflatten(leaves)
+
+
+def _share(strategy: Any, mean: bool) -> float:
+    """Return by what this replica's gradients are multiplied before the sum."""
+    if not mean:
+        return 1.0
+    rows, total = global_batch.rows_of_batch() or (1, int(strategy.num_replicas_in_sync))
+    share = rows / total if total else 0.0
+    if getattr(strategy, "max_staleness", None) == 0:  # servers that wait for all workers, and sum their gradients
+        share /= strategy.num_workers // strategy.workers_in_sync
+    return share
+
+
+def _checked(leaf: Any, gradient: Any, name: str) -> Link:
+    """Return the link of a leaf, which has a gradient that fits."""
+    link = link_of(leaf)
+    if isinstance(leaf, jax.core.Tracer) or isinstance(gradient, jax.core.Tracer):
+        remedy = "Return the gradients of the jitted function, and call ms.jax.apply outside of it"
+        raise TypeError(explain(_FUNCTION, name, expected="arrays", got="values of a traced function", remedy=remedy))
+    if link is None:
+        _refuse(name, f"{type(leaf).__name__} of another origin")
+    if link.array is not leaf:
+        _refuse(name, "one that an earlier ms.jax.apply has consumed")
+    if leaf.is_deleted():
+        remedy = "Leave out donate_argnums and donate_argnames for them: their memory is the strategy's"
+        _refuse(name, "a deleted one, as jax.jit leaves it behind that donates its arguments", remedy)
+    if gradient is None:
+        return link
+    variable = link.variable
+    shape, dtype = getattr(gradient, "shape", None), getattr(gradient, "dtype", None)
+    if shape != variable.shape or dtype != variable.dtype:
+        expected, got = f"a gradient {variable.dtype}{variable.shape}", f"{type(gradient).__name__} {dtype}{shape}"
+        raise ValueError(explain(_FUNCTION, name, expected=expected, got=got))
+    return link
+
+
+def _refuse(name: str, got: str, remedy: str = "") -> NoReturn:
+    expected = "an array that ms.jax.distribute or the last ms.jax.apply returned"
+    remedy = remedy or "params = ms.jax.apply(optimizer, grads, params), each time with what the last one returned"
+    raise RuntimeError(explain(_FUNCTION, name, expected=expected, got=got, remedy=remedy))
+
+
+def _refuse_structure(names: Sequence[str], theirs: Sequence[str], form: Any, structure: Any) -> NoReturn:
+    lacks = [name for name in names if name not in theirs]
+    more = [name for name in theirs if name not in names]
+    got = f"one without {lacks[0]}" if lacks else f"one with {more[0]}" if more else f"{form} for {structure}"
+    raise ValueError(explain(_FUNCTION, "grads", expected="a tree like params", got=got))

@@ -1,0 +1,158 @@
+"""JAX arrays that have the memory of variables: how they are made, known again, and given up before the memory is written."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from ..comm.arrays import is_bfloat16
+from ..comm.waiting import Backoff, Deadline
+from ..errors import explain
+from ..variables import Variable
+from .tree import flatten
+
+__all__ = ["Link", "current", "link_of", "release"]
+
+_PATIENCE = 10.0  # seconds from the end of all computations until what still refers to an array must be something else
+_links: dict[int, tuple[weakref.ref[Any], Link]] = {}  # by the id of an array
+
+
+@final
+class Link:
+    """What ties a leaf of a tree to a variable: at any time one array has the variable's memory.
+
+    Attributes:
+        name: where the leaf is in its tree.
+        variable: the variable.
+        mean: whether a replica differentiates the mean over its own rows.
+    """
+
+    __slots__ = ("__weakref__", "_array", "_lent", "mean", "name", "variable")
+
+    def __init__(self, name: str, variable: Variable, mean: bool) -> None:
+        self.name, self.variable, self.mean = name, variable, mean
+        self._array: weakref.ref[Any] | None = None
+        self._lent: list[
+            weakref.ref[Any]
+        ] = []  # of each array that was made; they die when JAX has let go of its memory
+
+    @property
+    def array(self) -> Any:
+        """The array of the leaf, None where nothing refers to it any more."""
+        return None if self._array is None else self._array()
+
+    @property
+    def lent(self) -> bool:
+        """Whether JAX has the variable's memory: of an array that lives, or for a computation that still reads a deleted one."""
+        return any(reference() is not None for reference in self._lent)
+
+    def make(self) -> Any:
+        """Return a new array of the variable: of its memory, or of what is read now where a server has it."""
+        variable = self.variable
+        if variable.placement.store is not None:
+            array = jax.numpy.array(variable.array)
+        else:
+            array, reference = _alias(variable.storage(), self.name)
+            self._lent = [reference, *(known for known in self._lent if known() is not None)]
+        self._array = weakref.ref(array)
+        _note(array, self)
+        return array
+
+    def delete(self) -> None:
+        """Delete the array that the leaf has: later uses of it raise an error."""
+        array = self.array
+        if array is not None:
+            array.delete()
+
+
+def _note(array: Any, link: Link) -> None:
+    key = id(array)
+    _links[key] = weakref.ref(array, lambda _: _links.pop(key, None)), link
+
+
+def link_of(array: Any) -> Link | None:
+    """Return the link of an array that was made for a leaf, deleted ones too; None for any other thing."""
+    known, link = _links.get(id(array), (None, None))
+    return link if known is not None and known() is array else None
+
+
+def _alias(memory: np.ndarray, name: str) -> tuple[Any, weakref.ref[Any]]:
+    """Return a JAX array that has the memory, and a reference that dies when JAX has let go of it.
+
+    JAX lets go when the array is deleted or dead and every computation that reads it is over.
+    """
+    lent: Any = memory.view(np.int16) if is_bfloat16(memory.dtype) else memory[...]
+    array = jax.dlpack.from_dlpack(_Bfloat16(lent) if lent.dtype != memory.dtype else lent, copy=False)
+    if array.size and array.unsafe_buffer_pointer() != memory.ctypes.data:
+        raise RuntimeError(explain("ms.jax.distribute", name, expected="the variable's memory", got="a copy by JAX"))
+    return array, weakref.ref(lent)
+
+
+@final
+class _Bfloat16:
+    """Hands 16-bit integers to DLPack as bfloat16, which NumPy itself doesn't."""
+
+    def __init__(self, integers: np.ndarray) -> None:
+        self._integers = integers
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._integers.__dlpack_device__()  # type: ignore[return-value]
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule = self._integers.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        # DLTensor: void *data; int32 device[2]; int32 ndim; uint8 code, bits; uint16 lanes; ...
+        ctypes.c_uint8.from_address(pointer(capsule, b"dltensor") + 20).value = 4  # kDLBfloat
+        return capsule
+
+
+def release(links: Sequence[Link]) -> None:
+    """Delete the arrays of leaves, and wait until no computation of this rank reads their memory.
+
+    Raises:
+        RuntimeError: something else than a computation keeps the memory.
+    """
+    for link in links:
+        link.delete()
+    backoff, deadline = Backoff(yields=0), Deadline(_PATIENCE)
+    while kept := [link.name for link in links if link.lent]:
+        if deadline.passed:
+            if not _computing():
+                expected, got = "that nothing keeps the memory of an array", "a NumPy view or another reference of it"
+                remedy = "Keep copies: np.array(leaf) instead of np.asarray(leaf)"
+                raise RuntimeError(explain("ms.jax.apply", kept[0], expected=expected, got=got, remedy=remedy))
+            deadline = Deadline(_PATIENCE)
+        backoff.pause()
+
+
+def _computing() -> bool:
+    """Whether the result of a computation is not there yet."""
+    return any(not array.is_deleted() and not array.is_ready() for array in jax.live_arrays())
+
+
+def current(params: Any) -> Any:
+    """Return a tree with the arrays that its parameters have now.
+
+    For a tree that `apply` has consumed before it raised an error; and, where servers have the variables, after they have
+    changed otherwise, as by `strategy.restore`: then in a step or outside, on every worker. Leaves that are no parameters of
+    a strategy stay.
+
+    Example:
+        >>> params = ms.jax.current(params)  # doctest: +SKIP
+    """
+    leaves, _, structure = flatten(params)
+    links = [link_of(leaf) for leaf in leaves]
+    return structure.unflatten([_now(link, leaf) if link else leaf for link, leaf in zip(links, leaves, strict=True)])
+
+
+def _now(link: Link, leaf: Any) -> Any:
+    array = link.array
+    if link.variable.placement.store is None and array is not None and not array.is_deleted():
+        return array
+    return link.make()

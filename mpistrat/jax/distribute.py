@@ -1,0 +1,109 @@
+"""distribute: a tree of parameters, put into a strategy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import context
+from ..comm import agree
+from ..errors import ContextError, DeviceError, explain
+from ..variables import Variable
+from .arrays import Link, link_of
+from .tree import flatten, is_array, is_parameter
+
+__all__ = ["distribute"]
+
+_FUNCTION = "ms.jax.distribute"
+
+
+def distribute(tree: Any, *, loss: str = "mean") -> Any:
+    """Put a tree of parameters into the current strategy. Collective.
+
+    A tree of the same structure is returned. Its floating arrays have rank 0's numbers, and lie once on each node; they are
+    read as any JAX array is, and `apply` consumes them. Other arrays get rank 0's numbers and are not trained; what is no
+    array stays as it is.
+
+    Args:
+        tree: any pytree: of dicts, of flax or equinox, a NamedTuple.
+        loss: what a replica differentiates: "mean", over the rows of its part of the batch; replicas are weighted by their
+            rows where the batch is a distributed dataset's, else equally. Or "sum": a part of the whole loss, as
+            `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
+
+    Raises:
+        ContextError: outside of a strategy's scope.
+        ValueError: an argument is wrong; no floating array.
+        TypeError: float64 where JAX has it not enabled; complex numbers.
+        RuntimeError: the tree was distributed already.
+        DeviceError: a GPU.
+        CollectiveMismatchError: on every rank, when their trees differ.
+
+    Example:
+        >>> with strategy.scope():  # doctest: +SKIP
+        ...     params = ms.jax.distribute(params)
+    """
+    if not context.has_strategy() or not context.in_cross_replica_context():
+        remedy = "with strategy.scope(): params = ms.jax.distribute(params)"
+        got = "a call outside of it, or in a step"
+        raise ContextError(explain(_FUNCTION, "", expected="a strategy's scope", got=got, remedy=remedy))
+    placement = context.get_strategy().extended.placement
+    exchange = functools.partial(placement.creators.exchange, _FUNCTION)
+    leaves, names, structure = flatten(tree)
+    with agree.together(exchange):
+        if loss not in ("mean", "sum"):
+            raise ValueError(explain(_FUNCTION, "loss", expected='"mean" or "sum"', got=repr(loss)))
+        _check_devices(placement)
+        for leaf, name in zip(leaves, names, strict=True):
+            _check(leaf, name)
+        if not any(map(is_parameter, leaves)):
+            raise ValueError(explain(_FUNCTION, "tree", expected="floating arrays in it", got="none"))
+    arrays = [f"{name} {leaf.dtype}{leaf.shape}" for leaf, name in zip(leaves, names, strict=True) if is_array(leaf)]
+    agree.same(exchange, ", ".join([f"{_FUNCTION} of a tree with loss={loss!r}", *arrays]), agree.mismatch)
+    made = [_put(placement, leaf, name, loss == "mean") for leaf, name in zip(leaves, names, strict=True)]
+    return structure.unflatten(made)
+
+
+def _check_devices(placement: Any) -> None:
+    expected, found = "JAX on CPUs", f"JAX on {jax.default_backend()}"
+    if placement.arenas.on_gpu:
+        expected, found = "a strategy of CPUs", "one of GPUs, for which this is not written yet"
+    elif jax.default_backend() == "cpu" and jax.process_count() == 1:
+        return
+    elif jax.process_count() > 1:
+        expected, found = "a JAX of its own in each rank", "jax.distributed"
+    remedy = "Set JAX_PLATFORMS=cpu, and devices=['cpu:0'] for the strategy; leave out jax.distributed.initialize()"
+    raise DeviceError(explain(_FUNCTION, "", expected=expected, got=found, remedy=remedy))
+
+
+def _check(leaf: Any, name: str) -> None:
+    if link_of(leaf) is not None:
+        raise RuntimeError(explain(_FUNCTION, name, expected="one call for a tree", got="a second one"))
+    if not is_array(leaf):
+        return
+    if leaf.dtype.kind == "c":
+        expected, got = "floating or integer arrays", f"{leaf.dtype}"
+        remedy = "Make two leaves of it, the real and the imaginary part"
+        raise TypeError(explain(_FUNCTION, name, expected=expected, got=got, remedy=remedy))
+    if is_parameter(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        expected, got = "a dtype that JAX is set to", f"{leaf.dtype}, which it would make {_canonical(leaf)}"
+        remedy = "jax.config.update('jax_enable_x64', True) at the beginning of the program, or convert the array"
+        raise TypeError(explain(_FUNCTION, name, expected=expected, got=got, remedy=remedy))
+
+
+def _canonical(leaf: Any) -> str:
+    return str(jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _put(placement: Any, leaf: Any, name: str, mean: bool) -> Any:
+    """Return the leaf of the distributed tree. Collective."""
+    if not is_array(leaf) or not leaf.size:
+        return leaf
+    if is_parameter(leaf):
+        return Link(name, Variable(np.asarray(leaf), name=name), mean).make()
+    value, group = np.array(leaf), placement.creators
+    with group.collective(_FUNCTION, name, value.dtype.name, value.shape):
+        group.broadcast(value)
+    return jax.numpy.asarray(value) if isinstance(leaf, jax.Array) else value

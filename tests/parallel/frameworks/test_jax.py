@@ -1,0 +1,245 @@
+"""JAX under strategies: the numbers of one process of plain JAX and optax, whatever the ranks."""
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="JAX is not installed: make test-frameworks")
+
+import jax.numpy as jnp  # noqa: E402
+from jax_training import (  # noqa: E402
+    BATCH,
+    RULES,
+    TREES,
+    arrays,
+    dict_tree,
+    difference,
+    plain,
+    put,
+    rows,
+    train,
+    train_by_run,
+)
+
+import mpistrat as ms  # noqa: E402
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("kind", TREES)
+def test_every_tree_equals_one_process(kind):
+    if kind in ("linen", "nnx", "equinox"):
+        pytest.importorskip("equinox" if kind == "equinox" else "flax")
+    tree, step = TREES[kind]()
+    expected = plain(tree, step, RULES["adam"][1]())
+    with put(TREES[kind], "adam") as (strategy, params, step, optimizer):
+        trained = train(strategy, params, step, optimizer)
+        assert jax.tree.structure(trained) == jax.tree.structure(tree)
+        assert difference(arrays(trained), expected) < 1e-9
+        assert optimizer.iterations == 50
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "adam"])
+def test_every_rule_equals_optax(rule):
+    tree, step = dict_tree()
+    expected = plain(tree, step, RULES[rule][1]())
+    with put(rule=rule) as (strategy, params, step, optimizer):
+        found = difference(arrays(train(strategy, params, step, optimizer)), expected)
+        assert found < (1e-7 if rule == "schedule" else 1e-9)  # optax counts in int32, and so has float32 rates
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]), id="two_local_replicas"),
+        pytest.param(lambda: ms.CentralStorageStrategy(), id="central_storage"),
+    ],
+)
+def test_steps_of_run_equal_one_process(make):
+    tree, step = dict_tree()
+    expected = plain(tree, step, RULES["adam"][1]())
+    with put(rule="adam", strategy=make()) as (strategy, params, step, optimizer):
+        trained = train_by_run(strategy, params, step, optimizer)
+        assert difference(arrays(trained), expected) < 1e-9
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: ms.OneDeviceStrategy(), id="one_device"),
+        pytest.param(lambda: ms.MirroredStrategy(devices=["cpu:0", "cpu:1"]), id="mirrored"),
+    ],
+)
+def test_strategies_of_one_process(make):
+    tree, step = dict_tree()
+    expected = plain(tree, step, RULES["adam"][1]())
+    with put(rule="adam", strategy=make()) as (strategy, params, step, optimizer):
+        trained = train_by_run(strategy, params, step, optimizer)
+        assert difference(arrays(trained), expected) < 1e-9
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_loss_that_is_a_part_of_the_whole():
+    tree, step = dict_tree()
+    expected = plain(tree, step, RULES["sgd"][1]())
+    with put(loss="sum") as (strategy, params, step, optimizer):
+
+        def part(params, x, y):
+            loss, grads = step(params, x, y)
+            scale = len(x) / ms.context.global_batch_size() if len(x) else 0.0
+            return loss, jax.tree.map(lambda g: jnp.nan_to_num(g) * scale, grads)
+
+        assert difference(arrays(train(strategy, params, part, optimizer)), expected) < 1e-9
+
+
+@pytest.mark.ranks(2, 3)
+def test_parameter_servers_that_wait_equal_one_process():
+    x, y = rows()
+    x, y = x[:48], y[:48]
+    tree, step = dict_tree()
+    expected = tree
+    batches = iter(ms.data.from_arrays((x, y)).shuffle(seed=1).batch(BATCH))
+    for epoch in range(4):
+        if epoch:
+            batches.restore({"epoch": epoch, "next": 0})
+        for a, b in batches:
+            expected = jax.tree.map(lambda p, g: p - 0.1 * g, expected, step(expected, np.array(a), np.array(b))[1])
+    with put(strategy=ms.ParameterServerStrategy(num_ps=1, max_staleness=0)) as (strategy, params, step, optimizer):
+
+        def one(params, a, b):
+            return ms.jax.apply(optimizer, step(params, a, b)[1], params)
+
+        batches = ms.data.from_arrays((x, y)).shuffle(seed=1).batch(BATCH // strategy.num_workers)
+        data = strategy.distribute_dataset(batches)
+        for _ in range(4):
+            for batch in data:
+                params = strategy.run(one, args=(params, *batch))
+        if not strategy.is_server:
+            assert difference(arrays(params), arrays(expected)) < 1e-9
+            assert difference(arrays(ms.jax.current(params)), arrays(expected)) < 1e-9
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_every_dtype_lies_in_the_variables_memory(dtype):
+    tree = {"a": jnp.ones(3, dtype), "b": jnp.full((2, 5), 2, dtype), "c": jnp.asarray(1.0, dtype)}
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            params, optimizer = ms.jax.distribute(tree), ms.optimizers.SGD(0.25)
+        for _ in range(2):
+            params = ms.jax.apply(optimizer, tree, params)
+            variables = {v.name: v for v in optimizer.variables}
+            for name, leaf in params.items():
+                assert leaf.dtype == dtype
+                assert leaf.unsafe_buffer_pointer() == variables[name].storage().ctypes.data
+                assert leaf.unsafe_buffer_pointer() % 64 == 0
+        assert [float(leaf.reshape(-1)[0]) for leaf in params.values()] == [0.5, 1.0, 0.5]
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_the_strategy_writes_is_seen_through_the_arrays(mpi_tmp_path):
+    path = mpi_tmp_path / "run.h5"
+    with put(rule="momentum") as (strategy, params, step, optimizer):
+        params = train(strategy, params, step, optimizer, epochs=1)
+        strategy.save(path)
+        saved = arrays(params)
+        params = train(strategy, params, step, optimizer, epochs=1)
+        again = arrays(params)
+        strategy.restore(path)
+        assert difference(arrays(params), saved) == 0
+        read = jax.jit(lambda p: jax.tree.map(lambda leaf: leaf + 0, p))
+        assert difference(arrays(read(params)), saved) == 0
+        data = iter(strategy.distribute_dataset(ms.data.from_arrays(rows()).shuffle(seed=1).batch(BATCH)))
+        for x, y in data:  # the same epoch as the second one was: each `train` begins at the first
+            params = ms.jax.apply(optimizer, step(params, x, y)[1], params)
+        assert difference(arrays(params), again) < 1e-12
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_computation_that_nobody_has_waited_for_reads_the_old_numbers():
+    n = 300
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            params, optimizer = ms.jax.distribute({"w": jnp.ones((n, n))}), ms.optimizers.SGD(1.0)
+
+        @jax.jit
+        def slow(w, x):  # some tenths of a second, and reads the parameters last
+            x = jax.lax.fori_loop(0, 60, lambda _, a: jnp.dot(a, a) / n, x)
+            return w.sum() * (x[0, 0] / x[0, 0])
+
+        ones = jnp.ones((n, n))
+        slow(ones, ones).block_until_ready()
+        pending = False
+        for step in range(5):
+            seen = slow(params["w"], ones) if strategy.rank == strategy.size - 1 else None
+            pending = pending or (seen is not None and not seen.is_ready())
+            old, params = params, ms.jax.apply(optimizer, {"w": ones / strategy.size * 0 + 1.0}, params)
+            assert old["w"].is_deleted()
+            if seen is not None:
+                assert float(seen) == (1.0 - step) * n * n
+            assert float(params["w"][0, 0]) == -step
+        assert pending or strategy.rank < strategy.size - 1  # else the test shows nothing
+
+
+@pytest.mark.ranks(2, 3)
+def test_rank_0s_numbers_are_everybodys():
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    tree = {"w": jnp.full(3, float(comm.rank)), "steps": jnp.asarray(comm.rank), "table": np.arange(2) + comm.rank}
+    tree |= {"name": "model", "function": jnp.tanh, "number": 0.5, "key": jax.random.key(comm.rank)}
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            params = ms.jax.distribute(tree)
+        assert params["w"].tolist() == [0.0] * 3
+        assert (int(params["steps"]), params["table"].tolist()) == (0, [0, 1])
+        assert params["function"] is jnp.tanh
+        assert params["number"] == 0.5
+        grads = dict.fromkeys(params) | {"w": jnp.full(3, 1.0 + comm.rank)}
+        params = ms.jax.apply(ms.optimizers.SGD(1.0), grads, params)
+        mean = (comm.size + 1) / 2
+        assert params["w"].tolist() == [-mean] * 3
+        assert params["key"] is tree["key"]
+
+
+@pytest.mark.ranks(1, 2)
+def test_parts_of_a_tree_may_have_optimizers_of_their_own():
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            params = ms.jax.distribute({"body": {"w": jnp.zeros(3)}, "head": {"w": jnp.zeros(2)}})
+            body, head = ms.optimizers.SGD(1.0), ms.optimizers.SGD(0.5)
+        for _ in range(2):
+            params["head"] = ms.jax.apply(head, {"w": jnp.ones(2)}, params["head"])
+            params["body"] = ms.jax.apply(body, {"w": jnp.ones(3)}, params["body"])
+        assert params["body"]["w"].tolist() == [-2.0] * 3
+        assert params["head"]["w"].tolist() == [-1.0] * 2
+
+
+@pytest.mark.ranks(1, 2)
+def test_after_an_error_the_parameters_can_be_had_again():
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            params = ms.jax.distribute({"w": jnp.ones(3)})
+            optimizer = ms.optimizers.SGD(1.0, check_numerics=True)
+        with pytest.raises(FloatingPointError):
+            ms.jax.apply(optimizer, {"w": jnp.full(3, jnp.nan)}, params)
+        assert params["w"].is_deleted()
+        params = ms.jax.current(params)
+        assert ms.jax.current(params)["w"] is params["w"]
+        params = ms.jax.apply(optimizer, {"w": jnp.ones(3)}, params)
+        assert params["w"].tolist() == [0.0] * 3
+
+
+@pytest.mark.ranks(1, 2)
+def test_keys_differ_between_replicas_and_repeat():
+    from mpi4py import MPI
+
+    with ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        draws = []
+        for _ in range(2):
+            drawn = strategy.run(lambda: np.array(jax.random.normal(ms.jax.key(7), (4,))))
+            draws.append([a.tolist() for a in strategy.experimental_local_results(drawn)])
+        assert draws[0] == draws[1]
+        everywhere = [tuple(a) for mine in MPI.COMM_WORLD.allgather(draws[0]) for a in mine]
+        assert len(set(everywhere)) == 2 * strategy.size
