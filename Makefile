@@ -72,7 +72,8 @@ frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## the 
 
 # Keras takes its backend from the environment when it is imported: one run for each.
 test-frameworks: frameworks  ## the tests of PyTorch, JAX and Keras, with MPICH, in environments of their own
-	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks tests/parallel/docs -k frameworks
+	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) \
+	  tests/parallel/frameworks tests/parallel/docs tests/integration/hosts/test_frameworks.py -k frameworks
 	KERAS_BACKEND=jax .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k test_keras
 	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) tests/parallel/frameworks -k test_keras
 

@@ -146,3 +146,30 @@ def step_of(module, optimizer):
         optimizer.step()
 
     return step
+
+
+def check_equal(strategy, name, batch=BATCH):
+    """Train a module under a strategy, and in one process of plain torch; the weights and statistics must be equal.
+
+    Args:
+        strategy: the rows of its last batch are not divisible by the replicas.
+        name: of the module.
+        batch: the rows of a batch of one worker, where these step apart.
+    """
+    build, kind, rule, options = MODULES[name]
+    reference, module = build(), build()
+    plain(reference, make(rule, reference), kind)
+    optimizer = make(rule, module)
+    with strategy.scope():
+        ms.torch.distribute(module, optimizer, **options)
+    data = strategy.distribute_dataset(dataset(kind, batch))
+    for _ in range(EPOCHS):
+        for x in data:
+            strategy.run(step_of(module, optimizer), args=x)
+        strategy.barrier()  # of workers that step apart one may begin to read the next epoch
+    module.eval()
+    if getattr(strategy, "is_server", False):
+        return
+    state = module.state_dict()
+    for key, expected in reference.state_dict().items():
+        assert difference([state[key]], [expected]) < 1e-9, key

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
-from torch_training import BATCH, EPOCHS, MODULES, dataset, difference, make, plain, step_of  # noqa: E402
+from torch_training import BATCH, MODULES, check_equal, make  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
 
@@ -17,59 +17,32 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def check(strategy, name, batch=BATCH):
-    """Train a module under a strategy, and in one process of plain torch; the weights and statistics must be equal.
-
-    Args:
-        strategy: the rows of its last batch are not divisible by the replicas.
-        name: of the module.
-        batch: the rows of a batch of one worker, where these step apart.
-    """
-    build, kind, rule, options = MODULES[name]
-    reference, module = build(), build()
-    plain(reference, make(rule, reference), kind)
-    optimizer = make(rule, module)
-    with strategy.scope():
-        ms.torch.distribute(module, optimizer, **options)
-    data = strategy.distribute_dataset(dataset(kind, batch))
-    for _ in range(EPOCHS):
-        for x in data:
-            strategy.run(step_of(module, optimizer), args=x)
-        strategy.barrier()  # of workers that step apart one may begin to read the next epoch
-    module.eval()
-    if getattr(strategy, "is_server", False):
-        return
-    state = module.state_dict()
-    for key, expected in reference.state_dict().items():
-        assert difference([state[key]], [expected]) < 1e-9, key
-
-
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", MODULES)
 def test_one_device(name):
     with ms.OneDeviceStrategy("cpu:0") as strategy:
-        check(strategy, name)
+        check_equal(strategy, name)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_mirrored_with_two_devices(name):
     with ms.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        check(strategy, name)
+        check_equal(strategy, name)
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("name", MODULES)
 def test_multi_worker_mirrored(name):
     with ms.MultiWorkerMirroredStrategy() as strategy:
-        check(strategy, name)
+        check_equal(strategy, name)
 
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("name", MODULES)
 def test_central_storage(name):
     with ms.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
-        check(strategy, name)
+        check_equal(strategy, name)
 
 
 @pytest.mark.ranks(4)
@@ -82,7 +55,7 @@ def test_halves_of_the_world(name):
     comm = world.Split(half)
     make_strategy = [ms.MultiWorkerMirroredStrategy, ms.MirroredStrategy][half]
     with make_strategy(comm=comm) as strategy:
-        check(strategy, name)
+        check_equal(strategy, name)
     comm.Free()
 
 
@@ -93,7 +66,7 @@ def test_halves_of_the_world(name):
 @pytest.mark.parametrize("name", ["mlp", "embedding", "transformer"])
 def test_workers_that_wait(name):
     strategy = ms.ParameterServerStrategy(num_ps=1, max_staleness=0)
-    check(strategy, name, BATCH // strategy.num_workers)
+    check_equal(strategy, name, BATCH // strategy.num_workers)
     strategy.close()
 
 
@@ -101,21 +74,21 @@ def test_workers_that_wait(name):
 def test_parameters_in_parts_on_two_servers():
     parts = ms.partitioners.FixedShardsPartitioner(2)
     strategy = ms.ParameterServerStrategy(num_ps=2, max_staleness=0, variable_partitioner=parts)
-    check(strategy, "mlp", BATCH // 2)
+    check_equal(strategy, "mlp", BATCH // 2)
     strategy.close()
 
 
 @pytest.mark.ranks(3)
 def test_workers_in_sync():
     strategy = ms.ParameterServerStrategy(num_ps=1, workers_in_sync=2)
-    check(strategy, "conv_net")
+    check_equal(strategy, "conv_net")
     strategy.close()
 
 
 @pytest.mark.ranks(2)
 def test_a_worker_with_two_devices():
     strategy = ms.ParameterServerStrategy(num_ps=1, devices=["cpu:0", "cpu:1"])
-    check(strategy, "conv_net")
+    check_equal(strategy, "conv_net")
     strategy.close()
 
 
