@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -86,11 +87,12 @@ def array_module(value: Any) -> ModuleType:
 def as_array(value: Any, function: str = "as_array", argument: str = "value") -> Any:
     """Return a value as an array of NumPy, or of CuPy where its memory is on a GPU; without a copy where possible.
 
-    Understands NumPy, CuPy, DLPack, the two array interfaces, `__array__` (Variables have it), Python
-    numbers and sequences of them. The result is in this machine's byte order.
+    Understands NumPy, CuPy, tensors of PyTorch (whose history is left out), DLPack, the two array interfaces, `__array__`
+    (Variables have it), Python numbers and sequences of them. The result is in this machine's byte order.
 
     Raises:
-        TypeError: for what is none of these.
+        TypeError: for what is none of these; a sparse tensor.
+        MissingDependencyError: a bfloat16 tensor, without ml_dtypes.
 
     Example:
         >>> as_array([1, 2]).dtype.kind
@@ -98,6 +100,9 @@ def as_array(value: Any, function: str = "as_array", argument: str = "value") ->
     """
     if type(value) is np.ndarray and value.dtype.isnative and value.dtype.kind != "O":
         return value
+    torch = sys.modules.get("torch")  # whoever has a tensor has imported it
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _array_of_tensor(value, torch, function, argument)
     if is_gpu(value):
         cupy = import_cupy(function)
         if hasattr(value, "__cuda_array_interface__"):
@@ -110,6 +115,29 @@ def as_array(value: Any, function: str = "as_array", argument: str = "value") ->
     if array.dtype.kind == "O":
         raise TypeError(_no_array(value, function, argument))
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _array_of_tensor(tensor: Any, torch: Any, function: str, argument: str) -> Any:
+    """A tensor of PyTorch as an array of the same memory. The branch of GPUs has not yet been run on one."""
+    plain = tensor.detach()
+    if plain.is_cuda:
+        return import_cupy(function).from_dlpack(plain)
+    narrow = plain.dtype is torch.bfloat16  # which NumPy does not know
+    try:
+        array = (plain.view(torch.int16) if narrow else plain.resolve_conj().resolve_neg()).numpy()
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(_no_array(tensor, function, argument)) from error
+    return array.view(_bfloat16(function)) if narrow else array
+
+
+def _bfloat16(function: str) -> np.dtype:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        remedy = "pip install 'mpistrat[bfloat16]'"
+        text = explain(function, "", expected="ml_dtypes for bfloat16", got="no module ml_dtypes", remedy=remedy)
+        raise MissingDependencyError(text) from error
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 def _no_array(value: Any, function: str, argument: str) -> str:

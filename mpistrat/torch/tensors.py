@@ -7,7 +7,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 import torch
 
-from ..comm.arrays import is_bfloat16, is_gpu
+from ..comm.arrays import as_array, is_bfloat16, is_gpu
 from ..errors import explain
 from ..types import IndexedSlices
 
@@ -25,16 +25,7 @@ def tensor_of(array: Any) -> torch.Tensor:
 
 def array_of(tensor: torch.Tensor) -> Any:
     """Return an array that has the memory of a tensor, without its history."""
-    tensor = tensor.detach()
-    if tensor.is_cuda:
-        from ..comm.arrays import import_cupy
-
-        return import_cupy("mpistrat.torch").from_dlpack(tensor)
-    if tensor.dtype is torch.bfloat16:
-        import ml_dtypes
-
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
+    return as_array(tensor, "mpistrat.torch", "tensor")
 
 
 def slices_of(tensor: torch.Tensor) -> IndexedSlices:
