@@ -17,6 +17,7 @@ from keras.src.trainers.data_adapters import (
     data_adapter_utils,
     get_data_adapter,
 )
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from .._util.partition import block
 from ..data import Dataset, DistributedDataset
@@ -218,12 +219,14 @@ class OwnBatches(Batches):
         return f"{self._kind}, {self.num_batches} batches"
 
     def example(self) -> Any:
-        return next(iter(self._source()))
+        return next(iter(self._adapter.get_numpy_iterator()))  # without reading ahead
 
     def _source(self) -> Iterable[Any]:
         made: Iterable[Any]
-        if keras.backend.backend() == "tensorflow":
+        if isinstance(self._adapter, TFDatasetAdapter) and keras.backend.backend() == "tensorflow":
             made = self._adapter.get_tf_dataset()
+        elif keras.backend.backend() == "tensorflow":
+            made = self._adapter.get_numpy_iterator()
         elif keras.backend.backend() == "torch":
             made = self._adapter.get_torch_dataloader()
         else:

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._util import log
 from .._util.text import named
-from ..comm.agree import same, together
+from ..comm.agree import only_differences, same, together
 from ..errors import CollectiveMismatchError, by_rank, explain
 
 __all__ = ["Link"]
@@ -34,6 +34,7 @@ class Link:
         stops: whether all ranks stop after this step.
         failure: the error of a collective inside a graph, which the framework reports as one of its own.
         current: whether all ranks have rank 0's weights.
+        steps: how many steps a call of Keras's loop does.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -43,12 +44,21 @@ class Link:
         self.wants_stop = self.stops = False
         self.failure: BaseException | None = None
         self.current = False
+        self.steps = 1
         self._group = strategy.extended.process_group
 
     # a step
 
     def begin_batch(self, rows: int | None = None, total: int = 0) -> None:
-        """Say how many rows of a batch this rank has, and how many all have; nothing where all count alike."""
+        """Say how many rows of a batch this rank has, and how many all have; nothing where all count alike.
+
+        Raises:
+            ValueError: on every rank, when some have no row of one of several steps in a call.
+        """
+        if 0 < total < self.size and self.steps > 1:
+            expected, got = f"a row of each batch for {self.size} ranks", f"a batch of {total}"
+            remedy = "compile with steps_per_execution=1, or leave such a batch out"
+            raise ValueError(explain("fit", "x", expected=expected, got=got, remedy=remedy))
         share = 1.0 / self.size if rows is None else rows / total
         if share != self.share or self.rowless:
             _settle()
@@ -147,7 +157,9 @@ class Link:
 
         def error(texts: dict[int, str]) -> CollectiveMismatchError:
             expected = f"the same {what} on every rank"
-            return CollectiveMismatchError(explain(function, "", expected=expected, got=by_rank(texts)))
+            return CollectiveMismatchError(
+                explain(function, "", expected=expected, got=by_rank(only_differences(texts)))
+            )
 
         same(functools.partial(self._group.exchange, f"keras {function}"), mine, error)
 

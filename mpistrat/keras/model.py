@@ -10,8 +10,8 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
-from ..errors import explain
 from .callbacks import on_this_rank
+from .checks import check_model
 from .inputs import Batches, batches_of
 from .link import Link
 from .optimizer import distribute_optimizer
@@ -33,6 +33,12 @@ class DistributedModel(keras.Model):
         """Return a plain model: clones, and those made from a configuration, belong to no strategy."""
         return cls.__bases__[1](*args, **kwargs)
 
+    def __reduce__(self) -> Any:
+        """Pickle as a plain model."""
+        _, arguments = super().__reduce__()
+        plain: Any = type(self).__bases__[1]
+        return plain._unpickle_model, arguments
+
     # compile
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -49,11 +55,11 @@ class DistributedModel(keras.Model):
 
     def distribute_compiled(self) -> None:
         """Distribute the optimizers of a compiled model, and check what else it was compiled with."""
-        check_compiled(self)
+        check_model(self)
         for value in list(vars(self).values()):
             if isinstance(value, keras.optimizers.Optimizer):
                 distribute_optimizer(self.mpistrat, value)
-        self.mpistrat.current = False
+        self.mpistrat.current, self.mpistrat.steps = False, self.steps_per_execution
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make what does a step."""
@@ -282,16 +288,3 @@ def _in_order(link: Link, outputs: Any, counts: list[int]) -> Any:
          for rank in range(link.size)]
     )  # fmt: skip
     return keras.tree.pack_sequence_as(outputs, [leaf[order] for leaf in everything])
-
-
-def check_compiled(model: Any) -> None:
-    """Check what a model was compiled with.
-
-    Raises:
-        ValueError: a setting that cannot be divided over ranks.
-    """
-    if keras.backend.backend() == "tensorflow" and model.jit_compile:
-        remedy = "Pass jit_compile=False to compile: XLA cannot call MPI from TensorFlow's graphs"
-        raise ValueError(
-            explain("compile", "jit_compile", expected="False under TensorFlow", got="True", remedy=remedy)
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,14 +41,27 @@ def _all(model: Any) -> list[Any]:
 
 
 def describe(model: Any) -> str:
-    """Return what must be the same on every rank: names without Keras's numbers, shapes and dtypes of all variables."""
-    of = [f"{variable.name} {variable.dtype} {tuple(variable.shape)}" for variable in _all(model)]
-    frozen = sum(not variable.trainable for variable in model.variables)
-    settings = [
-        f"{type(optimizer).__name__} {sorted((k, v) for k, v in optimizer.get_config().items() if k != 'name')}"
-        for optimizer in _optimizers(model)
-    ]
-    return ", ".join([*of, f"{frozen} not trainable", *settings])
+    """Return what must be the same on every rank: shapes and dtypes of all variables, and the optimizers' settings."""
+    texts = []
+    for variable in model.variables:
+        kind = "" if variable.trainable else " not trained"
+        texts.append(f"{variable.name} {variable.dtype} {_shape(variable)}{kind}")
+    for optimizer in _optimizers(model):
+        settings = sorted((name, value) for name, value in optimizer.get_config().items() if name != "name")
+        texts.append(f"{type(optimizer).__name__} with {len(optimizer.variables)} variables")
+        texts += [f"{name}={_without_names(value)!r}" for name, value in settings]
+    return ", ".join(texts)
+
+
+def _shape(variable: Any) -> str:
+    return "x".join(map(str, variable.shape)) or "scalar"
+
+
+def _without_names(config: Any) -> Any:
+    """A configuration without the numbers that Keras gives to names."""
+    if isinstance(config, dict):
+        return {name: _without_names(value) for name, value in config.items() if name != "name"}
+    return config
 
 
 def take_from_rank_0(link: Link, model: Any) -> None:
@@ -54,19 +69,34 @@ def take_from_rank_0(link: Link, model: Any) -> None:
     variables = [variable for variable in _all(model) if variable.dtype != "string"]
     arrays = arrays_of(variables)
     common = seed_generator.global_seed_generator().state
-    theirs = link.broadcast([*arrays, *arrays_of([common])])
+    theirs = link.broadcast([*arrays, *arrays_of([common]), np.array([_state_of_torch()])])
     if not link.rank:
         return
-    seeds = 0
-    for variable, mine, array in zip([*variables, common], [*arrays, None], theirs, strict=True):
+    own_seeds = (
+        int(seed) >> 1
+        for index in itertools.count()
+        for seed in np.random.SeedSequence([int(theirs[-1][0]), link.rank, index]).generate_state(1)
+    )
+    for variable, mine, array in zip([*variables, common], [*arrays, None], theirs[:-1], strict=True):
         if is_seed(variable):
             array = array.copy()
-            mixed = np.random.SeedSequence([int(array.reshape(-1)[0]), link.rank, seeds]).generate_state(1)
-            array.reshape(-1)[0] = mixed[0] >> 1
-            seeds += 1
+            array[0] = next(own_seeds) ^ int(array[0])
         elif mine is not None and mine.tobytes() == array.tobytes():
             continue
         variable.assign(array)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        torch.manual_seed(next(own_seeds))
+
+
+def _state_of_torch() -> int:
+    """A number that changes with what torch has drawn: Keras's dropout draws by torch's own generator there."""
+    if keras.backend.backend() != "torch":
+        return 0
+    import torch
+
+    return zlib.crc32(torch.get_rng_state().numpy())
 
 
 def statistics_of(model: Any) -> list[Any]:

@@ -9,6 +9,8 @@ from keras_training import (  # noqa: E402
     BATCH,
     EXACT,
     KINDS,
+    Custom,
+    adam,
     build,
     compiled,
     difference,
@@ -18,6 +20,8 @@ from keras_training import (  # noqa: E402
     rows,
     weights,
 )
+
+import mpistrat as ms  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +52,202 @@ def test_fit_evaluate_and_predict_equal_one_process(kind):
         outputs = model.predict(x, batch_size=BATCH, verbose=0)
         assert difference([outputs], [reference.predict(x, verbose=0)]) < EXACT
         assert len(set(strategy.all_gather_object(repr((history, numbers, np.sum(outputs)))))) == 1
+
+
+OPTIMIZERS = {
+    "accumulation": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+    "average": lambda: keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9, clipnorm=0.1),
+    "schedule": lambda: keras.optimizers.AdamW(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)),
+    "scale": lambda: keras.optimizers.LossScaleOptimizer(adam(), initial_scale=1024.0, dynamic_growth_steps=4),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_settings_of_optimizers_act_on_the_sum(name):
+    x, y = rows(48)
+    reference = compiled(build(), OPTIMIZERS[name]())
+    fit(reference, x, y, epochs=2)
+    model = compiled(build(), OPTIMIZERS[name]())
+    with put(model):  # compiled before
+        fit(model, x, y, epochs=2)
+    assert difference(weights(model), weights(reference)) < EXACT
+    ours, theirs = model.optimizer.get_config(), reference.optimizer.get_config()
+    assert ours.keys() == theirs.keys()
+
+
+@pytest.mark.ranks(2, 3)
+def test_callbacks_of_all_ranks_see_the_same_logs_and_decide_alike():
+    x, y = rows(48)
+
+    def callbacks():
+        seen = []
+        spy = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs)))
+        stop = keras.callbacks.EarlyStopping("val_loss", patience=2, min_delta=0.02, restore_best_weights=True)
+        return seen, [keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=9.0), stop, spy]
+
+    reference, (expected, plain) = compiled(build()), callbacks()
+    fit(reference, x, y, validation_data=rows(12), callbacks=plain)
+    model, (seen, ours) = compiled(build()), callbacks()
+    with put(model) as strategy:
+        fit(model, x, y, validation_data=rows(12), callbacks=ours)
+        assert len(set(strategy.all_gather_object(repr(seen)))) == 1
+    assert 1 < len(seen) == len(expected) < 11
+    assert seen[-1]["learning_rate"] == expected[-1]["learning_rate"] < 0.01
+    assert difference(weights(model), weights(reference)) < EXACT
+
+
+@pytest.mark.ranks(2, 3)
+def test_metrics_are_those_of_all_rows():
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(31, 8)), rng.integers(0, 2, (31, 1))
+    names = [
+        keras.metrics.AUC(num_thresholds=20),
+        keras.metrics.F1Score(threshold=0.5),
+        keras.metrics.RootMeanSquaredError(),
+    ]
+
+    def make():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile(loss="binary_crossentropy", metrics=[type(m).from_config(m.get_config()) for m in names])
+        return model
+
+    expected = make().evaluate(x, y, batch_size=10, verbose=0, return_dict=True)
+    model = make()
+    with put(model):
+        numbers = model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)
+        for found in (numbers, model.get_metrics_result()):  # which sums anew
+            assert history_difference(found, expected) < 1e-6
+
+
+@pytest.mark.ranks(2, 3)
+def test_predict_returns_the_rows_in_order_on_every_rank():
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, {"same": inputs * 1.0, "sum": keras.ops.sum(inputs, axis=1)})
+    x, _ = rows(11)
+    with put(model):
+        outputs = model.predict(x, batch_size=5, verbose=0)
+    assert np.array_equal(outputs["same"], x)
+    assert np.allclose(outputs["sum"], x.sum(1), rtol=1e-12)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("given", ["sample", "class"])
+def test_weights_and_a_validation_split_equal_one_process(given):
+    x, y = rows(48)
+    weight = np.random.default_rng(3).uniform(size=len(y))
+    more = {"sample_weight": weight} if given == "sample" else {"class_weight": {0: 0.5, 2: 2.0}}
+    reference = compiled(build())
+    expected = fit(reference, x, y, epochs=2, validation_split=0.2, **more)
+    model = compiled(build())
+    with put(model):
+        history = fit(model, x, y, epochs=2, validation_split=0.2, **more)
+    assert history_difference(history, expected) < EXACT
+    assert difference(weights(model), weights(reference)) < EXACT
+
+
+@pytest.mark.ranks(2, 3)
+def test_datasets_of_this_package_equal_one_process():
+    dataset = ms.data.from_arrays(rows()).shuffle(seed=1).batch(BATCH)
+    reference = compiled(build())
+    batches = iter(dataset)
+    for epoch in range(3):
+        batches.restore({"epoch": epoch, "next": 0})
+        parts = [(np.array(a), np.array(b)) for a, b in batches]
+        fit(reference, np.concatenate([a for a, _ in parts]), np.concatenate([b for _, b in parts]), epochs=1)
+    model = compiled(build())
+    with put(model):
+        history = model.fit(dataset, epochs=3, verbose=0, validation_data=dataset).history
+        assert len(history["val_loss"]) == 3
+    assert difference(weights(model), weights(reference)) < EXACT
+
+
+@pytest.mark.ranks(2)
+def test_batches_of_each_ranks_own_count_alike():
+    x, y = rows(48)
+    reference = compiled(build())
+    fit(reference, x, y, epochs=2)
+    model = compiled(build())
+    with put(model) as strategy:
+        half = slice(6 * strategy.rank, 6 * strategy.rank + 6)
+
+        def own():
+            while True:
+                for start in range(0, 48, BATCH):
+                    yield x[start:][half], y[start:][half]
+
+        model.fit(own(), epochs=2, steps_per_epoch=4, verbose=0)
+    assert difference(weights(model), weights(reference)) < EXACT
+
+
+@pytest.mark.ranks(2)
+def test_shuffled_rows_are_in_one_order_on_all_ranks():
+    x, y = rows()
+    found = []
+    for shuffle in (True, True, "batch", False):
+        model = compiled(build(), keras.optimizers.SGD(0.5))
+        with put(model) as strategy:
+            fit(model, x, y, epochs=1, shuffle=shuffle)
+            found.append(weights(model))
+            assert len(set(strategy.all_gather_object(repr(weights(model))))) == 1
+    assert difference(found[0], found[1]) == 0  # by the seed of build
+    assert difference(found[0], found[3]) > 1e-4
+    assert difference(found[2], found[3]) < 1e-6
+
+
+@pytest.mark.ranks(2)
+def test_masks_of_dropout_differ_between_ranks_and_repeat():
+    def mask():
+        keras.utils.set_random_seed(5)
+        model = compiled(keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)]))
+        with put(model) as strategy:
+            fit(model, *rows(12), epochs=1)
+            own = keras.ops.convert_to_numpy(model.layers[0](np.ones((4, 8)), training=True)) > 0
+            return strategy.all_gather_object(own.tolist())
+
+    first = mask()
+    assert first[0] != first[1]
+    assert first == mask()
+
+
+@pytest.mark.ranks(2, 3)
+def test_running_statistics_become_means_over_the_ranks():
+    layer = keras.layers.BatchNormalization(momentum=0.5)
+    model = keras.Sequential([keras.Input((8,)), layer, keras.layers.Dense(3)])
+    compiled(model, keras.optimizers.SGD(0.0))
+    x, y = rows(12)
+    with put(model) as strategy:
+        fit(model, x, y, epochs=1)
+        parts = np.array_split(x, strategy.size)
+        assert difference([layer.moving_mean], [0.5 * np.mean([part.mean(0) for part in parts], axis=0)]) < EXACT
+        assert len(set(strategy.all_gather_object(repr(weights(model))))) == 1
+
+
+@pytest.mark.ranks(2)
+def test_a_step_of_the_users_own_equals_one_process():
+    x, y = rows()
+    keras.utils.set_random_seed(0)
+    reference = Custom()
+    reference.compile(optimizer=adam())
+    fit(reference, x, y, epochs=2)
+    keras.utils.set_random_seed(0)
+    model = Custom()
+    with put(model) as strategy:
+        model.compile(optimizer=adam())
+        history = fit(model, x, y, epochs=2)
+        assert len(set(strategy.all_gather_object(repr(history)))) == 1
+    assert difference(weights(model), weights(reference)) < EXACT
+
+
+@pytest.mark.ranks(2)
+def test_single_steps_equal_one_process():
+    x, y = rows(12)
+    reference, model = compiled(build()), compiled(build())
+    with put(model) as strategy:
+        mine = slice(6 * strategy.rank, 6 * strategy.rank + 6)
+        for _ in range(2):
+            expected = reference.train_on_batch(x, y, return_dict=True)
+            assert model.train_on_batch(x[mine], y[mine], return_dict=True) == pytest.approx(expected, rel=EXACT)
+        assert model.test_on_batch(x[mine], y[mine]) == pytest.approx(reference.test_on_batch(x, y), rel=EXACT)
+    assert difference(weights(model), weights(reference)) < EXACT

@@ -1,0 +1,120 @@
+"""What wrong use of Keras models under strategies gets: an error on every rank, with the name and the remedy."""
+
+import pytest
+
+keras = pytest.importorskip("keras", reason="Keras or its backend is not installed: make test-frameworks")
+
+import numpy as np  # noqa: E402
+from keras_training import BACKEND, adam, build, compiled, fit, put, rows  # noqa: E402
+
+import mpistrat as ms  # noqa: E402
+
+
+@pytest.mark.ranks(1)
+def test_what_cannot_be_distributed_is_refused():
+    with pytest.raises(ms.errors.ContextError, match="scope"):
+        ms.keras.distribute(build())
+    two = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+    with two, two.scope(), pytest.raises(ms.errors.LayoutError, match="MultiWorkerMirroredStrategy"):
+        ms.keras.distribute(build())
+    model = compiled(build())
+    with put(model) as strategy, strategy.scope():
+        with pytest.raises(RuntimeError, match="second"):
+            ms.keras.distribute(model)
+        with pytest.raises(TypeError, match=r"keras\.Model"):
+            ms.keras.distribute(keras.layers.Dense(3))
+        with pytest.raises(ValueError, match="sum_over_batch_size"):
+            model.compile(loss=keras.losses.MeanSquaredError(reduction="sum"))
+        with pytest.raises(TypeError, match="PyDataset"):
+            compiled(model).fit(keras.utils.PyDataset())
+        with pytest.raises(TypeError, match="CallbackList"):
+            model.fit(*rows(), callbacks=keras.callbacks.CallbackList([]))
+        if BACKEND == "tensorflow":
+            with pytest.raises(ValueError, match="jit_compile=False"):
+                compiled(model, jit_compile=True)
+        compiled(model)
+    other = build()
+    with put(other), pytest.raises(ms.errors.ContextError, match="another strategy"):
+        compiled(other, model.optimizer)
+
+
+def _fit(model, rank, **settings):
+    return fit(model, *rows(), epochs=1, **settings)
+
+
+def _own(model, rank):
+    model.fit(((x, y) for x, y in [rows(6)] * (3 - rank)), verbose=0)
+
+
+def _fails(model, rank):
+    def own():
+        for step in range(4):
+            if rank and step == 3:
+                raise OSError("no such file")
+            yield rows(6)
+
+    model.fit(own(), verbose=0)
+
+
+CASES = {
+    "rows": (lambda model, rank: fit(model, *rows(40 + rank), epochs=1), "arrays"),
+    "values": (lambda model, rank: fit(model, rows()[0] + rank, rows()[1], epochs=1), "digest"),
+    "epochs": (lambda model, rank: fit(model, *rows(), epochs=1 + rank), "epochs=1"),
+    "batch": (lambda model, rank: _fit(model, rank, batch_size=8 + rank), "batches of 8 rows"),
+    "batches": (_own, "2 on rank 1, and more on the others"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", CASES)
+def test_different_arguments_are_told_on_all_ranks(case):
+    call, match = CASES[case]
+    model = compiled(build())
+    with put(model) as strategy, pytest.raises(ms.errors.CollectiveMismatchError, match=match):
+        call(model, strategy.rank)
+
+
+@pytest.mark.ranks(2)
+def test_an_input_that_fails_on_one_rank_is_told_on_all():
+    model = compiled(build())
+    with put(model) as strategy:
+        error, match = (OSError, "no such file") if strategy.rank else (RuntimeError, "rank 1")
+        with pytest.raises(error, match=match):
+            _fails(model, strategy.rank)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_different_models_are_told_on_all_ranks(what):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        model = build()
+        if what == "model" and strategy.rank:
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+        optimizer = keras.optimizers.Adam(beta_1=0.9 + 0.01 * strategy.rank) if what == "optimizer" else adam()
+        with strategy.scope():
+            ms.keras.distribute(compiled(model, optimizer))
+        with pytest.raises(ms.errors.CollectiveMismatchError, match="kernel" if what == "model" else "beta_1"):
+            fit(model, *rows(), epochs=1)
+
+
+@pytest.mark.ranks(2)
+def test_another_learning_rate_of_one_rank_is_told_on_all_ranks():
+    model = compiled(build())
+    with put(model) as strategy:
+        rate = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 * (1 + strategy.rank))
+        with pytest.raises(ms.errors.CollectiveMismatchError, match="learning rate"):
+            fit(model, *rows(), epochs=1, callbacks=[rate])
+
+
+@pytest.mark.ranks(2)
+def test_an_error_of_a_collective_in_a_graph_keeps_its_name():
+    model = compiled(build())
+    with put(model) as strategy:
+
+        class Strays(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                if batch == 1 and strategy.rank:
+                    strategy.reduce("SUM", np.ones(3))
+
+        with pytest.raises(ms.errors.CollectiveMismatchError):
+            fit(model, *rows(), epochs=1, callbacks=[Strays()])
