@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .. import context
+from ..cluster.devices import parse
 from ..errors import ContextError, explain
 from .module import link_of, put_into, sums_workers
 from .optimizer import distribute_optimizer
@@ -15,7 +16,7 @@ from .rule import check_kind
 from .sync_batch_norm import SyncBatchNorm, convert
 from .tensors import array_of
 
-__all__ = ["distribute"]
+__all__ = ["check_tensors", "distribute"]
 
 M = TypeVar("M", bound=torch.nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -44,7 +45,7 @@ def distribute(
     pass, by torch's own rule. Random numbers, as of dropout, differ from replica to replica from then on.
 
     Args:
-        module: any, on the CPU; convert its dtype before.
+        module: any, on the kind of device that the strategy has; convert its dtype before.
         optimizer: of the module's parameters, made as usual; one of torch.optim's SGD, Adam, AdamW, RMSprop, Adagrad,
             Adadelta, Adamax, RAdam, NAdam. Without it, pass `[(v.grad, v), …]` of the strategy's variables to one of ours.
         loss: what a replica differentiates: "mean", over the rows of its part of the batch; replicas are weighted by their
@@ -80,7 +81,7 @@ def distribute(
         expected, got = "None, where servers sum the gradients of workers, which see their own only", str(max_norm)
         remedy = "Set workers_in_sync=… to all workers, or use ms.MultiWorkerMirroredStrategy()"
         raise ValueError(explain(function, "max_norm", expected=expected, got=got, remedy=remedy))
-    _check_tensors(module)
+    check_tensors(module, _device_of(context.get_strategy()))
     names = {parameter: name for name, parameter in module.named_parameters()}
     if any(link_of(parameter) is not None for parameter in names):
         raise RuntimeError(explain(function, "module", expected="one call for a module", got="a second one"))
@@ -107,8 +108,14 @@ def distribute(
     return module, optimizer
 
 
-def _check_tensors(module: torch.nn.Module) -> None:
-    """Check that parameters and buffers have memory, in this process, of a dtype that variables have.
+def _device_of(strategy: Any) -> str:
+    """Return where modules must lie, in torch's words."""
+    placement = strategy.extended.placement
+    return "cuda" if placement.store is None and parse(placement.devices[0])[0] == "gpu" else "cpu"
+
+
+def check_tensors(module: torch.nn.Module, device: str) -> None:
+    """Check that parameters and buffers have memory, in this process, on a kind of device, of a dtype that variables have.
 
     Raises:
         ValueError: one has not; it is named.
@@ -124,6 +131,9 @@ def _check_tensors(module: torch.nn.Module) -> None:
                 "one on the meta device, without memory",
                 'Use module.to_empty(device="cpu"), and set numbers, before',
             )
+        elif tensor.device.type != device:
+            got = f"one on {tensor.device}, where the strategy's variables lie on {device}"
+            remedy = f'Use module.to("{device}") before, or another devices= of the strategy'
         elif tensor.is_complex() and tensor.requires_grad:
             got, remedy = f"a trainable one of {tensor.dtype}", "Keep torch.view_as_real(…) of it as the parameter"
         elif tensor.is_inference():

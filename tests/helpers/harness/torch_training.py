@@ -108,9 +108,10 @@ def plain(module, optimizer, kind="vectors", scheduler=None, max_norm=None, epoc
                 scheduler.step()
 
 
-def distributed(strategy, module, optimizer, kind="vectors", scheduler=None, epochs=EPOCHS):
-    """Train in a loop that but for its data is one of plain torch."""
+def distributed(strategy, module, optimizer, kind="vectors", scheduler=None, epochs=EPOCHS, first=0):
+    """Train in a loop that but for its data is one of plain torch, from an epoch on."""
     data = strategy.distribute_dataset(dataset(kind))
+    data.set_epoch(first)
     for _ in range(epochs):
         for x, y in data:
             optimizer.zero_grad()

@@ -4,7 +4,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
-from torch_training import BATCH, MODULES, check_equal, make  # noqa: E402
+from torch_training import (  # noqa: E402
+    BATCH,
+    EPOCHS,
+    MODULES,
+    check_equal,
+    difference,
+    distributed,
+    make,
+    plain,
+)
 
 import mpistrat as ms  # noqa: E402
 
@@ -57,6 +66,41 @@ def test_halves_of_the_world(name):
     with make_strategy(comm=comm) as strategy:
         check_equal(strategy, name)
     comm.Free()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", ["mlp", "conv_net"])
+def test_two_ranks_save_and_three_or_one_go_on(name, mpi_tmp_path):
+    from mpi4py import MPI
+
+    build, kind, rule, options = MODULES[name]
+    path, world, half = mpi_tmp_path / "run.h5", MPI.COMM_WORLD, EPOCHS // 2
+    reference = build()
+    plain(reference, make(rule, reference), kind)
+    expected = reference.state_dict()
+
+    def train(comm, first, restored):
+        module = build()
+        optimizer = make(rule, module)
+        with ms.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+            with strategy.scope():
+                ms.torch.distribute(module, optimizer, **options)
+            if restored:
+                strategy.restore(path)
+            distributed(strategy, module, optimizer, kind, epochs=half, first=first)
+            if not restored:
+                strategy.save(path)
+            module.eval()
+            return {key: value.clone() for key, value in module.state_dict().items()}
+
+    two = world.Split(0 if world.rank < 2 else MPI.UNDEFINED)
+    if two != MPI.COMM_NULL:
+        train(two, 0, restored=False)
+        two.Free()
+    world.Barrier()
+    for comm in (world, MPI.COMM_SELF):
+        state = train(comm, half, restored=True)
+        assert {key for key in expected if difference([state[key]], [expected[key]]) >= 1e-9} == set()
 
 
 # Parameter servers. With 52 rows in batches of 6 one of two workers has a step less in each epoch.

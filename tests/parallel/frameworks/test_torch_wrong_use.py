@@ -53,6 +53,22 @@ def test_what_cannot_be_distributed_is_refused():
             ms.torch.distribute(module)
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_module_on_another_device_is_named():
+    from torch._subclasses.fake_tensor import FakeTensorMode  # what says that it is on a GPU, without one
+
+    from mpistrat.torch.distribute import check_tensors
+
+    module = torch.nn.Module()
+    with FakeTensorMode():
+        module.weight = torch.nn.Parameter(torch.empty(3, device="cuda"))
+    named = pytest.raises(ValueError, match="module: weight: .*on cuda:0, where the strategy's variables lie on cpu")
+    with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope(), named:
+        ms.torch.distribute(module)
+    with pytest.raises(ValueError, match=r'0\.weight: .*on cpu, where .* lie on cuda\. Use module\.to\("cuda"\)'):
+        check_tensors(mlp(), "cuda")
+
+
 @pytest.mark.ranks(2, 3)
 def test_another_module_on_one_rank_is_told_on_all():
     from mpi4py import MPI
