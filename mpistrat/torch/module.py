@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -51,7 +51,8 @@ class Link:
     """
 
     __slots__ = (
-        *("adds", "address", "gradient", "name", "parameter", "replicas", "share", "shown", "tensor", "variable"),
+        *("_present", "adds", "address", "gradient", "name", "parameter", "replicas", "share", "shown", "tensor"),
+        "variable",
     )
 
     def __init__(self, name: str, variable: Variable, parameter: torch.nn.Parameter, replica: int) -> None:
@@ -71,27 +72,34 @@ class Link:
         self.address = self.tensor.data_ptr()
         parameter.data = self.tensor
         if parameter.requires_grad:
-            self.gradient = tensor_of(variable.gradient(replica))
+            array = variable.gradient(replica)
+            self._present = array, variable
+            self.gradient = tensor_of(array)
             self.shown = torch.Tensor._make_subclass(LocalGradient, self.gradient)
             parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: torch.nn.Parameter) -> None:
-        """Take the gradient that a backward pass has just completed. If `shown` was there, autograd has added to it already."""
+        """Take the gradient that a backward pass has just completed. If `shown` was there, autograd has added to it already.
+
+        For a small module these calls, one for each parameter, take as long as a step's communication: what is not rare comes
+        first, and does not go through `torch.no_grad`.
+        """
         gradient, target = parameter.grad, self.gradient
         if gradient is None or gradient is self.shown or target is None:
             return
-        with torch.no_grad():
-            if self.adds:
-                target.add_(gradient, alpha=self.share)
-            elif gradient.is_sparse:
-                target.zero_().add_(gradient, alpha=self.share)
-            elif self.share == 1:
-                target.copy_(gradient)
-            elif self.share:
-                torch.mul(gradient, self.share, out=target)
-            else:  # the mean of no row is not a number
-                target.zero_()
-        self.adds = False
+        if gradient.requires_grad:  # backward(create_graph=True)
+            gradient = gradient.detach()
+        if self.adds:
+            target.add_(gradient, alpha=self.share)
+            self.adds = False
+        elif gradient.is_sparse:
+            target.zero_().add_(gradient, alpha=self.share)
+        elif self.share == 1:
+            target.copy_(gradient)
+        elif self.share:
+            torch.mul(gradient, self.share, out=target)
+        else:  # the mean of no row is not a number
+            target.zero_()
         parameter.grad = self.shown
 
     def _weigh(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -116,25 +124,25 @@ class Link:
         """Forget the gradient."""
         self.adds, self.parameter.grad = False, None
 
-    def pair(self, replica: int, by_rows: bool) -> tuple[Any, Variable]:
+    def pair(self, by_rows: bool) -> tuple[Any, Variable]:
         """Return the gradient and the variable, as `apply_gradients` takes them.
 
         Args:
-            replica: the local one.
             by_rows: whether a server may get the rows of a sparse gradient alone, and leaves the others as they are.
 
         Raises:
             RuntimeError: the parameter has lost the variable's memory, or was frozen when it was distributed.
         """
-        parameter, gradient = self.parameter, self.parameter.grad
-        if self.tensor is None:
+        parameter, tensor = self.parameter, self.tensor
+        gradient = parameter.grad
+        if tensor is None:
             if gradient is None:
                 return None, self.variable
             if not gradient.is_sparse:
                 return array_of(gradient), self.variable
             rows = by_rows and gradient.sparse_dim() == 1
             return slices_of(gradient) if rows else array_of(gradient.to_dense()), self.variable
-        if parameter.data_ptr() != self.address or parameter.dtype is not self.tensor.dtype:
+        if parameter.data_ptr() != self.address or parameter.dtype is not tensor.dtype:
             cause = ".half(), .to(dtype), share_memory() or parameter.data = … after distribute"
             got = f"a {parameter.dtype} tensor elsewhere: {cause}"
             remedy = "Convert the module before ms.torch.distribute; write with parameter.copy_(…) or load_state_dict"
@@ -146,7 +154,7 @@ class Link:
             self._refuse("a parameter that was trainable when it was distributed", "a frozen one", remedy)
         elif gradient is not self.shown:
             self.gradient.copy_(gradient)  # the program's own
-        return self.variable.gradient(replica), self.variable
+        return self._present
 
     def __reduce__(self) -> Any:
         return type(None), ()  # of a parameter in a file, or in another process
@@ -183,10 +191,13 @@ def gradients(module: torch.nn.Module) -> list[tuple[Any, Variable]]:
     Example:
         >>> optimizer.apply_gradients(ms.torch.gradients(module))  # doctest: +SKIP
     """
-    links = list(_links(module))
+    links = vars(module).get("mpistrat_links")
+    if links is None:  # a part of a distributed module
+        links = [link for parameter in module.parameters() if (link := link_of(parameter)) is not None]
     replica = replica_of(links[0].variable.placement.strategy) if links else 0
-    check_called(module, replica)
-    return [link.replicas[replica].pair(replica, by_rows=True) for link in links if link.parameter.requires_grad]
+    if "mpistrat_called" in vars(module):
+        check_called(module, replica)
+    return [link.replicas[replica].pair(by_rows=True) for link in links if link.parameter.requires_grad]
 
 
 def replica_of(strategy: Any) -> int:
@@ -202,6 +213,7 @@ class DistributedModule(torch.nn.Module):
 
     Attributes:
         mpistrat_strategy: whose variables its parameters are.
+        mpistrat_links: what ties each parameter to its variable.
         mpistrat_weighs: whether gradients are weighted by the rows of a replica's batch.
         mpistrat_called: whether there was a forward pass with gradients since the last step.
         mpistrat_summed: of how many replicas a server sums the gradients; each is divided by it before. Else 1.
@@ -212,6 +224,7 @@ class DistributedModule(torch.nn.Module):
     """
 
     mpistrat_strategy: Any
+    mpistrat_links: Sequence[Link]
     mpistrat_weighs: bool
     mpistrat_called: bool
     mpistrat_summed: int
@@ -227,6 +240,8 @@ class DistributedModule(torch.nn.Module):
             replica = replica_of(self.mpistrat_strategy)
             if replica:
                 return replicas[replica](*args, **kwargs)
+        begin = _begin_untraced if torch.compiler.is_dynamo_compiling() else _begin
+        begin(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
@@ -245,7 +260,7 @@ class DistributedModule(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's state, as plain torch has it. Of several parameter servers none may call it."""
-        for link in _links(self):
+        for link in self.mpistrat_links:
             if link.tensor is None:
                 link.attach()
         return super().state_dict(*args, **kwargs)
@@ -256,7 +271,7 @@ class DistributedModule(torch.nn.Module):
         Raises:
             CollectiveMismatchError: on every rank, when they load other numbers.
         """
-        links = list(_links(self))
+        links = self.mpistrat_links
         for link in links:
             link.parameter.data = link.parameter.data.clone()  # private: ranks of a node share the other memory
         try:
@@ -277,8 +292,6 @@ class DistributedModule(torch.nn.Module):
         plain: Any = object.__new__(kind)
         memo[id(self)] = plain
         for name, value in vars(self).items():
-            if name == "_forward_pre_hooks":
-                value = type(value)((key, hook) for key, hook in value.items() if hook is not _begin)
             if not name.startswith("mpistrat_"):
                 plain.__dict__[name] = copy.deepcopy(value, memo)
         return plain
@@ -298,12 +311,14 @@ def put_into(strategy: Any, module: torch.nn.Module, order: Iterable[str], weigh
     """
     replicas = [module, *(copy.deepcopy(module) for _ in strategy.extended.replicas[1:])]
     parameters = [dict(each.named_parameters()) for each in replicas]
+    links: list[list[Link]] = [[] for _ in replicas]
     for name in order:
         own = parameters[0][name]
         variable = Variable(array_of(own), trainable=own.requires_grad, name=name)
-        links = tuple(Link(name, variable, each[name], replica) for replica, each in enumerate(parameters))
-        for link in links:
-            link.replicas = links
+        copies = tuple(Link(name, variable, each[name], replica) for replica, each in enumerate(parameters))
+        for link, of_replica in zip(copies, links, strict=True):
+            link.replicas = copies
+            of_replica.append(link)
     buffers: dict[str, Variable] = {}
     own_memory = strategy.extended.placement.store is None
     for name, buffer in module.named_buffers():
@@ -316,40 +331,42 @@ def put_into(strategy: Any, module: torch.nn.Module, order: Iterable[str], weigh
         )
         for replica, each in enumerate(replicas):
             each.get_buffer(name).data = tensor_of(variable.storage(replica))
-    for each in replicas:
+    for each, of_replica in zip(replicas, links, strict=True):
         kind = type(each)
         each.__class__ = type(kind.__name__, (DistributedModule, kind), {"__module__": kind.__module__})
         distributed: Any = each
-        distributed.mpistrat_strategy, distributed.mpistrat_weighs = strategy, weighs
+        distributed.mpistrat_strategy, distributed.mpistrat_links = strategy, tuple(of_replica)
+        distributed.mpistrat_weighs = weighs
         distributed.mpistrat_summed = 1 if own_memory or not weighs else summed_replicas(strategy)
         distributed.mpistrat_memory, distributed.mpistrat_share = own_memory, 1.0
         distributed.mpistrat_called = False
         distributed.mpistrat_buffers = buffers if each is module else {}
         object.__setattr__(each, "mpistrat_replicas", tuple(replicas) if each is module else (each,))
-        each.register_forward_pre_hook(_begin, with_kwargs=True)
         for layer in each.modules():
             if isinstance(layer, SyncBatchNorm):
                 layer.strategy = strategy
 
 
-@torch.compiler.disable
 def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note, before a forward pass, by what its gradients are multiplied."""
     share = 1.0
     if torch.is_grad_enabled():
-        module.mpistrat_called = True
+        vars(module)["mpistrat_called"] = True  # torch's way to set an attribute takes long
         share = _share_of_batch(module)
         if share != 1 and not _has_rows((args, kwargs)):  # it is of another origin
             share = 1.0
-    if module.mpistrat_share != share or share != 1:
+    if module.mpistrat_share != share:
         module.mpistrat_share = share
         for layer in module.modules():
             if isinstance(layer, SyncBatchNorm):
                 layer.share = share
-    elif module.mpistrat_memory:
+    elif share == 1 and module.mpistrat_memory:
         return
-    for link in _links(module):
+    for link in module.mpistrat_links:
         link.begin(share / module.mpistrat_summed)
+
+
+_begin_untraced = torch.compiler.disable(_begin)
 
 
 def _share_of_batch(module: Any) -> float:
@@ -391,7 +408,7 @@ def check_called(module: Any, replica: int) -> None:
             "Call the module itself: there gradients are weighted by the rows of replicas' unequal parts of the batch"
         )
         raise RuntimeError(explain("step", "", expected=expected, got=got, remedy=remedy))
-    own.mpistrat_called = False
+    vars(own)["mpistrat_called"] = False
 
 
 def summed_replicas(strategy: Any) -> int:
@@ -405,10 +422,3 @@ def summed_replicas(strategy: Any) -> int:
 def sums_workers(strategy: Any) -> bool:
     """Return whether servers add up the gradients of workers that do not step together otherwise."""
     return getattr(strategy, "max_staleness", None) == 0 and strategy.num_workers > strategy.workers_in_sync
-
-
-def _links(module: torch.nn.Module) -> Iterator[Link]:
-    for parameter in module.parameters():
-        link = link_of(parameter)
-        if link is not None:
-            yield link

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     mpistrat_rule: TorchRule
     mpistrat_strategy: Any
     mpistrat_module: Any
+    mpistrat_links: Sequence[Sequence[Link]]  # of the parameters of each local replica
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Sum the gradients over all replicas, and update. Collective.
@@ -62,26 +63,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
     step.__dict__.update(_wrapped_by_lr_sched=True)  # so that a scheduler leaves it as it is
 
     def _apply(self) -> None:
-        replica = replica_of(self.mpistrat_strategy)
         rule = self.mpistrat_rule
         rule.follow()
-        links = [link.replicas[replica] for link in self._links() if link.parameter.requires_grad]
-        rule.apply_gradients([link.pair(replica, rule.by_rows) for link in links])
+        by_rows = rule.by_rows
+        rule.apply_gradients([link.pair(by_rows) for link in self._own_links() if link.parameter.requires_grad])
 
-    def _links(self) -> Iterator[Link]:
-        for _, parameter in self._parameters():
-            link = link_of(parameter)
-            if link is not None:
-                yield link
+    def _own_links(self) -> Sequence[Link]:
+        """Return the links of this replica; outside of steps, of the first local one."""
+        replicas = self.mpistrat_links
+        return replicas[replica_of(self.mpistrat_strategy) if len(replicas) > 1 else 0]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients: of this replica in a step, of all local ones outside."""
         frame = context.current()
         inside = frame.strategy is self.mpistrat_strategy and frame.replica is not None
-        replica = replica_of(self.mpistrat_strategy)
-        for link in self._links():
-            for each in (link.replicas[replica],) if inside else link.replicas:
-                each.forget()
+        for links in (self._own_links(),) if inside else self.mpistrat_links:
+            for link in links:
+                link.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take a group, before `distribute` only."""
@@ -152,10 +150,12 @@ def distribute_optimizer(module: Any, optimizer: torch.optim.Optimizer, max_norm
     replicas = summed_replicas(strategy) if weighs and in_memory else 1
     limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
     rule = TorchRule(kind, optimizer, replicas, limit)
+    links: list[Link] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             link = link_of(parameter)
             if link is not None:
+                links.append(link)
                 for _, variable in each_variable([(None, link.variable)]):
                     rule.assign_group(variable, number)
     before = optimizer.state_dict()
@@ -163,6 +163,7 @@ def distribute_optimizer(module: Any, optimizer: torch.optim.Optimizer, max_norm
     optimizer.__class__ = type(kind.__name__, (DistributedOptimizer, kind), {"__module__": kind.__module__})
     distributed: Any = optimizer
     distributed.mpistrat_rule, distributed.mpistrat_strategy, distributed.mpistrat_module = rule, strategy, module
+    distributed.mpistrat_links = tuple(zip(*(link.replicas for link in links), strict=True))
     optimizer.state.clear()
     if any(int(state.get("step", 0)) for state in before["state"].values()):
         distributed.load_state_dict(before)

@@ -46,6 +46,17 @@ class _BlockStep:
         self._group.update({name: value for name, value in group.items() if name != "params"} | _OURS)
         self._raw_step = inspect.unwrap(kind.step)  # hooks of a profiler and a compiler take as long as a block
         self._step = torch.tensor(0.0)
+        self._numbers: dict[str, Any] = {}
+        if self._kernel is not None:
+            beta1, beta2 = group["betas"]
+            self._numbers = {
+                "beta1": float(beta1),
+                "beta2": float(beta2),
+                "weight_decay": float(group["weight_decay"]),
+                "eps": float(group["eps"]),
+                "amsgrad": bool(group["amsgrad"]),
+                "maximize": bool(group["maximize"]),
+            }
 
     def names(self) -> list[str]:
         """Return the names of what torch keeps for each element: found by a step on one number."""
@@ -82,26 +93,11 @@ class _BlockStep:
     def _call_kernel(
         self, weights: torch.Tensor, gradient: torch.Tensor, slots: Mapping[str, torch.Tensor], step: int, rate: float
     ) -> None:
-        group, largest = self._group, slots.get("max_exp_avg_sq")
-        beta1, beta2 = group["betas"]
-        with torch.no_grad():
-            self._kernel(  # type: ignore[misc]
-                *(
-                    [weights],
-                    [gradient],
-                    [slots["exp_avg"]],
-                    [slots["exp_avg_sq"]],
-                    [] if largest is None else [largest],
-                ),
-                [self._step.fill_(step)],
-                lr=rate,
-                beta1=float(beta1),
-                beta2=float(beta2),
-                weight_decay=float(group["weight_decay"]),
-                eps=float(group["eps"]),
-                amsgrad=bool(group["amsgrad"]),
-                maximize=bool(group["maximize"]),
-            )
+        averages, squares, largest = [slots["exp_avg"]], [slots["exp_avg_sq"]], []
+        if self._numbers["amsgrad"]:
+            largest = [slots["max_exp_avg_sq"]]
+        steps = [self._step.fill_(step)]
+        self._kernel([weights], [gradient], averages, squares, largest, steps, lr=rate, **self._numbers)  # type: ignore[misc]
 
 
 @final
@@ -123,6 +119,7 @@ class TorchRule(Optimizer):
         self.scale = 1.0 / replicas
         self.rule, self.settings = kind.__name__, _settings(optimizer.param_groups)
         self.__group_of: dict[Any, int] = {}  # not compared: the settings have the number of each
+        self.__seen: list[dict[str, Any]] = []
         self.__local = threading.local()
 
     def _rate_of_first(self) -> float:
@@ -130,9 +127,14 @@ class TorchRule(Optimizer):
 
     def follow(self) -> None:
         """Take over what the program, or a scheduler, has changed in the groups."""
-        settings = _settings(self._optimizer.param_groups)
+        groups = self._optimizer.param_groups
+        if groups == self.__seen:  # mostly of identities
+            return
+        settings = _settings(groups)
         if settings != self.settings:
             self.settings = settings
+        changing = any(map(_has_tensor, groups))  # in place; then it would be equal to itself
+        self.__seen = [] if changing else [dict(group) for group in groups]
 
     @property
     def by_rows(self) -> bool:
@@ -182,9 +184,21 @@ class TorchRule(Optimizer):
         return {"mu_product": product}
 
 
+def _has_tensor(group: Mapping[str, Any]) -> bool:
+    values = (value for name, value in group.items() if name != "params")
+    return any(torch.is_tensor(part) for value in values for part in (value if isinstance(value, tuple) else (value,)))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_number(part) for part in value)
+    return float(value) if torch.is_tensor(value) else value
+
+
 def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     chosen = [
-        {name: value for name, value in group.items() if name not in _UNCOMPARED} | {"parameters": len(group["params"])}
+        {name: _number(value) for name, value in group.items() if name not in _UNCOMPARED}
+        | {"parameters": len(group["params"])}
         for group in groups
     ]
     for settings, group in zip(chosen[1:], groups[1:], strict=True):

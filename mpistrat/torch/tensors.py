@@ -16,6 +16,8 @@ __all__ = ["LocalGradient", "array_of", "slices_of", "tensor_of"]
 
 def tensor_of(array: Any) -> torch.Tensor:
     """Return a tensor that has the memory of a NumPy or CuPy array, of any dtype that torch knows."""
+    if type(array) is np.ndarray and array.dtype.kind == "f":
+        return torch.from_numpy(array)
     if is_gpu(array):
         return torch.from_dlpack(array)
     if is_bfloat16(array.dtype):
