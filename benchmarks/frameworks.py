@@ -1,113 +1,54 @@
-"""A training step of PyTorch modules: ours against DDP on gloo, and against MPI_Allreduce of one flat gradient and fused Adam.
+"""A training step of a framework's model by `ms.torch`, `ms.jax` or `ms.keras`, against its own ways and `MPI_Allreduce`.
 
     mpiexec -n 2 python benchmarks/frameworks.py --output benchmarks/results/today
+    mpiexec -n 2 python benchmarks/frameworks.py --framework jax
+    KERAS_BACKEND=jax mpiexec -n 2 python benchmarks/frameworks.py --framework keras
 
 Each contender computes the same forward and backward pass; its figure is also given less that pass alone. CPU seconds are
-those of all threads of the slowest rank, since MPI spins while it waits, and gloo does not.
+those of all threads of the slowest rank, since MPI spins while it waits, and gloo does not. Memory is what the ranks of a
+node use together, pages that they share counted once. Contenders are in `frameworks_torch.py`, `_jax` and `_keras`: each
+framework in processes of its own.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import ctypes
+import gc
+import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import harness
-import numpy as np
-import torch
 
 import mpistrat as ms
 
-OURS, DDP, FLAT = "mpistrat.torch", "torch DDP on gloo, fused Adam", "MPI_Allreduce of one flat gradient, fused Adam"
-ALONE = "forward and backward alone"
-WIDTH, ROWS = 2048, 8
+FRAMEWORKS = ("torch", "jax", "keras")
 
 
-def mlp() -> tuple[torch.nn.Module, torch.Tensor]:
-    """Return a module of 16.8 M parameters, and a batch."""
-    torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(WIDTH, WIDTH, bias=False), torch.nn.Tanh())]
-    return torch.nn.Sequential(*layers), torch.randn(ROWS, WIDTH)
+def made(comm: Any, makers: Mapping[str, Callable[[], Any]], calls: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return what each maker makes, and the bytes a node that it has added after so many calls of it. Collective."""
+    things, added = {}, {}
+    nodes = harness.comm_nodes(comm)
+    for name, make in makers.items():
+        before = used(comm)
+        things[name] = make()
+        for _ in range(calls):
+            things[name]()
+        added[name] = (used(comm) - before) / nodes
+    return things, added
 
 
-def conv_net() -> tuple[torch.nn.Module, torch.Tensor]:
-    """Return a module of 24 K parameters, and a batch."""
-    torch.manual_seed(0)
-    n = torch.nn
-    channels, layers = (1, 16, 32, 64), []
-    for before, after in itertools.pairwise(channels):
-        layers += [n.Conv2d(before, after, 3, padding=1), n.BatchNorm2d(after), n.ReLU()]
-    return n.Sequential(*layers, n.AdaptiveAvgPool2d(1), n.Flatten(), n.Linear(64, 10)), torch.randn(ROWS, 1, 8, 8)
+def used(comm: Any) -> float:
+    """Return the bytes that the ranks use together, without what their allocators keep of what was freed. Collective."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # of another C library than GNU's
+        ctypes.CDLL(None).malloc_trim(0)
+    return harness.proportional_memory(comm)
 
 
-MODELS: dict[str, Callable[[], tuple[torch.nn.Module, torch.Tensor]]] = {"MLP, 16.8 M": mlp, "conv net, 24 K": conv_net}
-
-
-def ours(strategy: Any, build: Any) -> harness.Operation:
-    """Return the step of a distributed module. Collective."""
-    module, x = build()
-    optimizer = torch.optim.Adam(module.parameters(), 1e-3)
-    with strategy.scope():
-        ms.torch.distribute(module, optimizer)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        module(x).square().mean().backward()
-        optimizer.step()
-
-    return step
-
-
-def ddp(build: Any) -> harness.Operation:
-    """Return DDP's step. Collective."""
-    module, x = build()
-    wrapped = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    optimizer = torch.optim.Adam(wrapped.parameters(), 1e-3, fused=True)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=False)
-        wrapped(x).square().mean().backward()
-        optimizer.step()
-
-    return step
-
-
-def flat(comm: Any, build: Any) -> harness.Operation:
-    """Return a step with one MPI_Allreduce of all gradients, which are views of one array."""
-    module, x = build()
-    parameters = list(module.parameters())
-    gradient = np.zeros(sum(p.numel() for p in parameters), np.float32)
-    start = 0
-    for p in parameters:
-        p.grad = torch.from_numpy(gradient[start : start + p.numel()]).view_as(p)
-        start += p.numel()
-    optimizer = torch.optim.Adam(parameters, 1e-3, fused=True)
-    from mpi4py import MPI
-
-    def step() -> None:
-        gradient[:] = 0
-        module(x).square().mean().backward()
-        comm.Allreduce(MPI.IN_PLACE, gradient)
-        np.divide(gradient, comm.size, out=gradient)
-        optimizer.step()
-
-    return step
-
-
-def alone(build: Any) -> harness.Operation:
-    """Return the forward and backward pass."""
-    module, x = build()
-
-    def step() -> None:
-        for p in module.parameters():
-            p.grad = None
-        module(x).square().mean().backward()
-
-    return step
-
-
-def cpu_seconds(comm: Any, operations: dict[str, harness.Operation], rounds: int) -> dict[str, float]:
+def cpu_seconds(comm: Any, operations: Mapping[str, harness.Operation], rounds: int) -> dict[str, float]:
     """Return the CPU seconds of each operation on the slowest rank: the smallest of some rounds, taken in turns. Collective."""
     best = dict.fromkeys(operations, float("inf"))
     for _ in range(rounds):
@@ -116,44 +57,57 @@ def cpu_seconds(comm: Any, operations: dict[str, harness.Operation], rounds: int
             before = time.process_time()
             operation()
             best[name] = min(best[name], time.process_time() - before)
-    from mpi4py import MPI
+    return {name: harness.largest(comm, value) for name, value in best.items()}
 
-    return {name: comm.allreduce(value, MPI.MAX) for name, value in best.items()}
+
+def show(model: str, result: Mapping[str, Any]) -> None:
+    """Print the figures of a model."""
+    wall, cpu, memory = (result[what][model] for what in ("seconds", "cpu_seconds", "memory_bytes"))
+    rest, rest_cpu = ({name: t - times[harness.ALONE] for name, t in times.items()} for times in (wall, cpu))
+    rows = [
+        [name, harness.describe(wall[name]), harness.describe(max(rest[name], 0)),
+         f"{rest[name] / rest[harness.OURS]:.2f} ×", harness.describe(max(rest_cpu[name], 0)),
+         f"{rest_cpu[name] / rest_cpu[harness.OURS]:.2f} ×", f"{memory['step'][name] / 1e6:.0f} MB"]
+        for name in wall if name != harness.ALONE
+    ]  # fmt: skip
+    about = result["machine"]
+    title = f"{result['benchmark']}: {model}, {about['ranks']} ranks on {about['nodes']} node(s)"
+    header = ["step", "wall", "less compute", "against ours", "CPU less compute", "against ours", "memory a node"]
+    print(harness.table(title, header, rows), flush=True)
+    for name, size in memory["parameters"].items():
+        print(f"parameters alone, a node: {name} {size / 1e6:.0f} MB", flush=True)
 
 
 def main() -> None:
     """Run the benchmark. Collective."""
-    options = harness.arguments(__doc__, repetitions=40, seconds=20.0, rounds=15)
-    torch.set_num_threads(1)
+    options = harness.arguments(__doc__, framework="torch", repetitions=40, seconds=20.0, rounds=15)
+    if options.framework not in FRAMEWORKS:
+        raise SystemExit(f"--framework: expected one of {', '.join(FRAMEWORKS)}, got {options.framework}")
+    framework: Any = importlib.import_module(f"frameworks_{options.framework}")
     strategy = ms.MultiWorkerMirroredStrategy()
     comm = strategy.comm
-    dist = harness.gloo(comm)
+    end = framework.start(comm)
+    backend = getattr(framework, "BACKEND", "")
     result: dict[str, Any] = {
-        "benchmark": "frameworks",
-        "machine": harness.machine(comm),
+        "benchmark": "_".join(["frameworks", options.framework, *filter(None, [backend])]),
+        "machine": harness.machine(comm, framework.PACKAGES),
         "seconds": {},
         "cpu_seconds": {},
+        "memory_bytes": {},
     }
-    for model, build in MODELS.items():
-        operations = {OURS: ours(strategy, build), DDP: ddp(build), FLAT: flat(comm, build), ALONE: alone(build)}
+    for model in framework.MODELS:
+        _, alone = made(comm, framework.parameters(strategy, model), calls=0)
+        operations, added = made(comm, framework.contenders(strategy, model), calls=2)
+        result["memory_bytes"][model] = {"parameters": alone, "step": added}
         wall = harness.pair(comm, operations, repetitions=options.repetitions, seconds=options.seconds)
         cpu = cpu_seconds(comm, operations, options.rounds)
-        result["seconds"][model], result["cpu_seconds"][model] = wall, cpu
+        for what, times in (("seconds", wall), ("cpu_seconds", cpu)):
+            result[what][model] = {name: t / framework.STEPS for name, t in times.items()}
         if comm.rank == 0:
-            rest, rest_cpu = ({k: t - times[ALONE] for k, t in times.items()} for times in (wall, cpu))
-            rows = [
-                [name, harness.describe(wall[name]), harness.describe(max(rest[name], 0)), f"{rest[name] / rest[OURS]:.2f} ×",
-                 harness.describe(max(rest_cpu[name], 0)), f"{rest_cpu[name] / rest_cpu[OURS]:.2f} ×"]
-                for name in operations if name != ALONE
-            ]  # fmt: skip
-            about = result["machine"]
-            header = ["step", "wall", "less compute", "against ours", "CPU less compute", "against ours"]
-            print(
-                harness.table(f"{model}, {about['ranks']} ranks on {about['nodes']} node(s)", header, rows), flush=True
-            )
+            show(model, result)
     if comm.rank == 0:
         harness.save(options.output, result)
-    dist.destroy_process_group()
+    end()
     strategy.close()
 
 

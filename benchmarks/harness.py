@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,19 +13,31 @@ from typing import Any
 
 from mpistrat.bench import machine as about
 from mpistrat.bench.machine import version
-from mpistrat.bench.measure import Operation, describe, medians, pair
+from mpistrat.bench.measure import Operation, describe, largest, medians, pair, total
 
 __all__ = [
-    "Operation", "addresses", "arguments", "comm_nodes", "describe", "gloo", "machine", "medians", "pair", "save",
-    "table", "tensorflow_strategy", "version",
+    "ALONE", "OURS", "Operation", "addresses", "arguments", "comm_nodes", "describe", "gloo", "largest", "machine",
+    "medians", "pair", "proportional_memory", "save", "table", "tensorflow_strategy", "version",
 ]  # fmt: skip
+
+OURS, ALONE = "mpistrat", "forward and backward alone"  # of frameworks
 
 PACKAGES = ("mpistrat", "numpy", "mpi4py", "h5py", "torch", "tensorflow-cpu")
 
 
-def machine(comm: Any) -> dict[str, Any]:
-    """Return what the figures depend on: the machine, MPI, versions, the peers' too, date, ranks and nodes. Collective."""
-    return about.machine(comm, PACKAGES)
+def machine(comm: Any, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what the figures depend on: the machine, MPI, versions, date, ranks and nodes. Collective.
+
+    `packages` are peers beside those that many benchmarks have.
+    """
+    return about.machine(comm, tuple(dict.fromkeys((*PACKAGES, *packages))))
+
+
+def proportional_memory(comm: Any) -> float:
+    """Return the bytes that the ranks use together, shared pages counted once. Collective."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return total(comm, float(found.group(1)) * 1024 if found else 0.0)
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

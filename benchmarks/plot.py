@@ -1,4 +1,4 @@
-"""Draw the plots of a folder of results: all-reduce, the training step, HDF5 input, parameter servers.
+"""Draw the plots of a folder of results: all-reduce, the training step, frameworks, HDF5 input, parameter servers.
 
 python benchmarks/plot.py benchmarks/results/2026-11-21
 """
@@ -81,16 +81,41 @@ def draw_training_step(folder: Path) -> None:
     figure, axes = panels(len(results), sharey=False)
     for axis, result in zip(axes, results, strict=True):
         times = {name: 1e3 * t for name, t in result["seconds_without_compute"].items()}
-        bars = axis.bar(range(len(times)), list(times.values()), color=[colour(name) for name in times])
-        axis.bar_label(bars, fmt="%.0f", fontsize=9)
-        axis.margins(y=0.12)
-        names = [name.replace(", ", ",\n").replace(" + ", " +\n") for name in times]
-        axis.set_xticks(range(len(times)), names, rotation=45, ha="right", fontsize=8)
+        draw_bars(axis, times, "%.0f")
         axis.set_title(title(result["machine"]), fontsize=10)
     for axis in axes[::COLUMNS]:
         axis.set_ylabel("ms a step")
     parameters = results[0]["parameters"] / 1e6
     finish(figure, f"Reduce and Adam, {parameters:.1f} M parameters", caption(results), folder / "training_step.png")
+
+
+def draw_frameworks(folder: Path) -> None:
+    """Draw what a step adds to the forward and backward pass, and memory; a row of panels a layout, a picture a framework."""
+    for name in sorted({path.name.partition("-")[0] for path in folder.glob("frameworks_*-*.json")}):
+        results = load(folder, name)
+        models = list(results[0]["seconds"])
+        figure = new_figure(4.6 * (len(models) + 1), 4.2 * len(results))
+        for axes, result in zip(figure.subplots(len(results), len(models) + 1, squeeze=False), results, strict=True):
+            for axis, model in zip(axes, models, strict=False):
+                *steps, (_, alone) = result["seconds"][model].items()
+                draw_bars(axis, {each: max(1e3 * (t - alone), 0.0) for each, t in steps}, "%.3g")
+                axis.set_title(f"{model}\n{title(result['machine'])}", fontsize=10)
+                axis.set_ylabel("ms a step, less compute")
+            *steps, _ = result["memory_bytes"][models[0]]["step"].items()
+            draw_bars(axes[-1], {each: size / 1e6 for each, size in steps}, "%.0f")
+            axes[-1].set_title(f"{models[0]}: weights, gradients, state\n{title(result['machine'])}", fontsize=10)
+            axes[-1].set_ylabel("MB a node")
+        heading = "A training step: " + name.removeprefix("frameworks_").replace("_", ", ")
+        finish(figure, heading, caption(results), folder / f"{name}.png")
+
+
+def draw_bars(axis: Any, values: dict[str, float], form: str) -> None:
+    """Draw a bar for each contender."""
+    bars = axis.bar(range(len(values)), list(values.values()), color=[colour(name) for name in values])
+    axis.bar_label(bars, fmt=form, fontsize=9)
+    axis.margins(y=0.12)
+    names = [name.replace(", ", ",\n").replace(" + ", " +\n") for name in values]
+    axis.set_xticks(range(len(values)), names, rotation=45, ha="right", fontsize=8)
 
 
 def draw_hdf5_input(folder: Path) -> None:
@@ -190,5 +215,6 @@ def draw_growth(axis: Any, cells: list[dict[str, Any]], names: list[str]) -> Non
 if __name__ == "__main__":
     draw_all_reduce(Path(sys.argv[1]))
     draw_training_step(Path(sys.argv[1]))
+    draw_frameworks(Path(sys.argv[1]))
     draw_hdf5_input(Path(sys.argv[1]))
     draw_parameter_server(Path(sys.argv[1]))

@@ -24,23 +24,35 @@ from launcher import MpiEnv, launch, mpi_env  # noqa: E402
 LAYOUTS = {  # ranks on one host
     "all_reduce": (2, 4),
     "training_step": (2, 4),
+    "frameworks": (2, 4),
     "hdf5_input": (1, 2),
     "parameter_server": (4,),
     "transports": (4,),
 }
 BENCHMARKS = tuple(LAYOUTS)
-OVER_HOSTS = ("all_reduce", "training_step", "parameter_server")
+OVER_HOSTS = ("all_reduce", "training_step", "frameworks", "parameter_server")
+FRAMEWORKS = ("torch", "jax", "keras")
 PEERS = {"tensorflow": ("all_reduce", "training_step", "parameter_server"), "torch": ("parameter_server",)}
 
 
 def run(env: MpiEnv, benchmark: str, ranks: int, hosts: Hosts | None, options: argparse.Namespace) -> None:
-    """Run one benchmark on one layout and show what it prints."""
+    """Run one benchmark, of frameworks once for each, on one layout and show what it prints."""
+    if benchmark == "frameworks":
+        for framework in options.framework:
+            run_program(env, benchmark, ranks, hosts, options, ["--framework", framework])
+        return
     peers = [f"--{peer}" for peer, known in PEERS.items() if benchmark in known and getattr(options, peer)]
-    program = [str(ROOT / "benchmarks" / f"{benchmark}.py"), "--output", str(options.output.resolve()), *peers]
+    run_program(env, benchmark, ranks, hosts, options, peers)
+
+
+def run_program(
+    env: MpiEnv, benchmark: str, ranks: int, hosts: Hosts | None, options: argparse.Namespace, words: list[str]
+) -> None:
+    """Run a benchmark's program with some words on its command line."""
+    program = [str(ROOT / "benchmarks" / f"{benchmark}.py"), "--output", str(options.output.resolve()), *words]
     result = launch(program, ranks, env, options.timeout, hosts=hosts, cwd=ROOT)
-    print(
-        result.stdout if result.returncode == 0 else f"{benchmark} on {ranks} ranks, {env.name}: {result}", flush=True
-    )
+    what = " ".join([benchmark, *words])
+    print(result.stdout if result.returncode == 0 else f"{what} on {ranks} ranks, {env.name}: {result}", flush=True)
 
 
 def main() -> None:
@@ -49,6 +61,8 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--mpi-env", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--only", choices=BENCHMARKS, action="append")
+    text = "measure the steps of its models; none by default"
+    parser.add_argument("--framework", choices=FRAMEWORKS, action="append", default=[], help=text)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one benchmark on one layout")
     for peer, known in PEERS.items():
         parser.add_argument(f"--{peer}", action="store_true", help=f"measure it in {', '.join(known)}, too")

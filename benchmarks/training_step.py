@@ -9,8 +9,6 @@ Also measured: the step with nothing in it, and the memory that the ranks of a n
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -91,22 +89,13 @@ def empty_step(strategy: Any, options: Any) -> dict[str, float]:
     return harness.pair(comm, operations, repetitions=2000, seconds=options.seconds)
 
 
-def proportional_memory(comm: Any) -> float:
-    """Return the bytes that the ranks use together, shared pages counted once. Collective."""
-    text = Path("/proc/self/smaps_rollup").read_text()
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    mine, total = np.array([float(found.group(1)) * 1024 if found else 0.0]), np.empty(1)
-    comm.Allreduce(mine, total)
-    return float(total[0])
-
-
 def memory(strategy: Any, count: int) -> dict[str, float]:
     """Return bytes over all ranks for variables without gradients, as multiples of one copy. Collective."""
-    before = proportional_memory(strategy.comm)
+    before = harness.proportional_memory(strategy.comm)
     with strategy.scope():
         variable = ms.Variable(np.zeros(count, np.float32), name="memory", trainable=False)
     float(np.asarray(variable).sum())
-    return {"one copy": 4.0 * count, "variables": proportional_memory(strategy.comm) - before}
+    return {"one copy": 4.0 * count, "variables": harness.proportional_memory(strategy.comm) - before}
 
 
 def main() -> None:

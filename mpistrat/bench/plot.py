@@ -14,6 +14,8 @@ __all__ = ["colour", "draw", "finish", "new_figure"]
 COLOURS = {
     "raw MPI_Allreduce": "#7f7f7f",
     "raw MPI_Allreduce + NumPy Adam": "#7f7f7f",
+    "one flat MPI_Allreduce, fused Adam": "#7f7f7f",
+    "one flat MPI_Allreduce, optax.adam": "#7f7f7f",
     "torch gloo": "#d62728",
     "torch DDP, fused Adam": "#d62728",
     "torch DDP, plain Adam": "#ff9896",
