@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
+import optax
 
 from .. import context
 from ..comm import agree
 from ..errors import ContextError, DeviceError, explain
+from ..optimizers import Optimizer
 from ..variables import Variable
 from .arrays import Link, link_of
+from .rule import JaxRule
 from .tree import flatten, is_array, is_parameter
 
 __all__ = ["distribute"]
 
+T = TypeVar("T")
 _FUNCTION = "ms.jax.distribute"
 
 
-def distribute(tree: Any, *, loss: str = "mean") -> Any:
+@overload
+def distribute(tree: T, optimizer: None = None, *, loss: str = "mean", max_norm: None = None) -> T: ...
+@overload
+def distribute(
+    tree: T, optimizer: optax.GradientTransformation, *, loss: str = "mean", max_norm: float | None = None
+) -> tuple[T, Optimizer]: ...
+def distribute(tree: Any, optimizer: Any = None, *, loss: str = "mean", max_norm: float | None = None) -> Any:
     """Put a tree of parameters into the current strategy. Collective.
 
     A tree of the same structure is returned. Its floating arrays have rank 0's numbers, and lie once on each node; they are
@@ -29,21 +39,24 @@ def distribute(tree: Any, *, loss: str = "mean") -> Any:
 
     Args:
         tree: any pytree: of dicts, of flax or equinox, a NamedTuple.
+        optimizer: of optax, if it treats each number by itself. Then an optimizer is returned, too, which `apply` takes: it
+            updates by optax's rule, and keeps the state divided over the ranks of a node.
         loss: what a replica differentiates: "mean", over the rows of its part of the batch; replicas are weighted by their
             rows where the batch is a distributed dataset's, else equally. Or "sum": a part of the whole loss, as
             `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
+        max_norm: scale the gradients down together so that their norm over all parameters, after the sum, does not exceed it.
 
     Raises:
         ContextError: outside of a strategy's scope.
         ValueError: an argument is wrong; no floating array.
-        TypeError: float64 where JAX has it not enabled; complex numbers.
+        TypeError: float64 where JAX has it not enabled; complex numbers; an optimizer that looks at several numbers together.
         RuntimeError: the tree was distributed already.
         DeviceError: a GPU.
         CollectiveMismatchError: on every rank, when their trees differ.
 
     Example:
         >>> with strategy.scope():  # doctest: +SKIP
-        ...     params = ms.jax.distribute(params)
+        ...     params, optimizer = ms.jax.distribute(params, optax.adamw(1e-3))
     """
     if not context.has_strategy() or not context.in_cross_replica_context():
         remedy = "with strategy.scope(): params = ms.jax.distribute(params)"
@@ -55,15 +68,28 @@ def distribute(tree: Any, *, loss: str = "mean") -> Any:
     with agree.together(exchange):
         if loss not in ("mean", "sum"):
             raise ValueError(explain(_FUNCTION, "loss", expected='"mean" or "sum"', got=repr(loss)))
+        if max_norm is not None and (optimizer is None or not max_norm > 0):
+            got = repr(max_norm)
+            raise ValueError(explain(_FUNCTION, "max_norm", expected="a number > 0, with an optimizer", got=got))
         _check_devices(placement)
         for leaf, name in zip(leaves, names, strict=True):
             _check(leaf, name)
         if not any(map(is_parameter, leaves)):
             raise ValueError(explain(_FUNCTION, "tree", expected="floating arrays in it", got="none"))
+        rule = None if optimizer is None else _rule(optimizer, tree, max_norm)
     arrays = [f"{name} {leaf.dtype}{leaf.shape}" for leaf, name in zip(leaves, names, strict=True) if is_array(leaf)]
     agree.same(exchange, ", ".join([f"{_FUNCTION} of a tree with loss={loss!r}", *arrays]), agree.mismatch)
     made = [_put(placement, leaf, name, loss == "mean") for leaf, name in zip(leaves, names, strict=True)]
-    return structure.unflatten(made)
+    params = structure.unflatten(made)
+    return params if rule is None else (params, rule)
+
+
+def _rule(optimizer: Any, tree: Any, max_norm: float | None) -> JaxRule:
+    if isinstance(optimizer, optax.GradientTransformation):
+        return JaxRule(optimizer, tree, max_norm)
+    expected, got = "a transformation of optax", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    remedy = "One of ms.optimizers goes to ms.jax.apply only; of optax.MultiSteps take .gradient_transformation()"
+    raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy))
 
 
 def _check_devices(placement: Any) -> None:

@@ -23,7 +23,7 @@ from jax_training import (  # noqa: E402
 import mpistrat as ms  # noqa: E402
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4, timeout=180)
 @pytest.mark.parametrize("kind", TREES)
 def test_every_tree_equals_one_process(kind):
     if kind in ("linen", "nnx", "equinox"):
@@ -37,7 +37,7 @@ def test_every_tree_equals_one_process(kind):
         assert optimizer.iterations == 50
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3, timeout=180)
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "adam"])
 def test_every_rule_equals_optax(rule):
     tree, step = dict_tree()
@@ -47,7 +47,7 @@ def test_every_rule_equals_optax(rule):
         assert found < (1e-7 if rule == "schedule" else 1e-9)  # optax counts in int32, and so has float32 rates
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, timeout=180)
 @pytest.mark.parametrize(
     "make",
     [
@@ -63,7 +63,7 @@ def test_steps_of_run_equal_one_process(make):
         assert difference(arrays(trained), expected) < 1e-9
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, timeout=180)
 @pytest.mark.parametrize(
     "make",
     [
@@ -79,7 +79,7 @@ def test_strategies_of_one_process(make):
         assert difference(arrays(trained), expected) < 1e-9
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3, timeout=180)
 def test_a_loss_that_is_a_part_of_the_whole():
     tree, step = dict_tree()
     expected = plain(tree, step, RULES["sgd"][1]())
@@ -93,7 +93,7 @@ def test_a_loss_that_is_a_part_of_the_whole():
         assert difference(arrays(train(strategy, params, part, optimizer)), expected) < 1e-9
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, timeout=180)
 def test_parameter_servers_that_wait_equal_one_process():
     x, y = rows()
     x, y = x[:48], y[:48]
@@ -120,7 +120,7 @@ def test_parameter_servers_that_wait_equal_one_process():
             assert difference(arrays(ms.jax.current(params)), arrays(expected)) < 1e-9
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, timeout=180)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_every_dtype_lies_in_the_variables_memory(dtype):
     tree = {"a": jnp.ones(3, dtype), "b": jnp.full((2, 5), 2, dtype), "c": jnp.asarray(1.0, dtype)}
@@ -137,7 +137,7 @@ def test_every_dtype_lies_in_the_variables_memory(dtype):
         assert [float(leaf.reshape(-1)[0]) for leaf in params.values()] == [0.5, 1.0, 0.5]
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, timeout=180)
 def test_what_the_strategy_writes_is_seen_through_the_arrays(mpi_tmp_path):
     path = mpi_tmp_path / "run.h5"
     with put(rule="momentum") as (strategy, params, step, optimizer):
@@ -156,7 +156,7 @@ def test_what_the_strategy_writes_is_seen_through_the_arrays(mpi_tmp_path):
         assert difference(arrays(params), again) < 1e-12
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, timeout=180)
 def test_a_computation_that_nobody_has_waited_for_reads_the_old_numbers():
     n = 300
     with ms.MultiWorkerMirroredStrategy() as strategy:
@@ -182,7 +182,7 @@ def test_a_computation_that_nobody_has_waited_for_reads_the_old_numbers():
         assert pending or strategy.rank < strategy.size - 1  # else the test shows nothing
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, timeout=180)
 def test_rank_0s_numbers_are_everybodys():
     from mpi4py import MPI
 
@@ -203,7 +203,7 @@ def test_rank_0s_numbers_are_everybodys():
         assert params["key"] is tree["key"]
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, timeout=180)
 def test_parts_of_a_tree_may_have_optimizers_of_their_own():
     with ms.MultiWorkerMirroredStrategy() as strategy:
         with strategy.scope():
@@ -216,7 +216,7 @@ def test_parts_of_a_tree_may_have_optimizers_of_their_own():
         assert params["head"]["w"].tolist() == [-1.0] * 2
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, timeout=180)
 def test_after_an_error_the_parameters_can_be_had_again():
     with ms.MultiWorkerMirroredStrategy() as strategy:
         with strategy.scope():
@@ -231,7 +231,7 @@ def test_after_an_error_the_parameters_can_be_had_again():
         assert params["w"].tolist() == [0.0] * 3
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, timeout=180)
 def test_keys_differ_between_replicas_and_repeat():
     from mpi4py import MPI
 
