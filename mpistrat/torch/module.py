@@ -84,6 +84,9 @@ class Link:
         For a small module these calls, one for each parameter, take as long as a step's communication: what is not rare comes
         first, and does not go through `torch.no_grad`.
         """
+        if torch.compiler.is_dynamo_compiling():  # a compiled function has called backward
+            self._take_untraced(parameter)
+            return
         gradient, target = parameter.grad, self.gradient
         if gradient is None or gradient is self.shown or target is None:
             return
@@ -107,6 +110,10 @@ class Link:
         if self.share == 1:
             return gradient
         return gradient * self.share if self.share else torch.zeros_like(gradient)
+
+    @torch.compiler.disable
+    def _take_untraced(self, parameter: torch.nn.Parameter) -> None:
+        self._take(parameter)
 
     def attach(self) -> None:
         """Give the parameter the variable's memory; of a variable on a server, what is read of it now."""

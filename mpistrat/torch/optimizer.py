@@ -27,6 +27,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     mpistrat_module: Any
     mpistrat_links: Sequence[Sequence[Link]]  # of the parameters of each local replica
 
+    @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Sum the gradients over all replicas, and update. Collective.
 
@@ -73,6 +74,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         replicas = self.mpistrat_links
         return replicas[replica_of(self.mpistrat_strategy) if len(replicas) > 1 else 0]
 
+    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients: of this replica in a step, of all local ones outside."""
         frame = context.current()

@@ -40,6 +40,7 @@ def slices_of(tensor: torch.Tensor) -> IndexedSlices:
 _ALLOWED = {
     *("__get__", "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "data_ptr", "storage_offset"),
     *("is_contiguous", "is_floating_point", "is_complex", "__len__", "__hash__"),
+    *("_is_view", "untyped_storage", "is_conj", "is_neg"),  # by torch's compiler, which describes a parameter's gradient
     *("zero_", "detach_", "requires_grad_", "_foreach_zero_"),
 }  # fmt: skip
 

@@ -63,6 +63,45 @@ def test_compiled_modules_equal_one_process(how, backend):
         assert difference(module.parameters(), reference.parameters()) < 1e-9
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_compiled_step_equals_one_process():
+    torch.compiler.reset()
+    reference = mlp()
+    plain(reference, make("Adam", reference), epochs=2)
+    with put() as (strategy, module, optimizer):
+
+        @torch.compile(backend="eager")
+        def whole(x, y):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(module(x), y).backward()
+            optimizer.step()
+
+        data = strategy.distribute_dataset(dataset())
+        for _ in range(2):
+            for x, y in data:
+                whole(torch.from_numpy(x), torch.from_numpy(y))
+        assert difference(module.parameters(), reference.parameters()) < 1e-9
+
+
+@pytest.mark.ranks(1, 2)
+def test_compilation_while_gradients_add_up():
+    def train(module, optimizer, batches):
+        optimizer.zero_grad()
+        for x, y in batches:  # the second has another size: compiled while gradients are there
+            loss_of(module, x, y).backward()
+        optimizer.step()
+
+    torch.compiler.reset()
+    x, y = (part[:20] for part in rows())
+    batches = ms.data.from_arrays((x, y)).batch(12)
+    reference = mlp()
+    train(reference, make("SGD", reference), [(a.copy(), b.copy()) for a, b in batches])
+    with put(name="SGD") as (strategy, module, optimizer):
+        module.compile(backend="aot_eager")
+        train(module, optimizer, strategy.distribute_dataset(batches))
+        assert difference(module.parameters(), reference.parameters()) < 1e-9
+
+
 # where batches come from
 
 
