@@ -42,7 +42,7 @@ def step(module, optimizer, x, y, call=lambda module, x: module(x)):
 # compiled modules
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, timeout=150)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", ["compile, distribute", "module.compile, distribute", "distribute, compile"])
 def test_compiled_modules_equal_one_process(how, backend):
@@ -63,7 +63,7 @@ def test_compiled_modules_equal_one_process(how, backend):
         assert difference(module.parameters(), reference.parameters()) < 1e-9
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, timeout=150)
 def test_a_compiled_step_equals_one_process():
     torch.compiler.reset()
     reference = mlp()
@@ -83,7 +83,7 @@ def test_a_compiled_step_equals_one_process():
         assert difference(module.parameters(), reference.parameters()) < 1e-9
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, timeout=150)
 def test_compilation_while_gradients_add_up():
     def train(module, optimizer, batches):
         optimizer.zero_grad()
