@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ def sum_over_ranks(link: Link, gradients: Sequence[Any], variables: Sequence[Any
         gradients: the backend's tensors.
         variables: theirs, where known: TensorFlow's sparse gradients do not tell their shape.
     """
+    if link.size == 1:
+        return list(gradients)
     prepare, add = _BACKENDS[keras.backend.backend()]
     tensors: list[Any] = [None if gradient is None else prepare(gradient) for gradient in gradients]
     by_dtype: dict[str, list[int]] = {}
@@ -44,14 +47,23 @@ def _torch_prepare(gradient: Any) -> Any:
 def _torch_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     import torch
 
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    parts = _outside_of_torch_graphs()(link, flat).split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@functools.cache
+def _outside_of_torch_graphs() -> Callable[[Link, Any], Any]:
+    """What sums a flat tensor; torch.compile leaves its graph for it."""
+    import torch
+
     from ..torch.tensors import array_of, tensor_of
 
-    @torch.compiler.disable
-    def add(flat: Any) -> Any:
+    def add(link: Link, flat: Any) -> Any:
         return tensor_of(link.sum_gradients(array_of(flat.cpu()))).to(flat.device)
 
-    parts = add(torch.cat([tensor.reshape(-1) for tensor in tensors])).split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    disabled: Callable[[Link, Any], Any] = torch.compiler.disable(add)
+    return disabled
 
 
 def _jax_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:

@@ -121,7 +121,7 @@ class Custom(Subclassed):
         x, y = data
 
         def loss(trained):
-            z, new = self.stateless_call(trained, others, x, training=True)
+            z, new = self.stateless_call(trained, others, x)
             return self._loss(y, z), new
 
         (value, others), gradients = jax.value_and_grad(loss, has_aux=True)(trained)

@@ -220,7 +220,8 @@ def test_running_statistics_become_means_over_the_ranks():
     with put(model) as strategy:
         fit(model, x, y, epochs=1)
         parts = np.array_split(x, strategy.size)
-        assert difference([layer.moving_mean], [0.5 * np.mean([part.mean(0) for part in parts], axis=0)]) < EXACT
+        expected = 0.5 * np.mean([part.mean(0) for part in parts], axis=0)
+        assert difference([layer.moving_mean], [expected]) < 1e-6  # Keras takes moments in float32
         assert len(set(strategy.all_gather_object(repr(weights(model))))) == 1
 
 
