@@ -66,7 +66,8 @@ class Link:
         parameter.mpistrat = self  # type: ignore[attr-defined]
         parameter.grad = None
         if variable.placement.store is not None:
-            parameter.register_hook(self._weigh)
+            if parameter.requires_grad:
+                parameter.register_hook(self._weigh)
             return
         self.tensor = tensor_of(variable.storage(replica))
         self.address = self.tensor.data_ptr()
