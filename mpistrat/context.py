@@ -28,6 +28,7 @@ __all__ = [
     "default_strategy",
     "expect_cross",
     "expect_outside_steps",
+    "expect_scope",
     "get_replica_context",
     "get_strategy",
     "get_update_replica_id",
@@ -167,6 +168,21 @@ def expect_outside_steps(function: str) -> None:
         remedy = "Call it outside the step, and pass what it returns in args"
         got = "a call in replica context"
         raise ContextError(explain(function, "", expected="cross-replica context", got=got, remedy=remedy))
+
+
+def expect_scope(function: str, call: str) -> None:
+    """Do nothing in a strategy's scope, outside of its steps.
+
+    Args:
+        function: what is called, for the error.
+        call: the call as programs write it.
+
+    Raises:
+        ContextError: elsewhere.
+    """
+    if not has_strategy() or not in_cross_replica_context():
+        got, remedy = "a call outside of it, or in a step", f"with strategy.scope(): {call}"
+        raise ContextError(explain(function, "", expected="a strategy's scope", got=got, remedy=remedy))
 
 
 def get_strategy() -> Any:

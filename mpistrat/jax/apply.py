@@ -8,12 +8,13 @@ from typing import Any, NoReturn, final
 import jax
 import numpy as np
 
-from .. import context, global_batch
+from .. import context
 from ..comm.arrays import accumulation_dtype
-from ..errors import ContextError, explain
+from ..errors import explain
 from ..optimizers import Optimizer
-from .arrays import Link, link_of, release
-from .tree import flatten
+from ..strategy.contexts import in_step, local_replica
+from ..strategy.loss import share_of_batch, summed_replicas
+from .arrays import Link, flatten, link_of, release
 
 __all__ = ["apply"]
 
@@ -35,8 +36,7 @@ class _Step:
     def take(self) -> None:
         """Take the step. Collective; in replica context."""
         frame = context.current()
-        strategy, replica = frame.strategy, frame.replica
-        local = replica.replica_id_in_sync_group - strategy.extended.sync_topology.replica_offset
+        replica, local = frame.replica, local_replica(frame.strategy)
         pairs = [
             (None if gradient is None else self._load(gradient, link, local), link.variable)
             for gradient, link in zip(self._gradients, self._links, strict=True)
@@ -112,30 +112,13 @@ def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
     if not links:
         raise ValueError(explain(_FUNCTION, "params", expected="parameters with gradients", got="none"))
     strategy = links[0].variable.placement.strategy
-    step = _Step(optimizer, links, chosen, _share(strategy, links[0].mean))
-    frame = context.current()
-    if frame.strategy is strategy and frame.replica is not None:
-        step.take()
-    elif len(strategy.extended.replicas) == 1 and strategy.extended.placement.store is None:
-        strategy.run(step.take)
-    else:
-        expected, got = "a call in a step", "one outside of strategy.run, with several local replicas or servers"
-        remedy = "Put gradients and apply into a function, and call that by strategy.run(step, args=(params, *batch))"
-        raise ContextError(explain(_FUNCTION, "", expected=expected, got=got, remedy=remedy))
+    share = share_of_batch(strategy) / summed_replicas(strategy) if links[0].mean else 1.0
+    step = _Step(optimizer, links, chosen, share)
+    remedy = "Put gradients and apply into a function, and call that by strategy.run(step, args=(params, *batch))"
+    in_step(strategy, step.take, _FUNCTION, remedy)
     for place, array in zip(places, step.made, strict=True):
         leaves[place] = array
     return structure.unflatten(leaves)
-
-
-def _share(strategy: Any, mean: bool) -> float:
-    """Return by what this replica's gradients are multiplied before the sum."""
-    if not mean:
-        return 1.0
-    rows, total = global_batch.rows_of_batch() or (1, int(strategy.num_replicas_in_sync))
-    share = rows / total if total else 0.0
-    if getattr(strategy, "max_staleness", None) == 0:  # servers that wait for all workers, and sum their gradients
-        share /= strategy.num_workers // strategy.workers_in_sync
-    return share
 
 
 def _checked(leaf: Any, gradient: Any, name: str) -> Link:

@@ -1,4 +1,4 @@
-"""JAX arrays that have the memory of variables: how they are made, known again, and given up before the memory is written."""
+"""Trees of JAX, and arrays that have the memory of variables: made, known again, and given up before the memory is written."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ..comm.arrays import is_bfloat16
 from ..comm.waiting import Backoff, Deadline
 from ..errors import explain
 from ..variables import Variable
-from .tree import flatten
 
-__all__ = ["Link", "current", "link_of", "release"]
+__all__ = ["Link", "current", "flatten", "is_array", "is_parameter", "link_of", "release"]
 
 _PATIENCE = 10.0  # seconds from the end of all computations until what still refers to an array must be something else
 _links: dict[int, tuple[weakref.ref[Any], Link]] = {}  # by the id of an array
@@ -156,3 +155,28 @@ def _now(link: Link, leaf: Any) -> Any:
     if link.variable.placement.store is None and array is not None and not array.is_deleted():
         return array
     return link.make()
+
+
+def flatten(tree: Any) -> tuple[list[Any], list[str], Any]:
+    """Return the leaves of a tree, None among them, their names, and the structure."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return [leaf for _, leaf in pairs], ["/".join(map(_word, path)) or "leaf" for path, _ in pairs], structure
+
+
+def _word(key: Any) -> str:
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def is_array(leaf: Any) -> bool:
+    """Return whether a leaf is an array of numbers, of JAX or NumPy; keys of random numbers are none."""
+    return isinstance(leaf, (np.ndarray, np.generic)) or (
+        isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    )
+
+
+def is_parameter(leaf: Any) -> bool:
+    """Return whether a leaf is an array of floating numbers."""
+    return is_array(leaf) and jax.dtypes.issubdtype(leaf.dtype, np.floating)

@@ -11,12 +11,12 @@ import optax
 
 from .. import context
 from ..comm import agree
-from ..errors import ContextError, DeviceError, explain
+from ..errors import DeviceError, explain
 from ..optimizers import Optimizer
+from ..strategy.loss import check_loss
 from ..variables import Variable
-from .arrays import Link, link_of
+from .arrays import Link, flatten, is_array, is_parameter, link_of
 from .rule import JaxRule
-from .tree import flatten, is_array, is_parameter
 
 __all__ = ["distribute"]
 
@@ -48,7 +48,7 @@ def distribute(tree: Any, optimizer: Any = None, *, loss: str = "mean", max_norm
 
     Raises:
         ContextError: outside of a strategy's scope.
-        ValueError: an argument is wrong; no floating array.
+        ValueError: an argument is wrong; no floating array; max_norm where servers sum the gradients of workers.
         TypeError: float64 where JAX has it not enabled; complex numbers; an optimizer that looks at several numbers together.
         RuntimeError: the tree was distributed already.
         DeviceError: a GPU.
@@ -58,19 +58,12 @@ def distribute(tree: Any, optimizer: Any = None, *, loss: str = "mean", max_norm
         >>> with strategy.scope():  # doctest: +SKIP
         ...     params, optimizer = ms.jax.distribute(params, optax.adamw(1e-3))
     """
-    if not context.has_strategy() or not context.in_cross_replica_context():
-        remedy = "with strategy.scope(): params = ms.jax.distribute(params)"
-        got = "a call outside of it, or in a step"
-        raise ContextError(explain(_FUNCTION, "", expected="a strategy's scope", got=got, remedy=remedy))
+    context.expect_scope(_FUNCTION, "params = ms.jax.distribute(params)")
     placement = context.get_strategy().extended.placement
     exchange = functools.partial(placement.creators.exchange, _FUNCTION)
     leaves, names, structure = flatten(tree)
     with agree.together(exchange):
-        if loss not in ("mean", "sum"):
-            raise ValueError(explain(_FUNCTION, "loss", expected='"mean" or "sum"', got=repr(loss)))
-        if max_norm is not None and (optimizer is None or not max_norm > 0):
-            got = repr(max_norm)
-            raise ValueError(explain(_FUNCTION, "max_norm", expected="a number > 0, with an optimizer", got=got))
+        check_loss(context.get_strategy(), _FUNCTION, loss, max_norm, optimizer)
         _check_devices(placement)
         for leaf, name in zip(leaves, names, strict=True):
             _check(leaf, name)

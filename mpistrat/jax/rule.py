@@ -18,7 +18,7 @@ from ..cross_device.arena import BLOCK
 from ..errors import explain
 from ..optimizers import Optimizer
 from ..optimizers.rule import Block
-from .tree import flatten, is_parameter
+from .arrays import flatten, is_parameter
 
 __all__ = ["JaxRule"]
 

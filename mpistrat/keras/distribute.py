@@ -7,10 +7,9 @@ from typing import Any, TypeVar
 import keras
 
 from .. import context
-from ..errors import ContextError, LayoutError, explain
-from .link import Link
+from ..errors import LayoutError, explain
+from .link import Link, subclass
 from .model import DistributedModel
-from .subclass import subclass
 
 __all__ = ["distribute"]
 
@@ -41,10 +40,7 @@ def distribute(model: M) -> M:
         >>> model.fit(x, y, batch_size=256, epochs=5)  # doctest: +SKIP
     """
     function = "ms.keras.distribute"
-    if not context.has_strategy() or not context.in_cross_replica_context():
-        remedy = "with strategy.scope(): model = ms.keras.distribute(model)"
-        got = "a call outside of it, or in a step"
-        raise ContextError(explain(function, "", expected="a strategy's scope", got=got, remedy=remedy))
+    context.expect_scope(function, "model = ms.keras.distribute(model)")
     given: Any = model
     if not isinstance(given, keras.Model):
         raise TypeError(explain(function, "model", expected="a keras.Model", got=type(model).__name__))

@@ -1,4 +1,4 @@
-"""What a distributed model, its optimizers and its input share: the batch of a step, and the collectives."""
+"""What a distributed model, its optimizers and its input share: the batch of a step, the collectives, a class of their own."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any, final
 
 import keras
 import numpy as np
+from keras.src import api_export
+from keras.src.saving import object_registration
 
 from .._util import log
 from .._util.text import named
 from ..comm.agree import only_differences, same, together
 from ..errors import CollectiveMismatchError, by_rank, explain
 
-__all__ = ["Link"]
+__all__ = ["Link", "subclass"]
 
 
 @final
@@ -178,3 +180,13 @@ def _settle() -> None:
         import jax
 
         jax.effects_barrier()
+
+
+def subclass(kind: type[Any], methods: type[Any]) -> type[Any]:
+    """Return a class of these methods first, then the class's own, which files and programs take for the class."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    made = type(kind.__name__, (methods, kind), names)
+    for registered in (api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES):
+        if kind in registered:
+            registered[made] = registered[kind]
+    return made

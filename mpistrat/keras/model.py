@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import keras
 import numpy as np
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
+from ..errors import explain
 from .callbacks import on_this_rank
-from .checks import check_model
 from .inputs import Batches, batches_of
 from .link import Link
 from .optimizer import distribute_optimizer
 from .state import arrays_of, describe, statistics_of, take_from_rank_0
-from .step import Step
 
 __all__ = ["DistributedModel"]
 
@@ -55,7 +54,7 @@ class DistributedModel(keras.Model):
 
     def distribute_compiled(self) -> None:
         """Distribute the optimizers of a compiled model, and check what else it was compiled with."""
-        check_model(self)
+        _check_model(self)
         for value in list(vars(self).values()):
             if isinstance(value, keras.optimizers.Optimizer):
                 distribute_optimizer(self.mpistrat, value)
@@ -288,3 +287,75 @@ def _in_order(link: Link, outputs: Any, counts: list[int]) -> Any:
          for rank in range(link.size)]
     )  # fmt: skip
     return keras.tree.pack_sequence_as(outputs, [leaf[order] for leaf in everything])
+
+
+@final
+class Step:
+    """Keras's function of a step, in which metrics are this rank's own.
+
+    A rank without a row of the batch computes with another one, whose gradient does not count; what that changed in metrics and
+    running statistics is put back.
+    """
+
+    def __init__(self, model: Any, function: Callable[..., Any]) -> None:
+        self._model, self._function = model, function
+
+    @classmethod
+    def around(cls, model: Any, function: Any) -> Step:
+        """Return the step of a function, which may be one already."""
+        return function if isinstance(function, cls) else cls(model, function)
+
+    def __call__(self, *args: Any) -> Any:
+        """Do a step: of torch (batches), of TensorFlow (iterator), of JAX (state, iterator). Collective in training."""
+        *state, source = args
+        if keras.backend.backend() != "torch" and self._model.steps_per_execution == 1:
+            source = iter([next(source)])  # tells whether there is a row
+        with self._model.mpistrat.step():
+            if not self._model.mpistrat.rowless:
+                return self._function(*state, source)
+            return self._without_row(*state, source)
+
+    def _without_row(self, *args: Any) -> Any:
+        if keras.backend.backend() == "jax":
+            import jax.numpy as jnp
+
+            (state, source) = args  # which the step is given for its own use
+            kept = [[jnp.array(array) for array in state[index]] for index in (1, -1)]
+            logs, (first, _, *slots, _) = self._function(state, source)
+            return logs, (first, kept[0], *slots, kept[1])
+        variables = [*self._model.metrics_variables, *statistics_of(self._model)]
+        arrays = arrays_of(variables)
+        logs = self._function(*args)
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.assign(array)
+        return logs
+
+
+def _check_model(model: Any) -> None:
+    """Check the layers of a model, and what it was compiled with.
+
+    Raises:
+        ValueError: a setting that has no meaning, or another one, on several ranks.
+    """
+    function = "ms.keras.distribute"
+    if keras.distribution.distribution() is not None:
+        remedy = "keras.distribution.set_distribution(None): the strategy divides the batches"
+        raise ValueError(explain(function, "model", expected="no keras.distribution", got="one", remedy=remedy))
+    for layer in model._flatten_layers():
+        if getattr(layer, "synchronized", False):
+            remedy = "Keras synchronizes within tf.distribute only: leave it out; running statistics are averaged"
+            got = f"True of {layer.name}"
+            raise ValueError(explain(function, "synchronized", expected="False", got=got, remedy=remedy))
+    if not model.compiled:
+        return
+    if keras.backend.backend() == "tensorflow" and model.jit_compile:
+        remedy = "Pass jit_compile=False to compile: XLA's code under TensorFlow cannot call MPI"
+        raise ValueError(
+            explain("compile", "jit_compile", expected="False under TensorFlow", got="True", remedy=remedy)
+        )
+    for loss in keras.tree.flatten(getattr(model, "loss", None)):
+        if getattr(loss, "reduction", "") in ("sum", "none", None):
+            expected = "a loss whose reduction is a mean over the rows, as sum_over_batch_size"
+            got = f"{loss.reduction!r} of {loss.name}"
+            remedy = "Gradients are averaged over ranks: divide the loss by the rows, and enlarge the learning rate"
+            raise ValueError(explain("compile", "loss", expected=expected, got=got, remedy=remedy))

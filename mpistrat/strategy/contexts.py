@@ -22,7 +22,7 @@ from ..types import ReduceOp
 from .reductions import Reductions, read_variables
 from .replica_threads import current_rendezvous
 
-__all__ = ["ReplicaContext", "Scope", "ValueContext"]
+__all__ = ["ReplicaContext", "Scope", "ValueContext", "in_step", "local_replica"]
 
 
 @final
@@ -235,3 +235,33 @@ class ReplicaContext:
 
 def _copy(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def local_replica(strategy: Any) -> int:
+    """Return which local replica of a strategy this call belongs to: 0 on a rank with one, and outside of steps."""
+    frame = context.current()
+    if frame.strategy is not strategy or frame.replica is None:
+        return 0
+    return int(frame.replica.replica_id_in_sync_group - strategy.extended.sync_topology.replica_offset)
+
+
+def in_step(strategy: Any, function: Callable[[], Any], name: str, remedy: str) -> None:
+    """Call a function that acts for a replica: in the step that runs, else by `run` on a rank with one replica and its variables.
+
+    Args:
+        strategy: the strategy.
+        function: what to call.
+        name: its name in the program, for the error.
+        remedy: what the program should do instead, for the error.
+
+    Raises:
+        ContextError: outside of `strategy.run` on a rank with several local replicas, or with servers.
+    """
+    frame = context.current()
+    if frame.strategy is strategy and frame.replica is not None:
+        function()
+    elif len(strategy.extended.replicas) == 1 and strategy.extended.placement.store is None:
+        strategy.run(function)
+    else:
+        expected, got = "a call in a step", "one outside of strategy.run, with several local replicas or servers"
+        raise ContextError(explain(name, "", expected=expected, got=got, remedy=remedy))

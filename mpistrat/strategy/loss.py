@@ -10,7 +10,14 @@ from ..comm.arrays import array_module, as_array, on_device_of
 from ..errors import ContextError, explain
 from .reductions import as_scalar
 
-__all__ = ["compute_average_loss", "scale_regularization_loss"]
+__all__ = [
+    "check_loss",
+    "compute_average_loss",
+    "scale_regularization_loss",
+    "share_of_batch",
+    "summed_replicas",
+    "sums_workers",
+]
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
@@ -98,3 +105,48 @@ def _weights(loss: Any, given: Any) -> Any:
         raise ValueError(text)
     weights = weights.reshape(weights.shape + (1,) * (loss.ndim - weights.ndim))
     return weights.astype(loss.dtype, copy=False) if loss.dtype.kind in "fcV" else weights
+
+
+def check_loss(strategy: Any, function: str, loss: str, max_norm: float | None, optimizer: Any) -> None:
+    """Check what `distribute` of a framework is told about the loss and its gradients.
+
+    Raises:
+        ValueError: a setting is wrong, or means another thing under the strategy.
+    """
+    if loss not in ("mean", "sum"):
+        raise ValueError(explain(function, "loss", expected='"mean" or "sum"', got=repr(loss)))
+    if max_norm is None:
+        return
+    if optimizer is None or not max_norm > 0:
+        raise ValueError(explain(function, "max_norm", expected="a number > 0, with an optimizer", got=repr(max_norm)))
+    if sums_workers(strategy):
+        expected, got = "None, where servers sum the gradients of workers, which see their own only", str(max_norm)
+        remedy = "Set workers_in_sync=… to all workers, or use ms.MultiWorkerMirroredStrategy()"
+        raise ValueError(explain(function, "max_norm", expected=expected, got=got, remedy=remedy))
+
+
+def share_of_batch(strategy: Any) -> float:
+    """Return what multiplies this replica's gradient of the mean over its own rows, before a mean over `summed_replicas`.
+
+    1 is an equal part. The batch is that of the step's arguments, outside of `run` the last that was handed out; where none is
+    known, parts are equal.
+    """
+    rows, total = global_batch.rows_of_batch() or (0, 0)
+    if total and sums_workers(strategy) and not strategy.backup_workers:  # a step's batches are those of all workers
+        everyones = global_batch.rows_of_workers()
+        if everyones:
+            return rows * summed_replicas(strategy) / everyones
+    return rows * int(strategy.num_replicas_in_sync) / total if total else 1.0
+
+
+def summed_replicas(strategy: Any) -> int:
+    """Return of how many replicas gradients are added up before one update."""
+    replicas = int(strategy.num_replicas_in_sync)
+    if sums_workers(strategy):
+        replicas *= strategy.num_workers // strategy.workers_in_sync - strategy.backup_workers
+    return replicas
+
+
+def sums_workers(strategy: Any) -> bool:
+    """Return whether servers add up the gradients of workers that do not step together otherwise."""
+    return getattr(strategy, "max_staleness", None) == 0 and strategy.num_workers > strategy.workers_in_sync

@@ -9,8 +9,9 @@ import torch
 
 from .. import context
 from ..cluster.devices import parse
-from ..errors import ContextError, explain
-from .module import link_of, put_into, sums_workers
+from ..errors import explain
+from ..strategy.loss import check_loss
+from .module import link_of, put_into
 from .optimizer import distribute_optimizer
 from .rule import check_kind
 from .sync_batch_norm import SyncBatchNorm, convert
@@ -67,20 +68,10 @@ def distribute(
         ...     model, optimizer = ms.torch.distribute(model, optimizer)
     """
     function = "ms.torch.distribute"
-    if not context.has_strategy() or not context.in_cross_replica_context():
-        remedy = "with strategy.scope(): model, optimizer = ms.torch.distribute(model, optimizer)"
-        got = "a call outside of it, or in a step"
-        raise ContextError(explain(function, "", expected="a strategy's scope", got=got, remedy=remedy))
+    context.expect_scope(function, "model, optimizer = ms.torch.distribute(model, optimizer)")
     if not isinstance(module, torch.nn.Module):
         raise TypeError(explain(function, "module", expected="a torch.nn.Module", got=type(module).__name__))
-    if loss not in ("mean", "sum"):
-        raise ValueError(explain(function, "loss", expected='"mean" or "sum"', got=repr(loss)))
-    if max_norm is not None and (optimizer is None or not max_norm > 0):
-        raise ValueError(explain(function, "max_norm", expected="a number > 0, with an optimizer", got=repr(max_norm)))
-    if max_norm is not None and sums_workers(context.get_strategy()):
-        expected, got = "None, where servers sum the gradients of workers, which see their own only", str(max_norm)
-        remedy = "Set workers_in_sync=… to all workers, or use ms.MultiWorkerMirroredStrategy()"
-        raise ValueError(explain(function, "max_norm", expected=expected, got=got, remedy=remedy))
+    check_loss(context.get_strategy(), function, loss, max_norm, optimizer)
     check_tensors(module, _device_of(context.get_strategy()))
     names = {parameter: name for name, parameter in module.named_parameters()}
     if any(link_of(parameter) is not None for parameter in names):

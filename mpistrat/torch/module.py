@@ -13,6 +13,8 @@ import torch
 from .. import context, global_batch
 from .._util import log, nest
 from ..errors import explain
+from ..strategy.contexts import local_replica
+from ..strategy.loss import share_of_batch, summed_replicas
 from ..types import VariableAggregation, VariableSynchronization
 from ..variables import Variable
 from .sync_batch_norm import SyncBatchNorm
@@ -26,8 +28,6 @@ __all__ = [
     "link_of",
     "local_gradient",
     "put_into",
-    "summed_replicas",
-    "sums_workers",
 ]
 
 # A tensor of what a server sent is never written: parameters change by steps only.
@@ -202,18 +202,10 @@ def gradients(module: torch.nn.Module) -> list[tuple[Any, Variable]]:
     links = vars(module).get("mpistrat_links")
     if links is None:  # a part of a distributed module
         links = [link for parameter in module.parameters() if (link := link_of(parameter)) is not None]
-    replica = replica_of(links[0].variable.placement.strategy) if links else 0
+    replica = local_replica(links[0].variable.placement.strategy) if links else 0
     if "mpistrat_called" in vars(module):
         check_called(module, replica)
     return [link.replicas[replica].pair(by_rows=True) for link in links if link.parameter.requires_grad]
-
-
-def replica_of(strategy: Any) -> int:
-    """Return which local replica of a strategy this call belongs to: 0 on a rank with one, and outside of steps."""
-    frame = context.current()
-    if frame.strategy is not strategy or frame.replica is None:
-        return 0
-    return int(frame.replica.replica_id_in_sync_group - strategy.extended.sync_topology.replica_offset)
 
 
 class DistributedModule(torch.nn.Module):
@@ -245,7 +237,7 @@ class DistributedModule(torch.nn.Module):
         """Call this replica's module."""
         replicas = self.mpistrat_replicas
         if len(replicas) > 1:
-            replica = replica_of(self.mpistrat_strategy)
+            replica = local_replica(self.mpistrat_strategy)
             if replica:
                 return replicas[replica](*args, **kwargs)
         begin = _begin_untraced if torch.compiler.is_dynamo_compiling() else _begin
@@ -379,15 +371,7 @@ _begin_untraced = torch.compiler.disable(_begin)
 
 def _share_of_batch(module: Any) -> float:
     """Return by what the gradients of the batch that was handed out are multiplied, where 1 is an equal part."""
-    strategy = module.mpistrat_strategy
-    rows, total = (module.mpistrat_weighs and global_batch.rows_of_batch()) or (0, 0)
-    if (
-        total and sums_workers(strategy) and not strategy.backup_workers
-    ):  # then a step's batches are those of all workers
-        everyones = global_batch.rows_of_workers()
-        if everyones:
-            return rows * module.mpistrat_summed / everyones
-    return rows * strategy.num_replicas_in_sync / total if total else 1.0
+    return share_of_batch(module.mpistrat_strategy) if module.mpistrat_weighs else 1.0
 
 
 def _has_rows(inputs: Any) -> bool:
@@ -417,16 +401,3 @@ def check_called(module: Any, replica: int) -> None:
         )
         raise RuntimeError(explain("step", "", expected=expected, got=got, remedy=remedy))
     vars(own)["mpistrat_called"] = False
-
-
-def summed_replicas(strategy: Any) -> int:
-    """Return of how many replicas gradients are added up before one update."""
-    replicas = int(strategy.num_replicas_in_sync)
-    if sums_workers(strategy):
-        replicas *= strategy.num_workers // strategy.workers_in_sync - strategy.backup_workers
-    return replicas
-
-
-def sums_workers(strategy: Any) -> bool:
-    """Return whether servers add up the gradients of workers that do not step together otherwise."""
-    return getattr(strategy, "max_staleness", None) == 0 and strategy.num_workers > strategy.workers_in_sync

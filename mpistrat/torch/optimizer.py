@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from .. import context
-from ..errors import ContextError, explain
+from ..errors import explain
+from ..strategy.contexts import in_step, local_replica
+from ..strategy.loss import summed_replicas
 from ..variables import Variable
 from ..variables.sharded import each_variable
-from .module import Link, check_called, link_of, replica_of, summed_replicas
+from .module import Link, check_called, link_of
 from .rule import TorchRule, slots_of
 from .tensors import array_of, tensor_of
 
@@ -47,18 +49,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.__dict__.update(_opt_called=True)  # what torch's schedulers look at, for a warning
         strategy = self.mpistrat_strategy
-        frame = context.current()
-        check_called(self.mpistrat_module, replica_of(strategy))
-        if frame.strategy is strategy and frame.replica is not None:
-            self._apply()
-        elif len(strategy.extended.replicas) == 1 and strategy.extended.placement.store is None:
-            strategy.run(self._apply)
-        else:
-            expected, got = "a call in a step", "one outside of strategy.run, with several local replicas or servers"
-            remedy = (
-                "Put forward, backward and step into a function, and call that by strategy.run(step, args=(batch,))"
-            )
-            raise ContextError(explain("Optimizer.step", "", expected=expected, got=got, remedy=remedy))
+        check_called(self.mpistrat_module, local_replica(strategy))
+        remedy = "Put forward, backward and step into a function, and call that by strategy.run(step, args=(batch,))"
+        in_step(strategy, self._apply, "Optimizer.step", remedy)
         return loss
 
     step.__dict__.update(_wrapped_by_lr_sched=True)  # so that a scheduler leaves it as it is
@@ -72,7 +65,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _own_links(self) -> Sequence[Link]:
         """Return the links of this replica; outside of steps, of the first local one."""
         replicas = self.mpistrat_links
-        return replicas[replica_of(self.mpistrat_strategy) if len(replicas) > 1 else 0]
+        return replicas[local_replica(self.mpistrat_strategy) if len(replicas) > 1 else 0]
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -35,8 +35,8 @@ def rows():
     return rng.normal(size=(ROWS, 10)), rng.integers(0, 3, ROWS)
 
 
-def dataset():
-    return ms.data.from_arrays(rows()).shuffle(seed=1).batch(BATCH)
+def dataset(batch=BATCH):
+    return ms.data.from_arrays(rows()).shuffle(seed=1).batch(batch)
 
 
 def cross_entropy(logits, y):

@@ -6,6 +6,7 @@ import pytest
 jax = pytest.importorskip("jax", reason="JAX is not installed: make test-frameworks")
 
 import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
 from jax_training import put, rows  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
@@ -153,3 +154,12 @@ def test_a_view_that_is_kept_is_named(monkeypatch):
             ms.jax.apply(optimizer, grads, params)
         del view
         ms.jax.apply(optimizer, grads, ms.jax.current(params))
+
+
+@pytest.mark.ranks(3)
+def test_a_norm_over_gradients_that_workers_send_apart_is_refused():
+    params = {"w": np.ones(3, np.float32)}
+    strategy = ms.ParameterServerStrategy(num_ps=1, max_staleness=0)
+    with strategy.scope(), pytest.raises(ValueError, match="max_norm: expected None, where servers sum"):
+        ms.jax.distribute(params, optax.sgd(0.1), max_norm=1.0)
+    strategy.close()
