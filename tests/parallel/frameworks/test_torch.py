@@ -26,14 +26,6 @@ from torch_training import (  # noqa: E402
 import mpistrat as ms  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", CASES)
 def test_every_rule_equals_one_process(name):

@@ -18,14 +18,6 @@ from torch_training import (  # noqa: E402
 import mpistrat as ms  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", MODULES)
 def test_one_device(name):

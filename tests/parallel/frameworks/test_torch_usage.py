@@ -18,6 +18,7 @@ from torch_training import (  # noqa: E402
     plain,
     put,
     rows,
+    step_of,
 )
 
 import mpistrat as ms  # noqa: E402
@@ -25,18 +26,8 @@ import mpistrat as ms  # noqa: E402
 nn = torch.nn
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def step(module, optimizer, x, y, call=lambda module, x: module(x)):
-    optimizer.zero_grad()
-    torch.nn.functional.cross_entropy(call(module, torch.from_numpy(x)), torch.from_numpy(y)).backward()
-    optimizer.step()
+    step_of(lambda x: call(module, x), optimizer)(x, y)
 
 
 # compiled modules
