@@ -19,7 +19,7 @@ TABLE = Path(__file__).with_name("durations.json")
 CACHE = "durations"
 USUAL = {
     "pure": 0.04,
-    "ranks": 0.1,
+    "ranks": 0.05,
     "program": 2.5,
     "hosts": 4.0,
     "slurm": 6.0,

@@ -17,7 +17,7 @@ from pairwise import Combination, cover, one_of_each, order
 from touched import distances
 
 QUICK_EXAMPLES = 30  # of Hypothesis, in every tier but `all`
-SLOWEST = {"check": 1.0, "test": 5.0, "change": 20.0}  # seconds: what takes longer is left to the next tier
+SLOWEST = {"check": 1.0, "test": 4.5, "change": 20.0}  # seconds: what takes longer is left to the next tier
 ONCE = 2.0  # seconds: of a test on ranks that takes longer one item is taken, whichever
 PAGES = "test_docs.py"  # each of its pages is a program of its own
 WORDS = {  # of each kind: how the last line calls what was left out
@@ -90,7 +90,7 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
 
 
 def _is_quick(item: pytest.Item, tier: str, seconds: float) -> bool:
-    return seconds <= SLOWEST[tier] or (item.path.name == PAGES and tier != "check")
+    return seconds <= SLOWEST[tier] or (_function(item).endswith(f"{PAGES}::test_page") and tier != "check")
 
 
 def _on_ranks(items: list[pytest.Item], kinds: dict[str, str], table: Table) -> set[str]:
