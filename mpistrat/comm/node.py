@@ -318,8 +318,7 @@ class Node:
         """Free all memory of which no view exists. Collective on the node."""
         self._halves = [[], []]
         self._starts, self._segments = [], []
-        for block in self._blocks:
-            block.close()
+        shared_memory.close_blocks(self._blocks)
         self._blocks = []
         if self._control is not None:
             self._comm.Barrier()

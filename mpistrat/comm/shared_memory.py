@@ -74,20 +74,29 @@ class SharedBlock:
 
     def close(self) -> None:
         """Free the memory, or leave it to the end of the process if a view of it lives on any rank. Collective on the node."""
-        if self.window is None:
-            self.segments = []
-        if not self.segments:
-            return
-        roots = [weakref.ref(segment) for segment in self.segments]
-        self.segments = []
-        if any(root() is not None for root in roots):
-            gc.collect()  # views in reference cycles, as tracebacks make them
-        alive = np.array([any(root() is not None for root in roots)], np.int32)
-        anywhere = np.empty(1, np.int32)
-        self._comm.Allreduce(alive, anywhere)
-        if not anywhere[0]:
-            self.window.Free()
-        self.window = self._comm = None
+        close_blocks([self])
+
+
+def close_blocks(blocks: Sequence[SharedBlock]) -> None:
+    """Close blocks of one node: free the memory of those of which no view lives on any rank. Collective on the node."""
+    shared = [block for block in blocks if block.window is not None and not block.closed]
+    roots = [[weakref.ref(segment) for segment in block.segments] for block in shared]
+    for block in blocks:
+        block.segments = []
+    if not shared:
+        return
+
+    def alive() -> np.ndarray:
+        return np.array([any(root() is not None for root in of_block) for of_block in roots], np.int32)
+
+    if alive().any():
+        gc.collect()  # views in reference cycles, as tracebacks make them; with a large library loaded this takes long
+    anywhere = np.empty(len(shared), np.int32)
+    shared[0]._comm.Allreduce(alive(), anywhere)
+    for block, used in zip(shared, anywhere, strict=True):
+        if not used:
+            block.window.Free()
+        block.window = block._comm = None
 
 
 def allocate_private(nbytes: int, what: str) -> SharedBlock:

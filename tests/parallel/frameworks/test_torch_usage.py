@@ -1,7 +1,9 @@
 """What programs of PyTorch do beside a plain loop: compile, load by torch's own loaders, average, save, mixed precision."""
 
 import copy
+import gc
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -321,3 +323,27 @@ def test_files_are_as_small_as_plain_ones_and_need_no_mpistrat():
             assert len(saved(part)) < len(saved(copy.deepcopy(part))) + 200
         with pytest.raises(TypeError, match="state_dict"):
             saved(optimizer)
+
+
+@pytest.mark.ranks(2)
+def test_a_node_holds_the_parameters_once():
+    def used():  # malloc gives pages of the heap back late: what counts is that tensors of 16 MiB are mapped, and unmapped
+        gc.collect()
+        lines = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines())
+        return next(int(words[1]) / 1024 for words in lines if words[0] == "Pss:")
+
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("the system does not tell the proportional set size")
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        make("Adam", mlp())  # loads torch's compiler, as every optimizer does
+        comm = strategy.comm
+        comm.Barrier()
+        before = comm.allreduce(used())
+        module = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(4)]).requires_grad_(False)
+        comm.Barrier()
+        plain_ones = comm.allreduce(used()) - before
+        assert plain_ones > 120  # two copies of 64 MiB
+        with strategy.scope():
+            ms.torch.distribute(module)
+        comm.Barrier()
+        assert 60 < comm.allreduce(used()) - before < 64 + 24
