@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -48,6 +49,7 @@ class Link:
         self.current = False
         self.steps = 1
         self._group = strategy.extended.process_group
+        self._staging: dict[np.dtype, np.ndarray] = {}  # memory used again: new pages cost as much as the sum
 
     # a step
 
@@ -66,22 +68,45 @@ class Link:
             _settle()
         self.share, self.rowless = share, rows == 0
 
-    def sum_gradients(self, flat: np.ndarray) -> np.ndarray:
-        """Return the sum over all ranks of their shares of a flat array. Collective; in any thread."""
+    def sum_gradients(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        """Return the sums over all ranks of their shares of arrays, one call for each dtype. Collective; in any thread.
+
+        The results are valid until the next call.
+        """
         try:
-            mine = np.empty(flat.size + 1, flat.dtype)
-            if self.rowless:  # what stands in the row's place may give NaN
-                mine[:-1] = 0
-            else:
-                np.multiply(flat, self.share, out=mine[:-1])
-            mine[-1] = self.wants_stop
-            total = np.asarray(self.strategy.reduce("SUM", mine))
-            if total[-1]:
-                self.stops = True
-            return total[:-1]
+            totals: list[Any] = list(arrays)
+            by_dtype: dict[np.dtype, list[int]] = {}
+            for index, array in enumerate(arrays):
+                by_dtype.setdefault(array.dtype, []).append(index)
+            for dtype, members in by_dtype.items():
+                flat = self._sum_of_one_dtype(dtype, [arrays[index] for index in members])
+                low = 0
+                for index in members:
+                    array = arrays[index]
+                    totals[index] = flat[low : low + array.size].reshape(array.shape)
+                    low += array.size
+            return totals
         except BaseException as error:
             self.failure = error
             raise
+
+    def _sum_of_one_dtype(self, dtype: np.dtype, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the sums one after the other. One number more tells the other ranks that this one wants to stop."""
+        ends = list(itertools.accumulate(array.size for array in arrays))
+        mine = self._staging.get(dtype)
+        if mine is None or mine.size != ends[-1] + 1:
+            mine = self._staging[dtype] = np.empty(ends[-1] + 1, dtype)
+        for array, end in zip(arrays, ends, strict=True):
+            part = mine[end - array.size : end].reshape(array.shape)
+            if self.rowless:  # what stands in the row's place may give NaN
+                part[...] = 0
+            else:
+                np.multiply(array, self.share, out=part)
+        mine[-1] = self.wants_stop
+        total = np.asarray(self.strategy.reduce("SUM", mine))
+        if total[-1]:
+            self.stops = True
+        return total
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -179,6 +204,7 @@ def _settle() -> None:
     if keras.backend.backend() == "jax":
         import jax
 
+        jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
         jax.effects_barrier()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,79 +68,71 @@ def sum_over_ranks(link: Link, gradients: Sequence[Any], variables: Sequence[Any
         gradients: the backend's tensors.
         variables: theirs, where known: TensorFlow's sparse gradients do not tell their shape.
     """
-    if link.size == 1:
-        return list(gradients)
-    prepare, add = _BACKENDS[keras.backend.backend()]
-    tensors: list[Any] = [None if gradient is None else prepare(gradient) for gradient in gradients]
-    by_dtype: dict[str, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor is not None:
-            by_dtype.setdefault(keras.backend.standardize_dtype(tensor.dtype), []).append(index)
-    for members in by_dtype.values():
-        shapes = [tuple((tensors if variables is None else variables)[index].shape) for index in members]
-        totals = add(link, [tensors[index] for index in members], shapes)
-        for index, total in zip(members, totals, strict=True):
-            tensors[index] = total
-    return tensors
-
-
-def _torch_prepare(gradient: Any) -> Any:
-    gradient = gradient.detach()
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    there = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    totals = list(gradients)
+    if link.size == 1 or not there:
+        return totals
+    shapes = [tuple((gradients if variables is None else variables)[index].shape) for index in there]
+    add = _BACKENDS[keras.backend.backend()]
+    for index, total in zip(there, add(link, [gradients[index] for index in there], shapes), strict=True):
+        totals[index] = total
+    return totals
 
 
 def _torch_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
-    import torch
-
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    parts = _outside_of_torch_graphs()(link, flat).split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    add = _outside_of_torch_graphs()
+    return add(link, [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors])
 
 
 @functools.cache
-def _outside_of_torch_graphs() -> Callable[[Link, Any], Any]:
-    """What sums a flat tensor; torch.compile leaves its graph for it."""
+def _outside_of_torch_graphs() -> Callable[[Link, list[Any]], list[Any]]:
+    """What sums tensors; torch.compile leaves its graph for it."""
     import torch
 
     from ..torch.tensors import array_of, tensor_of
 
-    def add(link: Link, flat: Any) -> Any:
-        return tensor_of(link.sum_gradients(array_of(flat.cpu()))).to(flat.device)
+    def add(link: Link, tensors: list[Any]) -> list[Any]:
+        totals = link.sum_gradients(*(array_of(tensor.detach().cpu()) for tensor in tensors))
+        return [tensor_of(total).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
-    disabled: Callable[[Link, Any], Any] = torch.compiler.disable(add)
+    disabled: Callable[[Link, list[Any]], list[Any]] = torch.compiler.disable(add)
     return disabled
 
 
 def _jax_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     import jax
-    import jax.numpy as jnp
-    from jax.experimental import io_callback
 
-    flat = jnp.concatenate([tensor.reshape(-1) for tensor in tensors])
-    result = jax.ShapeDtypeStruct(flat.shape, flat.dtype)
-    total = io_callback(lambda array: link.sum_gradients(np.asarray(array)), result, flat, ordered=True)
-    ends = np.cumsum([math.prod(shape) for shape in shapes])
-    return [part.reshape(shape) for part, shape in zip(jnp.split(total, ends[:-1]), shapes, strict=True)]
+    forms = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
+    try:
+        from jax.experimental.buffer_callback import buffer_callback
+    except ImportError:  # JAX before 0.6: a callback whose arguments and results are copied
 
+        def add(*arrays: Any) -> list[np.ndarray]:
+            return link.sum_gradients(*map(np.asarray, arrays))
 
-def _tensorflow_prepare(gradient: Any) -> Any:
-    import tensorflow as tf
+        found: list[Any] = jax.experimental.io_callback(add, forms, *tensors, ordered=True)
+        return found
 
-    return tf.convert_to_tensor(gradient)
+    def add_buffers(_: Any, totals: Sequence[Any], *buffers: Any) -> None:
+        for target, total in zip(totals, link.sum_gradients(*map(np.asarray, buffers)), strict=True):
+            np.copyto(np.asarray(target), total)
+
+    # Steps are in order since each needs the weights of the one before.
+    return list(buffer_callback(add_buffers, forms, has_side_effect=True)(*tensors))
 
 
 def _tensorflow_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     import tensorflow as tf
 
-    sizes = [math.prod(shape) for shape in shapes]
-    flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
-    total = tf.numpy_function(link.sum_gradients, [flat], flat.dtype, stateful=True)
-    total.set_shape([sum(sizes)])
-    return [tf.reshape(part, shape) for part, shape in zip(tf.split(total, sizes), shapes, strict=True)]
+    dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    totals = tf.numpy_function(link.sum_gradients, dense, [tensor.dtype for tensor in dense], stateful=True)
+    for total, shape in zip(totals, shapes, strict=True):
+        total.set_shape(shape)
+    return list(totals)
 
 
-_BACKENDS: dict[str, tuple[Callable[[Any], Any], Callable[..., list[Any]]]] = {
-    "torch": (_torch_prepare, _torch_add),
-    "jax": (lambda gradient: gradient, _jax_add),
-    "tensorflow": (_tensorflow_prepare, _tensorflow_add),
+_BACKENDS: dict[str, Callable[[Link, list[Any], list[tuple[int, ...]]], list[Any]]] = {
+    "torch": _torch_add,
+    "jax": _jax_add,
+    "tensorflow": _tensorflow_add,
 }
