@@ -1,10 +1,12 @@
-"""The contenders of `frameworks.py` for Keras: the fit of a distributed model, and a fit on each rank by itself.
+"""The contenders of `frameworks.py` for Keras: the fit of a distributed model, and a fit on each rank by itself, with as many
+numbers summed besides and without.
 
 KERAS_BACKEND chooses torch, jax or tensorflow.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +22,9 @@ import mpistrat as ms
 
 BACKEND = keras.backend.backend()
 PACKAGES = ("keras", {"tensorflow": "tensorflow-cpu"}.get(BACKEND, BACKEND))
-STEPS = 20  # of one call of an operation: one fit
+STEPS = 50  # of one call of an operation: one fit
 ROWS = 8
+SUMS = "fit on each rank by itself, and sums"
 MODELS: dict[str, tuple[int, ...]] = {"MLP, 1 M": (512,) * 5, "MLP, 24 K": (64, 128, 96, 32, 10)}
 
 
@@ -39,10 +42,11 @@ def start(comm: Any) -> Callable[[], None]:
 
 
 def contenders(strategy: Any, model: str) -> dict[str, Callable[[], harness.Operation]]:
-    """Return what makes each contender's fit, by name: ours, and one of the same rows a rank. Making one is collective."""
+    """Return what makes each contender's fit, by name: ours, and those of the same rows a rank. Making one is collective."""
     widths = MODELS[model]
     return {
         harness.OURS: lambda: fit(strategy, widths, strategy.size),
+        SUMS: lambda: fit_and_sums(strategy, widths),
         harness.ALONE: lambda: fit(None, widths, 1),
     }
 
@@ -65,3 +69,16 @@ def fit(strategy: Any, widths: tuple[int, ...], ranks: int) -> harness.Operation
     x = numbers.normal(size=(STEPS * ROWS * ranks, widths[0])).astype(np.float32)
     y = numbers.normal(size=(STEPS * ROWS * ranks, widths[-1])).astype(np.float32)
     return lambda: model.fit(x, y, batch_size=ROWS * ranks, epochs=1, shuffle=False, verbose=0)
+
+
+def fit_and_sums(strategy: Any, widths: tuple[int, ...]) -> harness.Operation:
+    """Return a fit of each rank alone, and for each step a sum of as many numbers over all: what ours cannot do without."""
+    alone = fit(None, widths, 1)
+    gradient = np.zeros(sum((before + 1) * after for before, after in itertools.pairwise(widths)), np.float32)
+
+    def both() -> None:
+        alone()
+        for _ in range(STEPS):
+            strategy.reduce("SUM", gradient)
+
+    return both

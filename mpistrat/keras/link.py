@@ -155,13 +155,17 @@ class Link:
         if self.size == 1 or not arrays:
             return list(arrays)
         _settle()
-        data = np.frombuffer(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays), np.uint8).copy()
+        ends = list(itertools.accumulate(array.nbytes for array in arrays))
+        data = np.empty(ends[-1], np.uint8)
+        parts = [
+            data[end - array.nbytes : end].view(array.dtype).reshape(array.shape)
+            for array, end in zip(arrays, ends, strict=True)
+        ]
+        if not self.rank:
+            for part, array in zip(parts, arrays, strict=True):
+                part[...] = array
         with self._group.collective("keras weights", dtype="uint8", shape=data.shape):
             self._group.broadcast(data)
-        parts, low = [], 0
-        for array in arrays:
-            parts.append(data[low : low + array.nbytes].view(array.dtype).reshape(array.shape))
-            low += array.nbytes
         return parts
 
     def numbers(self, what: str, *mine: int) -> np.ndarray:
@@ -204,7 +208,6 @@ def _settle() -> None:
     if keras.backend.backend() == "jax":
         import jax
 
-        jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
         jax.effects_barrier()
 
 

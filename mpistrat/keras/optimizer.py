@@ -117,8 +117,9 @@ def _jax_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> l
         for target, total in zip(totals, link.sum_gradients(*map(np.asarray, buffers)), strict=True):
             np.copyto(np.asarray(target), total)
 
-    # Steps are in order since each needs the weights of the one before.
-    return list(buffer_callback(add_buffers, forms, has_side_effect=True)(*tensors))
+    # Totals take the place of gradients. Steps are in order since each needs the weights of the one before.
+    places = {index: index for index in range(len(forms))}
+    return list(buffer_callback(add_buffers, forms, has_side_effect=True, input_output_aliases=places)(*tensors))
 
 
 def _tensorflow_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:

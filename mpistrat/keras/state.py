@@ -67,7 +67,7 @@ def _without_names(config: Any) -> Any:
 def take_from_rank_0(link: Link, model: Any) -> None:
     """Give the variables of the model and its optimizers rank 0's numbers, and each rank seeds of its own. Collective."""
     variables = [variable for variable in _all(model) if variable.dtype != "string"]
-    arrays = arrays_of(variables)
+    arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     common = seed_generator.global_seed_generator().state
     theirs = link.broadcast([*arrays, *arrays_of([common]), np.array([_state_of_torch()])])
     if not link.rank:
@@ -81,13 +81,18 @@ def take_from_rank_0(link: Link, model: Any) -> None:
         if is_seed(variable):
             array = array.copy()
             array[0] = next(own_seeds) ^ int(array[0])
-        elif mine is not None and mine.tobytes() == array.tobytes():
+        elif mine is not None and np.array_equal(_bits(mine), _bits(array)):
             continue
         variable.assign(array)
     if keras.backend.backend() == "torch":
         import torch
 
         torch.manual_seed(next(own_seeds))
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """What an array is made of, in which NaN equals itself."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _state_of_torch() -> int:
