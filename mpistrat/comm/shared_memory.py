@@ -46,12 +46,13 @@ class SharedBlock:
         nbytes: their sizes.
         what: what it is for, in words.
         window: the MPI window that holds the memory; None where it is private, and after `close()`.
+        comm: the communicator of the node's ranks; None where `window` is.
     """
 
     def __init__(self, segments: list[np.ndarray], what: str, window: Any = None, comm: Any = None) -> None:
         self.segments, self.what = segments, what
         self.nbytes = [segment.nbytes for segment in segments]
-        self.window, self._comm = window, comm
+        self.window, self.comm = window, comm
 
     @property
     def closed(self) -> bool:
@@ -92,11 +93,11 @@ def close_blocks(blocks: Sequence[SharedBlock]) -> None:
     if alive().any():
         gc.collect()  # views in reference cycles, as tracebacks make them; with a large library loaded this takes long
     anywhere = np.empty(len(shared), np.int32)
-    shared[0]._comm.Allreduce(alive(), anywhere)
+    shared[0].comm.Allreduce(alive(), anywhere)
     for block, used in zip(shared, anywhere, strict=True):
         if not used:
             block.window.Free()
-        block.window = block._comm = None
+        block.window = block.comm = None
 
 
 def allocate_private(nbytes: int, what: str) -> SharedBlock:
