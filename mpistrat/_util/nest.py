@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import re
@@ -58,7 +59,10 @@ def _rebuild(node: Any, keys: list[Any], children: list[Any]) -> Any:
         ordered = {key: by_key[key] for key in node}
         return ordered if type(node) is dict else type(node)(ordered)  # type: ignore[call-arg]
     if _is_dataclass(node):
-        return dataclasses.replace(node, **dict(zip(keys, children, strict=True)))
+        made = copy.copy(node)  # dataclasses.replace would call an __init__, which may take other arguments than fields
+        for key, child in zip(keys, children, strict=True):
+            object.__setattr__(made, key, child)
+        return made
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)(*children)
     return type(node)(children) if type(node) in (list, tuple) else list(children)

@@ -14,7 +14,7 @@ from ..errors import explain
 from ..optimizers import Optimizer
 from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import share_of_batch, summed_replicas
-from .arrays import Link, flatten, link_of, release
+from .arrays import Link, flatten, link_of, names_of, release
 
 __all__ = ["apply"]
 
@@ -96,17 +96,19 @@ def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
     if not isinstance(given, Optimizer):
         expected, got = "an optimizer of ms.optimizers", f"{type(given).__module__}.{type(given).__qualname__}"
         raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got))
-    leaves, names, structure = flatten(params)
-    gradients, theirs, form = flatten(grads)
+    leaves, structure = flatten(params)
+    gradients, form = flatten(grads)
     if form != structure:
-        _refuse_structure(names, theirs, form, structure)
+        _refuse_structure(names_of(params), names_of(grads), form, structure)
     places, links, chosen = [], [], []
-    for place, (leaf, gradient, name) in enumerate(zip(leaves, gradients, names, strict=True)):
-        if gradient is None and link_of(leaf) is None:
+    for place, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+        link = link_of(leaf)
+        if gradient is None and link is None:
             continue
         if getattr(gradient, "dtype", None) == jax.dtypes.float0:  # of an integer
             continue
-        links.append(_checked(leaf, gradient, name))
+        name = names_of(params)[place] if link is None else link.name
+        links.append(_checked(leaf, gradient, link, name))
         places.append(place)
         chosen.append(gradient)
     if not links:
@@ -121,9 +123,8 @@ def apply(optimizer: Optimizer, grads: Any, params: Any) -> Any:
     return structure.unflatten(leaves)
 
 
-def _checked(leaf: Any, gradient: Any, name: str) -> Link:
+def _checked(leaf: Any, gradient: Any, link: Link | None, name: str) -> Link:
     """Return the link of a leaf, which has a gradient that fits."""
-    link = link_of(leaf)
     if isinstance(leaf, jax.core.Tracer) or isinstance(gradient, jax.core.Tracer):
         remedy = "Return the gradients of the jitted function, and call ms.jax.apply outside of it"
         raise TypeError(explain(_FUNCTION, name, expected="arrays", got="values of a traced function", remedy=remedy))

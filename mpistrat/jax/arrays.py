@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -15,7 +16,7 @@ from ..comm.waiting import Backoff, Deadline
 from ..errors import explain
 from ..variables import Variable
 
-__all__ = ["Link", "current", "flatten", "is_array", "is_parameter", "link_of", "release"]
+__all__ = ["Link", "current", "flatten", "is_array", "is_parameter", "link_of", "names_of", "release"]
 
 _PATIENCE = 10.0  # seconds from the end of all computations until what still refers to an array must be something else
 _links: dict[int, tuple[weakref.ref[Any], Link]] = {}  # by the id of an array
@@ -86,10 +87,30 @@ def _alias(memory: np.ndarray, name: str) -> tuple[Any, weakref.ref[Any]]:
     JAX lets go when the array is deleted or dead and every computation that reads it is over.
     """
     lent: Any = memory.view(np.int16) if is_bfloat16(memory.dtype) else memory[...]
-    array = jax.dlpack.from_dlpack(_Bfloat16(lent) if lent.dtype != memory.dtype else lent, copy=False)
+    array = _from_dlpack()(_Bfloat16(lent) if lent.dtype != memory.dtype else lent)
     if array.size and array.unsafe_buffer_pointer() != memory.ctypes.data:
         raise RuntimeError(explain("ms.jax.distribute", name, expected="the variable's memory", got="a copy by JAX"))
     return array, weakref.ref(lent)
+
+
+@functools.cache
+def _from_dlpack() -> Callable[[Any], Any]:
+    """Return `jax.dlpack.from_dlpack` without a copy, or what it calls in the end, where that does the same.
+
+    It takes 80 µs an array, most of them for a stream, which CPUs do not have, and for dtypes, which are checked; a tree has hundreds.
+    """
+    probe = np.zeros(64, np.float32)
+    probe = probe[-probe.ctypes.data % 64 // probe.itemsize :][:16]
+    device, on_cpu = jax.devices("cpu")[0], 1
+    try:  # not public: other versions of JAX have it elsewhere, or with other arguments
+        from jaxlib import _jax
+
+        read = _jax.dlpack_managed_tensor_to_buffer
+        if read(probe.__dlpack__(), device, None, False, on_cpu).unsafe_buffer_pointer() == probe.ctypes.data:
+            return lambda array: read(array.__dlpack__(), device, None, False, on_cpu)
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        pass
+    return functools.partial(jax.dlpack.from_dlpack, copy=False)
 
 
 @final
@@ -145,7 +166,7 @@ def current(params: Any) -> Any:
     Example:
         >>> params = ms.jax.current(params)  # doctest: +SKIP
     """
-    leaves, _, structure = flatten(params)
+    leaves, structure = flatten(params)
     links = [link_of(leaf) for leaf in leaves]
     return structure.unflatten([_now(link, leaf) if link else leaf for link, leaf in zip(links, leaves, strict=True)])
 
@@ -157,10 +178,15 @@ def _now(link: Link, leaf: Any) -> Any:
     return link.make()
 
 
-def flatten(tree: Any) -> tuple[list[Any], list[str], Any]:
-    """Return the leaves of a tree, None among them, their names, and the structure."""
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
-    return [leaf for _, leaf in pairs], ["/".join(map(_word, path)) or "leaf" for path, _ in pairs], structure
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a tree, None among them, and the structure."""
+    return jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+
+
+def names_of(tree: Any) -> list[str]:
+    """Return the names of the leaves of a tree, None among them."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return ["/".join(map(_word, path)) or "leaf" for path, _ in pairs]
 
 
 def _word(key: Any) -> str:

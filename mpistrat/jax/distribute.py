@@ -15,7 +15,7 @@ from ..errors import DeviceError, explain
 from ..optimizers import Optimizer
 from ..strategy.loss import check_loss
 from ..variables import Variable
-from .arrays import Link, flatten, is_array, is_parameter, link_of
+from .arrays import Link, flatten, is_array, is_parameter, link_of, names_of
 from .rule import JaxRule
 
 __all__ = ["distribute"]
@@ -61,7 +61,8 @@ def distribute(tree: Any, optimizer: Any = None, *, loss: str = "mean", max_norm
     context.expect_scope(_FUNCTION, "params = ms.jax.distribute(params)")
     placement = context.get_strategy().extended.placement
     exchange = functools.partial(placement.creators.exchange, _FUNCTION)
-    leaves, names, structure = flatten(tree)
+    leaves, structure = flatten(tree)
+    names = names_of(tree)
     with agree.together(exchange):
         check_loss(context.get_strategy(), _FUNCTION, loss, max_norm, optimizer)
         _check_devices(placement)

@@ -18,7 +18,7 @@ from ..cross_device.arena import BLOCK
 from ..errors import explain
 from ..optimizers import Optimizer
 from ..optimizers.rule import Block
-from .arrays import flatten, is_parameter
+from .arrays import flatten, is_parameter, names_of
 
 __all__ = ["JaxRule"]
 
@@ -82,7 +82,9 @@ class _State:
     def __init__(self, transformation: Any) -> None:
         self.transformation = transformation
         some = np.arange(5, dtype=_float())
-        leaves, names, self._structure = flatten(transformation.init(jnp.asarray(some)))
+        state = transformation.init(jnp.asarray(some))
+        leaves, self._structure = flatten(state)
+        names = names_of(state)
         self._is_slot = [np.shape(leaf) == some.shape for leaf in leaves]
         for leaf, name, slot in zip(leaves, names, self._is_slot, strict=True):
             if not slot and np.shape(leaf) != ():
@@ -127,7 +129,7 @@ def _try(state: _State, tree: Any) -> list[float]:
     Raises:
         TypeError: others come out.
     """
-    leaves, _, structure = flatten(tree)
+    leaves, structure = flatten(tree)
     shapes = [tuple(min(n, 3) for n in leaf.shape) if is_parameter(leaf) and leaf.size else None for leaf in leaves]
     rng = np.random.default_rng(0)
     whole = structure.unflatten([None if shape is None else jnp.asarray(_draw(rng, shape)) for shape in shapes])

@@ -156,17 +156,16 @@ def train(strategy, params, step, optimizer, epochs=EPOCHS):
 
 def train_by_run(strategy, params, step, optimizer, epochs=EPOCHS):
     """Train by steps of `strategy.run`."""
-    kept = [params]  # the same for all local replicas
 
-    def one(x, y):
-        _, grads = step(kept[0], x, y)
-        return ms.jax.apply(optimizer, grads, kept[0])
+    def one(params, x, y):
+        _, grads = step(params, x, y)
+        return ms.jax.apply(optimizer, grads, params)
 
     data = strategy.distribute_dataset(dataset())
     for _ in range(epochs):
         for batch in data:
-            kept[0] = strategy.run(one, args=batch)
-    return kept[0]
+            params = strategy.run(one, args=(params, *batch))
+    return params
 
 
 def difference(ours, theirs):

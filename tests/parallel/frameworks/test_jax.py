@@ -48,10 +48,10 @@ def test_every_rule_equals_optax(rule):
         assert found < (1e-7 if rule == "schedule" else 1e-9)  # optax counts in int32, and so has float32 rates
 
 
-def check_steps_of_run(strategy):
-    tree, step = dict_tree()
+def check_steps_of_run(strategy, kind="dict"):
+    tree, step = TREES[kind]()
     expected = plain(tree, step, RULES["adam"][1]())
-    with put(rule="adam", strategy=strategy) as (strategy, params, step, optimizer):
+    with put(TREES[kind], "adam", strategy) as (strategy, params, step, optimizer):
         trained = train_by_run(strategy, params, step, optimizer)
         assert difference(arrays(trained), expected) < 1e-9
 
@@ -66,6 +66,13 @@ def check_steps_of_run(strategy):
 )
 def test_steps_of_run_equal_one_process(make):
     check_steps_of_run(make())
+
+
+@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.parametrize("kind", ["named_tuples", "linen", "equinox"])
+def test_steps_of_run_take_every_tree(kind):
+    pytest.importorskip({"equinox": "equinox", "named_tuples": "jax"}.get(kind, "flax"))
+    check_steps_of_run(ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]), kind)
 
 
 @pytest.mark.ranks(1, timeout=180)

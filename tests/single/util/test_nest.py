@@ -50,6 +50,22 @@ def test_map_structure_visits_leaves_in_flatten_order(structure: Any) -> None:
     assert seen == nest.flatten(structure)
 
 
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Its fields are no arguments of its `__init__`, as in a module of equinox."""
+
+    inner: Any
+
+    def __init__(self, size: int) -> None:
+        object.__setattr__(self, "inner", Pair(size, None))
+
+
+def test_a_dataclass_with_an_init_of_its_own() -> None:
+    made = Made(3)
+    twice = nest.map_structure(lambda leaf: leaf and 2 * leaf, [made])[0]
+    assert (type(twice), twice.inner, made.inner) == (Made, Pair(6, None), Pair(3, None))
+
+
 def test_mappings_flatten_by_key_and_keep_their_order() -> None:
     assert nest.flatten({"b": 1, "a": 2}) == [2, 1]
     assert list(nest.map_structure(lambda v: v, {"b": 1, "a": 2})) == ["b", "a"]
