@@ -97,7 +97,8 @@ def _alias(memory: np.ndarray, name: str) -> tuple[Any, weakref.ref[Any]]:
 def _from_dlpack() -> Callable[[Any], Any]:
     """Return `jax.dlpack.from_dlpack` without a copy, or what it calls in the end, where that does the same.
 
-    It takes 80 µs an array, most of them for a stream, which CPUs do not have, and for dtypes, which are checked; a tree has hundreds.
+    It takes 80 µs an array, most of them for a stream, which CPUs do not have, and for dtypes, which are checked; a tree has
+    hundreds.
     """
     probe = np.zeros(64, np.float32)
     probe = probe[-probe.ctypes.data % 64 // probe.itemsize :][:16]

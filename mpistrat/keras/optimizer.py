@@ -19,6 +19,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     """What `distribute` makes of an optimizer's class: the class itself, and these methods first."""
 
     mpistrat: Link
+    mpistrat_update: Any  # of torch, in one pass with the sum
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a plain optimizer: copies, and those made from a configuration, belong to no strategy."""
@@ -30,6 +31,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             super().apply(grads, trainable_variables)
             return
         variables = None if trainable_variables is None else list(trainable_variables)
+        if self.built and keras.backend.backend() == "torch" and self.mpistrat.size > 1:
+            known = self._trainable_variables if variables is None else variables
+            if _torch_update()(self, list(grads), known):
+                return
         super().apply(sum_over_ranks(self.mpistrat, list(grads), variables), variables)
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
@@ -57,7 +62,7 @@ def distribute_optimizer(link: Link, optimizer: Any) -> None:
             )
         return
     optimizer.__class__ = subclass(type(optimizer), DistributedOptimizer)
-    vars(optimizer)["mpistrat"] = link
+    vars(optimizer).update(mpistrat=link, mpistrat_update=None)
 
 
 def sum_over_ranks(link: Link, gradients: Sequence[Any], variables: Sequence[Any] | None) -> list[Any]:
@@ -96,6 +101,28 @@ def _outside_of_torch_graphs() -> Callable[[Link, list[Any]], list[Any]]:
         return [tensor_of(total).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
     disabled: Callable[[Link, list[Any]], list[Any]] = torch.compiler.disable(add)
+    return disabled
+
+
+@functools.cache
+def _torch_update() -> Callable[[Any, list[Any], list[Any]], bool]:
+    """What sums and updates in one pass, and returns whether it could; torch.compile leaves its graph for it."""
+    import torch
+
+    from .fused import FusedUpdate, fits, goes_on
+
+    def update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> bool:
+        fused = optimizer.mpistrat_update
+        if fused is None and fits(optimizer):
+            fused = vars(optimizer)["mpistrat_update"] = FusedUpdate(optimizer.mpistrat, optimizer)
+        elif fused is not None and not goes_on(optimizer):
+            fused.leave()
+            fused = vars(optimizer)["mpistrat_update"] = None
+        if fused is not None:
+            fused.step(gradients, variables)
+        return fused is not None
+
+    disabled: Callable[[Any, list[Any], list[Any]], bool] = torch.compiler.disable(update)
     return disabled
 
 

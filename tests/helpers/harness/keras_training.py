@@ -78,10 +78,16 @@ def weights(model):
     return [np.array(keras.ops.convert_to_numpy(weight)) for weight in model.weights]
 
 
+def slots(model):
+    """What the optimizer keeps between steps, but for its counters."""
+    variables = [v for v in model.optimizer.variables if v.ndim]
+    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+
+
 def difference(a, b):
     """The largest difference of two lists of arrays, relative to the largest number of each."""
     pairs = zip(a, b, strict=True)
-    return max(float(np.abs(np.subtract(x, y)).max() / max(np.abs(y).max(), 1e-30)) for x, y in pairs)
+    return max((float(np.abs(np.subtract(x, y)).max() / max(np.abs(y).max(), 1e-30)) for x, y in pairs), default=0)
 
 
 def history_difference(a, b):

@@ -6,6 +6,7 @@ keras = pytest.importorskip("keras", reason="Keras or its backend is not install
 
 import numpy as np  # noqa: E402
 from keras_training import (  # noqa: E402
+    BACKEND,
     BATCH,
     EXACT,
     KINDS,
@@ -18,6 +19,7 @@ from keras_training import (  # noqa: E402
     history_difference,
     put,
     rows,
+    slots,
     weights,
 )
 
@@ -54,7 +56,19 @@ def test_fit_evaluate_and_predict_equal_one_process(kind):
         assert len(set(strategy.all_gather_object(repr((history, numbers, np.sum(outputs)))))) == 1
 
 
+def excluding(optimizer):
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
 OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.1),
+    "amsgrad": lambda: keras.optimizers.Adam(1e-2, amsgrad=True, clipvalue=0.05, weight_decay=0.1),
+    "decay": lambda: excluding(keras.optimizers.AdamW(1e-2, weight_decay=0.1)),
+    "rmsprop": lambda: keras.optimizers.RMSprop(1e-2, momentum=0.5, centered=True),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1, global_clipnorm=0.1),
+    "lion": lambda: keras.optimizers.Lion(1e-2),
     "accumulation": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
     "average": lambda: keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9, clipnorm=0.1),
     "schedule": lambda: keras.optimizers.AdamW(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)),
@@ -69,11 +83,86 @@ def test_settings_of_optimizers_act_on_the_sum(name):
     reference = compiled(build(), OPTIMIZERS[name]())
     fit(reference, x, y, epochs=2)
     model = compiled(build(), OPTIMIZERS[name]())
-    with put(model):  # compiled before
+    with put(model) as strategy:  # compiled before
         fit(model, x, y, epochs=2)
+        assert len(set(strategy.all_gather_object(repr(slots(model))))) == 1
     assert difference(weights(model), weights(reference)) < EXACT
+    assert difference(slots(model), slots(reference)) < 10 * EXACT
     ours, theirs = model.optimizer.get_config(), reference.optimizer.get_config()
     assert ours.keys() == theirs.keys()
+
+
+@pytest.mark.ranks(2, 3)
+def test_settings_and_weights_may_change_between_steps():
+    x, y = rows()
+
+    class Changes(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = 0.01 / (1 + epoch)
+            self.model.optimizer.weight_decay = 0.1 if epoch % 2 else None
+            self.model.optimizer.loss_scale_factor = 1.0 if epoch == 3 else None  # Keras updates then, on torch too
+
+        def on_train_batch_end(self, batch, logs=None):  # on every rank
+            for weight in self.model.trainable_weights:
+                weight.assign(weight * 0.99)
+
+    reference = compiled(build(), keras.optimizers.Adam())
+    fit(reference, x, y, epochs=5, callbacks=[Changes()])
+    model = compiled(build(), keras.optimizers.Adam())
+    with put(model):
+        fit(model, x, y, epochs=5, callbacks=[Changes()])
+    if BACKEND == "torch":  # elsewhere a compiled step has the settings of its first call
+        assert difference(weights(model), weights(reference)) < EXACT
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_frozen_layer_stays():
+    x, y = rows()
+    models = [build(), build()]
+    for model in models:
+        model.layers[0].trainable = False
+        compiled(model)
+    fit(models[0], x, y, epochs=2)
+    with put(models[1]):
+        fit(models[1], x, y, epochs=2)
+    assert difference(weights(models[1]), weights(models[0])) < EXACT
+    assert np.array_equal(weights(models[1])[0], weights(build())[0])
+
+
+@pytest.mark.ranks(2)
+def test_a_variable_without_a_gradient_stays():
+    class Unused(Custom):
+        def build(self, shape):
+            self.extra = self.add_weight(shape=(3,), initializer="ones")
+            super().build(shape)
+
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(Unused())
+    models[0].compile(optimizer=keras.optimizers.Adam(0.01, weight_decay=0.1))
+    fit(models[0], *rows(), epochs=2)
+    with put(models[1]):
+        models[1].compile(optimizer=keras.optimizers.Adam(0.01, weight_decay=0.1))
+        fit(models[1], *rows(), epochs=2)
+    assert difference(weights(models[1]), weights(models[0])) < EXACT
+    if BACKEND != "jax":  # where a gradient is zero, not missing
+        assert keras.ops.convert_to_numpy(models[1].extra).tolist() == [1.0] * 3
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(BACKEND != "torch", reason="elsewhere Keras's optimizers keep a copy on each rank")
+def test_on_torch_what_an_optimizer_keeps_lies_once_on_a_node():
+    model = compiled(build(), keras.optimizers.Adam())
+    with put(model) as strategy:
+        fit(model, *rows(), epochs=1)
+        strategy.barrier()
+        if not strategy.rank:
+            model.optimizer._momentums[0].assign(np.full((8, 16), 7.0))
+            model.trainable_weights[0].assign(np.full((8, 16), 7.0))
+        strategy.barrier()
+        assert float(keras.ops.min(model.optimizer._momentums[0])) == 7
+        assert (float(keras.ops.min(model.trainable_weights[0])) == 7) == (not strategy.rank)
 
 
 @pytest.mark.ranks(2, 3)

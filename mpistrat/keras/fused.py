@@ -1,0 +1,236 @@
+"""The update of Keras's optimizers on the torch backend, in one pass with the sum: each rank of a node sums and updates a slice.
+
+Weights stay each rank's own, since callbacks and layers may compute with them in place; new ones come through memory that the
+node shares. What the optimizer keeps between steps lies there, once, and Keras's variables of it have that memory: they are
+always whole, and files and programs find them as ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import keras
+import numpy as np
+import torch
+
+from .. import optimizers
+from .._util import partition
+from ..cross_device.arena import BLOCK
+from ..optimizers.rule import BlockUpdate
+from ..optimizers.slots import owners
+from ..torch.tensors import array_of, tensor_of
+from ..variables.arena import ALIGNMENT_BYTES, ArenaAllocator
+from .link import Link
+
+__all__ = ["FusedUpdate", "fits", "goes_on"]
+
+
+class _Rule(NamedTuple):
+    """Our rule of the same formula, the numbers that it has, and where Keras keeps its slots."""
+
+    kind: Any
+    numbers: tuple[str, ...]
+    slots: dict[str, str]
+
+
+_ADAM = (
+    ("beta_1", "beta_2", "epsilon", "amsgrad"),
+    {"momentum": "_momentums", "velocity": "_velocities", "velocity_hat": "_velocity_hats"},
+)
+_RULES = {
+    "SGD": _Rule(optimizers.SGD, ("momentum", "nesterov"), {"momentum": "momentums"}),
+    "Adam": _Rule(optimizers.Adam, *_ADAM),
+    "AdamW": _Rule(optimizers.AdamW, *_ADAM),
+    "Adagrad": _Rule(optimizers.Adagrad, ("epsilon",), {"accumulator": "_accumulators"}),
+    "RMSprop": _Rule(
+        optimizers.RMSProp,
+        ("rho", "momentum", "epsilon", "centered"),
+        {"velocity": "_velocities", "momentum": "_momentums", "average_gradient": "_average_gradients"},
+    ),
+}
+
+
+def _rule_of(optimizer: Any) -> _Rule | None:
+    """Return the rule of an optimizer whose class is Keras's own."""
+    kind = type(optimizer).__bases__[1]  # of the distributed one
+    return _RULES.get(kind.__name__) if kind.__module__.startswith("keras.src.") else None
+
+
+def goes_on(optimizer: Any) -> bool:
+    """Return whether an optimizer that was updated in one pass still may be: what can change between steps."""
+    return not (optimizer.use_ema or optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor)
+
+
+def fits(optimizer: Any) -> bool:
+    """Return whether an optimizer that is built may be updated in one pass: else Keras does it, after the sum."""
+    variables = optimizer._trainable_variables
+    dtypes = {variable.value.dtype for variable in variables}
+    return (
+        goes_on(optimizer)
+        and _rule_of(optimizer) is not None
+        and not any(getattr(variable, "overwrite_with_gradient", False) for variable in variables)
+        and dtypes in ({torch.float32}, {torch.float64})
+        and all(variable.value.device.type == "cpu" for variable in variables)
+    )
+
+
+@final
+class FusedUpdate:
+    """The steps of one optimizer on its variables, which lie one after the other in flat arrays."""
+
+    def __init__(self, link: Link, optimizer: Any) -> None:
+        """Take the slots over into shared memory. Collective."""
+        rule = _rule_of(optimizer)
+        assert rule is not None
+        self._link, self._optimizer, self._kind, self._number_names = link, optimizer, rule.kind, rule.numbers
+        self._variables = list(optimizer._trainable_variables)
+        dtype = array_of(self._variables[0].value.detach()).dtype
+        unit = ALIGNMENT_BYTES // dtype.itemsize
+        sizes = [int(np.prod(variable.shape)) for variable in self._variables]
+        self._starts = [0, *itertools.accumulate(-(-size // unit) * unit for size in sizes)]
+        self._spans = [(start, start + size) for start, size in zip(self._starts, sizes, strict=False)]
+        total = self._starts[-1] + 1  # the last one tells whether a rank wants to stop
+        extended = link.strategy.extended
+        self._group, self._ops = extended.process_group, extended.placement.ops
+        slots = {name: getattr(optimizer, where, []) for name, where in rule.slots.items()}
+        slots = {name: theirs for name, theirs in slots.items() if theirs}
+        arenas, what = ArenaAllocator(self._group), f"the updates of {optimizer.name}"
+        with self._group.collective("keras optimizer", optimizer.name, dtype, (total,), tuple(slots)):
+            self._arena, _ = arenas.allocate(total, dtype, True, what)
+            made = {name: arenas.allocate(total, dtype, False, what) for name in slots}
+        self._weights = self._arena.values[:total]
+        self._gradients: Any = self._arena.gradients
+        self._slots = {name: arena.values[low : low + total] for name, (arena, low) in made.items()}
+        self._first, last = (self._arena.owned([(0, total)]) or [(0, 0)])[0]
+        self._kept, self._squares = np.empty(last - self._first, dtype), np.zeros(0)  # where norms are clipped
+        self._take_over(slots)
+        self._own: list[np.ndarray] = []
+        self._decays: list[float] = []
+        self._new = [self._part(self._weights, index) for index in range(len(sizes))]
+        self._scratch = [np.empty(min(BLOCK, total), dtype) for _ in range(4)]
+        self._numbers: dict[str, Any] = {}
+        self._words = ""
+        self._update: BlockUpdate
+
+    def _part(self, flat: np.ndarray, index: int) -> torch.Tensor:
+        low, high = self._spans[index]
+        return tensor_of(flat[low:high].reshape(self._variables[index].shape))
+
+    def _take_over(self, slots: dict[str, Sequence[Any]]) -> None:
+        """Give Keras's variables of the slots the shared memory, with the numbers that they have: the same on all ranks."""
+        for name, theirs in slots.items():
+            for index, variable in enumerate(theirs):
+                shared = self._part(self._slots[name], index)
+                shared.copy_(variable.value.detach())
+                variable.value.data = shared
+
+    def leave(self) -> None:
+        """Give Keras's variables memory of their own: Keras updates from now on."""
+        for where in _RULES[type(self._optimizer).__name__].slots.values():
+            for variable in getattr(self._optimizer, where, []):
+                variable.value.data = variable.value.detach().clone()
+
+    def step(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Sum the gradients and update. Collective. Variables without a gradient stay."""
+        link, optimizer = self._link, self._optimizer
+        optimizer._check_variables_are_known(variables)
+        gradients, variables = optimizer._filter_empty_gradients(gradients, variables)
+        there = [optimizer._get_variable_index(variable) for variable in variables]
+        self._follow()
+        mine, ranges = self._gradients.local[0], []
+        for gradient, index in zip(gradients, there, strict=True):
+            low, high = self._spans[index]
+            ranges.append((low, self._starts[index + 1]))
+            array = array_of((gradient.to_dense() if gradient.is_sparse else gradient).detach())
+            if link.rowless:  # what stands in the row's place may give NaN
+                mine[low:high] = 0
+            else:
+                np.multiply(array, link.share, out=mine[low:high].reshape(array.shape))
+        end = self._starts[-1]
+        mine[end] = link.wants_stop
+        ranges = partition.merge([*ranges, (end, end + 1)])
+        self._own = [array_of(variable.value.detach()).reshape(-1) for variable in self._variables]
+        number = int(optimizer.iterations) + 1
+        rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        self._update.begin(number, rate)
+        words = f", step {number} at learning rate {rate!r}"
+        with self._group.collective("keras update", optimizer.name, detail=(self._words, *ranges)).stamp(words) as call:
+            self._ops.call = call
+            if optimizer.clipnorm is None and optimizer.global_clipnorm is None:
+                self._ops.reduce_arena(self._gradients, ranges, self._take)
+            else:
+                self._squares = np.zeros(len(self._variables))
+                self._ops.reduce_arena(self._gradients, ranges, self._keep)
+                scales = self._scales()
+                for low, high in partition.blocks(self._arena.owned(ranges), BLOCK):
+                    self._take_kept(low, high, scales)
+            self._group.node.barrier(call)
+        with torch.no_grad():
+            torch._foreach_copy_([variable.value for variable in variables], [self._new[index] for index in there])
+        self._own = []
+        if self._weights[end]:
+            link.stops = True
+        optimizer.iterations.assign_add(1)
+        for variable in variables:
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+
+    def _follow(self) -> None:
+        """Have the numbers that the optimizer has now."""
+        names = (*self._number_names, "clipvalue", "weight_decay", "clipnorm", "global_clipnorm")
+        numbers = {name: getattr(self._optimizer, name) for name in names}
+        if numbers != self._numbers:
+            self._numbers, self._words = numbers, ", ".join(f"{name} {value}" for name, value in numbers.items())
+            self._update = BlockUpdate(self._kind(1.0, **numbers), self._arena.dtype, self._scratch)
+            decay = numbers["weight_decay"] or 0.0
+            uses = self._optimizer._use_weight_decay
+            self._decays = [decay if decay and uses(variable) else 0.0 for variable in self._variables]
+
+    def _inside(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the number of each variable that has some of elements [low, high), and which of them."""
+        last = bisect_left(self._starts, min(high, self._starts[-1]))
+        for index in range(bisect_right(self._starts, low) - 1, last):
+            start, stop = self._spans[index]
+            if max(start, low) < min(stop, high):
+                yield index, max(start, low), min(stop, high)
+
+    def _take(self, low: int, high: int, gradient: np.ndarray) -> None:
+        """Update elements [low, high) by their sum."""
+        last = high > self._starts[-1]
+        stop = gradient[-1] if last else 0.0
+        weights, decays = self._weights[low:high], []
+        for index, begin, end in self._inside(low, high):
+            start = self._starts[index]
+            weights[begin - low : end - low] = self._own[index][begin - start : end - start]
+            if self._decays[index]:
+                decays.append((begin - low, end - low, self._decays[index]))
+        self._update.update(weights, gradient, {name: flat[low:high] for name, flat in self._slots.items()}, decays)
+        if last:
+            weights[-1] = stop
+
+    def _keep(self, low: int, high: int, gradient: np.ndarray) -> None:
+        """Keep the sum of elements [low, high), and count their squares."""
+        self._kept[low - self._first : high - self._first] = gradient
+        for index, begin, end in self._inside(low, high):
+            part = gradient[begin - low : end - low]
+            self._squares[index] += float(np.dot(part, part))
+
+    def _scales(self) -> list[float]:
+        """Return by what each variable's sum is multiplied, so that norms are clipped. Collective, inside one."""
+        table = self._group.all_gather_int(self._squares.view(np.int64).tolist()).view(np.float64)
+        norms = np.sqrt(sum(table[rank] for rank in owners(self._arena)))
+        limit = self._optimizer.clipnorm
+        if limit is None:
+            limit, norms = self._optimizer.global_clipnorm, np.full(len(norms), math.sqrt(float((norms**2).sum())))
+        return [limit / max(norm, limit) if norm == norm else math.nan for norm in norms.tolist()]
+
+    def _take_kept(self, low: int, high: int, scales: Sequence[float]) -> None:
+        """Update elements [low, high) by their sum that was kept, scaled."""
+        kept = self._kept[low - self._first : high - self._first]
+        for index, begin, end in self._inside(low, high):
+            kept[begin - low : end - low] *= scales[index]
+        self._take(low, high, kept)
