@@ -118,3 +118,19 @@ def missing_framework(extra: str, framework: str, error: ImportError) -> Missing
     remedy = f"pip install 'mpistrat[{extra}]'"
     text = explain(f"mpistrat.{extra}", "", expected=framework, got=f"no module {error.name}", remedy=remedy)
     return MissingDependencyError(text)
+
+
+def check_framework(function: str, framework: str, version: str, least: str, why: str) -> None:
+    """Raise MissingDependencyError where a framework is older than the least version that this package works with.
+
+    Args:
+        function: the module or function that needs it.
+        framework: the name of its distribution.
+        version: what is installed, as `3.15.1` or `0.6.0.dev1`.
+        least: two numbers, as `3.12`.
+        why: what an older version does.
+    """
+    if tuple(map(int, version.split(".")[:2])) < tuple(map(int, least.split("."))):
+        remedy = f"pip install --upgrade '{framework}>={least}' ({why})"
+        expected, got = f"{framework} {least} or newer", f"{framework} {version}"
+        raise MissingDependencyError(explain(function, "", expected=expected, got=got, remedy=remedy))

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
-from ..errors import missing_framework
+from ..errors import check_framework, missing_framework
 
 try:
-    import jax as _  # noqa: F401
+    import jax as _
 except ModuleNotFoundError as error:
     raise missing_framework("jax", "JAX", error) from error
+else:
+    check_framework("mpistrat.jax", "jax", _.__version__, "0.6", "older versions keep the memory of deleted arrays")
 
 from .apply import apply
 from .arrays import current

@@ -6,12 +6,14 @@ Keras's own.
 
 from __future__ import annotations
 
-from ..errors import missing_framework
+from ..errors import check_framework, missing_framework
 
 try:
-    import keras as _  # noqa: F401
+    import keras as _
 except ModuleNotFoundError as error:
     raise missing_framework("keras", "Keras 3", error) from error
+else:
+    check_framework("mpistrat.keras", "keras", _.__version__, "3.12", "older versions fail in fit")
 
 from .distribute import distribute
 

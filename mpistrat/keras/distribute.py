@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import keras
 
 from .. import context
-from ..errors import LayoutError, explain
+from ..errors import LayoutError, check_framework, explain
 from .link import Link, subclass
 from .model import DistributedModel
 
@@ -30,6 +30,7 @@ def distribute(model: M) -> M:
     Raises:
         ContextError: outside of a strategy's scope.
         LayoutError: a rank has several replicas, or the strategy is one of parameter servers.
+        MissingDependencyError: with JAX as the backend, Keras is older than 3.15 or JAX than 0.6.
         RuntimeError: the model was distributed already.
         TypeError: not a keras.Model.
         ValueError: it was compiled with what cannot be divided over ranks.
@@ -56,6 +57,12 @@ def distribute(model: M) -> M:
         expected, got = "one replica on each rank", f"{type(strategy).__name__} with {len(extended.replicas)} here"
         remedy = "Use ms.MultiWorkerMirroredStrategy(), and start one process for each device"
         raise LayoutError(explain(function, "strategy", expected=expected, got=got, remedy=remedy))
+    if keras.backend.backend() == "jax":
+        import jax
+
+        backend = f"{function} with JAX as Keras's backend"
+        check_framework(backend, "keras", keras.__version__, "3.15", "older versions read batches ahead of the step")
+        check_framework(backend, "jax", jax.__version__, "0.6", "older versions have no buffer_callback")
     given.__class__ = subclass(type(given), DistributedModel)
     vars(given)["mpistrat"] = Link(strategy)
     if given.compiled:

@@ -128,17 +128,9 @@ def _torch_update() -> Callable[[Any, list[Any], list[Any]], bool]:
 
 def _jax_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     import jax
+    from jax.experimental.buffer_callback import buffer_callback
 
     forms = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
-    try:
-        from jax.experimental.buffer_callback import buffer_callback
-    except ImportError:  # JAX before 0.6: a callback whose arguments and results are copied
-
-        def add(*arrays: Any) -> list[np.ndarray]:
-            return link.sum_gradients(*map(np.asarray, arrays))
-
-        found: list[Any] = jax.experimental.io_callback(add, forms, *tensors, ordered=True)
-        return found
 
     def add_buffers(_: Any, totals: Sequence[Any], *buffers: Any) -> None:
         for target, total in zip(totals, link.sum_gradients(*map(np.asarray, buffers)), strict=True):

@@ -1,0 +1,20 @@
+"""Frameworks of other versions than those tried are refused by name, before they compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpistrat.errors import MissingDependencyError, check_framework
+
+
+@pytest.mark.parametrize("version", ["0.5.3", "0.4.31", "0.5"])
+def test_an_old_version_names_both_and_the_reason(version: str) -> None:
+    with pytest.raises(
+        MissingDependencyError, match=f"mpistrat.jax: expected jax 0.6 or newer, got jax {version}.*pip .*memory"
+    ):
+        check_framework("mpistrat.jax", "jax", version, "0.6", "it keeps memory")
+
+
+@pytest.mark.parametrize("version", ["0.6.0", "0.10.2", "1.0", "0.6.0.dev20250101", "0.6.0rc1"])
+def test_this_version_and_newer_ones_pass(version: str) -> None:
+    check_framework("mpistrat.jax", "jax", version, "0.6", "")
