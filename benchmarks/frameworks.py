@@ -66,8 +66,8 @@ def show(model: str, result: Mapping[str, Any]) -> None:
     rest, rest_cpu = ({name: t - times[harness.ALONE] for name, t in times.items()} for times in (wall, cpu))
     rows = [
         [name, harness.describe(wall[name]), harness.describe(max(rest[name], 0)),
-         f"{rest[name] / rest[harness.OURS]:.2f} ×", harness.describe(max(rest_cpu[name], 0)),
-         f"{rest_cpu[name] / rest_cpu[harness.OURS]:.2f} ×", f"{memory['step'][name] / 1e6:.0f} MB"]
+         against(rest[name], rest[harness.OURS]), harness.describe(max(rest_cpu[name], 0)),
+         against(rest_cpu[name], rest_cpu[harness.OURS]), f"{memory['step'][name] / 1e6:.0f} MB"]
         for name in wall if name != harness.ALONE
     ]  # fmt: skip
     about = result["machine"]
@@ -76,6 +76,16 @@ def show(model: str, result: Mapping[str, Any]) -> None:
     print(harness.table(title, header, rows), flush=True)
     for name, size in memory["parameters"].items():
         print(f"parameters alone, a node: {name} {size / 1e6:.0f} MB", flush=True)
+
+
+def against(rest: float, ours: float) -> str:
+    """Return a time as a multiple of ours, where there is something to compare.
+
+    Example:
+        >>> against(3.0, 2.0), against(3.0, -0.1)
+        ('1.50 ×', '–')
+    """
+    return f"{rest / ours:.2f} ×" if rest > 0 and ours > 0 else "–"
 
 
 def main() -> None:

@@ -21,7 +21,15 @@ from ..errors import ClosedError, MissingDependencyError, explain
 from .arrays import import_cupy, is_bfloat16, pinned_empty
 from .process_group import ProcessGroup
 
-__all__ = ["DeviceCopy", "NcclCommunicator", "Started", "nccl_available", "nccl_datatype_name", "require_nccl"]
+__all__ = [
+    "DeviceCopy",
+    "NcclCommunicator",
+    "Started",
+    "lend",
+    "nccl_available",
+    "nccl_datatype_name",
+    "require_nccl",
+]
 
 _KEPT = 16  # free buffers of either kind that are kept
 
@@ -35,7 +43,20 @@ class Started:
 
 
 class _Loan:
-    """One use of a GPU buffer: it lives as long as an array or a view over that memory does."""
+    """One use of GPU memory: it lives as long as an array or a view over that memory does."""
+
+    memory: Any = None  # what is kept as long
+
+
+def lend(array: Any) -> tuple[Any, weakref.ref[Any]]:
+    """Return an array with the memory of a contiguous GPU array, and a reference that dies when nothing is left of it.
+
+    Also what other libraries made of it keeps it alive.
+    """
+    cupy, loan = import_cupy("lend"), _Loan()
+    loan.memory = array
+    memory = cupy.cuda.UnownedMemory(int(array.data.ptr), array.nbytes, loan, array.device.id)
+    return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0)), weakref.ref(loan)
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from ..errors import explain
 from ..optimizers import Optimizer
 from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import share_of_batch, summed_replicas
-from .arrays import Link, flatten, link_of, names_of, release
+from .arrays import Link, flatten, link_of, memory_of, names_of, release
 
 __all__ = ["apply"]
 
@@ -47,9 +47,10 @@ class _Step:
 
     def _load(self, gradient: Any, link: Link, replica: int) -> Any:
         """Return the gradient in the memory that is summed."""
-        target, array, share = link.variable.gradient(replica), np.asarray(gradient), self._share
+        target, share = link.variable.gradient(replica), self._share
+        array = memory_of(gradient, target)
         if share == 1:
-            np.copyto(target, array)
+            target[...] = array
         elif not share:  # the mean of no row is not a number
             target[...] = 0
         elif accumulation_dtype(array.dtype) != array.dtype:

@@ -11,12 +11,27 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from ..comm.arrays import is_bfloat16
+from ..comm.arrays import as_array, import_cupy, is_bfloat16, is_gpu
+from ..comm.gpu import lend
 from ..comm.waiting import Backoff, Deadline
 from ..errors import explain
 from ..variables import Variable
+from ..variables.values import move_like
 
-__all__ = ["Link", "current", "flatten", "is_array", "is_parameter", "link_of", "names_of", "release"]
+__all__ = [
+    *(
+        "Link",
+        "current",
+        "flatten",
+        "is_array",
+        "is_parameter",
+        "link_of",
+        "memory_of",
+        "names_of",
+        "of_memory",
+        "release",
+    ),
+]
 
 _PATIENCE = 10.0  # seconds from the end of all computations until what still refers to an array must be something else
 _links: dict[int, tuple[weakref.ref[Any], Link]] = {}  # by the id of an array
@@ -86,11 +101,32 @@ def _alias(memory: np.ndarray, name: str) -> tuple[Any, weakref.ref[Any]]:
 
     JAX lets go when the array is deleted or dead and every computation that reads it is over.
     """
-    lent: Any = memory.view(np.int16) if is_bfloat16(memory.dtype) else memory[...]
+    if is_gpu(memory):
+        lent, reference = lend(memory)
+        array = of_memory(lent)
+        _check_pointer(array, lent.data.ptr, name)
+        return array, reference
+    lent = memory.view(np.int16) if is_bfloat16(memory.dtype) else memory[...]
     array = _from_dlpack()(_Bfloat16(lent) if lent.dtype != memory.dtype else lent)
-    if array.size and array.unsafe_buffer_pointer() != memory.ctypes.data:
-        raise RuntimeError(explain("ms.jax.distribute", name, expected="the variable's memory", got="a copy by JAX"))
+    _check_pointer(array, memory.ctypes.data, name)
     return array, weakref.ref(lent)
+
+
+def _check_pointer(array: Any, pointer: int, name: str) -> None:
+    if array.size and array.unsafe_buffer_pointer() != pointer:
+        raise RuntimeError(explain("ms.jax.distribute", name, expected="the variable's memory", got="a copy by JAX"))
+
+
+def of_memory(array: Any) -> Any:
+    """Return what a computation of JAX takes for an array of NumPy, which is itself, or of CuPy: its memory, without a copy."""
+    return jax.dlpack.from_dlpack(array) if is_gpu(array) else array
+
+
+def memory_of(array: Any, like: Any) -> Any:
+    """Return an array of JAX, or what stands for one, as an array of NumPy or CuPy where `like` lies; waits until it is there."""
+    if type(like) is np.ndarray:
+        return np.asarray(array)
+    return move_like(as_array(jax.block_until_ready(array)), like)
 
 
 @functools.cache
@@ -150,6 +186,8 @@ def release(links: Sequence[Link]) -> None:
                 raise RuntimeError(explain("ms.jax.apply", kept[0], expected=expected, got=got, remedy=remedy))
             deadline = Deadline(_PATIENCE)
         backoff.pause()
+    if links and links[0].variable.placement.arenas.on_gpu:  # where JAX has streams of its own
+        import_cupy("ms.jax.apply").cuda.Device(links[0].variable.storage().device.id).synchronize()
 
 
 def _computing() -> bool:

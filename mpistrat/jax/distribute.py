@@ -51,7 +51,7 @@ def distribute(tree: Any, optimizer: Any = None, *, loss: str = "mean", max_norm
         ValueError: an argument is wrong; no floating array; max_norm where servers sum the gradients of workers.
         TypeError: float64 where JAX has it not enabled; complex numbers; an optimizer that looks at several numbers together.
         RuntimeError: the tree was distributed already.
-        DeviceError: a GPU.
+        DeviceError: JAX computes on another kind of device than the strategy's; several GPUs on a rank.
         CollectiveMismatchError: on every rank, when their trees differ.
 
     Example:
@@ -87,15 +87,24 @@ def _rule(optimizer: Any, tree: Any, max_norm: float | None) -> JaxRule:
 
 
 def _check_devices(placement: Any) -> None:
-    expected, found = "JAX on CPUs", f"JAX on {jax.default_backend()}"
-    if placement.arenas.on_gpu:
-        expected, found = "a strategy of CPUs", "one of GPUs, for which this is not written yet"
-    elif jax.default_backend() == "cpu" and jax.process_count() == 1:
-        return
-    elif jax.process_count() > 1:
+    wanted, devices = "gpu" if placement.arenas.on_gpu else "cpu", placement.arenas.devices
+    if jax.process_count() > 1:
         expected, found = "a JAX of its own in each rank", "jax.distributed"
-    remedy = "Set JAX_PLATFORMS=cpu, and devices=['cpu:0'] for the strategy; leave out jax.distributed.initialize()"
+        remedy = "Leave out jax.distributed.initialize()"
+    elif backend() != wanted:
+        expected, found = f"JAX on a {wanted}, as the strategy's devices {', '.join(devices)}", f"JAX on {backend()}"
+        remedy = "Set JAX_PLATFORMS=cpu or cuda before JAX is imported, or devices= of the strategy"
+    elif wanted == "gpu" and len(devices) > 1:
+        expected, found = "one GPU in each rank", f"{len(devices)}"
+        remedy = "Start a rank for each GPU"
+    else:
+        return
     raise DeviceError(explain(_FUNCTION, "", expected=expected, got=found, remedy=remedy))
+
+
+def backend() -> str:
+    """Return the kind of device on which JAX computes."""
+    return str(jax.default_backend())
 
 
 def _check(leaf: Any, name: str) -> None:

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ..comm.arrays import is_gpu
 from ..cross_device.arena import BLOCK
 from ..errors import explain
 from ..optimizers import Optimizer
 from ..optimizers.rule import Block
-from .arrays import flatten, is_parameter, names_of
+from .arrays import flatten, is_parameter, memory_of, names_of, of_memory
 
 __all__ = ["JaxRule"]
 
@@ -47,14 +48,17 @@ class JaxRule(Optimizer):
     def update_block(self, block: Block) -> None:
         """Update a block by optax."""
         size = block.weights.size
-        padded = min(BLOCK, max(_SMALLEST, 1 << (size - 1).bit_length()))
+        on_gpu = is_gpu(block.weights)  # there a block is the whole variable
+        padded = size if on_gpu else min(BLOCK, max(_SMALLEST, 1 << (size - 1).bit_length()))
         slots = [block.slots[name] for name in self.__state.names]
         arrays = [block.weights, block.gradient, *slots]
         if padded != size:
             arrays = [np.concatenate([array, np.zeros(padded - size, array.dtype)]) for array in arrays]
+        if on_gpu:
+            arrays = list(map(of_memory, arrays))
         results = self.__state.update(arrays[0], arrays[1], arrays[2:], self._scalars_of(block.step))
-        for target, result in zip([block.weights, *slots], list(map(np.asarray, results)), strict=True):
-            target[...] = result[:size]
+        for target, result in zip([block.weights, *slots], jax.block_until_ready(results), strict=True):
+            target[...] = memory_of(result, target)[:size]
 
     def _scalars_of(self, step: int) -> list[Any]:
         """Return what the rule keeps once for all elements, as it is before a step."""

@@ -1,8 +1,8 @@
-"""The update of Keras's optimizers on the torch backend, in one pass with the sum: each rank of a node sums and updates a slice.
+"""The update of Keras's optimizers, in one pass with the sum: each rank of a node sums and updates a slice.
 
 Weights stay each rank's own, since callbacks and layers may compute with them in place; new ones come through memory that the
 node shares. What the optimizer keeps between steps lies there, once, and Keras's variables of it have that memory: they are
-always whole, and files and programs find them as ever.
+always whole, and files and programs find them as ever. `TorchUpdate` and `JaxStep` (`jax_step.py`) put it behind Keras's loops.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from typing import Any, NamedTuple, final
 
 import keras
 import numpy as np
-import torch
 
 from .. import optimizers
 from .._util import partition
 from ..cross_device.arena import BLOCK
 from ..optimizers.rule import BlockUpdate
 from ..optimizers.slots import owners
-from ..torch.tensors import array_of, tensor_of
 from ..variables.arena import ALIGNMENT_BYTES, ArenaAllocator
 from .link import Link
 
-__all__ = ["FusedUpdate", "fits", "goes_on"]
+__all__ = ["FusedUpdate", "TorchUpdate", "fits", "goes_on"]
 
 
 class _Rule(NamedTuple):
@@ -68,84 +66,86 @@ def goes_on(optimizer: Any) -> bool:
 def fits(optimizer: Any) -> bool:
     """Return whether an optimizer that is built may be updated in one pass: else Keras does it, after the sum."""
     variables = optimizer._trainable_variables
-    dtypes = {variable.value.dtype for variable in variables}
+    dtypes = {keras.backend.standardize_dtype(variable.dtype) for variable in variables}
     return (
         goes_on(optimizer)
         and _rule_of(optimizer) is not None
         and not any(getattr(variable, "overwrite_with_gradient", False) for variable in variables)
-        and dtypes in ({torch.float32}, {torch.float64})
-        and all(variable.value.device.type == "cpu" for variable in variables)
+        and dtypes in ({"float32"}, {"float64"})
     )
 
 
 @final
 class FusedUpdate:
-    """The steps of one optimizer on its variables, which lie one after the other in flat arrays."""
+    """The steps of one optimizer on its variables, which lie one after the other in flat arrays.
+
+    Attributes:
+        slots: Keras's variables of what the optimizer keeps, each with the memory of the node that it shall have.
+        weights: the variables' numbers after a step, one after the other in the order of the optimizer's.
+        spans: which elements of it are each variable's.
+        new: its parts in the variables' shapes.
+    """
 
     def __init__(self, link: Link, optimizer: Any) -> None:
-        """Take the slots over into shared memory. Collective."""
+        """Allocate shared memory. Collective."""
         rule = _rule_of(optimizer)
         assert rule is not None
         self._link, self._optimizer, self._kind, self._number_names = link, optimizer, rule.kind, rule.numbers
         self._variables = list(optimizer._trainable_variables)
-        dtype = array_of(self._variables[0].value.detach()).dtype
+        dtype = np.dtype(keras.backend.standardize_dtype(self._variables[0].dtype))
         unit = ALIGNMENT_BYTES // dtype.itemsize
         sizes = [int(np.prod(variable.shape)) for variable in self._variables]
         self._starts = [0, *itertools.accumulate(-(-size // unit) * unit for size in sizes)]
-        self._spans = [(start, start + size) for start, size in zip(self._starts, sizes, strict=False)]
+        self.spans = [(start, start + size) for start, size in zip(self._starts, sizes, strict=False)]
         total = self._starts[-1] + 1  # the last one tells whether a rank wants to stop
         extended = link.strategy.extended
         self._group, self._ops = extended.process_group, extended.placement.ops
-        slots = {name: getattr(optimizer, where, []) for name, where in rule.slots.items()}
-        slots = {name: theirs for name, theirs in slots.items() if theirs}
+        theirs = {name: getattr(optimizer, where, []) for name, where in rule.slots.items()}
+        theirs = {name: variables for name, variables in theirs.items() if variables}
         arenas, what = ArenaAllocator(self._group), f"the updates of {optimizer.name}"
-        with self._group.collective("keras optimizer", optimizer.name, dtype, (total,), tuple(slots)):
+        with self._group.collective("keras optimizer", optimizer.name, dtype, (total,), tuple(theirs)):
             self._arena, _ = arenas.allocate(total, dtype, True, what)
-            made = {name: arenas.allocate(total, dtype, False, what) for name in slots}
-        self._weights = self._arena.values[:total]
+            made = {name: arenas.allocate(total, dtype, False, what) for name in theirs}
+        self.weights = self._arena.values[:total]
         self._gradients: Any = self._arena.gradients
         self._slots = {name: arena.values[low : low + total] for name, (arena, low) in made.items()}
         self._first, last = (self._arena.owned([(0, total)]) or [(0, 0)])[0]
         self._kept, self._squares = np.empty(last - self._first, dtype), np.zeros(0)  # where norms are clipped
-        self._take_over(slots)
+        self.slots = [
+            (variable, self._part(self._slots[name], index))
+            for name, variables in theirs.items()
+            for index, variable in enumerate(variables)
+        ]
+        self.new = [self._part(self.weights, index) for index in range(len(sizes))]
         self._own: list[np.ndarray] = []
         self._decays: list[float] = []
-        self._new = [self._part(self._weights, index) for index in range(len(sizes))]
         self._scratch = [np.empty(min(BLOCK, total), dtype) for _ in range(4)]
         self._numbers: dict[str, Any] = {}
         self._words = ""
         self._update: BlockUpdate
 
-    def _part(self, flat: np.ndarray, index: int) -> torch.Tensor:
-        low, high = self._spans[index]
-        return tensor_of(flat[low:high].reshape(self._variables[index].shape))
+    def _part(self, flat: np.ndarray, index: int) -> np.ndarray:
+        low, high = self.spans[index]
+        return flat[low:high].reshape(self._variables[index].shape)
 
-    def _take_over(self, slots: dict[str, Sequence[Any]]) -> None:
-        """Give Keras's variables of the slots the shared memory, with the numbers that they have: the same on all ranks."""
-        for name, theirs in slots.items():
-            for index, variable in enumerate(theirs):
-                shared = self._part(self._slots[name], index)
-                shared.copy_(variable.value.detach())
-                variable.value.data = shared
+    def step(
+        self, gradients: Sequence[np.ndarray], there: Sequence[int], own: Sequence[np.ndarray], done: int, rate: float
+    ) -> None:
+        """Sum the gradients and update. Collective. Variables without a gradient stay.
 
-    def leave(self) -> None:
-        """Give Keras's variables memory of their own: Keras updates from now on."""
-        for where in _RULES[type(self._optimizer).__name__].slots.values():
-            for variable in getattr(self._optimizer, where, []):
-                variable.value.data = variable.value.detach().clone()
-
-    def step(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Sum the gradients and update. Collective. Variables without a gradient stay."""
-        link, optimizer = self._link, self._optimizer
-        optimizer._check_variables_are_known(variables)
-        gradients, variables = optimizer._filter_empty_gradients(gradients, variables)
-        there = [optimizer._get_variable_index(variable) for variable in variables]
+        Args:
+            gradients: this rank's.
+            there: which of the optimizer's variables they are of.
+            own: all variables' numbers, as this rank has them.
+            done: number of steps before this one.
+            rate: the learning rate.
+        """
+        link = self._link
         self._follow()
         mine, ranges = self._gradients.local[0], []
-        for gradient, index in zip(gradients, there, strict=True):
-            low, high = self._spans[index]
+        for array, index in zip(gradients, there, strict=True):
+            low, high = self.spans[index]
             ranges.append((low, self._starts[index + 1]))
-            array = array_of((gradient.to_dense() if gradient.is_sparse else gradient).detach())
             if link.rowless:  # what stands in the row's place may give NaN
                 mine[low:high] = 0
             else:
@@ -153,11 +153,10 @@ class FusedUpdate:
         end = self._starts[-1]
         mine[end] = link.wants_stop
         ranges = partition.merge([*ranges, (end, end + 1)])
-        self._own = [array_of(variable.value.detach()).reshape(-1) for variable in self._variables]
-        number = int(optimizer.iterations) + 1
-        rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
-        self._update.begin(number, rate)
-        words = f", step {number} at learning rate {rate!r}"
+        self._own = [array.reshape(-1) for array in own]
+        self._update.begin(done + 1, rate)
+        words = f", step {done + 1} at learning rate {rate!r}"
+        optimizer = self._optimizer
         with self._group.collective("keras update", optimizer.name, detail=(self._words, *ranges)).stamp(words) as call:
             self._ops.call = call
             if optimizer.clipnorm is None and optimizer.global_clipnorm is None:
@@ -169,15 +168,9 @@ class FusedUpdate:
                 for low, high in partition.blocks(self._arena.owned(ranges), BLOCK):
                     self._take_kept(low, high, scales)
             self._group.node.barrier(call)
-        with torch.no_grad():
-            torch._foreach_copy_([variable.value for variable in variables], [self._new[index] for index in there])
         self._own = []
-        if self._weights[end]:
+        if self.weights[end]:
             link.stops = True
-        optimizer.iterations.assign_add(1)
-        for variable in variables:
-            if variable.constraint is not None:
-                variable.assign(variable.constraint(variable))
 
     def _follow(self) -> None:
         """Have the numbers that the optimizer has now."""
@@ -194,7 +187,7 @@ class FusedUpdate:
         """Yield the number of each variable that has some of elements [low, high), and which of them."""
         last = bisect_left(self._starts, min(high, self._starts[-1]))
         for index in range(bisect_right(self._starts, low) - 1, last):
-            start, stop = self._spans[index]
+            start, stop = self.spans[index]
             if max(start, low) < min(stop, high):
                 yield index, max(start, low), min(stop, high)
 
@@ -202,7 +195,7 @@ class FusedUpdate:
         """Update elements [low, high) by their sum."""
         last = high > self._starts[-1]
         stop = gradient[-1] if last else 0.0
-        weights, decays = self._weights[low:high], []
+        weights, decays = self.weights[low:high], []
         for index, begin, end in self._inside(low, high):
             start = self._starts[index]
             weights[begin - low : end - low] = self._own[index][begin - start : end - start]
@@ -234,3 +227,44 @@ class FusedUpdate:
         for index, begin, end in self._inside(low, high):
             kept[begin - low : end - low] *= scales[index]
         self._take(low, high, kept)
+
+
+@final
+class TorchUpdate:
+    """A fused update of torch's tensors, which are changed in place."""
+
+    def __init__(self, link: Link, optimizer: Any) -> None:
+        """Give Keras's variables of the slots the shared memory, with their numbers, the same on all ranks. Collective."""
+        from ..torch.tensors import array_of, tensor_of
+
+        self._optimizer, self._fused, self._array_of = optimizer, FusedUpdate(link, optimizer), array_of
+        self._new = list(map(tensor_of, self._fused.new))
+        for variable, memory in self._fused.slots:
+            shared = tensor_of(memory)
+            shared.copy_(variable.value.detach())
+            variable.value.data = shared
+
+    def leave(self) -> None:
+        """Give Keras's variables memory of their own: Keras updates from now on."""
+        for variable, _ in self._fused.slots:
+            variable.value.data = variable.value.detach().clone()
+
+    def step(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Sum the gradients and update. Collective. Variables without a gradient stay."""
+        import torch
+
+        optimizer, array_of = self._optimizer, self._array_of
+        optimizer._check_variables_are_known(variables)
+        gradients, variables = optimizer._filter_empty_gradients(gradients, variables)
+        there = [optimizer._get_variable_index(variable) for variable in variables]
+        dense = (gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients)
+        mine = [array_of(gradient.detach()) for gradient in dense]
+        own = [array_of(variable.value.detach()) for variable in optimizer._trainable_variables]
+        rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        self._fused.step(mine, there, own, int(optimizer.iterations), rate)
+        with torch.no_grad():
+            torch._foreach_copy_([variable.value for variable in variables], [self._new[index] for index in there])
+        optimizer.iterations.assign_add(1)
+        for variable in variables:
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))

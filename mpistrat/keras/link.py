@@ -33,6 +33,7 @@ class Link:
         rowless: whether this rank has no row of the batch, and computes with another one in its place.
         in_step: whether a step of the model runs, whose metrics are this rank's own.
         in_sum: whether the gradients of the update that runs are summed already.
+        left: where an update leaves its gradients, instead of taking them; None where it takes them.
         wants_stop: whether a callback of this rank alone may have asked to stop.
         stops: whether all ranks stop after this step.
         failure: the error of a collective inside a graph, which the framework reports as one of its own.
@@ -44,6 +45,7 @@ class Link:
         self.strategy, self.rank, self.size = strategy, int(strategy.rank), int(strategy.size)
         self.share, self.rowless = 1.0 / self.size, False
         self.in_step = self.in_sum = False
+        self.left: list[Any] | None = None
         self.wants_stop = self.stops = False
         self.failure: BaseException | None = None
         self.current = False
@@ -116,6 +118,24 @@ class Link:
             yield
         finally:
             self.in_step = before
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[list[Any]]:
+        """Inside, updates do nothing but leave their gradients in the list."""
+        self.left = []
+        try:
+            yield self.left
+        finally:
+            self.left = None
+
+    @contextlib.contextmanager
+    def after_sum(self) -> Iterator[None]:
+        """Inside, gradients are summed already."""
+        self.in_sum = True
+        try:
+            yield
+        finally:
+            self.in_sum = False
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from ..errors import explain
 from .callbacks import on_this_rank
 from .inputs import Batches, batches_of
+from .jax_step import JaxStep
 from .link import Link
 from .optimizer import distribute_optimizer
 from .state import arrays_of, describe, statistics_of, take_from_rank_0
@@ -63,7 +64,10 @@ class DistributedModel(keras.Model):
     def make_train_function(self, force: bool = False) -> Any:
         """Make what does a step."""
         super().make_train_function(force)
-        self.train_function = Step.around(self, self.train_function)
+        function = self.train_function
+        if not isinstance(function, Step) and (step := JaxStep.of(self)) is not None:
+            function = self._make_function(step)
+        self.train_function = Step.around(self, function)
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Any:

@@ -19,7 +19,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     """What `distribute` makes of an optimizer's class: the class itself, and these methods first."""
 
     mpistrat: Link
-    mpistrat_update: Any  # of torch, in one pass with the sum
+    mpistrat_update: Any  # what updates in one pass with the sum
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a plain optimizer: copies, and those made from a configuration, belong to no strategy."""
@@ -39,12 +39,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Sum the gradients over all ranks, then return what Keras does. Collective."""
-        grads = sum_over_ranks(self.mpistrat, list(grads), None)
-        self.mpistrat.in_sum = True
-        try:
+        link = self.mpistrat
+        if link.in_sum:
             return super().stateless_apply(optimizer_variables, grads, trainable_variables)
-        finally:
-            self.mpistrat.in_sum = False
+        if link.left is not None:
+            link.left.append(list(grads))
+            return trainable_variables, optimizer_variables
+        grads = sum_over_ranks(link, list(grads), None)
+        with link.after_sum():
+            return super().stateless_apply(optimizer_variables, grads, trainable_variables)
 
 
 def distribute_optimizer(link: Link, optimizer: Any) -> None:
@@ -109,12 +112,13 @@ def _torch_update() -> Callable[[Any, list[Any], list[Any]], bool]:
     """What sums and updates in one pass, and returns whether it could; torch.compile leaves its graph for it."""
     import torch
 
-    from .fused import FusedUpdate, fits, goes_on
+    from .fused import TorchUpdate, fits, goes_on
 
     def update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> bool:
         fused = optimizer.mpistrat_update
-        if fused is None and fits(optimizer):
-            fused = vars(optimizer)["mpistrat_update"] = FusedUpdate(optimizer.mpistrat, optimizer)
+        known = optimizer._trainable_variables
+        if fused is None and fits(optimizer) and all(variable.value.device.type == "cpu" for variable in known):
+            fused = vars(optimizer)["mpistrat_update"] = TorchUpdate(optimizer.mpistrat, optimizer)
         elif fused is not None and not goes_on(optimizer):
             fused.leave()
             fused = vars(optimizer)["mpistrat_update"] = None

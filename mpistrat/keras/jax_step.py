@@ -1,0 +1,120 @@
+"""Keras's step on the JAX backend as a compiled function up to the gradients, and what sums and updates after it.
+
+A computation that calls back into Python takes JAX's slow path, its arrays are copied, and each rank updates all weights: so a
+step of a million parameters takes three times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import keras
+import numpy as np
+
+from .fused import FusedUpdate, fits
+from .optimizer import DistributedOptimizer
+
+__all__ = ["JaxStep"]
+
+
+@final
+class JaxStep:
+    """A function of (state, batch), as the one that Keras compiles of `train_step`; its state holds Keras's variables' arrays."""
+
+    def __init__(self, model: Any) -> None:
+        import jax
+
+        self._model, self._link = model, model.mpistrat
+        self._compute = jax.jit(self._gradients, donate_argnums=(1, 3))
+        self._update: Callable[..., tuple[Any, Any]] | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> JaxStep | None:
+        """Return the step of a model; None where Keras's own must serve: a `train_step` of the program's, or one without jit."""
+        if keras.backend.backend() != "jax" or model.mpistrat.size == 1 or keras.config.is_nnx_enabled():
+            return None
+        own = type(model).train_step is not keras.Model.train_step
+        compiled = model.jit_compile and not model.run_eagerly
+        return cls(model) if compiled and not own and isinstance(model.optimizer, DistributedOptimizer) else None
+
+    def __call__(self, state: tuple[Any, ...], data: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Do a step. Collective."""
+        weights, others, slots, metrics = state
+        logs, others, metrics, gradients = self._compute(weights, others, slots, metrics, data)
+        if self._update is None:
+            self._update = self._updater()
+        weights, slots = self._update(weights, slots, list(map(np.asarray, gradients)))
+        return logs, (weights, others, slots, metrics)
+
+    def _gradients(self, weights: Any, others: Any, slots: Any, metrics: Any, data: Any) -> tuple[Any, ...]:
+        with self._link.left_out() as left:
+            logs, (_, others, _, metrics) = self._model.train_step((weights, others, slots, metrics), data)
+        (gradients,) = left
+        return logs, others, metrics, gradients
+
+    def _updater(self) -> Callable[..., tuple[Any, Any]]:
+        optimizer = self._model.optimizer
+        if optimizer.mpistrat_update is None and fits(optimizer) and not _constrained(optimizer):
+            vars(optimizer)["mpistrat_update"] = _Update(optimizer)
+        return optimizer.mpistrat_update or _KerasUpdate(optimizer)
+
+
+def _constrained(optimizer: Any) -> bool:
+    return any(variable.constraint is not None for variable in optimizer._trainable_variables)
+
+
+@final
+class _KerasUpdate:
+    """Keras's update after the sum, compiled."""
+
+    def __init__(self, optimizer: Any) -> None:
+        import jax
+
+        def updated(slots: Any, gradients: Any, weights: Any) -> Any:
+            with optimizer.mpistrat.after_sum():
+                return optimizer.stateless_apply(slots, gradients, weights)
+
+        self._link, self._updated = optimizer.mpistrat, jax.jit(updated, donate_argnums=(0, 2))
+
+    def __call__(self, weights: Any, slots: Any, gradients: Sequence[np.ndarray]) -> tuple[Any, Any]:
+        weights, slots = self._updated(slots, self._link.sum_gradients(*gradients), weights)
+        return weights, slots
+
+
+@final
+class _Update:
+    """A fused update of the arrays of Keras's state. Those of the slots have the node's memory, and stay the same arrays."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """Collective."""
+        import jax
+
+        fused = self._fused = FusedUpdate(optimizer.mpistrat, optimizer)
+        self._all, shapes = range(len(fused.new)), [memory.shape for memory in fused.new]
+
+        def made(flat: Any, done: Any) -> tuple[list[Any], Any]:
+            pairs = zip(fused.spans, shapes, strict=False)
+            return [flat[low:high].reshape(shape) for (low, high), shape in pairs], done + 1
+
+        self._flat, self._made = jax.dlpack.from_dlpack(fused.weights, copy=False), jax.jit(made)
+        places = {id(variable): place for place, variable in enumerate(optimizer.variables)}
+        self._iterations = places[id(optimizer.iterations)]
+        schedule = optimizer._learning_rate
+        self._rate = places.get(id(schedule))
+        self._schedule = jax.jit(schedule) if self._rate is None else None
+        self._memory = {places[id(variable)]: memory for variable, memory in fused.slots}
+        self._aliases = {place: jax.dlpack.from_dlpack(memory, copy=False) for place, memory in self._memory.items()}
+
+    def __call__(self, weights: Any, slots: Any, gradients: Sequence[np.ndarray]) -> tuple[Any, Any]:
+        slots = list(slots)
+        for place, alias in self._aliases.items():
+            if slots[place] is not alias:  # of a file or another rank: the same numbers on all ranks
+                np.copyto(self._memory[place], np.asarray(slots[place]))
+                slots[place] = alias
+        done = int(slots[self._iterations])
+        rate = slots[self._rate] if self._schedule is None else self._schedule(slots[self._iterations])
+        self._fused.step(gradients, self._all, list(map(np.asarray, weights)), done, float(rate))
+        # Nobody writes that memory until all ranks have the next gradients, which need these weights.
+        weights, slots[self._iterations] = self._made(self._flat, slots[self._iterations])
+        return weights, slots
