@@ -48,10 +48,17 @@ def used(comm: Any) -> float:
     return harness.proportional_memory(comm)
 
 
-def cpu_seconds(comm: Any, operations: Mapping[str, harness.Operation], rounds: int) -> dict[str, float]:
-    """Return the CPU seconds of each operation on the slowest rank: the smallest of some rounds, taken in turns. Collective."""
-    best = dict.fromkeys(operations, float("inf"))
-    for _ in range(rounds):
+def cpu_seconds(
+    comm: Any, operations: Mapping[str, harness.Operation], rounds: int, seconds: float
+) -> dict[str, float]:
+    """Return the CPU seconds of each operation on the slowest rank: the smallest of some rounds, taken in turns. Collective.
+
+    Three rounds at least; no more begin after so many seconds.
+    """
+    best, start = dict.fromkeys(operations, float("inf")), time.perf_counter()
+    for done in range(rounds):
+        if comm.bcast(done >= 3 and time.perf_counter() - start > seconds):
+            break
         for name, operation in operations.items():
             comm.Barrier()
             before = time.process_time()
@@ -110,7 +117,7 @@ def main() -> None:
         operations, added = made(comm, framework.contenders(strategy, model), calls=2)
         result["memory_bytes"][model] = {"parameters": alone, "step": added}
         wall = harness.pair(comm, operations, repetitions=options.repetitions, seconds=options.seconds)
-        cpu = cpu_seconds(comm, operations, options.rounds)
+        cpu = cpu_seconds(comm, operations, options.rounds, options.seconds)
         for what, times in (("seconds", wall), ("cpu_seconds", cpu)):
             result[what][model] = {name: t / framework.STEPS for name, t in times.items()}
         if comm.rank == 0:

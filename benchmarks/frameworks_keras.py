@@ -22,7 +22,7 @@ import mpistrat as ms
 
 BACKEND = keras.backend.backend()
 PACKAGES = ("keras", {"tensorflow": "tensorflow-cpu"}.get(BACKEND, BACKEND))
-STEPS = 200  # of one call of an operation: one fit
+STEPS = 100  # of one call of an operation: one fit
 ROWS = 8
 SUMS = "fit on each rank by itself, and sums"
 MODELS: dict[str, tuple[int, ...]] = {"MLP, 1 M": (512,) * 5, "MLP, 24 K": (64, 128, 96, 32, 10)}
