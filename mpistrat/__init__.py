@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import cluster_resolver, context, coordinator, data, errors, nn, optimizers, partitioners, random
+from . import cluster_resolver, context, coordinator, data, errors, nn, optimizers, partitioners, random, train
 from ._version import __version__
 from .cluster import ClusterSpec
 from .comm.monitor.abort import install_under_launcher as _install_under_launcher
@@ -123,6 +123,7 @@ __all__ = [
     "random",
     "rng",
     "show_config",
+    "train",
     # TensorFlow's other names
     "CollectiveAllReduceStrategy",
     "CollectiveCommunication",

@@ -24,7 +24,7 @@ FLOORS_PICTURE = ROOT / "docs" / "images" / "floors.svg"
 # _util, below them all, may use of them only what needs nothing itself: errors, types, environment.
 FLOORS = {
     "_util": -1, "cluster": 1, "batch_jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4,
-    "optimizers": 5, "strategy": 6, "parameter_server": 7, "torch": 7, "jax": 7, "bench": 8, "doctor": 8,
+    "optimizers": 5, "strategy": 6, "parameter_server": 7, "torch": 7, "jax": 7, "train": 7, "bench": 8, "doctor": 8,
     "examples": 8, "keras": 8,
     "cli": 9,
 }  # fmt: skip

@@ -1,0 +1,335 @@
+"""What a loop does besides its steps: stop early, change the learning rate, write logs. Each works in a loop of your own, too.
+
+Names, arguments and decisions are those of Keras's callbacks (https://keras.io/api/callbacks/). Logs are the same on all ranks,
+so ranks decide alike; what one of them decides by its clock or by chance becomes the first one's when the epoch ends
+(`Loop.agree`).
+"""
+
+from __future__ import annotations
+
+import abc
+import csv
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, final
+
+import numpy as np
+
+from .._util.log import logger
+from ..errors import explain
+from ..optimizers import Optimizer
+
+__all__ = [
+    "CSVLogger",
+    "Callback",
+    "EarlyStopping",
+    "JSONLogger",
+    "LearningRateScheduler",
+    "Logs",
+    "Loop",
+    "Progress",
+    "ReduceLROnPlateau",
+    "TerminateOnNaN",
+]
+
+#: Results by name.
+Logs = Mapping[str, Any]
+
+
+@final
+class Loop:
+    """What callbacks see and change of a training loop, a `Trainer`'s or your own.
+
+    Attributes:
+        strategy: the strategy.
+        optimizer: whose learning rate callbacks read and set; None without one.
+        tells: whether this rank is the one that writes and prints: the first one that takes steps.
+        epoch: the number of the epoch, from 0.
+        step: how many steps there were, in all epochs.
+        stop_training: whether to stop; a callback sets it.
+    """
+
+    def __init__(self, strategy: Any, optimizer: Optimizer | None = None) -> None:
+        """Begin a loop."""
+        self.strategy, self.optimizer = strategy, optimizer
+        self._first = next(iter(getattr(strategy, "workers", (0,))))
+        self.tells = bool(strategy.rank == self._first)
+        self.epoch = self.step = 0
+        self.stop_training = False
+
+    def agree(self) -> None:
+        """Let all ranks have the first one's `stop_training` and learning rate. Collective; after an epoch's callbacks."""
+        if self.strategy.size == 1:
+            return
+        rate = None if self.optimizer is None or callable(self._rate()) else float(self._rate())
+        mine = (self.stop_training, rate)
+        self.stop_training, told = self.strategy.broadcast_object(mine, root=self._first)
+        if told is not None and told != rate and self.optimizer is not None:
+            self.optimizer.learning_rate = told
+
+    def _rate(self) -> Any:
+        return None if self.optimizer is None else self.optimizer.given_learning_rate
+
+
+class Callback:
+    """What is called at moments of a loop, on all ranks. A callback of your own overrides what it needs."""
+
+    def on_train_begin(self, loop: Loop) -> None:
+        """Called before the first epoch."""
+
+    def on_epoch_begin(self, loop: Loop) -> None:
+        """Called before an epoch."""
+
+    def on_step_end(self, loop: Loop) -> None:
+        """Called after a step."""
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        """Called after an epoch, with the results of all ranks."""
+
+    def on_train_end(self, loop: Loop) -> None:
+        """Called at the end, after an error, too."""
+
+
+@final
+class _Best:
+    """Whether a result is better than all before."""
+
+    def __init__(self, function: str, monitor: str, mode: str, min_delta: float) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise ValueError(explain(function, "mode", expected="auto, min or max", got=repr(mode)))
+        rises = mode == "max" or (
+            mode == "auto" and any(word in monitor for word in ("acc", "auc", "precision", "recall"))
+        )
+        self._function, self._monitor, self._sign = function, monitor, 1.0 if rises else -1.0
+        self._min_delta = abs(min_delta)
+        self.value = -self._sign * math.inf
+
+    def takes(self, logs: Logs) -> bool:
+        """Return whether this epoch's result is the best one, and keep it then.
+
+        Raises:
+            ValueError: there is no such result.
+        """
+        if self._monitor not in logs:
+            text = explain(self._function, "monitor", expected=f"one of {', '.join(logs)}", got=repr(self._monitor))
+            raise ValueError(text)
+        value = float(logs[self._monitor])
+        better = self._sign * (value - self.value) > self._min_delta
+        if better:
+            self.value = value
+        return better
+
+
+@final
+class EarlyStopping(Callback):
+    """Stop when a result has not become better for some epochs.
+
+    Attributes:
+        best: the best result.
+        best_epoch: its epoch.
+
+    Example:
+        >>> loop, stop = ms.train.Loop(ms.get_strategy()), ms.train.EarlyStopping("loss", patience=1)
+        >>> for loop.epoch, loss in enumerate([3.0, 2.0, 2.5]):
+        ...     stop.on_epoch_end(loop, {"loss": loss})
+        >>> loop.stop_training
+        True
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0.0,
+        patience: int = 0,
+        mode: str = "auto",
+        start_from_epoch: int = 0,
+    ) -> None:
+        self._best = _Best("EarlyStopping", monitor, mode, min_delta)
+        self._patience, self._start, self._waited = patience, start_from_epoch, 0
+        self.best_epoch = 0
+
+    @property
+    def best(self) -> float:
+        return self._best.value
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        if loop.epoch < self._start:
+            return
+        if self._best.takes(logs):
+            self.best_epoch, self._waited = loop.epoch, 0
+            return
+        self._waited += 1
+        if self._waited >= self._patience and loop.epoch > 0:
+            loop.stop_training = True
+            if loop.tells:
+                logger.info(
+                    "EarlyStopping: after epoch %d; %.6g of epoch %d was best", loop.epoch, self.best, self.best_epoch
+                )
+
+
+@final
+class ReduceLROnPlateau(Callback):
+    """Multiply the learning rate by a factor when a result has not become better for some epochs."""
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        mode: str = "auto",
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:
+        if not 0 < factor < 1:
+            raise ValueError(explain("ReduceLROnPlateau", "factor", expected="0 < factor < 1", got=str(factor)))
+        self._best = _Best("ReduceLROnPlateau", monitor, mode, min_delta)
+        self._factor, self._patience, self._cooldown, self._least = factor, patience, cooldown, min_lr
+        self._waited = self._cooling = 0
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        if self._cooling:
+            self._cooling -= 1
+            self._waited = 0
+        if self._best.takes(logs):
+            self._waited = 0
+        elif not self._cooling:
+            self._waited += 1
+            optimizer = _optimizer(loop, "ReduceLROnPlateau")
+            rate = float(optimizer.learning_rate)
+            if self._waited >= self._patience and rate > self._least:
+                optimizer.learning_rate = max(rate * self._factor, self._least)
+                self._cooling, self._waited = self._cooldown, 0
+
+
+@final
+class LearningRateScheduler(Callback):
+    """Set the learning rate of each epoch: what a function of the epoch and the rate returns."""
+
+    def __init__(self, schedule: Callable[[int, float], float]) -> None:
+        self._schedule = schedule
+
+    def on_epoch_begin(self, loop: Loop) -> None:
+        optimizer = _optimizer(loop, "LearningRateScheduler")
+        optimizer.learning_rate = float(self._schedule(loop.epoch, float(optimizer.learning_rate)))
+
+
+def _optimizer(loop: Loop, function: str) -> Optimizer:
+    optimizer = loop.optimizer
+    if optimizer is None or callable(optimizer.given_learning_rate):
+        expected, got = "an optimizer whose learning rate is a number", "none" if optimizer is None else "a schedule"
+        raise ValueError(explain(function, "loop.optimizer", expected=expected, got=got))
+    return optimizer
+
+
+@final
+class TerminateOnNaN(Callback):
+    """Stop after an epoch with a result that is not finite."""
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        broken = [name for name, value in logs.items() if _is_number(value) and not math.isfinite(value)]
+        if broken:
+            loop.stop_training = True
+            if loop.tells:
+                logger.warning("TerminateOnNaN: epoch %d: %s is not finite", loop.epoch, ", ".join(broken))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+class _File(Callback, abc.ABC):
+    """A file of one rank, written line by line."""
+
+    def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
+        self._path, self._append = Path(path), append
+        self._file: IO[str] | None = None
+
+    def on_train_begin(self, loop: Loop) -> None:
+        if loop.tells:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a" if self._append else "w", newline="")
+
+    @abc.abstractmethod
+    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
+        """Write an epoch's line."""
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        if self._file is None and loop.tells:  # a loop that calls nothing else
+            self.on_train_begin(loop)
+        if self._file is not None:
+            self.write(self._file, loop, logs)
+            self._file.flush()
+
+    def on_train_end(self, loop: Loop) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@final
+class CSVLogger(_File):
+    """Write a line of results an epoch, on one rank, as Keras's CSVLogger does."""
+
+    _names: Sequence[str] = ()
+
+    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
+        writer = csv.writer(file)
+        if not self._names:
+            self._names = list(logs)
+            if not (self._append and self._path.stat().st_size):
+                writer.writerow(["epoch", *self._names])
+        writer.writerow([loop.epoch, *(logs.get(name, "NA") for name in self._names)])
+
+
+@final
+class JSONLogger(_File):
+    """Write a JSON object of results an epoch, on one rank, a line each, with epoch, steps so far and seconds since 1970."""
+
+    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
+        numbers = {name: value if _is_number(value) else np.asarray(value).tolist() for name, value in logs.items()}
+        line = {"epoch": loop.epoch, "step": loop.step, "time": round(time.time(), 3), **numbers}
+        file.write(json.dumps(line) + "\n")
+
+
+@final
+class Progress(Callback):
+    """Print a line of results an epoch, on one rank, and while steps run a bar on a terminal."""
+
+    def __init__(self, steps: int | None = None, file: IO[str] | None = None) -> None:
+        """Print.
+
+        Args:
+            steps: of an epoch, where known.
+            file: default standard output.
+        """
+        self._steps, self._file = steps, file or sys.stdout
+        self._begun = self._shown = 0.0
+        self._first = 0
+
+    def on_epoch_begin(self, loop: Loop) -> None:
+        self._begun = self._shown = time.monotonic()
+        self._first = loop.step
+
+    def on_step_end(self, loop: Loop) -> None:
+        now = time.monotonic()
+        if loop.tells and self._file.isatty() and now - self._shown > 0.2:
+            self._shown, done = now, loop.step - self._first
+            of = f" of {self._steps}" if self._steps else ""
+            rate = done / max(now - self._begun, 1e-9)
+            self._file.write(f"\repoch {loop.epoch + 1}: step {done}{of}, {rate:.3g} steps/s\033[K")
+            self._file.flush()
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        if not loop.tells:
+            return
+        seconds = time.monotonic() - self._begun
+        shown = [f"{name} {value:.4g}" if _is_number(value) else f"{name} {value}" for name, value in logs.items()]
+        start = "\r\033[K" if self._file.isatty() else ""
+        self._file.write(f"{start}epoch {loop.epoch + 1}: {', '.join([*shown, f'{seconds:.1f} s'])}\n")
+        self._file.flush()

@@ -1,0 +1,222 @@
+"""Metrics over all replicas: each keeps sums of its own in a step, and they are brought together when somebody asks.
+
+What is kept is additive, so the result is that of all rows together, however unevenly they are divided. Names, arguments and
+numbers are those of Keras's metrics (https://keras.io/api/metrics/), in float64.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from .. import context
+from ..comm.arrays import to_host
+from ..errors import explain
+from ..strategy.contexts import in_step
+from ..types import VariableAggregation, VariableSynchronization
+from ..variables import Variable
+
+__all__ = ["Mean", "MeanOf", "Metric", "Sum", "mean_of_rows", "results"]
+
+
+class Metric(abc.ABC):
+    """Sums of a metric, one vector for each replica.
+
+    Made in a strategy's scope. A metric of your own says what a batch adds to its sums, and what they mean.
+
+    Attributes:
+        name: under which `results` returns it.
+        sums: an ON_READ variable of float64, added up over the replicas; `Strategy.save` has it, too.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        """Make the sums: zeros.
+
+        Args:
+            name: of the metric.
+            size: how many numbers it keeps.
+        """
+        self.name = name
+        self.sums = Variable(
+            np.zeros(size),
+            name=f"metric/{name}",
+            synchronization=VariableSynchronization.ON_READ,
+            aggregation=VariableAggregation.SUM,
+            trainable=False,
+        )
+
+    @abc.abstractmethod
+    def added(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        """Return what a batch adds to the sums: a vector of float64."""
+
+    @abc.abstractmethod
+    def result_of(self, sums: np.ndarray) -> Any:
+        """Return what sums mean: a number, or an array."""
+
+    def update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Add a batch: in a step, or outside on ranks with one replica.
+
+        Arrays of NumPy, CuPy, PyTorch or JAX, or what NumPy makes arrays of.
+        """
+        added = self.added(*args, **kwargs)
+        strategy = self.sums.placement.strategy
+        remedy = "Call it in the function that strategy.run calls"
+        in_step(strategy, lambda: self.sums.assign_add(added), f"{type(self).__name__}.update_state", remedy)
+
+    def result(self) -> Any:
+        """Return the metric over all replicas, the same on every rank. Collective; in a step this replica's own."""
+        frame = context.current()
+        if frame.strategy is self.sums.placement.strategy and frame.replica is not None:
+            return self.result_of(np.asarray(self.sums.numpy()))
+        return results([self])[self.name]
+
+    def reset_state(self) -> None:
+        """Begin again: in a step this replica's sums, else all of this rank's."""
+        frame = context.current()
+        if frame.strategy is self.sums.placement.strategy and frame.replica is not None:
+            self.sums.assign(np.zeros(self.sums.shape))
+            return
+        for replica in range(self.sums.num_copies):
+            self.sums.storage(replica)[...] = 0
+
+
+def results(metrics: Iterable[Metric]) -> dict[str, Any]:
+    """Return metrics over all replicas by name, the same on every rank. Collective: one sum for all of them.
+
+    Under parameter servers all ranks call it, servers too, after the workers' passes.
+
+    Raises:
+        ValueError: two metrics of one name.
+        ContextError: in a step.
+
+    Example:
+        >>> loss = ms.train.Mean("loss")
+        >>> loss.update_state([1.0, 3.0])
+        >>> ms.train.results([loss])
+        {'loss': 2.0}
+    """
+    chosen = list(metrics)
+    names = [metric.name for metric in chosen]
+    for name in names:
+        if names.count(name) > 1:
+            expected, got = "metrics of different names", f"two of name {name!r}"
+            raise ValueError(explain("ms.train.results", "metrics", expected=expected, got=got))
+    if not chosen:
+        return {}
+    strategy = chosen[0].sums.placement.strategy
+    context.expect_cross(strategy, "ms.train.results")
+    if strategy.extended.placement.store is None:
+        totals = strategy.reduce("SUM", [metric.sums for metric in chosen])
+    else:  # where workers are not in sync
+        mine = None if strategy.is_server else [sum(map(to_host, metric.sums.values)) for metric in chosen]
+        parts = [part for part in strategy.all_gather_object(mine) if part is not None]
+        totals = [sum(part[index] for part in parts) for index in range(len(chosen))]
+    return {
+        metric.name: metric.result_of(to_host(total).reshape(metric.sums.shape))
+        for metric, total in zip(chosen, totals, strict=True)
+    }
+
+
+def mean_of_rows(values: Any, weight: Any) -> np.ndarray:
+    """Return the weighted sum of rows' values and the sum of weights. A row's value is the mean over its other dimensions."""
+    array = np.asarray(to_host(values), np.float64)
+    if weight is None:
+        array = array.reshape(array.shape or (1,))
+        return np.array([_mean(array, 1).sum(), len(array)])
+    weights = np.asarray(to_host(weight), np.float64)
+    array, weights = same_rank(array, weights)
+    if array.ndim > weights.ndim:
+        array = _mean(array, weights.ndim)
+    weights = np.broadcast_to(weights, array.shape)
+    return np.array([_mean(array * weights, 1).sum(), _mean(weights, 1).sum()])
+
+
+def _mean(array: np.ndarray, first: int) -> np.ndarray:
+    """The mean over dimensions from one on."""
+    axes = tuple(range(first, array.ndim))
+    return array.mean(axes) if axes and array.size else array.sum(axes) if axes else array
+
+
+def same_rank(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return two arrays, one of them without its last dimension of one element where the other has one dimension less."""
+    if a.ndim == b.ndim + 1 and a.shape[-1] == 1:
+        return a[..., 0], b
+    if b.ndim == a.ndim + 1 and b.shape[-1] == 1:
+        return a, b[..., 0]
+    return a, b
+
+
+def ratio(a: Any, b: Any) -> Any:
+    """Return a / b, and 0 where b is 0."""
+    return np.divide(a, b, out=np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b))), where=np.asarray(b) != 0)
+
+
+@final
+class Sum(Metric):
+    """The weighted sum of values.
+
+    Example:
+        >>> rows = ms.train.Sum("rows")
+        >>> rows.update_state([1, 3, 5, 7], sample_weight=[1, 1, 0, 0])
+        >>> rows.result()
+        4.0
+    """
+
+    def __init__(self, name: str = "sum") -> None:
+        super().__init__(name, 1)
+
+    def added(self, values: Any, sample_weight: Any = None) -> np.ndarray:
+        array = np.asarray(to_host(values), np.float64)
+        if sample_weight is None:
+            return np.array([array.sum()])
+        weights = np.asarray(to_host(sample_weight), np.float64)
+        array, weights = same_rank(array, weights)
+        return np.array([(array.sum(tuple(range(weights.ndim, array.ndim))) * weights).sum()])
+
+    def result_of(self, sums: np.ndarray) -> float:
+        return float(sums[0])
+
+
+class Mean(Metric):
+    """The weighted mean of values over rows; 0 of none.
+
+    Example:
+        >>> loss = ms.train.Mean("loss")
+        >>> loss.update_state([1, 3, 5, 7], sample_weight=[1, 1, 0, 0])
+        >>> loss.result()
+        2.0
+    """
+
+    def __init__(self, name: str = "mean") -> None:
+        super().__init__(name, 2)
+
+    def added(self, values: Any, sample_weight: Any = None) -> np.ndarray:
+        return mean_of_rows(values, sample_weight)
+
+    def result_of(self, sums: np.ndarray) -> float:
+        return float(ratio(sums[0], sums[1]))
+
+
+class MeanOf(Metric):
+    """The weighted mean over rows of a function of labels and predictions."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, 2)
+
+    @abc.abstractmethod
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        """Return a value for each row, or for each element of it."""
+
+    def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
+        return mean_of_rows(self.values(*host(y_true, y_pred)), sample_weight)
+
+    def result_of(self, sums: np.ndarray) -> float:
+        return float(ratio(sums[0], sums[1]))
+
+
+def host(*arrays: Any) -> Sequence[np.ndarray]:
+    """Return arrays of any library as NumPy's."""
+    return [to_host(array) for array in arrays]

@@ -1,0 +1,412 @@
+"""Metrics of regression and classification, with Keras's names, arguments and numbers (https://keras.io/api/metrics/)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from ..errors import explain
+from .metric import MeanOf, Metric, host, ratio, same_rank
+
+__all__ = [
+    "AUC",
+    "Accuracy",
+    "BinaryAccuracy",
+    "BinaryCrossentropy",
+    "CategoricalAccuracy",
+    "CategoricalCrossentropy",
+    "MeanAbsoluteError",
+    "MeanSquaredError",
+    "Precision",
+    "Recall",
+    "RootMeanSquaredError",
+    "SparseCategoricalAccuracy",
+    "SparseCategoricalCrossentropy",
+    "SparseTopKCategoricalAccuracy",
+    "TopKCategoricalAccuracy",
+]
+
+_SMALLEST = 1e-7  # Keras's epsilon
+
+# Regression
+
+
+@final
+class MeanSquaredError(MeanOf):
+    """The mean of squared differences.
+
+    Example:
+        >>> error = ms.train.MeanSquaredError()
+        >>> error.update_state([[0, 1], [0, 0]], [[1, 1], [0, 0]])
+        >>> error.result()
+        0.25
+    """
+
+    def __init__(self, name: str = "mean_squared_error") -> None:
+        super().__init__(name)
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        return np.square(_difference(y_true, y_pred))
+
+
+@final
+class MeanAbsoluteError(MeanOf):
+    """The mean of absolute differences."""
+
+    def __init__(self, name: str = "mean_absolute_error") -> None:
+        super().__init__(name)
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        return np.abs(_difference(y_true, y_pred))
+
+
+@final
+class RootMeanSquaredError(MeanOf):
+    """The square root of the mean of squared differences."""
+
+    def __init__(self, name: str = "root_mean_squared_error") -> None:
+        super().__init__(name)
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        return np.square(_difference(y_true, y_pred))
+
+    def result_of(self, sums: np.ndarray) -> float:
+        return float(np.sqrt(super().result_of(sums)))
+
+
+def _difference(y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+    y_true, y_pred = same_rank(y_true, y_pred)
+    return np.subtract(y_pred, y_true, dtype=np.float64)
+
+
+# Accuracy
+
+
+@final
+class Accuracy(MeanOf):
+    """How often predictions equal labels.
+
+    Example:
+        >>> accuracy = ms.train.Accuracy()
+        >>> accuracy.update_state([1, 2, 3, 4], [0, 2, 3, 4])
+        >>> accuracy.result()
+        0.75
+    """
+
+    def __init__(self, name: str = "accuracy") -> None:
+        super().__init__(name)
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        y_true, y_pred = same_rank(y_true, y_pred)
+        return y_true == y_pred
+
+
+@final
+class BinaryAccuracy(MeanOf):
+    """How often a prediction is above a threshold where the label is 1, and not where it is 0."""
+
+    def __init__(self, name: str = "binary_accuracy", threshold: float = 0.5) -> None:
+        super().__init__(name)
+        self.threshold = threshold
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        y_true, y_pred = same_rank(y_true, y_pred)
+        return y_true == (y_pred > self.threshold)
+
+
+@final
+class CategoricalAccuracy(MeanOf):
+    """How often the largest prediction is that of the class; labels one-hot."""
+
+    def __init__(self, name: str = "categorical_accuracy") -> None:
+        super().__init__(name)
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        return y_true.argmax(-1) == y_pred.argmax(-1)
+
+
+@final
+class SparseCategoricalAccuracy(MeanOf):
+    """How often the largest prediction is that of the class; labels as numbers of classes.
+
+    Example:
+        >>> accuracy = ms.train.SparseCategoricalAccuracy()
+        >>> accuracy.update_state([2, 1], [[0.1, 0.6, 0.3], [0.05, 0.95, 0.0]])
+        >>> accuracy.result()
+        0.5
+    """
+
+    def __init__(self, name: str = "sparse_categorical_accuracy") -> None:
+        super().__init__(name)
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        return _classes(y_true, y_pred) == y_pred.argmax(-1)
+
+
+@final
+class TopKCategoricalAccuracy(MeanOf):
+    """How often the class is among the k largest predictions; labels one-hot. Equal predictions count as of one rank."""
+
+    def __init__(self, k: int = 5, name: str = "top_k_categorical_accuracy") -> None:
+        super().__init__(name)
+        self.k = k
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        return _in_top_k(y_true.argmax(-1), y_pred, self.k)
+
+
+@final
+class SparseTopKCategoricalAccuracy(MeanOf):
+    """How often the class is among the k largest predictions; labels as numbers of classes. Equal ones count as of one rank."""
+
+    def __init__(self, k: int = 5, name: str = "sparse_top_k_categorical_accuracy") -> None:
+        super().__init__(name)
+        self.k = k
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        return _in_top_k(_classes(y_true, y_pred), y_pred, self.k)
+
+
+def _classes(y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+    """The number of the class of each row."""
+    classes = y_true[..., 0] if y_true.ndim == y_pred.ndim and y_true.shape[-1] == 1 else y_true
+    return classes.astype(np.int64, copy=False)
+
+
+def _of_class(classes: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(y_pred, classes[..., None], -1)
+
+
+def _in_top_k(classes: np.ndarray, y_pred: np.ndarray, k: int) -> np.ndarray:
+    own = _of_class(classes, y_pred)
+    return (y_pred > np.where(np.isnan(own), -np.inf, own)).sum(-1) < k
+
+
+# Cross-entropy
+
+
+@final
+class BinaryCrossentropy(MeanOf):
+    """The cross-entropy between labels 0 and 1 and predicted probabilities, or logits."""
+
+    def __init__(
+        self, name: str = "binary_crossentropy", from_logits: bool = False, label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__(name)
+        self.from_logits, self.label_smoothing = from_logits, label_smoothing
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        labels, scores = (array.astype(np.float64) for array in same_rank(y_true, y_pred))
+        labels = labels * (1 - self.label_smoothing) + 0.5 * self.label_smoothing
+        if self.from_logits:
+            return np.maximum(scores, 0) - scores * labels + np.log1p(np.exp(-np.abs(scores)))
+        scores = np.clip(scores, _SMALLEST, 1 - _SMALLEST)
+        return -(labels * np.log(scores) + (1 - labels) * np.log1p(-scores))
+
+
+@final
+class CategoricalCrossentropy(MeanOf):
+    """The cross-entropy between one-hot labels and predicted probabilities, or logits."""
+
+    def __init__(
+        self, name: str = "categorical_crossentropy", from_logits: bool = False, label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__(name)
+        self.from_logits, self.label_smoothing = from_logits, label_smoothing
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        labels = y_true * (1 - self.label_smoothing) + self.label_smoothing / y_true.shape[-1]
+        return -(labels * _logarithms(y_pred, self.from_logits)).sum(-1)
+
+
+@final
+class SparseCategoricalCrossentropy(MeanOf):
+    """The cross-entropy between numbers of classes and predicted probabilities, or logits."""
+
+    def __init__(self, name: str = "sparse_categorical_crossentropy", from_logits: bool = False) -> None:
+        super().__init__(name)
+        self.from_logits = from_logits
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        return -_of_class(_classes(y_true, y_pred), _logarithms(y_pred, self.from_logits))[..., 0]
+
+
+def _logarithms(y_pred: np.ndarray, from_logits: bool) -> np.ndarray:
+    """The logarithms of predicted probabilities."""
+    scores = y_pred.astype(np.float64)
+    if from_logits:
+        scores = scores - scores.max(-1, keepdims=True)
+        return np.asarray(scores - np.log(np.exp(scores).sum(-1, keepdims=True)))
+    return np.log(np.clip(scores / scores.sum(-1, keepdims=True), _SMALLEST, 1 - _SMALLEST))
+
+
+# Positives and negatives
+
+
+class _Thresholds(Metric):
+    """True and false positives above each of some thresholds, and the weight of all rows of either kind."""
+
+    def __init__(self, name: str, thresholds: Sequence[float]) -> None:
+        super().__init__(name, 2 * len(thresholds) + 2)
+        self._thresholds = np.asarray(thresholds, np.float64)
+
+    def count(self, y_true: np.ndarray, y_pred: np.ndarray, weight: Any) -> np.ndarray:
+        """Return what rows add: labels of any form but 0 are positive."""
+        if weight is None:
+            weights: Any = np.ones(y_pred.shape)
+        else:
+            (weights,) = host(weight)
+            weights = weights.reshape(weights.shape + (1,) * (y_pred.ndim - weights.ndim))
+            weights = np.broadcast_to(weights, y_pred.shape)
+        positive, weights = y_true.reshape(-1).astype(bool), weights.reshape(-1).astype(np.float64)
+        order = np.argsort(self._thresholds)
+        exceeded = np.searchsorted(self._thresholds[order], y_pred.reshape(-1), "left")  # NaN exceeds all
+        parts, whole = [], []
+        for mine in (positive, ~positive):
+            by_count = np.bincount(exceeded[mine], weights[mine], len(order) + 1)
+            above = np.empty(len(order))
+            above[order] = by_count[:0:-1].cumsum()[::-1]
+            parts.append(above)
+            whole.append([by_count.sum()])
+        return np.concatenate([*parts, *whole])
+
+    def parts(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return true positives, false positives, false negatives and true negatives at each threshold."""
+        true, false = np.split(sums[:-2], 2)
+        return true, false, sums[-2] - true, sums[-1] - false
+
+
+class _Decisions(_Thresholds):
+    """What is decided at each threshold."""
+
+    def __init__(
+        self, thresholds: float | Sequence[float] | None, top_k: int | None, class_id: int | None, name: str
+    ) -> None:
+        given = (0.5 if top_k is None else -1e10) if thresholds is None else thresholds
+        self._single = isinstance(given, (int, float))
+        self._top_k, self._class_id = top_k, class_id
+        many: Sequence[float] = given if isinstance(given, Sequence) else [given]
+        for threshold in many if thresholds is not None else ():
+            if not 0 <= threshold <= 1:
+                text = explain(type(self).__name__, "thresholds", expected="numbers from 0 to 1", got=str(threshold))
+                raise ValueError(text)
+        super().__init__(name, many)
+
+    def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
+        labels, scores = same_rank(*host(y_true, y_pred))
+        if self._top_k is not None:
+            kept = np.argsort(-scores, -1, kind="stable")[..., : self._top_k]
+            filtered = np.full(scores.shape, -1e10)
+            np.put_along_axis(filtered, kept, np.take_along_axis(scores, kept, -1).astype(np.float64), -1)
+            scores = filtered
+        if self._class_id is not None:
+            labels, scores = labels[..., self._class_id], scores[..., self._class_id]
+        return self.count(labels, scores, sample_weight)
+
+    def number_or_array(self, value: np.ndarray) -> Any:
+        return float(value[0]) if self._single else value
+
+
+@final
+class Precision(_Decisions):
+    """What part of the positive predictions is right: a number, or an array for several thresholds.
+
+    Example:
+        >>> precision = ms.train.Precision()
+        >>> precision.update_state([0, 1, 1, 1], [1, 0, 1, 1])
+        >>> round(precision.result(), 4)
+        0.6667
+    """
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        top_k: int | None = None,
+        class_id: int | None = None,
+        name: str = "precision",
+    ) -> None:
+        super().__init__(thresholds, top_k, class_id, name)
+
+    def result_of(self, sums: np.ndarray) -> Any:
+        true, false, _, _ = self.parts(sums)
+        return self.number_or_array(ratio(true, true + false))
+
+
+@final
+class Recall(_Decisions):
+    """What part of the positive labels is found: a number, or an array for several thresholds."""
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        top_k: int | None = None,
+        class_id: int | None = None,
+        name: str = "recall",
+    ) -> None:
+        super().__init__(thresholds, top_k, class_id, name)
+
+    def result_of(self, sums: np.ndarray) -> Any:
+        true, _, missed, _ = self.parts(sums)
+        return self.number_or_array(ratio(true, true + missed))
+
+
+@final
+class AUC(_Thresholds):
+    """The area under the curve of true over false positives (ROC), or of precision over recall (PR), in steps of thresholds.
+
+    Areas under PR are interpolated as by Davis and Goadrich (2006), https://doi.org/10.1145/1143844.1143874.
+
+    Example:
+        >>> area = ms.train.AUC(num_thresholds=3)
+        >>> area.update_state([0, 0, 1, 1], [0, 0.5, 0.3, 0.9])
+        >>> area.result()
+        0.75
+    """
+
+    def __init__(
+        self,
+        num_thresholds: int = 200,
+        curve: str = "ROC",
+        summation_method: str = "interpolation",
+        name: str = "auc",
+    ) -> None:
+        for argument, value, legal in (
+            ("curve", curve, ("ROC", "PR")),
+            ("summation_method", summation_method, ("interpolation", "minoring", "majoring")),
+        ):
+            if value not in legal:
+                raise ValueError(explain("AUC", argument, expected=" or ".join(legal), got=repr(value)))
+        if num_thresholds < 2:
+            raise ValueError(explain("AUC", "num_thresholds", expected="2 or more", got=str(num_thresholds)))
+        self._curve, self._summation = curve, summation_method
+        between = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
+        super().__init__(name, [-_SMALLEST, *between, 1 + _SMALLEST])
+
+    def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
+        return self.count(*same_rank(*host(y_true, y_pred)), sample_weight)
+
+    def result_of(self, sums: np.ndarray) -> float:
+        true, false, missed, spared = self.parts(sums)
+        recall = ratio(true, true + missed)
+        if self._curve == "ROC":
+            x, y = ratio(false, false + spared), recall
+        elif self._summation == "interpolation":
+            return self._interpolated(true, false, missed)
+        else:
+            x, y = recall, ratio(true, true + false)
+        pick = {"minoring": np.minimum, "majoring": np.maximum}.get(self._summation)
+        heights = (y[:-1] + y[1:]) / 2 if pick is None else pick(y[:-1], y[1:])
+        return float(((x[:-1] - x[1:]) * heights).sum())
+
+    @staticmethod
+    def _interpolated(true: np.ndarray, false: np.ndarray, missed: np.ndarray) -> float:
+        """The area where true positives are linear in all positives between two thresholds."""
+        found = true + false
+        slope = ratio(true[:-1] - true[1:], np.maximum(found[:-1] - found[1:], 0))
+        intercept = true[1:] - slope * found[1:]
+        both = (found[:-1] > 0) & (found[1:] > 0)
+        growth = np.where(both, ratio(found[:-1], np.where(both, found[1:], 1)), 1)
+        areas = slope * (true[:-1] - true[1:] + intercept * np.log(growth))
+        return float(ratio(areas, true[1:] + missed[1:]).sum())

@@ -1,0 +1,126 @@
+"""The loop: the same results, decisions and rows under every strategy, on every layout."""
+
+import numpy as np
+import pytest
+from strategies import STRATEGIES, layout_for, made
+
+import mpistrat as ms
+
+ROWS, BATCH = 50, 12
+
+
+def rows():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 3))
+    return x, x @ np.array([1.0, -2.0, 0.5]) + 0.1 * rng.normal(size=ROWS)
+
+
+def dataset(shuffle=True):
+    every = ms.data.from_arrays(rows())
+    return (every.shuffle(seed=2) if shuffle else every).batch(BATCH)
+
+
+def trainer(strategy, rate=0.1, **settings):
+    """Of a linear model: its trainer and its weights."""
+    with strategy.scope():
+        w = ms.Variable(np.zeros(3), name="w")
+        optimizer = ms.optimizers.SGD(rate)
+        loss = ms.train.MeanSquaredError("loss")
+
+    def test_step(x, y):
+        loss.update_state(y, x @ w.array)
+
+    def train_step(x, y):
+        test_step(x, y)
+        gradient = 2 * (x @ w.array - y) @ x / max(ms.global_batch_size(), 1)
+        optimizer.apply_gradients([(gradient, w)])
+
+    made = ms.train.Trainer(
+        strategy, train_step, test_step, lambda x, y: x @ w.array, optimizer=optimizer, metrics=[loss], **settings
+    )
+    return made, w
+
+
+def expected(epochs):
+    """The losses of each epoch, after it, and the weights, by arithmetic."""
+    x, y = rows()
+    w, during, after, data = np.zeros(3), [], [], iter(dataset())
+    for epoch in range(epochs):
+        errors = []
+        data.restore({"epoch": epoch, "next": 0})
+        for a, b in data:
+            rest = a @ w - b
+            errors.extend(rest**2)
+            w = w - 0.1 * 2 * rest @ a / len(b)
+        during.append(np.mean(errors))
+        after.append(np.mean((x @ w - y) ** 2))
+    return during, after, w
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_fit_evaluate_and_predict_are_those_of_all_rows(name):
+    from mpi4py import MPI
+
+    devices = layout_for(name, MPI.COMM_WORLD.size)
+    if devices is None:
+        pytest.skip("the strategy takes one rank")
+    during, after, weights = expected(3)
+    with made(name, devices) as strategy:
+        work, w = trainer(strategy)
+        data, held_out = (strategy.distribute_dataset(dataset(shuffle)) for shuffle in (True, False))
+        history = work.fit(data, 3, validation_data=held_out)
+        assert history == {"loss": pytest.approx(during, rel=1e-12), "val_loss": pytest.approx(after, rel=1e-12)}
+        np.testing.assert_allclose(w.numpy(), weights, rtol=1e-12)
+        assert work.evaluate(held_out) == {"loss": pytest.approx(after[-1], rel=1e-12)}
+        np.testing.assert_allclose(work.predict(held_out), rows()[0] @ weights, rtol=1e-12)
+        assert work.loop.step == 3 * 5
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_stop_with_the_first_one_which_alone_writes(mpi_tmp_path):
+    path = mpi_tmp_path / "log.csv"
+
+    class Clock(ms.train.Callback):
+        def on_epoch_end(self, loop, logs):
+            loop.stop_training = loop.strategy.rank == 0 and loop.epoch == 1
+            loop.optimizer.learning_rate = 0.1 / (loop.strategy.rank + 2)
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        work, _ = trainer(strategy, callbacks=[Clock(), ms.train.CSVLogger(path), ms.train.Progress()])
+        history = work.fit(strategy.distribute_dataset(dataset()), 5)
+        assert len(history["loss"]) == 2
+        assert strategy.all_gather_object(work.loop.optimizer.learning_rate) == [0.05, 0.05]
+        assert len(path.read_text().split()) == 3
+
+
+@pytest.mark.ranks(2, 3)
+def test_workers_of_servers_train_and_stop_together():
+    with ms.ParameterServerStrategy(num_ps=1, max_staleness=0) as strategy:
+        work, _ = trainer(strategy, 0.05, callbacks=[ms.train.EarlyStopping("loss", min_delta=0.01)])
+        history = work.fit(strategy.distribute_dataset(dataset()), 50)
+        assert 1 < len(history["loss"]) < 50
+        assert len(set(strategy.all_gather_object(repr(history)))) == 1
+        with pytest.raises(ms.errors.ContextError, match="predict"):
+            work.predict([])
+
+
+@pytest.mark.ranks(1, 2)
+def test_steps_of_an_epoch_may_be_counted():
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        work, _ = trainer(strategy)
+        work.fit(strategy.distribute_dataset(dataset().repeat()), 3, steps_per_epoch=4)
+        assert work.loop.step == 12
+        with pytest.raises(ValueError, match=r"steps_per_epoch=4 batches in each epoch, got 1 in epoch 1"):
+            work.fit(strategy.distribute_dataset(dataset()), 3, steps_per_epoch=4)
+
+
+@pytest.mark.ranks(1)
+def test_what_is_missing_is_named():
+    with ms.OneDeviceStrategy() as strategy:
+        work = ms.train.Trainer(strategy, lambda x: None)
+        data = strategy.distribute_dataset(ms.data.from_arrays(np.zeros(4)).batch(2))
+        with pytest.raises(ValueError, match=r"Trainer.evaluate: test_step: expected a function, got None"):
+            work.evaluate(data)
+        with pytest.raises(ValueError, match=r"Trainer.predict: predict_step"):
+            work.predict(data)

@@ -1,0 +1,137 @@
+"""Callbacks decide as Keras's do, in a loop of one's own."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+
+t = ms.train
+
+
+def loop(rate=None):
+    optimizer = None if rate is None else ms.optimizers.SGD(rate)
+    return t.Loop(ms.get_strategy(), optimizer)
+
+
+def epochs(callback, values, name="val_loss", rate=None):
+    """The epoch after which the loop stopped, None if it did not, and the rate after each."""
+    state, rates = loop(rate), []
+    for state.epoch, value in enumerate(values):
+        callback.on_epoch_begin(state)
+        callback.on_epoch_end(state, {name: value})
+        rates.append(None if rate is None else state.optimizer.learning_rate)
+        if state.stop_training:
+            return state.epoch, rates
+    return None, rates
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "values", "expected"),
+    [
+        ({}, "val_loss", [3, 2, 2.5, 1], 2),
+        ({"patience": 2}, "val_loss", [3, 2, 2.5, 2.2, 1], 3),
+        ({"patience": 2}, "val_loss", [3, 2, 2.5, 1.9, 2, 2], 5),
+        ({"min_delta": 0.5}, "val_loss", [3, 2, 1.8], 2),
+        ({"monitor": "accuracy"}, "accuracy", [0.1, 0.5, 0.4], 2),
+        ({"monitor": "x", "mode": "max"}, "x", [1, 2, 3], None),
+        ({"start_from_epoch": 2}, "val_loss", [1, 2, 3, 4], 3),
+    ],
+)
+def test_early_stopping(settings, name, values, expected):
+    stopped, _ = epochs(t.EarlyStopping(**settings), values, name)
+    assert stopped == expected
+
+
+def test_the_best_epoch_is_known():
+    stop = t.EarlyStopping(patience=2)
+    epochs(stop, [3, 2, 1.5, 4, 5])
+    assert (stop.best, stop.best_epoch) == (1.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "expected"),
+    [
+        ({"patience": 1}, [3, 3, 2, 2], [1, 0.1, 0.1, 0.01]),
+        ({"patience": 2, "factor": 0.5}, [3, 3, 3, 3, 3], [1, 1, 0.5, 0.5, 0.25]),
+        ({"patience": 1, "min_lr": 0.05}, [3, 3, 3, 3], [1, 0.1, 0.05, 0.05]),
+        ({"patience": 1, "cooldown": 1}, [3, 3, 3, 3], [1, 0.1, 0.01, 0.001]),
+        ({"patience": 1, "cooldown": 2}, [3, 3, 3, 3, 3], [1, 0.1, 0.1, 0.01, 0.01]),
+        ({"patience": 1, "min_delta": 0.5}, [3, 2.8], [1, 0.1]),
+    ],
+)
+def test_the_rate_falls_on_a_plateau(settings, values, expected):
+    _, rates = epochs(t.ReduceLROnPlateau(**settings), values, rate=1.0)
+    assert rates == pytest.approx(expected)
+
+
+def test_a_scheduler_sets_the_rate_of_each_epoch():
+    _, rates = epochs(t.LearningRateScheduler(lambda epoch, rate: rate / (epoch + 1)), [0, 0, 0], rate=6.0)
+    assert rates == [6, 3, 1]
+
+
+def test_not_a_number_stops():
+    assert epochs(t.TerminateOnNaN(), [1, 2, math.nan, 3])[0] == 2
+    assert epochs(t.TerminateOnNaN(), [1, math.inf])[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda: epochs(t.EarlyStopping("val_los"), [1]), "EarlyStopping: monitor: expected one of val_loss, got 'val_los'"),
+        (lambda: t.EarlyStopping(mode="up"), "mode: expected auto, min or max, got 'up'"),
+        (lambda: t.ReduceLROnPlateau(factor=2), "factor"),
+        (lambda: epochs(t.LearningRateScheduler(lambda e, r: r), [1]), "learning rate is a number, got none"),
+        (lambda: epochs(t.ReduceLROnPlateau(patience=0), [1, 1], rate=ms.optimizers.schedules.ExponentialDecay(1, 1, 0.5)),
+         "got a schedule"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_named(act, words):
+    with pytest.raises(ValueError, match=words):
+        act()
+
+
+def test_logs_are_files_of_lines(tmp_path):
+    table, lines = t.CSVLogger(tmp_path / "a" / "log.csv"), t.JSONLogger(tmp_path / "log.jsonl")
+    state = loop()
+    for callback in (table, lines):
+        callback.on_train_begin(state)
+        for state.epoch, loss in enumerate([2.0, 1.0]):
+            callback.on_epoch_end(state, {"loss": loss, "each": np.array([1.0, 2.0])})
+        callback.on_train_end(state)
+    with (tmp_path / "a" / "log.csv").open(newline="") as file:
+        assert [row[:2] for row in csv.reader(file)] == [["epoch", "loss"], ["0", "2.0"], ["1", "1.0"]]
+    found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [(line["epoch"], line["loss"], line["each"]) for line in found] == [(0, 2.0, [1, 2]), (1, 1.0, [1, 2])]
+
+
+def test_a_log_goes_on(tmp_path):
+    path, state = tmp_path / "log.csv", loop()
+    for _ in range(2):
+        log = t.CSVLogger(path, append=True)
+        log.on_epoch_end(state, {"loss": 1.0})
+        log.on_train_end(state)
+    assert path.read_text().split() == ["epoch,loss", "0,1.0", "0,1.0"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_a_line_an_epoch():
+    for file, has_bar in ((io.StringIO(), False), (Terminal(), True)):
+        state, progress = loop(), t.Progress(steps=4, file=file)
+        progress.on_epoch_begin(state)
+        progress._shown -= 1
+        state.step = 2
+        progress.on_step_end(state)
+        progress.on_epoch_end(state, {"loss": 0.25})
+        assert file.getvalue().rpartition("\r\033[K")[2].startswith("epoch 1: loss 0.25, ")
+        assert ("step 2 of 4, " in file.getvalue()) == has_bar

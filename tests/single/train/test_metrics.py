@@ -1,0 +1,137 @@
+"""Metrics: the numbers of Keras's documentation, of arithmetic, and of a definition by pairs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpistrat as ms
+
+t = ms.train
+
+
+def result(metric, *batches, weight=None):
+    for batch in batches:
+        metric.update_state(*batch, **({} if weight is None else {"sample_weight": weight}))
+    return metric.result()
+
+
+LOGITS = [[2.0, 1.0, 0.0], [0.0, 3.0, 0.0]]
+# What Keras's pages of the metrics show, with and without weights.
+DOCUMENTED = [
+    (lambda: t.Sum(), ([1, 3, 5, 7],), None, 16.0),
+    (lambda: t.Sum(), ([1, 3, 5, 7],), [1, 1, 0, 0], 4.0),
+    (lambda: t.Mean(), ([1, 3, 5, 7],), None, 4.0),
+    (lambda: t.Mean(), ([1, 3, 5, 7],), [1, 1, 0, 0], 2.0),
+    (lambda: t.MeanSquaredError(), ([[0, 1], [0, 0]], [[1, 1], [0, 0]]), None, 0.25),
+    (lambda: t.MeanSquaredError(), ([[0, 1], [0, 0]], [[1, 1], [0, 0]]), [1, 0], 0.5),
+    (lambda: t.MeanAbsoluteError(), ([[0, 1], [0, 0]], [[1, 1], [0, 0]]), [1, 0], 0.5),
+    (lambda: t.RootMeanSquaredError(), ([[0, 1], [0, 0]], [[1, 1], [0, 0]]), None, 0.5),
+    (lambda: t.RootMeanSquaredError(), ([[0, 1], [0, 0]], [[1, 1], [0, 0]]), [1, 0], 0.70710677),
+    (lambda: t.Accuracy(), ([[1], [2], [3], [4]], [[0], [2], [3], [4]]), None, 0.75),
+    (lambda: t.Accuracy(), ([[1], [2], [3], [4]], [[0], [2], [3], [4]]), [1, 1, 0, 0], 0.5),
+    (lambda: t.BinaryAccuracy(), ([[1], [1], [0], [0]], [[0.98], [1], [0], [0.6]]), None, 0.75),
+    (lambda: t.BinaryAccuracy(), ([[1], [1], [0], [0]], [[0.98], [1], [0], [0.6]]), [1, 0, 0, 1], 0.5),
+    (lambda: t.CategoricalAccuracy(), ([[0, 0, 1], [0, 1, 0]], [[0.1, 0.9, 0.8], [0.05, 0.95, 0]]), None, 0.5),
+    (lambda: t.CategoricalAccuracy(), ([[0, 0, 1], [0, 1, 0]], [[0.1, 0.9, 0.8], [0.05, 0.95, 0]]), [0.7, 0.3], 0.3),
+    (lambda: t.SparseCategoricalAccuracy(), ([[2], [1]], [[0.1, 0.6, 0.3], [0.05, 0.95, 0]]), None, 0.5),
+    (lambda: t.SparseCategoricalAccuracy(), ([[2], [1]], [[0.1, 0.6, 0.3], [0.05, 0.95, 0]]), [0.7, 0.3], 0.3),
+    (lambda: t.TopKCategoricalAccuracy(k=1), ([[0, 0, 1], [0, 1, 0]], [[0.1, 0.9, 0.8], [0.05, 0.95, 0]]), None, 0.5),
+    (lambda: t.SparseTopKCategoricalAccuracy(k=1), ([2, 1], [[0.1, 0.9, 0.8], [0.05, 0.95, 0]]), [0.7, 0.3], 0.3),
+    (lambda: t.BinaryCrossentropy(), ([[0, 1], [0, 0]], [[0.6, 0.4], [0.4, 0.6]]), None, 0.81492424),
+    (lambda: t.BinaryCrossentropy(), ([[0, 1], [0, 0]], [[0.6, 0.4], [0.4, 0.6]]), [1, 0], 0.9162905),
+    (lambda: t.CategoricalCrossentropy(), ([[0, 1, 0], [0, 0, 1]], [[0.05, 0.95, 0], [0.1, 0.8, 0.1]]), None, 1.1769392),
+    (
+        lambda: t.CategoricalCrossentropy(),
+        ([[0, 1, 0], [0, 0, 1]], [[0.05, 0.95, 0], [0.1, 0.8, 0.1]]), [0.3, 0.7], 1.6271976,
+    ),
+    (lambda: t.SparseCategoricalCrossentropy(), ([1, 2], [[0.05, 0.95, 0], [0.1, 0.8, 0.1]]), None, 1.1769392),
+    (lambda: t.Precision(), ([0, 1, 1, 1], [1, 0, 1, 1]), None, 2 / 3),
+    (lambda: t.Precision(), ([0, 1, 1, 1], [1, 0, 1, 1]), [0, 0, 1, 0], 1.0),
+    (lambda: t.Precision(top_k=2), ([0, 0, 1, 1], [1, 1, 1, 1]), None, 0.0),
+    (lambda: t.Precision(top_k=4), ([0, 0, 1, 1], [1, 1, 1, 1]), None, 0.5),
+    (lambda: t.Recall(), ([0, 1, 1, 1], [1, 0, 1, 1]), None, 2 / 3),
+    (lambda: t.Recall(), ([0, 1, 1, 1], [1, 0, 1, 1]), [0, 0, 1, 0], 1.0),
+    (lambda: t.AUC(num_thresholds=3), ([0, 0, 1, 1], [0, 0.5, 0.3, 0.9]), None, 0.75),
+    (lambda: t.AUC(num_thresholds=3), ([0, 0, 1, 1], [0, 0.5, 0.3, 0.9]), [1, 0, 0, 1], 1.0),
+    # By arithmetic: softmax(2, 1, 0)[1] and softmax(0, 3, 0)[1].
+    (
+        lambda: t.SparseCategoricalCrossentropy(from_logits=True), ([1, 1], LOGITS), None,
+        -(math.log(math.e / (math.e**2 + math.e + 1)) + math.log(math.e**3 / (math.e**3 + 2))) / 2,
+    ),
+    (
+        lambda: t.BinaryCrossentropy(from_logits=True), ([[1.0], [0.0]], [[2.0], [-1.0]]), None,
+        (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(-1))) / 2,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DOCUMENTED, ids=[str(i) for i in range(len(DOCUMENTED))])
+def test_documented_numbers(case):
+    make, batch, weight, expected = case
+    assert result(make(), [np.asarray(array) for array in batch], weight=weight) == pytest.approx(expected, rel=1e-6)
+
+
+def test_several_thresholds_give_arrays():
+    labels, scores = [0, 1, 1, 0, 1], [0.2, 0.3, 0.8, 0.6, 0.9]
+    assert result(t.Precision([0.1, 0.5, 0.85]), (labels, scores)).tolist() == [3 / 5, 2 / 3, 1]
+    assert result(t.Recall([0.85, 0.1, 0.5]), (labels, scores)).tolist() == [1 / 3, 1, 2 / 3]
+    one_class = t.Recall(class_id=1)
+    assert result(one_class, ([[0, 1], [1, 1], [1, 0]], [[0, 0.9], [0.9, 0.2], [0.1, 0.7]])) == 0.5
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 8)), min_size=2, max_size=40))
+@settings(deadline=None)
+def test_the_area_is_the_part_of_pairs_in_order(rows):
+    """Where no score falls on a threshold: a pair of equal scores counts half (Mann and Whitney)."""
+    labels, scores = np.array([a for a, _ in rows]), np.array([(b + 0.5) / 9 for _, b in rows])
+    if labels.all() or not labels.any():
+        return
+    above = np.subtract.outer(scores[labels], scores[~labels])
+    expected = ((above > 0) + 0.5 * (above == 0)).mean()
+    assert result(t.AUC(num_thresholds=10), (labels, scores)) == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.lists(st.integers(0, 10), min_size=1, max_size=5), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=25)
+def test_batches_give_what_all_rows_give(sizes, seed):
+    rng = np.random.default_rng(seed)
+    labels, scores = rng.integers(0, 2, sum(sizes)), rng.random(sum(sizes))
+    ends = np.cumsum(sizes)[:-1]
+    batches = list(zip(np.split(labels, ends), np.split(scores, ends), strict=True))
+    for make in (t.AUC, t.Precision, t.MeanSquaredError, t.BinaryCrossentropy):
+        assert result(make(), *batches) == pytest.approx(result(make(), (labels, scores)), rel=1e-12, abs=1e-12)
+
+
+def test_no_row_gives_zero():
+    for metric in (t.Mean(), t.Precision(), t.AUC(), t.RootMeanSquaredError()):
+        assert metric.result() == 0
+
+
+def test_reset_and_several_results_at_once():
+    loss, rows = t.Mean("loss"), t.Sum("rows")
+    loss.update_state([2.0, 4.0])
+    rows.update_state(2)
+    assert t.results([loss, rows]) == {"loss": 3.0, "rows": 2.0}
+    loss.reset_state()
+    assert t.results([loss, rows]) == {"loss": 0.0, "rows": 2.0}
+    with pytest.raises(ValueError, match="two of name 'loss'"):
+        t.results([loss, t.Mean("loss")])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: t.AUC(curve="ROCK"), "AUC: curve: expected ROC or PR, got 'ROCK'"),
+        (lambda: t.AUC(summation_method="most"), "summation_method"),
+        (lambda: t.AUC(num_thresholds=1), "num_thresholds: expected 2 or more, got 1"),
+        (lambda: t.Precision(1.5), "Precision: thresholds: expected numbers from 0 to 1, got 1.5"),
+    ],
+)
+def test_wrong_settings_are_named(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
