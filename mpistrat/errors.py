@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from ._util.text import named
@@ -126,11 +127,12 @@ def check_framework(function: str, framework: str, version: str, least: str, why
     Args:
         function: the module or function that needs it.
         framework: the name of its distribution.
-        version: what is installed, as `3.15.1` or `0.6.0.dev1`.
+        version: what is installed, as `3.15.1` or `0.6.0.dev1`; one that does not begin with two numbers passes.
         least: two numbers, as `3.12`.
         why: what an older version does.
     """
-    if tuple(map(int, version.split(".")[:2])) < tuple(map(int, least.split("."))):
+    found = re.match(r"(\d+)\.(\d+)", str(version))
+    if found and tuple(map(int, found.groups())) < tuple(map(int, least.split("."))):
         remedy = f"pip install --upgrade '{framework}>={least}' ({why})"
         expected, got = f"{framework} {least} or newer", f"{framework} {version}"
         raise MissingDependencyError(explain(function, "", expected=expected, got=got, remedy=remedy))

@@ -84,7 +84,7 @@ class Trainer:
             data: batches of this rank, as `strategy.distribute_dataset` returns them; iterated once an epoch.
             epochs: the number of the last epoch, counted from 1.
             steps_per_epoch: of data without an end, which is then iterated once in all; default all of it.
-            validation_data: evaluated after each validation_freq-th epoch; results are named val_….
+            validation_data: evaluated after each validation_freq-th epoch; its results are named `val_loss` and so on.
             validation_freq: see there.
             initial_epoch: the first epoch, counted from 0.
 

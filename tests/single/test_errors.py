@@ -15,6 +15,6 @@ def test_an_old_version_names_both_and_the_reason(version: str) -> None:
         check_framework("mpistrat.jax", "jax", version, "0.6", "it keeps memory")
 
 
-@pytest.mark.parametrize("version", ["0.6.0", "0.10.2", "1.0", "0.6.0.dev20250101", "0.6.0rc1"])
+@pytest.mark.parametrize("version", ["0.6.0", "0.10.2", "1.0", "0.6.0.dev20250101", "0.6.0rc1", "unknown"])
 def test_this_version_and_newer_ones_pass(version: str) -> None:
     check_framework("mpistrat.jax", "jax", version, "0.6", "")
