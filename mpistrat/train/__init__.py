@@ -1,4 +1,4 @@
-"""What a training loop needs around its steps: metrics of all replicas, callbacks, and the loop itself.
+"""What a training loop needs around its steps: metrics of all replicas, callbacks, checkpoints, and the loop itself.
 
 Each piece works alone, in a loop of your own.
 """
@@ -16,6 +16,7 @@ from .callbacks import (
     ReduceLROnPlateau,
     TerminateOnNaN,
 )
+from .checkpoints import Checkpoints
 from .metric import Mean, MeanOf, Metric, Sum, results
 from .metrics import (
     AUC,
@@ -45,6 +46,7 @@ __all__ = [
     "Callback",
     "CategoricalAccuracy",
     "CategoricalCrossentropy",
+    "Checkpoints",
     "EarlyStopping",
     "JSONLogger",
     "LearningRateScheduler",

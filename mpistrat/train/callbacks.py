@@ -48,7 +48,8 @@ class Loop:
     Attributes:
         strategy: the strategy.
         optimizer: whose learning rate callbacks read and set; None without one.
-        tells: whether this rank is the one that writes and prints: the first one that takes steps.
+        first: the first rank that takes steps.
+        tells: whether this is that rank, which writes and prints.
         epoch: the number of the epoch, from 0.
         step: how many steps there were, in all epochs.
         stop_training: whether to stop; a callback sets it.
@@ -57,8 +58,8 @@ class Loop:
     def __init__(self, strategy: Any, optimizer: Optimizer | None = None) -> None:
         """Begin a loop."""
         self.strategy, self.optimizer = strategy, optimizer
-        self._first = next(iter(getattr(strategy, "workers", (0,))))
-        self.tells = bool(strategy.rank == self._first)
+        self.first = int(next(iter(getattr(strategy, "workers", (0,)))))
+        self.tells = bool(strategy.rank == self.first)
         self.epoch = self.step = 0
         self.stop_training = False
 
@@ -66,14 +67,15 @@ class Loop:
         """Let all ranks have the first one's `stop_training` and learning rate. Collective; after an epoch's callbacks."""
         if self.strategy.size == 1:
             return
-        rate = None if self.optimizer is None or callable(self._rate()) else float(self._rate())
-        mine = (self.stop_training, rate)
-        self.stop_training, told = self.strategy.broadcast_object(mine, root=self._first)
+        rate = self.rate()
+        self.stop_training, told = self.strategy.broadcast_object((self.stop_training, rate), root=self.first)
         if told is not None and told != rate and self.optimizer is not None:
             self.optimizer.learning_rate = told
 
-    def _rate(self) -> Any:
-        return None if self.optimizer is None else self.optimizer.given_learning_rate
+    def rate(self) -> float | None:
+        """Return the optimizer's learning rate; None without one, and where a schedule has it."""
+        rate = None if self.optimizer is None else self.optimizer.given_learning_rate
+        return None if rate is None or callable(rate) else float(rate)
 
 
 class Callback:
@@ -93,6 +95,13 @@ class Callback:
 
     def on_train_end(self, loop: Loop) -> None:
         """Called at the end, after an error, too."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a run that goes on needs of it: numbers, text, lists and dicts, the same on all ranks."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned when the run was saved."""
 
 
 @final
@@ -157,6 +166,12 @@ class EarlyStopping(Callback):
     def best(self) -> float:
         return self._best.value
 
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best, "best_epoch": self.best_epoch, "waited": self._waited}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._best.value, self.best_epoch, self._waited = state["best"], state["best_epoch"], state["waited"]
+
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if loop.epoch < self._start:
             return
@@ -191,6 +206,12 @@ class ReduceLROnPlateau(Callback):
         self._best = _Best("ReduceLROnPlateau", monitor, mode, min_delta)
         self._factor, self._patience, self._cooldown, self._least = factor, patience, cooldown, min_lr
         self._waited = self._cooling = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self._best.value, "waited": self._waited, "cooling": self._cooling}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._best.value, self._waited, self._cooling = state["best"], state["waited"], state["cooling"]
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if self._cooling:
@@ -253,7 +274,20 @@ class _File(Callback, abc.ABC):
     def on_train_begin(self, loop: Loop) -> None:
         if loop.tells:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a" if self._append else "w", newline="")
+            if loop.step and self._path.exists():  # a run that goes on, perhaps before what it has written
+                self._path.write_text("".join(line for line in self._path.open() if self._precedes(line, loop.epoch)))
+            self._file = self._path.open("a" if self._append or loop.step else "w", newline="")
+
+    def _precedes(self, line: str, epoch: int) -> bool:
+        try:
+            found = self.epoch_of(line)
+        except (ValueError, KeyError, TypeError):  # cut off
+            return False
+        return found is None or found < epoch
+
+    @abc.abstractmethod
+    def epoch_of(self, line: str) -> int | None:
+        """Return the epoch of a line, None of a heading."""
 
     @abc.abstractmethod
     def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
@@ -278,11 +312,15 @@ class CSVLogger(_File):
 
     _names: Sequence[str] = ()
 
+    def epoch_of(self, line: str) -> int | None:
+        first = line.partition(",")[0]
+        return None if first == "epoch" else int(first)
+
     def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
         writer = csv.writer(file)
         if not self._names:
             self._names = list(logs)
-            if not (self._append and self._path.stat().st_size):
+            if not self._path.stat().st_size:
                 writer.writerow(["epoch", *self._names])
         writer.writerow([loop.epoch, *(logs.get(name, "NA") for name in self._names)])
 
@@ -290,6 +328,9 @@ class CSVLogger(_File):
 @final
 class JSONLogger(_File):
     """Write a JSON object of results an epoch, on one rank, a line each, with epoch, steps so far and seconds since 1970."""
+
+    def epoch_of(self, line: str) -> int | None:
+        return int(json.loads(line)["epoch"])
 
     def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
         numbers = {name: value if _is_number(value) else np.asarray(value).tolist() for name, value in logs.items()}

@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import ContextError, explain
 from ..optimizers import Optimizer
 from .callbacks import Callback, Loop
+from .checkpoints import Checkpoints
 from .metric import Metric, results
 
 __all__ = ["Trainer"]
@@ -38,6 +39,7 @@ class Trainer:
         optimizer: Optimizer | None = None,
         metrics: Sequence[Metric] = (),
         callbacks: Sequence[Callback] = (),
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         """Take the pieces of a loop.
 
@@ -49,6 +51,8 @@ class Trainer:
             optimizer: whose learning rate callbacks may change.
             metrics: of `ms.train`, made in the strategy's scope, updated by the steps; reset before each pass.
             callbacks: called in this order.
+            checkpoints: where `fit` saves and goes on: after steps as they say, or, without every_steps and every_seconds,
+                after each epoch; and before it ends because of `should_stop`. Under parameter servers not after steps.
 
         Example:
             >>> with ms.OneDeviceStrategy() as strategy:
@@ -65,8 +69,11 @@ class Trainer:
         self.strategy = strategy
         self._steps = {"fit": train_step, "evaluate": test_step, "predict": predict_step}
         self._metrics, self._callbacks = list(metrics), list(callbacks)
-        self.loop = Loop(strategy, optimizer)
+        self.loop, self._checkpoints = Loop(strategy, optimizer), checkpoints
         self.history: dict[str, list[Any]] = {}
+        self._batches: Any = iter(())  # of the epoch
+        self._taken, self._endless = 0, False  # how many of it; whether it goes over into the next one
+        self._servers = strategy.extended.placement.store is not None
 
     def fit(
         self,
@@ -78,7 +85,10 @@ class Trainer:
         validation_freq: int = 1,
         initial_epoch: int = 0,
     ) -> dict[str, list[Any]]:
-        """Train for some epochs, or until a callback stops. Collective.
+        """Train for some epochs, or until a callback stops, or `should_stop` says so. Collective.
+
+        With checkpoints it goes on where the newest one was saved, within an epoch too: results, decisions and weights are
+        those of a run that nobody interrupted. When `strategy.should_stop()` is true afterwards, end the program.
 
         Args:
             data: batches of this rank, as `strategy.distribute_dataset` returns them; iterated once an epoch.
@@ -86,7 +96,7 @@ class Trainer:
             steps_per_epoch: of data without an end, which is then iterated once in all; default all of it.
             validation_data: evaluated after each validation_freq-th epoch; its results are named `val_loss` and so on.
             validation_freq: see there.
-            initial_epoch: the first epoch, counted from 0.
+            initial_epoch: the first epoch, counted from 0, where no checkpoint says another.
 
         Returns:
             `history`: the results of each epoch by name, NaN where there was no validation.
@@ -94,32 +104,100 @@ class Trainer:
         Raises:
             ValueError: there is no test_step for validation_data; data end before steps_per_epoch.
         """
-        loop = self.loop
-        loop.stop_training, endless = False, iter(data) if steps_per_epoch else None
+        loop, strategy = self.loop, self.strategy
+        loop.stop_training = False
+        notes = None if self._checkpoints is None else self._checkpoints.restore_latest()
+        first, taken, position = (initial_epoch, 0, None) if notes is None else self._go_on(notes)
+        last = first if loop.stop_training else epochs  # a run that a callback stopped has nothing left to do
+        self._endless = bool(steps_per_epoch)
+        if self._endless:
+            self._batches = iter(data)
+        elif first and hasattr(data, "set_epoch"):
+            data.set_epoch(first)
+        loop.epoch = first
         self._call("on_train_begin")
         try:
-            for loop.epoch in range(initial_epoch, epochs):
+            for loop.epoch in range(first, last):
                 self._call("on_epoch_begin")
-                self._reset()
-                batches = data if endless is None else self._some(endless, steps_per_epoch)
-                for batch in batches:
+                if not self._endless:
+                    self._batches = iter(data)
+                if not taken:
+                    self._reset()
+                if notes is not None and loop.epoch == first:
+                    self._find(position, loop.step if self._endless else taken)
+                self._taken, taken = taken, 0
+                for batch in self._epoch(steps_per_epoch):
                     self._run("fit", batch)
+                    self._taken += 1
                     loop.step += 1
                     self._call("on_step_end")
-                    if loop.strategy.should_stop():
+                    if self._checkpoints is not None and not self._servers:
+                        self._checkpoints.step(loop.step, self._notes)
+                    if strategy.should_stop():
                         break
-                loop.stop_training = loop.strategy.should_stop()
+                if strategy.should_stop():
+                    self._save()
+                    break
                 logs = self._results()
                 if validation_data is not None and (loop.epoch + 1) % validation_freq == 0:
                     logs |= {f"val_{name}": value for name, value in self.evaluate(validation_data).items()}
                 self._note(logs)
                 self._call("on_epoch_end", logs)
                 loop.agree()
-                if loop.stop_training:
+                self._taken = 0
+                over = loop.stop_training or loop.epoch + 1 == last
+                if self._checkpoints is not None and (over or self._servers or not self._checkpoints.periodic):
+                    self._save(next_epoch=True)
+                if over:
                     break
         finally:
             self._call("on_train_end")
         return self.history
+
+    # checkpoints
+
+    def _save(self, next_epoch: bool = False) -> None:
+        if self._checkpoints is not None:
+            step = self.strategy.broadcast_object(self.loop.step, self.loop.first)  # workers of servers have their own
+            self._checkpoints.save(step, {**self._notes(), "epoch": self.loop.epoch + next_epoch})
+
+    def _notes(self) -> dict[str, Any]:
+        """Return what a run that goes on needs beside variables and optimizers, the same on all ranks. Collective."""
+        loop = self.loop
+        inside = (self._taken or self._endless) and hasattr(self._batches, "state")
+        state = self._batches.state() if inside else None
+        mine = {"taken": self._taken, "position": state}
+        return {
+            "epoch": loop.epoch,
+            "readers": self.strategy.all_gather_object(mine) if self._servers else [mine],
+            "history": self.history,
+            "rate": loop.rate(),
+            "stopped": loop.stop_training,
+            "callbacks": [callback.state() for callback in self._callbacks],
+        }
+
+    def _go_on(self, notes: dict[str, Any]) -> tuple[int, int, Any]:
+        """Take over notes; return the epoch, how many batches of it this rank has taken, and where its iterator was."""
+        loop = self.loop
+        loop.step, self.history, loop.stop_training = notes["step"], notes["history"], notes["stopped"]
+        if notes["rate"] is not None and loop.optimizer is not None:
+            loop.optimizer.learning_rate = notes["rate"]
+        for callback, state in zip(self._callbacks, notes["callbacks"], strict=False):
+            callback.load(state)
+        readers = notes["readers"]
+        if len(readers) in (1, self.strategy.size):
+            mine = readers[self.strategy.rank if len(readers) > 1 else 0]
+            return notes["epoch"], mine["taken"], mine["position"]
+        share = sum(reader["taken"] for reader in readers) // len(self.strategy.workers)  # of other workers
+        return notes["epoch"], share, None
+
+    def _find(self, position: Any, taken: int) -> None:
+        """Put the iterator where it was."""
+        if position is not None and hasattr(self._batches, "restore"):
+            self._batches.restore(position)
+        else:
+            for _ in itertools.islice(self._batches, taken):
+                pass
 
     def evaluate(self, data: Iterable[Any], steps: int | None = None) -> dict[str, Any]:
         """Return the metrics over data: those of all rows, on every rank. Collective."""
@@ -150,12 +228,14 @@ class Trainer:
             raise ValueError(explain(f"Trainer.{function}", argument, expected="a function", got="None"))
         return self.strategy.run(step, args=batch if isinstance(batch, tuple) else (batch,))
 
-    def _some(self, batches: Iterator[Any], count: int | None) -> Iterator[Any]:
+    def _epoch(self, count: int | None) -> Iterator[Any]:
+        """Yield the batches of an epoch that are left."""
+        wanted = None if count is None else count - self._taken
         drawn = 0
-        for batch in itertools.islice(batches, count):
+        for batch in itertools.islice(self._batches, wanted):
             yield batch
             drawn += 1
-        if drawn != count:
+        if wanted is not None and drawn < wanted:
             expected, got = f"steps_per_epoch={count} batches in each epoch", f"{drawn} in epoch {self.loop.epoch}"
             raise ValueError(explain("Trainer.fit", "data", expected=expected, got=got, remedy="Repeat the dataset"))
 

@@ -1,0 +1,184 @@
+"""Checkpoints of a run in one folder: when to save, which files to keep, and the newest that can be read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from .._util.log import logger
+from ..errors import explain
+
+__all__ = ["Checkpoints"]
+
+_NAME = re.compile(r"step-(\d{10,})\.h5")
+
+
+@final
+class Checkpoints:
+    """Files of `Strategy.save` in a folder, one for each step that was saved.
+
+    Each is complete or not there, and any strategy on any number of ranks restores it. With a `Trainer`, whose argument
+    it is, a run that is started again goes on where the newest one was saved; in a loop of your own call `step` and
+    `restore_latest`.
+
+    Attributes:
+        folder: where they lie.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+    ) -> None:
+        """Take a folder, which is made when the first file is written.
+
+        Args:
+            strategy: whose variables and optimizers are saved.
+            folder: on a file system that all ranks see.
+            keep: how many of the newest files stay; 0 for all.
+            every_steps: `step` saves at its multiples.
+            every_seconds: `step` saves when so much time has passed since the last file, by rank 0's clock.
+
+        Raises:
+            ValueError: an argument is out of range.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
+            ...     with strategy.scope():
+            ...         w = ms.Variable([1.0, 2.0], name="w")
+            ...     checkpoints = ms.train.Checkpoints(strategy, folder, every_steps=2)
+            ...     for step in range(1, 6):
+            ...         saved = checkpoints.step(step, {"epoch": 0})
+            ...     checkpoints.steps(), checkpoints.restore_latest()
+            ([2, 4], {'epoch': 0, 'step': 4})
+        """
+        for argument, value, least in (("keep", keep, 0), ("every_steps", every_steps, 1)):
+            if value is not None and value < least:
+                raise ValueError(explain("Checkpoints", argument, expected=f"{least} or more", got=str(value)))
+        if every_seconds is not None and not every_seconds > 0:
+            raise ValueError(explain("Checkpoints", "every_seconds", expected="a number > 0", got=str(every_seconds)))
+        self.folder = Path(folder)
+        self._strategy, self._keep, self._every, self._seconds = strategy, keep, every_steps, every_seconds
+        self._begun: tuple[int, float] | None = None  # the step of the last file, and rank 0's time then
+        self._next = 0  # the step at which the ranks look at the clock
+
+    @property
+    def periodic(self) -> bool:
+        """Whether `step` saves."""
+        return self._every is not None or self._seconds is not None
+
+    def steps(self) -> list[int]:
+        """Return the steps of which there are files, as this rank sees the folder."""
+        found = map(_NAME.fullmatch, os.listdir(self.folder)) if self.folder.is_dir() else ()
+        return sorted(int(match[1]) for match in found if match)
+
+    def path(self, step: int) -> Path:
+        """Return the file of a step."""
+        return self.folder / f"step-{step:010}.h5"
+
+    def step(self, step: int, notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> Path | None:
+        """Save after a step if it is time to. Collective; with the same step on all ranks.
+
+        A disk that is full, or the like, is a warning: the files before stay, and training goes on.
+
+        Args:
+            step: how many steps there were.
+            notes: what `restore_latest` shall return, the same on all ranks; or a function that returns it.
+
+        Returns:
+            The file, None where none was written.
+        """
+        if not self._due(step):
+            return None
+        try:
+            return self.save(step, notes)
+        except OSError as error:
+            if self._strategy.rank == 0:
+                logger.warning("Checkpoints: step %d is not saved, training goes on: %s", step, error)
+            return None
+
+    def _due(self, step: int) -> bool:
+        if self._every is not None and step % self._every == 0:
+            return True
+        if self._seconds is None:
+            return False
+        if self._begun is None:
+            self._begun, self._next = (step, time.monotonic()), step + 1
+            return False
+        if step < self._next:
+            return False
+        self._next = self._strategy.broadcast_object(self._look(step))
+        return self._next <= step
+
+    def _look(self, step: int) -> int:
+        """Return the step to look at the clock again, or this one where it is time.
+
+        No rank asks another at each step: from the time that steps took so far, when the next file is due is estimated, but
+        never further ahead than twice as many steps.
+        """
+        assert self._begun is not None and self._seconds is not None
+        first, begun = self._begun
+        passed, done = time.monotonic() - begun, step - first
+        left = self._seconds - passed
+        each = passed / done
+        return step if left <= each / 2 else step + max(1, min(done, int(left / each)))
+
+    def save(self, step: int, notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> Path:
+        """Save now, and remove what is older than the files to keep. Collective.
+
+        Raises:
+            OSError: on every rank, when it cannot be written; the files before stay.
+            TypeError: on every rank, when the notes hold something else than numbers, text, lists and dicts.
+            CollectiveMismatchError: on every rank, when step or notes are not the same on all.
+        """
+        path = self.path(step)
+        if self._strategy.rank == 0:
+            with contextlib.suppress(OSError):  # which `Strategy.save` tells all ranks
+                self.folder.mkdir(parents=True, exist_ok=True)
+        told = notes() if callable(notes) else notes
+        self._strategy.save(path, extra={**(told or {}), "step": step})
+        self._begun, self._next = (step, time.monotonic()), step + 1
+        if self._strategy.rank == 0 and self._keep:
+            self._remove_old()
+        return path
+
+    def _remove_old(self) -> None:
+        try:
+            for old in self.steps()[: -self._keep]:
+                self.path(old).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("Checkpoints: files that are too old stay: %s", error)
+
+    def restore_latest(self) -> dict[str, Any] | None:
+        """Restore the newest file that can be read. Collective.
+
+        A damaged one is passed over with a warning, and the one before taken.
+
+        Returns:
+            Its notes and "step", None where there is no file.
+
+        Raises:
+            OSError: on every rank, when there are files, and none can be read.
+            ValueError: on every rank, when the newest is of another program: names, shapes or dtypes differ.
+        """
+        steps = self._strategy.broadcast_object(self.steps())
+        for step in reversed(steps):
+            try:
+                return dict(self._strategy.restore(self.path(step)))
+            except OSError as error:
+                if self._strategy.rank == 0:
+                    logger.warning("Checkpoints: step %d is passed over: %s", step, error)
+        if steps:
+            expected, got = "a file that can be read", f"{len(steps)} that cannot"
+            raise OSError(explain("Checkpoints.restore_latest", str(self.folder), expected=expected, got=got))
+        return None

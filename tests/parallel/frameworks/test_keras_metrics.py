@@ -1,0 +1,75 @@
+"""Metrics of `ms.train` have Keras's numbers, to the last digits of its float32."""
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras", reason="Keras or its backend is not installed: make test-frameworks")
+
+import mpistrat as ms  # noqa: E402
+
+k, t = keras.metrics, ms.train
+KINDS = {
+    "binary": [
+        (lambda: k.BinaryAccuracy(threshold=0.3), lambda: t.BinaryAccuracy(threshold=0.3)),
+        (k.BinaryCrossentropy, t.BinaryCrossentropy),
+        (lambda: k.BinaryCrossentropy(label_smoothing=0.1), lambda: t.BinaryCrossentropy(label_smoothing=0.1)),
+        (k.MeanSquaredError, t.MeanSquaredError),
+        (k.MeanAbsoluteError, t.MeanAbsoluteError),
+        (k.RootMeanSquaredError, t.RootMeanSquaredError),
+        (k.Precision, t.Precision),
+        (lambda: k.Precision([0.2, 0.7, 0.4]), lambda: t.Precision([0.2, 0.7, 0.4])),
+        (lambda: k.Recall(0.25), lambda: t.Recall(0.25)),
+        (k.AUC, t.AUC),
+        (lambda: k.AUC(curve="PR"), lambda: t.AUC(curve="PR")),
+        (lambda: k.AUC(num_thresholds=20, summation_method="minoring"), lambda: t.AUC(20, summation_method="minoring")),
+        (
+            lambda: k.AUC(curve="PR", summation_method="majoring"),
+            lambda: t.AUC(curve="PR", summation_method="majoring"),
+        ),
+    ],
+    "classes": [
+        (k.CategoricalAccuracy, t.CategoricalAccuracy),
+        (k.CategoricalCrossentropy, t.CategoricalCrossentropy),
+        (
+            lambda: k.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2),
+            lambda: t.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2),
+        ),
+        (lambda: k.TopKCategoricalAccuracy(k=2), lambda: t.TopKCategoricalAccuracy(k=2)),
+        (lambda: k.Precision(top_k=2), lambda: t.Precision(top_k=2)),
+        (lambda: k.Recall(top_k=1, class_id=3), lambda: t.Recall(top_k=1, class_id=3)),
+    ],
+    "numbers": [
+        (k.SparseCategoricalAccuracy, t.SparseCategoricalAccuracy),
+        (lambda: k.SparseTopKCategoricalAccuracy(k=3), lambda: t.SparseTopKCategoricalAccuracy(k=3)),
+        (k.SparseCategoricalCrossentropy, t.SparseCategoricalCrossentropy),
+        (
+            lambda: k.SparseCategoricalCrossentropy(from_logits=True),
+            lambda: t.SparseCategoricalCrossentropy(from_logits=True),
+        ),
+    ],
+}
+CASES = [pytest.param(kind, *pair, id=f"{kind}{i}") for kind, pairs in KINDS.items() for i, pair in enumerate(pairs)]
+
+
+def rows(kind, seed):
+    rng = np.random.default_rng(seed)
+    scores = rng.random((17, 5)).astype(np.float32)
+    numbers = rng.integers(0, 5, 17)
+    if kind == "binary":
+        return rng.integers(0, 2, (17, 1)), scores[:, :1], rng.random(17).astype(np.float32)
+    labels = np.eye(5, dtype=np.float32)[numbers] if kind == "classes" else numbers
+    return labels, scores / scores.sum(-1, keepdims=True), rng.random(17).astype(np.float32)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("kind", "theirs", "ours"), CASES)
+def test_a_metric_has_keras_numbers(kind, theirs, ours, weighted):
+    theirs, ours = theirs(), ours()
+    for seed in range(3):
+        labels, scores, weights = rows(kind, seed)
+        given = {"sample_weight": weights} if weighted else {}
+        theirs.update_state(labels, scores, **given)
+        ours.update_state(labels, scores, **given)
+    expected = keras.ops.convert_to_numpy(theirs.result())
+    np.testing.assert_allclose(ours.result(), expected, rtol=3e-5, atol=1e-6)

@@ -1,0 +1,206 @@
+"""A run that is interrupted and started again is the run that was not, on other ranks and under other strategies too."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from linear_trainer import dataset, trainer
+from strategies import STRATEGIES, layout_for, made
+
+import mpistrat as ms
+
+
+class Interrupt(Exception):
+    pass
+
+
+class Stop(ms.train.Callback):
+    """Raises an error after so many steps, as a kill would end a run."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def on_step_end(self, loop):
+        if loop.step == self.after:
+            raise Interrupt
+
+
+def run(strategy, folder, stop=None, epochs=4, callbacks=(), endless=False, **every):
+    """History, weights and steps of a run with checkpoints in a folder, None without."""
+    checkpoints = None if folder is None else ms.train.Checkpoints(strategy, folder, **every)
+    ends = [] if stop is None else [Stop(stop)]
+    work, w = trainer(strategy, callbacks=[*callbacks, *ends], checkpoints=checkpoints)
+    data = strategy.distribute_dataset(dataset().repeat() if endless else dataset())
+    history = work.fit(data, epochs, steps_per_epoch=5 if endless else None)
+    return history, w.numpy(), work.loop.step
+
+
+EVERY = {"epochs": {}, "steps": {"every_steps": 3}}
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("every", EVERY)
+def test_a_run_goes_on_where_it_was_saved(name, every, mpi_tmp_path):
+    from mpi4py import MPI
+
+    devices = layout_for(name, MPI.COMM_WORLD.size)
+    if devices is None:
+        pytest.skip("the strategy takes one rank")
+    with made(name, devices) as strategy:
+        expected = run(strategy, None)
+    for stop in (8, 13):
+        with made(name, devices) as strategy, pytest.raises(Interrupt):
+            run(strategy, mpi_tmp_path, stop, **EVERY[every])
+    with made(name, devices) as strategy:
+        history, weights, steps = run(strategy, mpi_tmp_path, **EVERY[every])
+        assert history == {"loss": pytest.approx(expected[0]["loss"], rel=1e-12)}
+        np.testing.assert_array_equal(weights, expected[1])
+        assert steps == expected[2] == 20
+    with made(name, devices) as strategy:
+        assert run(strategy, mpi_tmp_path, **EVERY[every])[2] == 20  # there is nothing left to do
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("endless", [False, True])
+def test_decisions_go_on_too(mpi_tmp_path, endless):
+    def callbacks():
+        plateau = ms.train.ReduceLROnPlateau("loss", patience=1, min_delta=0.3, factor=0.5)
+        return [plateau, ms.train.EarlyStopping("loss", min_delta=1e-2, patience=2), ms.train.CSVLogger(log)]
+
+    def table():
+        lines = [line.split(",") for line in log.read_text().split()]
+        return [(int(epoch), pytest.approx(float(loss), rel=1e-12)) for epoch, loss in lines[1:]]
+
+    log = mpi_tmp_path / "whole.csv"
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        expected = run(strategy, None, None, 30, callbacks(), endless)
+    whole, log = table(), mpi_tmp_path / "log.csv"
+    for stop in (3, 11, 22):
+        with ms.MultiWorkerMirroredStrategy() as strategy, pytest.raises(Interrupt):
+            run(strategy, mpi_tmp_path / "run", stop, 30, callbacks(), endless, every_steps=2)
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        found = run(strategy, mpi_tmp_path / "run", None, 30, callbacks(), endless, every_steps=2)
+    assert 22 < found[2] == expected[2] < 150
+    assert found[0] == {"loss": pytest.approx(expected[0]["loss"], rel=1e-12)}
+    np.testing.assert_array_equal(found[1], expected[1])
+    assert [(epoch, loss.expected) for epoch, loss in table()] == whole
+
+
+@pytest.mark.ranks(2)
+def test_another_strategy_goes_on(mpi_tmp_path):
+    from mpi4py import MPI
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        expected = run(strategy, None)
+    with ms.MultiWorkerMirroredStrategy() as strategy, pytest.raises(Interrupt):
+        run(strategy, mpi_tmp_path, 8, every_steps=4)
+    if not MPI.COMM_WORLD.rank:
+        with ms.OneDeviceStrategy(comm=MPI.COMM_SELF) as strategy:
+            history, weights, _ = run(strategy, mpi_tmp_path, epochs=3, every_steps=4)
+        assert history["loss"] == pytest.approx(expected[0]["loss"][:3], rel=1e-12)
+    MPI.COMM_WORLD.Barrier()
+    with ms.CentralStorageStrategy() as strategy:
+        history, weights, _ = run(strategy, mpi_tmp_path, every_steps=4)
+    assert history["loss"] == pytest.approx(expected[0]["loss"], rel=1e-12)
+    np.testing.assert_allclose(weights, expected[1], rtol=1e-12)
+
+
+@pytest.mark.ranks(2, 3)
+def test_servers_and_workers_go_on_after_an_epoch(mpi_tmp_path):
+    def fit(epochs, folder):
+        with ms.ParameterServerStrategy(num_ps=1, max_staleness=0) as strategy:
+            checkpoints = ms.train.Checkpoints(strategy, folder) if folder else None
+            work, w = trainer(strategy, 0.02, checkpoints=checkpoints)
+            history = work.fit(strategy.distribute_dataset(dataset()), epochs)
+            return history, None if strategy.is_server else w.numpy()
+
+    whole, weights = fit(4, None)
+    fit(2, mpi_tmp_path)
+    history, found = fit(4, mpi_tmp_path)
+    assert history == {"loss": pytest.approx(whole["loss"], rel=1e-12)}
+    if found is not None:
+        np.testing.assert_allclose(found, weights, rtol=1e-12)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_damaged_file_is_passed_over(mpi_tmp_path, caplog):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            w = ms.Variable(0.0, name="w")
+        checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path, keep=2)
+        assert checkpoints.restore_latest() is None
+        for step in (1, 2, 3):
+            w.assign(float(step))
+            checkpoints.save(step, {"note": step})
+        strategy.barrier()  # rank 0 removes what is too old
+        assert checkpoints.steps() == [2, 3]
+        strategy.barrier()
+        if not strategy.rank:
+            path = checkpoints.path(3)
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        strategy.barrier()
+        with caplog.at_level(logging.WARNING):
+            assert checkpoints.restore_latest() == {"note": 2, "step": 2}
+        assert float(w.numpy()) == 2
+        assert ("step 3 is passed over" in caplog.text) == (not strategy.rank)
+        strategy.barrier()
+        if not strategy.rank:
+            checkpoints.path(2).write_text("")
+        strategy.barrier()
+        with pytest.raises(OSError, match="expected a file that can be read, got 2 that cannot"):
+            checkpoints.restore_latest()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_folder_that_cannot_be_written_does_not_end_training(mpi_tmp_path, caplog):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            ms.Variable(0.0, name="w")
+        checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path / "run", every_steps=1)
+        first = checkpoints.step(1)
+        strategy.barrier()
+        if not strategy.rank:
+            checkpoints.path(2).mkdir()  # a folder where the file would be
+        strategy.barrier()
+        with caplog.at_level(logging.WARNING):
+            assert checkpoints.step(2) is None
+        assert ("step 2 is not saved" in caplog.text) == (not strategy.rank)
+        assert first.exists()
+        assert checkpoints.step(3) is not None
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_files_are_as_far_apart_as_was_asked(mpi_tmp_path, monkeypatch):
+    from mpistrat.train import checkpoints as module
+
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path, keep=0, every_seconds=10.0)
+        told = 0
+        broadcast = strategy.broadcast_object
+
+        def counted(thing):
+            nonlocal told
+            told += 1
+            return broadcast(thing)
+
+        monkeypatch.setattr(strategy, "broadcast_object", counted)
+        for step in range(1, 401):
+            now += 0.1 if step < 200 else 0.5 + 0.1 * strategy.rank  # rank 0's clock counts
+            checkpoints.step(step)
+        steps = checkpoints.steps()
+        times = [0.1 * min(step, 199) + 0.5 * max(step - 199, 0) for step in [1, *steps]]
+        assert all(9 <= gap <= 16 for gap in np.diff(times)), np.diff(times)
+        assert len(steps) > 6
+        assert told < 100
+        assert json.loads(json.dumps(steps)) == sorted(set(steps))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("settings", [{"keep": -1}, {"every_steps": 0}, {"every_seconds": 0}])
+def test_wrong_settings_are_named(settings, mpi_tmp_path):
+    with pytest.raises(ValueError, match=f"Checkpoints: {next(iter(settings))}: expected"):
+        ms.train.Checkpoints(ms.get_strategy(), mpi_tmp_path, **settings)
