@@ -59,7 +59,7 @@ check: lint $(ENV)/.test-$(KEY)  ## lint, types and the tests without ranks: two
 	  $(ENV)/bin/python -m pytest -q --tier check --beside $(PYTEST_ARGS) tests/single; tests=$$?; \
 	  wait $$types; types=$$?; cat .mypy_cache.txt; rm .mypy_cache.txt; exit $$((tests | types))
 
-test: $(ENVS_test)  ## the tests in some eleven minutes: those on ranks by a pairwise cover of all combinations
+test: $(ENVS_test)  ## the tests in six to eleven minutes: those on ranks by a pairwise cover of all combinations
 	$(PYTEST) --tier test --beside $(PYTEST_ARGS)
 
 test-change: $(ENVS_test)  ## beyond make test, BUDGET=20 minutes of what a change since SINCE=main can break

@@ -41,6 +41,14 @@ class JaxRule(Optimizer):
         super().__init__(1.0, slot_names=self.__state.names, slot_start=self.__state.start, global_clipnorm=limit)
         self.__scalars: dict[int, list[Any]] = {}  # by the step that they are for
 
+    @Optimizer.learning_rate.setter  # type: ignore[attr-defined]
+    def learning_rate(self, value: Any) -> None:
+        if value != 1:  # what nothing is multiplied by
+            expected, got = "a schedule of optax in the transformation", f"learning_rate = {value!r}"
+            remedy = "Or give ms.jax.apply one of ms.optimizers, whose rate may be set"
+            raise ValueError(explain("ms.jax.distribute", "optimizer", expected=expected, got=got, remedy=remedy))
+        Optimizer.learning_rate.fset(self, value)  # type: ignore[attr-defined]
+
     def update(self, *_: Any) -> None:
         """Not called: see `update_block`."""
         raise NotImplementedError("JaxRule.update")

@@ -14,6 +14,7 @@ from .callbacks import (
     Loop,
     Progress,
     ReduceLROnPlateau,
+    TensorBoard,
     TerminateOnNaN,
 )
 from .checkpoints import Checkpoints
@@ -65,6 +66,7 @@ __all__ = [
     "SparseCategoricalCrossentropy",
     "SparseTopKCategoricalAccuracy",
     "Sum",
+    "TensorBoard",
     "TerminateOnNaN",
     "TopKCategoricalAccuracy",
     "Trainer",

@@ -21,8 +21,7 @@ from typing import IO, Any, final
 import numpy as np
 
 from .._util.log import logger
-from ..errors import explain
-from ..optimizers import Optimizer
+from ..errors import MissingDependencyError, explain
 
 __all__ = [
     "CSVLogger",
@@ -34,6 +33,7 @@ __all__ = [
     "Loop",
     "Progress",
     "ReduceLROnPlateau",
+    "TensorBoard",
     "TerminateOnNaN",
 ]
 
@@ -55,8 +55,13 @@ class Loop:
         stop_training: whether to stop; a callback sets it.
     """
 
-    def __init__(self, strategy: Any, optimizer: Optimizer | None = None) -> None:
-        """Begin a loop."""
+    def __init__(self, strategy: Any, optimizer: Any = None) -> None:
+        """Begin a loop.
+
+        Args:
+            strategy: the strategy.
+            optimizer: one of `ms.optimizers`, or of torch.
+        """
         self.strategy, self.optimizer = strategy, optimizer
         self.first = int(next(iter(getattr(strategy, "workers", (0,)))))
         self.tells = bool(strategy.rank == self.first)
@@ -69,13 +74,32 @@ class Loop:
             return
         rate = self.rate()
         self.stop_training, told = self.strategy.broadcast_object((self.stop_training, rate), root=self.first)
-        if told is not None and told != rate and self.optimizer is not None:
-            self.optimizer.learning_rate = told
+        if told is not None and told != rate:
+            self.set_rate(told)
 
     def rate(self) -> float | None:
-        """Return the optimizer's learning rate; None without one, and where a schedule has it."""
-        rate = None if self.optimizer is None else self.optimizer.given_learning_rate
+        """Return the optimizer's learning rate; None without one, and where a schedule has it. Of torch's the first group's."""
+        groups = getattr(self.optimizer, "param_groups", None)
+        rate = groups[0]["lr"] if groups else getattr(self.optimizer, "given_learning_rate", None)
         return None if rate is None or callable(rate) else float(rate)
+
+    def set_rate(self, rate: float) -> None:
+        """Set the optimizer's learning rate; those of torch's other groups keep their ratio to the first one's.
+
+        Raises:
+            ValueError: there is no optimizer, or its rate is a schedule's.
+        """
+        before = self.rate()
+        if before is None:
+            expected, got = (
+                "an optimizer whose learning rate is a number",
+                "none" if self.optimizer is None else "a schedule",
+            )
+            raise ValueError(explain("Loop", "optimizer", expected=expected, got=got))
+        for group in getattr(self.optimizer, "param_groups", ()):
+            group["lr"] = group["lr"] * (rate / before) if before else rate
+        if not hasattr(self.optimizer, "param_groups"):
+            self.optimizer.learning_rate = rate
 
 
 class Callback:
@@ -221,10 +245,9 @@ class ReduceLROnPlateau(Callback):
             self._waited = 0
         elif not self._cooling:
             self._waited += 1
-            optimizer = _optimizer(loop, "ReduceLROnPlateau")
-            rate = float(optimizer.learning_rate)
-            if self._waited >= self._patience and rate > self._least:
-                optimizer.learning_rate = max(rate * self._factor, self._least)
+            rate = loop.rate()
+            if self._waited >= self._patience and (rate is None or rate > self._least):
+                loop.set_rate(max((rate or 0) * self._factor, self._least))
                 self._cooling, self._waited = self._cooldown, 0
 
 
@@ -236,16 +259,7 @@ class LearningRateScheduler(Callback):
         self._schedule = schedule
 
     def on_epoch_begin(self, loop: Loop) -> None:
-        optimizer = _optimizer(loop, "LearningRateScheduler")
-        optimizer.learning_rate = float(self._schedule(loop.epoch, float(optimizer.learning_rate)))
-
-
-def _optimizer(loop: Loop, function: str) -> Optimizer:
-    optimizer = loop.optimizer
-    if optimizer is None or callable(optimizer.given_learning_rate):
-        expected, got = "an optimizer whose learning rate is a number", "none" if optimizer is None else "a schedule"
-        raise ValueError(explain(function, "loop.optimizer", expected=expected, got=got))
-    return optimizer
+        loop.set_rate(float(self._schedule(loop.epoch, loop.rate() or 0.0)))
 
 
 @final
@@ -374,3 +388,48 @@ class Progress(Callback):
         start = "\r\033[K" if self._file.isatty() else ""
         self._file.write(f"{start}epoch {loop.epoch + 1}: {', '.join([*shown, f'{seconds:.1f} s'])}\n")
         self._file.flush()
+
+
+@final
+class TensorBoard(Callback):
+    """Write results as TensorBoard's event files, on one rank. Needs the extra `tensorboard` (tensorboardX).
+
+    Attributes:
+        writer: tensorboardX's SummaryWriter, for images, text or histograms of your own; None on the other ranks.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Write.
+
+        Args:
+            folder: one for each run; TensorBoard shows those of a folder together.
+        """
+        self._folder = os.fspath(folder)
+        self.writer: Any = None
+
+    def on_train_begin(self, loop: Loop) -> None:
+        if not loop.tells or self.writer is not None:
+            return
+        try:
+            from tensorboardX import SummaryWriter
+        except ModuleNotFoundError as error:
+            remedy = "pip install 'mpistrat[tensorboard]'"
+            text = explain("TensorBoard", "", expected="tensorboardX", got=f"no module {error.name}", remedy=remedy)
+            raise MissingDependencyError(text) from error
+        # What an interrupted run has written after the step with which this one begins is not shown.
+        self.writer = SummaryWriter(self._folder, purge_step=loop.epoch if loop.step else None)
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        self.on_train_begin(loop)
+        if self.writer is not None:
+            for name, value in logs.items():
+                if _is_number(value):
+                    self.writer.add_scalar(name, value, loop.epoch)
+            if (rate := loop.rate()) is not None:
+                self.writer.add_scalar("learning_rate", rate, loop.epoch)
+            self.writer.flush()
+
+    def on_train_end(self, loop: Loop) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None

@@ -258,6 +258,7 @@ class _Thresholds(Metric):
             weights: Any = np.ones(y_pred.shape)
         else:
             (weights,) = host(weight)
+            _, weights = same_rank(y_pred, weights) if weights.ndim > y_pred.ndim else (y_pred, weights)
             weights = weights.reshape(weights.shape + (1,) * (y_pred.ndim - weights.ndim))
             weights = np.broadcast_to(weights, y_pred.shape)
         positive, weights = y_true.reshape(-1).astype(bool), weights.reshape(-1).astype(np.float64)

@@ -9,7 +9,6 @@ from typing import Any, final
 import numpy as np
 
 from ..errors import ContextError, explain
-from ..optimizers import Optimizer
 from .callbacks import Callback, Loop
 from .checkpoints import Checkpoints
 from .metric import Metric, results
@@ -36,7 +35,7 @@ class Trainer:
         test_step: Callable[..., Any] | None = None,
         predict_step: Callable[..., Any] | None = None,
         *,
-        optimizer: Optimizer | None = None,
+        optimizer: Any = None,
         metrics: Sequence[Metric] = (),
         callbacks: Sequence[Callback] = (),
         checkpoints: Checkpoints | None = None,
@@ -48,7 +47,7 @@ class Trainer:
             train_step: called with the parts of a batch, in replica context.
             test_step: the same, for `evaluate`; it updates metrics.
             predict_step: returns a row, or an array of a row each, for each row of its batch.
-            optimizer: whose learning rate callbacks may change.
+            optimizer: whose learning rate callbacks may change: one of `ms.optimizers`, or of torch.
             metrics: of `ms.train`, made in the strategy's scope, updated by the steps; reset before each pass.
             callbacks: called in this order.
             checkpoints: where `fit` saves and goes on: after steps as they say, or, without every_steps and every_seconds,
@@ -169,8 +168,9 @@ class Trainer:
         mine = {"taken": self._taken, "position": state}
         return {
             "epoch": loop.epoch,
+            "alone": self._servers,  # whether each reader has batches of its own
             "readers": self.strategy.all_gather_object(mine) if self._servers else [mine],
-            "history": self.history,
+            "history": {name: np.asarray(values).tolist() for name, values in self.history.items()},
             "rate": loop.rate(),
             "stopped": loop.stop_training,
             "callbacks": [callback.state() for callback in self._callbacks],
@@ -180,16 +180,17 @@ class Trainer:
         """Take over notes; return the epoch, how many batches of it this rank has taken, and where its iterator was."""
         loop = self.loop
         loop.step, self.history, loop.stop_training = notes["step"], notes["history"], notes["stopped"]
-        if notes["rate"] is not None and loop.optimizer is not None:
-            loop.optimizer.learning_rate = notes["rate"]
+        if notes["rate"] not in (None, loop.rate()):
+            loop.set_rate(notes["rate"])
         for callback, state in zip(self._callbacks, notes["callbacks"], strict=False):
             callback.load(state)
-        readers = notes["readers"]
-        if len(readers) in (1, self.strategy.size):
-            mine = readers[self.strategy.rank if len(readers) > 1 else 0]
-            return notes["epoch"], mine["taken"], mine["position"]
-        share = sum(reader["taken"] for reader in readers) // len(self.strategy.workers)  # of other workers
-        return notes["epoch"], share, None
+        readers, epoch = notes["readers"], notes["epoch"]
+        if notes["alone"] == self._servers and (not self._servers or len(readers) == self.strategy.size):
+            mine = readers[self.strategy.rank if self._servers else 0]
+            return epoch, mine["taken"], mine["position"]
+        # Other workers than then: each has taken an equal share of the epoch.
+        share = sum(reader["taken"] for reader in readers) // (len(self.strategy.workers) if self._servers else 1)
+        return epoch, share, None
 
     def _find(self, position: Any, taken: int) -> None:
         """Put the iterator where it was."""

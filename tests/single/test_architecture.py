@@ -40,6 +40,7 @@ ALLOWED = {
     "cupy": {"cluster", "comm", "cross_device"},
     "jinja2": {"batch_jobs"},
     "matplotlib": {"bench", "cli", "examples"},
+    "tensorboardX": {"train"},
     "torch": {"torch", "keras"}, "jax": {"jax", "keras"}, "optax": {"jax"}, "keras": {"keras"}, "tensorflow": {"keras"},
     "cloudpickle": {"parameter_server"},  # only for functions that the chief of the same job sends, and their results
     "pickle": set(), "marshal": set(), "shelve": set(), "dill": set(),
@@ -150,7 +151,18 @@ def python(program: str) -> str:
 
 
 def test_importing_the_package_starts_no_mpi_and_loads_no_large_library():
-    late = ["mpi4py.MPI", "h5py", "cupy", "cloudpickle", "matplotlib", "torch", "jax", "keras", "tensorflow"]
+    late = [
+        "mpi4py.MPI",
+        "h5py",
+        "cupy",
+        "cloudpickle",
+        "matplotlib",
+        "tensorboardX",
+        "torch",
+        "jax",
+        "keras",
+        "tensorflow",
+    ]
     found = python(f"import sys, mpistrat; print([name for name in {late} if name in sys.modules])")
     assert found.strip() == "[]"
 

@@ -124,6 +124,45 @@ def test_servers_and_workers_go_on_after_an_epoch(mpi_tmp_path):
         np.testing.assert_allclose(found, weights, rtol=1e-12)
 
 
+@pytest.mark.ranks(2)
+def test_results_that_are_arrays_are_kept(mpi_tmp_path):
+    def fit(epochs):
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            with strategy.scope():
+                found = ms.train.Recall([0.2, 0.6], name="found")
+            checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path)
+            work = ms.train.Trainer(
+                strategy, lambda x: found.update_state(x > 4, x / 10), metrics=[found], checkpoints=checkpoints
+            )
+            return work.fit(strategy.distribute_dataset(ms.data.from_arrays(np.arange(10.0)).batch(4)), epochs)
+
+    fit(1)
+    assert np.asarray(fit(2)["found"]).tolist() == [[1.0, 0.6]] * 2
+
+
+@pytest.mark.ranks(1, 2)
+def test_where_workers_had_batches_of_their_own_others_take_equal_shares(mpi_tmp_path):
+    readers = [
+        {"taken": taken, "position": {"epoch": 0, "next": taken}} for taken in (3, 1, 0)
+    ]  # two workers, a server
+    notes = {
+        "epoch": 0,
+        "alone": True,
+        "readers": readers,
+        "history": {},
+        "rate": 0.1,
+        "stopped": False,
+        "callbacks": [],
+    }
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        trainer(strategy)
+        ms.train.Checkpoints(strategy, mpi_tmp_path).save(3, notes)
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        history, _, steps = run(strategy, mpi_tmp_path, epochs=2)
+    assert len(history["loss"]) == 2
+    assert steps == 3 + 1 + 5  # four of five batches were taken
+
+
 @pytest.mark.ranks(1, 2)
 def test_a_damaged_file_is_passed_over(mpi_tmp_path, caplog):
     with ms.MultiWorkerMirroredStrategy() as strategy:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -76,6 +77,17 @@ def test_a_scheduler_sets_the_rate_of_each_epoch():
     assert rates == [6, 3, 1]
 
 
+def test_groups_of_torch_keep_their_ratio():
+    class Torch:
+        param_groups = [{"lr": 0.1}, {"lr": 0.02}]  # noqa: RUF012
+
+    state = t.Loop(ms.get_strategy(), Torch())
+    plateau = t.ReduceLROnPlateau("loss", patience=1)
+    for state.epoch in range(2):
+        plateau.on_epoch_end(state, {"loss": 1.0})
+    assert [group["lr"] for group in Torch.param_groups] == pytest.approx([0.01, 0.002])
+
+
 def test_not_a_number_stops():
     assert epochs(t.TerminateOnNaN(), [1, 2, math.nan, 3])[0] == 2
     assert epochs(t.TerminateOnNaN(), [1, math.inf])[0] == 1
@@ -118,6 +130,55 @@ def test_a_log_goes_on(tmp_path):
         log.on_epoch_end(state, {"loss": 1.0})
         log.on_train_end(state)
     assert path.read_text().split() == ["epoch,loss", "0,1.0", "0,1.0"]
+
+
+def scalars(folder):
+    """What event files hold: (name, step, value), by TensorBoard's record format."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted(folder.iterdir()):
+        data, low = path.read_bytes(), 0
+        while low < len(data):
+            (size,) = struct.unpack_from("<Q", data, low)
+            event = Event.FromString(data[low + 12 : low + 12 + size])
+            low += 16 + size
+            found += [(value.tag, event.step, round(value.simple_value, 6)) for value in event.summary.value]
+    return found
+
+
+def test_tensorboard_has_results_and_the_rate(tmp_path):
+    state, board = loop(0.5), t.TensorBoard(tmp_path / "run")
+    board.on_train_begin(state)
+    for state.epoch, loss in enumerate([2.0, 1.5]):
+        board.on_epoch_end(state, {"loss": loss, "each": np.ones(2)})
+    board.writer.add_text("note", "hello", 1)
+    board.on_train_end(state)
+    found = [line for line in scalars(tmp_path / "run") if not line[0].startswith("note")]
+    assert found == [("loss", 0, 2.0), ("learning_rate", 0, 0.5), ("loss", 1, 1.5), ("learning_rate", 1, 0.5)]
+
+
+def test_a_run_that_goes_on_overwrites_what_came_after(tmp_path):
+    lines = t.JSONLogger(tmp_path / "log.jsonl")
+    table = t.CSVLogger(tmp_path / "log.csv")
+    state = loop()
+    for first in (0, 2):  # the second time a run that was saved after two epochs
+        state.epoch, state.step = first, 5 * first
+        for callback in (lines, table):
+            callback.on_train_begin(state)
+        for state.epoch in range(first, first + 3):
+            for callback in (lines, table):
+                callback.on_epoch_end(state, {"loss": 10.0 * first + state.epoch})
+        for callback in (lines, table):
+            callback.on_train_end(state)
+        with (tmp_path / "log.jsonl").open("a") as file:
+            file.write('{"epoch": 7, "lo')  # killed in the middle of a line
+    found = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()[:-1]]
+    assert found == [0, 1, 22, 23, 24]
+    assert [line.split(",")[1] for line in (tmp_path / "log.csv").read_text().split()] == [
+        "loss",
+        *map(str, map(float, found)),
+    ]
 
 
 class Terminal(io.StringIO):

@@ -107,6 +107,16 @@ def test_batches_give_what_all_rows_give(sizes, seed):
         assert result(make(), *batches) == pytest.approx(result(make(), (labels, scores)), rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.parametrize("make", [t.Precision, t.AUC, t.MeanSquaredError, t.BinaryCrossentropy])
+def test_shapes_of_a_column_are_of_its_rows(make):
+    rng = np.random.default_rng(0)
+    labels, scores, weights = rng.integers(0, 2, 20), rng.random(20), rng.random(20)
+    expected = result(make(), (labels, scores), weight=weights)
+    for columns in ((0, 1, 2), (0,), (1,), (2,), (0, 1), (1, 2)):
+        a, b, c = (array[:, None] if i in columns else array for i, array in enumerate((labels, scores, weights)))
+        assert result(make(), (a, b), weight=c) == pytest.approx(expected, rel=1e-12)
+
+
 def test_no_row_gives_zero():
     for metric in (t.Mean(), t.Precision(), t.AUC(), t.RootMeanSquaredError()):
         assert metric.result() == 0
