@@ -89,6 +89,19 @@ def test_decisions_go_on_too(mpi_tmp_path, endless):
 
 
 @pytest.mark.ranks(2)
+def test_the_rate_goes_on(mpi_tmp_path):
+    def falling():
+        return [ms.train.ReduceLROnPlateau("loss", patience=1, min_delta=1e9, factor=0.5)]
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        expected = run(strategy, None, None, 4, falling())
+    with ms.MultiWorkerMirroredStrategy() as strategy, pytest.raises(Interrupt):
+        run(strategy, mpi_tmp_path, 12, 4, falling())
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        np.testing.assert_array_equal(run(strategy, mpi_tmp_path, None, 4, falling())[1], expected[1])
+
+
+@pytest.mark.ranks(2)
 def test_another_strategy_goes_on(mpi_tmp_path):
     from mpi4py import MPI
 
