@@ -12,6 +12,7 @@ from typing import Any, final
 import keras
 import numpy as np
 
+from ..errors import explain
 from .fused import FusedUpdate, fits
 from .optimizer import DistributedOptimizer
 
@@ -51,6 +52,11 @@ class JaxStep:
         with self._link.left_out() as left:
             logs, (_, others, _, metrics) = self._model.train_step((weights, others, slots, metrics), data)
         (gradients,) = left
+        known = len(self._model.optimizer._trainable_variables)
+        if len(gradients) != known:
+            expected, got = f"gradients of the {known} variables that it was built with", f"those of {len(gradients)}"
+            remedy = "Compile with a new optimizer when layers become trainable or frozen"
+            raise ValueError(explain("fit", "optimizer", expected=expected, got=got, remedy=remedy))
         return logs, others, metrics, gradients
 
     def _updater(self) -> Callable[..., tuple[Any, Any]]:

@@ -118,3 +118,17 @@ def test_an_error_of_a_collective_in_a_graph_keeps_its_name():
 
         with pytest.raises(ms.errors.CollectiveMismatchError):
             fit(model, *rows(), epochs=1, callbacks=[Strays()])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(BACKEND != "jax", reason="Keras looks for each variable there")
+def test_an_optimizer_of_other_variables_is_named():
+    model = compiled(build())
+    with put(model):
+        fit(model, *rows(), epochs=1)
+        model.layers[0].trainable = False
+        compiled(model, model.optimizer)
+        with pytest.raises(
+            ValueError, match=r"fit: optimizer: expected gradients of the \d+ variables .* got those of"
+        ):
+            fit(model, *rows(), epochs=1)
