@@ -53,10 +53,15 @@ def lend(array: Any) -> tuple[Any, weakref.ref[Any]]:
 
     Also what other libraries made of it keeps it alive.
     """
+    return _lent(array.data.ptr, array.nbytes, array.device.id, array, kept=array)
+
+
+def _lent(pointer: Any, nbytes: int, device: int, like: Any, kept: Any = None) -> tuple[Any, weakref.ref[_Loan]]:
+    """Return an array like another in memory of a GPU, and the reference; `kept` lives as long as the loan."""
     cupy, loan = import_cupy("lend"), _Loan()
-    loan.memory = array
-    memory = cupy.cuda.UnownedMemory(int(array.data.ptr), array.nbytes, loan, array.device.id)
-    return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0)), weakref.ref(loan)
+    loan.memory = kept
+    memory = cupy.cuda.UnownedMemory(int(pointer), nbytes, loan, device)
+    return cupy.ndarray(like.shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0)), weakref.ref(loan)
 
 
 @dataclass(eq=False)
@@ -137,11 +142,9 @@ class DeviceCopy:
                 buffer = _Buffer(cupy.cuda.alloc(array.nbytes), array.nbytes)
         elif buffer.free_after is not None:
             self._stream.wait_event(buffer.free_after)
-        loan = _Loan()
-        buffer.loan = weakref.ref(loan)
+        lent, buffer.loan = _lent(buffer.memory.ptr, buffer.nbytes, self._index, array)
         self._lent.append(buffer)
-        memory = cupy.cuda.UnownedMemory(int(buffer.memory.ptr), buffer.nbytes, loan, self._index)
-        return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
+        return lent
 
     def finish(self, started: Started) -> Any:
         """Make the current stream wait for a copy, and return the array on the GPU."""

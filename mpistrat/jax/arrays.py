@@ -19,18 +19,16 @@ from ..variables import Variable
 from ..variables.values import move_like
 
 __all__ = [
-    *(
-        "Link",
-        "current",
-        "flatten",
-        "is_array",
-        "is_parameter",
-        "link_of",
-        "memory_of",
-        "names_of",
-        "of_memory",
-        "release",
-    ),
+    "Link",
+    "current",
+    "flatten",
+    "is_array",
+    "is_parameter",
+    "link_of",
+    "memory_of",
+    "names_of",
+    "of_memory",
+    "release",
 ]
 
 _PATIENCE = 10.0  # seconds from the end of all computations until what still refers to an array must be something else

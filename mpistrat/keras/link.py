@@ -110,32 +110,26 @@ class Link:
             self.stops = True
         return total
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, metrics are this rank's own."""
-        before, self.in_step = self.in_step, True
-        try:
-            yield
-        finally:
-            self.in_step = before
+        return self._having("in_step", True)
 
-    @contextlib.contextmanager
-    def left_out(self) -> Iterator[list[Any]]:
+    def left_out(self) -> contextlib.AbstractContextManager[list[Any]]:
         """Inside, updates do nothing but leave their gradients in the list."""
-        self.left = []
-        try:
-            yield self.left
-        finally:
-            self.left = None
+        return self._having("left", [])
+
+    def after_sum(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, gradients are summed already."""
+        return self._having("in_sum", True)
 
     @contextlib.contextmanager
-    def after_sum(self) -> Iterator[None]:
-        """Inside, gradients are summed already."""
-        self.in_sum = True
+    def _having(self, name: str, value: Any) -> Iterator[Any]:
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
-            yield
+            yield value
         finally:
-            self.in_sum = False
+            setattr(self, name, before)
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:

@@ -237,10 +237,16 @@ def _copy(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
+def stepping(strategy: Any) -> bool:
+    """Return whether this call is in a step of a strategy, for one of its replicas."""
+    frame = context.current()
+    return frame.strategy is strategy and frame.replica is not None
+
+
 def local_replica(strategy: Any) -> int:
     """Return which local replica of a strategy this call belongs to: 0 on a rank with one, and outside of steps."""
     frame = context.current()
-    if frame.strategy is not strategy or frame.replica is None:
+    if not stepping(strategy):
         return 0
     return int(frame.replica.replica_id_in_sync_group - strategy.extended.sync_topology.replica_offset)
 
@@ -257,8 +263,7 @@ def in_step(strategy: Any, function: Callable[[], Any], name: str, remedy: str) 
     Raises:
         ContextError: outside of `strategy.run` on a rank with several local replicas, or with servers.
     """
-    frame = context.current()
-    if frame.strategy is strategy and frame.replica is not None:
+    if stepping(strategy):
         function()
     elif len(strategy.extended.replicas) == 1 and strategy.extended.placement.store is None:
         strategy.run(function)

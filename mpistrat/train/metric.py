@@ -15,7 +15,7 @@ import numpy as np
 from .. import context
 from ..comm.arrays import to_host
 from ..errors import explain
-from ..strategy.contexts import in_step
+from ..strategy.contexts import in_step, stepping
 from ..types import VariableAggregation, VariableSynchronization
 from ..variables import Variable
 
@@ -68,15 +68,13 @@ class Metric(abc.ABC):
 
     def result(self) -> Any:
         """Return the metric over all replicas, the same on every rank. Collective; in a step this replica's own."""
-        frame = context.current()
-        if frame.strategy is self.sums.placement.strategy and frame.replica is not None:
+        if stepping(self.sums.placement.strategy):
             return self.result_of(np.asarray(self.sums.numpy()))
         return results([self])[self.name]
 
     def reset_state(self) -> None:
         """Begin again: in a step this replica's sums, else all of this rank's."""
-        frame = context.current()
-        if frame.strategy is self.sums.placement.strategy and frame.replica is not None:
+        if stepping(self.sums.placement.strategy):
             self.sums.assign(np.zeros(self.sums.shape))
             return
         for replica in range(self.sums.num_copies):
@@ -180,7 +178,18 @@ class Sum(Metric):
         return float(sums[0])
 
 
-class Mean(Metric):
+class _MeanOfRows(Metric):
+    """The sum of rows' values, weighted, and that of the weights; 0 of no row."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, 2)
+
+    def result_of(self, sums: np.ndarray) -> float:
+        return float(ratio(sums[0], sums[1]))
+
+
+@final
+class Mean(_MeanOfRows):
     """The weighted mean of values over rows; 0 of none.
 
     Example:
@@ -191,20 +200,14 @@ class Mean(Metric):
     """
 
     def __init__(self, name: str = "mean") -> None:
-        super().__init__(name, 2)
+        super().__init__(name)
 
     def added(self, values: Any, sample_weight: Any = None) -> np.ndarray:
         return mean_of_rows(values, sample_weight)
 
-    def result_of(self, sums: np.ndarray) -> float:
-        return float(ratio(sums[0], sums[1]))
 
-
-class MeanOf(Metric):
+class MeanOf(_MeanOfRows):
     """The weighted mean over rows of a function of labels and predictions."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, 2)
 
     @abc.abstractmethod
     def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
@@ -212,9 +215,6 @@ class MeanOf(Metric):
 
     def added(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> np.ndarray:
         return mean_of_rows(self.values(*host(y_true, y_pred)), sample_weight)
-
-    def result_of(self, sums: np.ndarray) -> float:
-        return float(ratio(sums[0], sums[1]))
 
 
 def host(*arrays: Any) -> Sequence[np.ndarray]:

@@ -250,7 +250,8 @@ class _Thresholds(Metric):
 
     def __init__(self, name: str, thresholds: Sequence[float]) -> None:
         super().__init__(name, 2 * len(thresholds) + 2)
-        self._thresholds = np.asarray(thresholds, np.float64)
+        self._order = np.argsort(thresholds)
+        self._ascending = np.asarray(thresholds, np.float64)[self._order]
 
     def count(self, y_true: np.ndarray, y_pred: np.ndarray, weight: Any) -> np.ndarray:
         """Return what rows add: labels of any form but 0 are positive."""
@@ -258,12 +259,12 @@ class _Thresholds(Metric):
             weights: Any = np.ones(y_pred.shape)
         else:
             (weights,) = host(weight)
-            _, weights = same_rank(y_pred, weights) if weights.ndim > y_pred.ndim else (y_pred, weights)
+            _, weights = same_rank(y_pred, weights)
             weights = weights.reshape(weights.shape + (1,) * (y_pred.ndim - weights.ndim))
             weights = np.broadcast_to(weights, y_pred.shape)
         positive, weights = y_true.reshape(-1).astype(bool), weights.reshape(-1).astype(np.float64)
-        order = np.argsort(self._thresholds)
-        exceeded = np.searchsorted(self._thresholds[order], y_pred.reshape(-1), "left")  # NaN exceeds all
+        order = self._order
+        exceeded = np.searchsorted(self._ascending, y_pred.reshape(-1), "left")  # NaN exceeds all
         parts, whole = [], []
         for mine in (positive, ~positive):
             by_count = np.bincount(exceeded[mine], weights[mine], len(order) + 1)

@@ -214,7 +214,7 @@ class Trainer:
             ContextError: under parameter servers, whose workers have batches of their own.
             ValueError: there is no predict_step, or no batch.
         """
-        if self.strategy.extended.placement.store is not None:
+        if self._servers:
             expected, got = "a strategy whose ranks have the same batches", "one of parameter servers"
             raise ContextError(explain("Trainer.predict", "strategy", expected=expected, got=got))
         rows = [self.strategy.gather(self._run("predict", batch), axis=0) for batch in itertools.islice(data, steps)]

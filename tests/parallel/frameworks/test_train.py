@@ -2,23 +2,11 @@
 
 import numpy as np
 import pytest
+from interruptions import Interrupt, Stop
 
 import mpistrat as ms
 
 pytestmark = pytest.mark.ranks(1, 2)
-
-
-class Interrupt(Exception):
-    pass
-
-
-class Stop(ms.train.Callback):
-    def __init__(self, after):
-        self.after = after
-
-    def on_step_end(self, loop):
-        if loop.step == self.after:
-            raise Interrupt
 
 
 def torch_run(folder=None, stop=None, epochs=6):

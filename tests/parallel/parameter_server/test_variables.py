@@ -304,7 +304,7 @@ def test_gradients_that_the_program_brings_take_no_memory_for_others():
             strategy.flush()
         strategy.comm.Barrier()
         grown = MPI.COMM_WORLD.allreduce(shared_memory() - before)
-        assert grown < 0.5 * size
+        assert grown < 0.2 * size
         if not strategy.is_server:
             dense.grad[...] = 1
             assert dense.grad[-1, -1] == 1  # it is there when it is asked for

@@ -5,25 +5,11 @@ import logging
 
 import numpy as np
 import pytest
+from interruptions import Interrupt, Stop
 from linear_trainer import dataset, trainer
 from strategies import STRATEGIES, layout_for, made
 
 import mpistrat as ms
-
-
-class Interrupt(Exception):
-    pass
-
-
-class Stop(ms.train.Callback):
-    """Raises an error after so many steps, as a kill would end a run."""
-
-    def __init__(self, after):
-        self.after = after
-
-    def on_step_end(self, loop):
-        if loop.step == self.after:
-            raise Interrupt
 
 
 def run(strategy, folder, stop=None, epochs=4, callbacks=(), endless=False, **every):
