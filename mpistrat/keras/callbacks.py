@@ -1,4 +1,4 @@
-"""Callbacks of a distributed fit: all ranks run them with the same logs, but those that write or show run on rank 0 only."""
+"""Callbacks of a distributed fit: all ranks run them with the same logs, but those that write or show run on one rank only."""
 
 from __future__ import annotations
 
@@ -31,14 +31,21 @@ class Agreement(keras.callbacks.Callback):
         self._link = link
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Take over rank 0's weights, and its epoch: it may have read a backup. Collective."""
+        """Take over the root's weights, and its epoch: it may have read a backup. Collective."""
         self._link.wants_stop = self._link.stops = False
-        self.model.take_from_rank_0()
+        self.model.take_from_root()
+        if self._link.update is not None:
+            self._link.update.begin()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Under parameter servers, begin a pass. Collective."""
+        if self._link.update is not None:
+            self._link.update.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Let `stop_training` be what all ranks have agreed on: the sum of the next step's gradients carries a wish along."""
         link = self._link
-        if link.size == 1:
+        if link.size == 1 or link.served:
             return
         if self.model.stop_training and not link.stops:
             link.wants_stop = True
@@ -53,7 +60,7 @@ class Agreement(keras.callbacks.Callback):
 
 
 def on_this_rank(link: Link, callbacks: Any) -> list[Any]:
-    """Return the callbacks that this rank runs: others than rank 0 neither write nor print.
+    """Return the callbacks that this rank runs: others than the root neither write nor print.
 
     Raises:
         TypeError: a CallbackList.
@@ -62,7 +69,7 @@ def on_this_rank(link: Link, callbacks: Any) -> list[Any]:
         expected, got = "a callback or a list of callbacks", "a CallbackList"
         raise TypeError(explain("fit", "callbacks", expected=expected, got=got))
     given: Sequence[Any] = keras.tree.flatten(callbacks) if callbacks else []
-    if link.rank:
+    if not link.writes:
         given = [callback for callback in given if not isinstance(callback, _WRITERS)]
         for callback in given:
             if getattr(callback, "verbose", 0):

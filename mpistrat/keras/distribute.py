@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import keras
 
 from .. import context
+from ..cluster.devices import parse
 from ..errors import LayoutError, check_framework, explain
 from .link import Link, subclass
 from .model import DistributedModel
@@ -29,7 +30,7 @@ def distribute(model: M) -> M:
 
     Raises:
         ContextError: outside of a strategy's scope.
-        LayoutError: a rank has several replicas, or the strategy is one of parameter servers.
+        LayoutError: a rank has several GPUs, or is a worker of parameter servers with several replicas.
         MissingDependencyError: with JAX as the backend, Keras is older than 3.15 or JAX than 0.6.
         RuntimeError: the model was distributed already.
         TypeError: not a keras.Model.
@@ -47,16 +48,7 @@ def distribute(model: M) -> M:
         raise TypeError(explain(function, "model", expected="a keras.Model", got=type(model).__name__))
     if isinstance(given, DistributedModel):
         raise RuntimeError(explain(function, "model", expected="one call for a model", got="a second one"))
-    strategy = context.get_strategy()
-    extended = strategy.extended
-    if (
-        extended.placement.store is not None
-        or len(extended.replicas) > 1
-        or strategy.size != strategy.num_replicas_in_sync
-    ):
-        expected, got = "one replica on each rank", f"{type(strategy).__name__} with {len(extended.replicas)} here"
-        remedy = "Use ms.MultiWorkerMirroredStrategy(), and start one process for each device"
-        raise LayoutError(explain(function, "strategy", expected=expected, got=got, remedy=remedy))
+    _check_layout(function, context.get_strategy())
     if keras.backend.backend() == "jax":
         import jax
 
@@ -64,7 +56,23 @@ def distribute(model: M) -> M:
         check_framework(backend, "keras", keras.__version__, "3.15", "older versions read batches ahead of the step")
         check_framework(backend, "jax", jax.__version__, "0.6", "older versions have no buffer_callback")
     given.__class__ = subclass(type(given), DistributedModel)
-    vars(given)["mpistrat"] = Link(strategy)
+    vars(given)["mpistrat"] = Link(context.get_strategy())
     if given.compiled:
         given.distribute_compiled()
     return model
+
+
+def _check_layout(function: str, strategy: Any) -> None:
+    """Check that a rank can compute for all of its replicas at once.
+
+    Raises:
+        LayoutError: it has several GPUs, or several replicas of a worker that steps for itself.
+    """
+    extended = strategy.extended
+    devices = [device for device in extended.placement.devices if parse(device)[0] != "cpu"]
+    served = extended.placement.store is not None
+    if len(extended.replicas) > 1 and (devices or served):
+        got = f"{type(strategy).__name__} with {len(extended.replicas)} on this one"
+        remedy = "Start one process for each device"
+        expected = "one replica on each rank, or several on the CPU of ranks that step together"
+        raise LayoutError(explain(function, "strategy", expected=expected, got=got, remedy=remedy))

@@ -24,7 +24,7 @@ from ..optimizers.slots import owners
 from ..variables.arena import ALIGNMENT_BYTES, ArenaAllocator
 from .link import Link
 
-__all__ = ["FusedUpdate", "TorchUpdate", "fits", "goes_on"]
+__all__ = ["FusedUpdate", "TorchUpdate", "fits", "goes_on", "rule_of"]
 
 
 class _Rule(NamedTuple):
@@ -52,7 +52,7 @@ _RULES = {
 }
 
 
-def _rule_of(optimizer: Any) -> _Rule | None:
+def rule_of(optimizer: Any) -> _Rule | None:
     """Return the rule of an optimizer whose class is Keras's own."""
     kind = type(optimizer).__bases__[1]  # of the distributed one
     return _RULES.get(kind.__name__) if kind.__module__.startswith("keras.src.") else None
@@ -69,7 +69,7 @@ def fits(optimizer: Any) -> bool:
     dtypes = {keras.backend.standardize_dtype(variable.dtype) for variable in variables}
     return (
         goes_on(optimizer)
-        and _rule_of(optimizer) is not None
+        and rule_of(optimizer) is not None
         and not any(getattr(variable, "overwrite_with_gradient", False) for variable in variables)
         and dtypes in ({"float32"}, {"float64"})
     )
@@ -88,7 +88,7 @@ class FusedUpdate:
 
     def __init__(self, link: Link, optimizer: Any) -> None:
         """Allocate shared memory. Collective."""
-        rule = _rule_of(optimizer)
+        rule = rule_of(optimizer)
         assert rule is not None
         self._link, self._optimizer, self._kind, self._number_names = link, optimizer, rule.kind, rule.numbers
         self._variables = list(optimizer._trainable_variables)

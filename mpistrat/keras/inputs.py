@@ -20,8 +20,10 @@ from keras.src.trainers.data_adapters import (
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from .._util.partition import block
-from ..data import Dataset, DistributedDataset
+from ..data import Dataset, DistributedDataset, from_arrays
+from ..distributed_values import PerReplica
 from ..errors import CollectiveMismatchError, explain
+from ..strategy.input import Distributor, Division
 from .link import Link
 
 __all__ = ["Batches", "batches_of"]
@@ -55,10 +57,13 @@ class Batches(data_adapter.DataAdapter):
         None and 0 where the batches of all ranks count alike.
         """
 
+    def close(self) -> None:
+        """End reading, after `fit`."""
+
     def __iter__(self) -> Iterator[Any]:
-        self.counts = []
+        self.counts, self.link.counts = [], True
         for batch, rows, total in self.local_batches():
-            self.link.begin_batch(rows, total)
+            self.link.begin_batch(rows, total, batch)
             self.counts.append(_rows(batch) if rows is None else rows)
             yield _converted(batch)
 
@@ -137,6 +142,11 @@ class ArrayBatches(Batches):
             low, high = (start + low, start + high) if rows else (start, start + 1)
             yield self._taken(slice(low, high) if order is None else order[low:high]), rows, total
 
+    def dataset(self) -> Dataset:
+        """Return the same as a dataset, which is dealt out batch by batch."""
+        rows = from_arrays(self._taken(slice(0, self._rows)))
+        return (rows.shuffle(seed=self._seed) if self._shuffle else rows).batch(self._size)
+
     def _order(self) -> np.ndarray | None:
         if not self._shuffle:
             return None
@@ -167,7 +177,8 @@ class DatasetBatches(Batches):
         return count if count >= 0 else None
 
     def describe(self) -> str:
-        return f"a dataset of {self._dataset.element_spec}, {self._dataset.cardinality()} batches"
+        count = "" if self.link.served else f", {self._dataset.cardinality()} batches"  # each worker has its own
+        return f"a dataset of {self._dataset.element_spec}{count}"
 
     def example(self) -> Any:
         spec = self._dataset.element_spec
@@ -191,6 +202,8 @@ class DatasetBatches(Batches):
         iterator = iter(self._dataset)
         try:
             for batch in iterator:
+                if not self.link.alone:
+                    batch = _joined(batch)
                 rows = _rows(batch)
                 if not rows:
                     batch = keras.tree.map_structure(lambda leaf: np.zeros((1, *leaf.shape[1:]), leaf.dtype), batch)
@@ -249,9 +262,11 @@ class OwnBatches(Batches):
             except StopIteration:
                 state = _END
             except Exception:
-                self.link.numbers("batch", _FAILED)
+                if not self.link.in_epoch:
+                    self.link.numbers("batch", _FAILED)
                 raise
-            self._check(number, self.link.numbers("batch", state)[:, 0].tolist())
+            if not self.link.in_epoch:
+                self._check(number, self.link.numbers("batch", state)[:, 0].tolist())
             if state == _END:
                 return
             number += 1
@@ -276,9 +291,61 @@ class OwnBatches(Batches):
             raise CollectiveMismatchError(explain(function, "x", expected=expected, got=got, remedy=remedy))
 
 
+@final
+class ServedBatches(Batches):
+    """Batches for training with parameter servers: a worker has its own, and a server none, but serves until workers have done.
+
+    Who has none gets an example, with which nothing is done.
+
+    Args:
+        link: of the model.
+        whole: what was given to `fit`.
+        dealt: what a worker has of it, where not all.
+    """
+
+    def __init__(self, link: Link, whole: Batches, dealt: Batches | None = None) -> None:
+        super().__init__(link)
+        self._whole, self._dealt = whole, dealt or whole
+        self._reading: Any = None
+
+    @property
+    def num_batches(self) -> int | None:
+        return None if self.link.strategy.is_server else self._dealt.num_batches
+
+    def describe(self) -> str:
+        return self._whole.describe()
+
+    def example(self) -> Any:
+        return self._whole.example()
+
+    def on_epoch_begin(self) -> None:
+        self._dealt.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dealt.on_epoch_end()
+
+    def local_batches(self) -> Iterator[tuple[Any, int | None, int]]:
+        link = self.link
+        link.counts = False
+        if link.strategy.is_server:
+            link.strategy.serve()
+        else:
+            self._reading = self._dealt.local_batches()
+            for batch in self._reading:
+                link.counts = True
+                yield batch
+        if not link.counts:  # Keras's loops want a step
+            yield self._whole.example(), None, 0
+
+    def close(self) -> None:
+        """End reading, which belongs to a pass."""
+        if self._reading is not None:
+            self._reading.close()
+
+
 def batches_of(
     link: Link, function: str, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None,
-    class_weight: Any = None, shuffle: bool | str = False,
+    class_weight: Any = None, shuffle: bool | str = False, training: bool = False,
 ) -> Batches:  # fmt: skip
     """Return this rank's batches of what is given to `fit`, `evaluate` or `predict`. Collective.
 
@@ -291,8 +358,8 @@ def batches_of(
             if value is not None:
                 remedy = "Put it into the dataset: batches of (x, y) or (x, y, sample_weight)"
                 raise ValueError(explain(function, name, expected="none, beside a dataset", got="one", remedy=remedy))
-        dataset = link.strategy.distribute_dataset(x) if isinstance(x, Dataset) else x
-        return DatasetBatches(link, dataset, class_weight)
+        batches = DatasetBatches(link, _distributed(link, function, x, training), class_weight)
+        return ServedBatches(link, batches) if link.served and training else batches
     if isinstance(x, keras.utils.PyDataset):
         expected = "arrays, a dataset of ms.data, or batches of this rank's own"
         remedy = (
@@ -302,6 +369,35 @@ def batches_of(
         raise TypeError(explain(function, "x", expected=expected, got="a PyDataset", remedy=remedy))
     if array_data_adapter.can_convert_arrays((x, y, sample_weight)):
         settings = {"batch_size": batch_size, "steps": steps, "class_weight": class_weight}
-        return ArrayBatches(link, (x, y, sample_weight), shuffle, **settings)
+        arrays = ArrayBatches(link, (x, y, sample_weight), shuffle, **settings)
+        if not (link.served and training):
+            return arrays
+        dealt = _distributed(link, function, arrays.dataset(), training)
+        return ServedBatches(link, arrays, DatasetBatches(link, dealt, None))
     adapter = get_data_adapter(x, y, sample_weight, batch_size, steps, False, class_weight)
-    return OwnBatches(link, adapter, type(x).__name__)
+    own = OwnBatches(link, adapter, type(x).__name__)
+    return ServedBatches(link, own) if link.served and training else own
+
+
+def _distributed(link: Link, function: str, dataset: Any, training: bool) -> DistributedDataset:
+    """Return a dataset of this rank's batches. Under parameter servers all ranks evaluate together. Collective.
+
+    Raises:
+        ValueError: one that was distributed over the workers, to evaluate.
+    """
+    if link.served and not training:
+        if isinstance(dataset, DistributedDataset):
+            expected, got = "the dataset itself, of whose batches servers have a part, too", "a distributed one"
+            raise ValueError(explain(function, "x", expected=expected, got=got))
+        group = link.strategy.extended.process_group
+        return Distributor(group, Division.together(group), None).of_dataset(dataset)
+    return dataset if isinstance(dataset, DistributedDataset) else link.strategy.distribute_dataset(dataset)
+
+
+def _joined(batch: Any) -> Any:
+    """The rows of all local replicas."""
+
+    def join(leaf: Any) -> Any:
+        return np.concatenate(leaf.values) if isinstance(leaf, PerReplica) else leaf
+
+    return keras.tree.map_structure(join, batch)

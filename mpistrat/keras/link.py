@@ -13,10 +13,13 @@ import numpy as np
 from keras.src import api_export
 from keras.src.saving import object_registration
 
+from .. import global_batch
 from .._util import log
 from .._util.text import named
 from ..comm.agree import only_differences, same, together
+from ..distributed_values import PerReplica
 from ..errors import CollectiveMismatchError, by_rank, explain
+from ..strategy.loss import share_of_batch, summed_replicas
 
 __all__ = ["Link", "subclass"]
 
@@ -26,12 +29,18 @@ class Link:
     """What ties a model and its optimizers to a strategy.
 
     Attributes:
-        strategy: the strategy, each of whose ranks has one replica.
+        strategy: the strategy. A rank computes for all of its replicas at once.
         rank: this one.
         size: number of ranks.
+        root: whose weights, files and output are everybody's: rank 0, under parameter servers the first worker.
+        writes: whether this rank is it.
+        served: whether parameter servers hold the weights; then ranks meet after each epoch, not in each step.
+        alone: whether it has one replica.
+        counts: whether this rank computes; a server does not in training, nor does a worker without a batch.
         share: by what this rank's gradients are multiplied before the sum: its part of the batch's rows.
         rowless: whether this rank has no row of the batch, and computes with another one in its place.
         in_step: whether a step of the model runs, whose metrics are this rank's own.
+        in_epoch: whether workers step by servers, and have not met after it.
         in_sum: whether the gradients of the update that runs are summed already.
         left: where an update leaves its gradients, instead of taking them; None where it takes them.
         wants_stop: whether a callback of this rank alone may have asked to stop.
@@ -39,24 +48,33 @@ class Link:
         failure: the error of a collective inside a graph, which the framework reports as one of its own.
         current: whether all ranks have rank 0's weights.
         steps: how many steps a call of Keras's loop does.
+        update: what sends gradients to servers, while `fit` runs under parameter servers.
     """
 
     def __init__(self, strategy: Any) -> None:
         self.strategy, self.rank, self.size = strategy, int(strategy.rank), int(strategy.size)
+        self.served = strategy.extended.placement.store is not None
+        self.root = int(strategy.workers[0]) if self.served else 0
+        self.writes = self.rank == self.root
+        self.counts = True
         self.share, self.rowless = 1.0 / self.size, False
-        self.in_step = self.in_sum = False
+        self.in_step = self.in_sum = self.in_epoch = False
         self.left: list[Any] | None = None
         self.wants_stop = self.stops = False
         self.failure: BaseException | None = None
         self.current = False
         self.steps = 1
+        self.update: Any = None
         self._group = strategy.extended.process_group
+        self.alone = len(strategy.extended.replicas) == 1
         self._staging: dict[np.dtype, np.ndarray] = {}  # memory used again: new pages cost as much as the sum
 
     # a step
 
-    def begin_batch(self, rows: int | None = None, total: int = 0) -> None:
+    def begin_batch(self, rows: int | None = None, total: int = 0, batch: Any = None) -> None:
         """Say how many rows of a batch this rank has, and how many all have; nothing where all count alike.
+
+        Under parameter servers the batch, as a dataset handed it out, tells what part of the servers' step it is.
 
         Raises:
             ValueError: on every rank, when some have no row of one of several steps in a call.
@@ -65,6 +83,12 @@ class Link:
             expected, got = f"a row of each batch for {self.size} ranks", f"a batch of {total}"
             remedy = "compile with steps_per_execution=1, or leave such a batch out"
             raise ValueError(explain("fit", "x", expected=expected, got=got, remedy=remedy))
+        if self.served:  # a step is one of this worker
+            token = global_batch.begin_step((batch,), {})
+            share = share_of_batch(self.strategy) if total else 1.0
+            global_batch.end_step(token)
+            self.share, self.rowless = share / summed_replicas(self.strategy), rows == 0
+            return
         share = 1.0 / self.size if rows is None else rows / total
         if share != self.share or self.rowless:
             _settle()
@@ -105,10 +129,17 @@ class Link:
             else:
                 np.multiply(array, self.share, out=part)
         mine[-1] = self.wants_stop
-        total = np.asarray(self.strategy.reduce("SUM", mine))
+        total = self._reduce(mine)
         if total[-1]:
             self.stops = True
         return total
+
+    def _reduce(self, mine: np.ndarray) -> np.ndarray:
+        """Return the sum over all ranks of a flat array. Collective."""
+        if not self.alone:
+            others = [np.zeros_like(mine)] * (len(self.strategy.extended.replicas) - 1)
+            return np.asarray(self.strategy.reduce("SUM", PerReplica((mine, *others))))
+        return np.asarray(self.strategy.reduce("SUM", mine))
 
     def step(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, metrics are this rank's own."""
@@ -155,17 +186,29 @@ class Link:
         if self.size == 1 or not arrays:
             return [np.asarray(array, np.float64) for array in arrays]
         flat = np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays])
-        total = np.asarray(self.strategy.reduce("SUM", flat))
+        total = self._sum_with_servers(flat) if self.served else self._reduce(flat)
         ends = np.cumsum([np.size(array) for array in arrays])
         return [part.reshape(np.shape(array)) for part, array in zip(np.split(total, ends[:-1]), arrays, strict=True)]
+
+    def _sum_with_servers(self, flat: np.ndarray) -> np.ndarray:
+        with self._group.collective("keras sum", dtype="float64", shape=flat.shape):
+            parts = self._group.all_gather_bytes(flat.tobytes())
+        total: np.ndarray = np.sum([np.frombuffer(part) for part in parts], axis=0)
+        return total
 
     def gather(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Return arrays of all ranks, concatenated by rank. Collective."""
         _settle()
-        return [np.asarray(array) for array in self.strategy.gather(arrays, axis=0)]
+        gathered = []
+        for array in arrays:
+            with self._group.collective("keras gather", dtype=str(array.dtype), shape=array.shape[1:]):
+                parts = self._group.all_gather_bytes(np.ascontiguousarray(array).tobytes())
+            rows = [np.frombuffer(part, array.dtype).reshape(-1, *array.shape[1:]) for part in parts]
+            gathered.append(np.concatenate(rows))
+        return gathered
 
     def broadcast(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return rank 0's arrays, of the same shapes and dtypes everywhere. Collective, one call for all."""
+        """Return the root's arrays, of the same shapes and dtypes everywhere. Collective, one call for all."""
         if self.size == 1 or not arrays:
             return list(arrays)
         _settle()
@@ -175,11 +218,11 @@ class Link:
             data[end - array.nbytes : end].view(array.dtype).reshape(array.shape)
             for array, end in zip(arrays, ends, strict=True)
         ]
-        if not self.rank:
+        if self.writes:
             for part, array in zip(parts, arrays, strict=True):
                 part[...] = array
         with self._group.collective("keras weights", dtype="uint8", shape=data.shape):
-            self._group.broadcast(data)
+            self._group.broadcast(data, self.root)
         return parts
 
     def numbers(self, what: str, *mine: int) -> np.ndarray:
@@ -187,6 +230,11 @@ class Link:
         _settle()
         with self._group.collective(f"keras {what}"):
             return np.asarray(self._group.all_gather_int(mine))
+
+    def exchange(self, what: str, text: str) -> list[str]:
+        """Return the texts of all ranks. Collective."""
+        _settle()
+        return self._group.exchange(f"keras {what}", text)
 
     def together(self, function: str) -> contextlib.AbstractContextManager[None]:
         """Exchange errors at the end of a `with` block. Collective; see `agree.together`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import warnings
 from collections.abc import Callable
 from typing import Any, final
 
@@ -12,11 +14,12 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from ..errors import explain
 from .callbacks import on_this_rank
-from .inputs import Batches, batches_of
+from .inputs import Batches, ServedBatches, batches_of
 from .jax_step import JaxStep
 from .link import Link
-from .optimizer import distribute_optimizer
-from .state import arrays_of, describe, statistics_of, take_from_rank_0
+from .optimizer import distribute_optimizer, not_in_fit
+from .served import ServedUpdate, check_served
+from .state import arrays_of, describe, statistics_of, take_from_root
 
 __all__ = ["DistributedModel"]
 
@@ -95,20 +98,27 @@ class DistributedModel(keras.Model):
             return super().fit(*args, **kwargs)  # Keras's error
         with link.errors(), link.together("fit"):
             batches, validation = self._training_batches(given)
-        with link.errors():
+        with link.errors(), warnings.catch_warnings():
+            if link.served:  # how many batches a worker has is not known before
+                warnings.filterwarnings("ignore", message="Your input ran out of data")
             texts = [batches.describe(), "" if validation is None else validation.describe()]
             names = ("epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq")
             texts += [f"{name}={given[name]}" for name in names]
             self._begin("fit", batches, ", ".join(filter(None, texts)))
-            return super().fit(
-                batches,
-                epochs=given["epochs"],
-                verbose=0 if link.rank else given["verbose"],
-                callbacks=on_this_rank(link, given["callbacks"]),
-                validation_data=validation,
-                shuffle=False,
-                **{name: given[name] for name in names[1:]},
-            )
+            if isinstance(batches, ServedBatches):
+                given["steps_per_epoch"] = self._begin_serving(given["steps_per_epoch"])
+            try:
+                return super().fit(
+                    batches,
+                    epochs=given["epochs"],
+                    verbose=given["verbose"] if link.writes else 0,
+                    callbacks=on_this_rank(link, given["callbacks"]),
+                    validation_data=validation,
+                    shuffle=False,
+                    **{name: given[name] for name in names[1:]},
+                )
+            finally:
+                batches.close()
 
     def _training_batches(self, given: dict[str, Any]) -> tuple[Batches, Batches | None]:
         x, y, weight = given["x"], given["y"], given["sample_weight"]
@@ -118,7 +128,7 @@ class DistributedModel(keras.Model):
             (x, y, weight), held_out = parts
         size, steps = given["batch_size"], given["steps_per_epoch"]
         batches = batches_of(
-            self.mpistrat, "fit", x, y, weight, size, steps, given["class_weight"], shuffle=given["shuffle"]
+            self.mpistrat, "fit", x, y, weight, size, steps, given["class_weight"], given["shuffle"], training=True
         )
         if held_out is None:
             return batches, None
@@ -134,10 +144,20 @@ class DistributedModel(keras.Model):
             self._symbolic_build(data_batch=batches.example())
         link.same(function, "model", describe(self))
 
-    def take_from_rank_0(self) -> None:
-        """Take over rank 0's weights and slots, and its epoch. Collective."""
+    def _begin_serving(self, steps: int | None) -> int | None:
+        """Have the optimizer's variables on the servers, and return how many steps an epoch has here. Collective."""
+        link, optimizer = self.mpistrat, self.optimizer
+        with link.together("fit"):
+            check_served(link, optimizer)
+        if optimizer.mpistrat_update is None:
+            optimizer.__dict__["mpistrat_update"] = ServedUpdate(link, optimizer)
+        link.update = optimizer.mpistrat_update
+        return None if link.strategy.is_server else steps
+
+    def take_from_root(self) -> None:
+        """Take over the root's weights and slots, and its epoch. Collective."""
         link = self.mpistrat
-        take_from_rank_0(link, self)
+        take_from_root(link, self)
         epoch = -1 if self._initial_epoch is None else int(self._initial_epoch)
         (epochs,) = link.broadcast([np.array([epoch])])
         self._initial_epoch = None if epochs[0] < 0 else int(epochs[0])
@@ -157,7 +177,7 @@ class DistributedModel(keras.Model):
                 batches = batches_of(link, "evaluate", given.pop("x"), given.pop("y"), weight, size, steps)
             self._begin("evaluate", batches, f"{batches.describe()}, steps={steps}")
             self._average_statistics()
-            self.take_from_rank_0()
+            self.take_from_root()
             return super().evaluate(batches, **self._shown(given))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,17 +194,23 @@ class DistributedModel(keras.Model):
                     keras.backend.compute_output_spec(self, keras.tree.map_structure(_symbolic, x), training=False)
             link.same("predict", "model", describe(self))
             self._average_statistics()
-            self.take_from_rank_0()
+            self.take_from_root()
             return _in_order(link, super().predict(batches, **self._shown(given)), batches.counts)
 
     def _shown(self, given: dict[str, Any]) -> dict[str, Any]:
         """Arguments of evaluate and predict, so that only rank 0 writes and prints."""
         link = self.mpistrat
         shown = on_this_rank(link, given["callbacks"])[:-1]
-        return {**given, "callbacks": shown, "verbose": 0 if link.rank else given["verbose"]}
+        return {**given, "callbacks": shown, "verbose": given["verbose"] if link.writes else 0}
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Do one step on the batches that ranks have; each counts alike. Collective."""
+        """Do one step on the batches that ranks have; each counts alike. Collective.
+
+        Raises:
+            LayoutError: under parameter servers.
+        """
+        if self.mpistrat.served:
+            raise not_in_fit("train_on_batch")
         return self._on_batch(super().train_on_batch, args, kwargs)
 
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +226,7 @@ class DistributedModel(keras.Model):
                 with link.together(function.__name__):
                     self._symbolic_build(data_batch=(given["x"], given["y"], given["sample_weight"]))
                 link.same(function.__name__, "model", describe(self))
-                self.take_from_rank_0()
+                self.take_from_root()
             function(**given, return_dict=True)
             logs = {name: float(value) for name, value in self.get_metrics_result().items()}
         return logs if as_dict else self._flatten_metrics_in_order(logs)
@@ -212,12 +238,20 @@ class DistributedModel(keras.Model):
         if self.mpistrat.in_step:
             return super().get_metrics_result()
         link, variables, statistics = self.mpistrat, self.metrics_variables, statistics_of(self)
+        if link.in_epoch:
+            link.update.leave()
         mine = arrays_of(variables)
         parts = [_part(link, variable, array) for variable, array in zip(variables, mine, strict=True)]
-        totals = link.sum([*parts, *arrays_of(statistics)])
-        for variable, total in zip(variables, totals[: len(mine)], strict=True):
+        parts += arrays_of(statistics)
+        *totals, count = link.sum([*(parts if link.counts else map(np.zeros_like, parts)), np.ones(()) * link.counts])
+        if link.in_epoch:
+            link.update.end_epoch()
+            self.take_from_root()
+        for variable, total in zip(variables, totals, strict=False):
+            if variable.aggregation == "mean":
+                total = total / count
             variable.assign(total.astype(variable.dtype))
-        self._assign_means(statistics, totals[len(mine) :])
+        self._assign_means(statistics, totals[len(mine) :], count)
         results = super().get_metrics_result()
         results = keras.tree.map_structure(lambda value: np.array(keras.ops.convert_to_numpy(value)), results)
         for variable, array in zip(variables, mine, strict=True):
@@ -225,37 +259,42 @@ class DistributedModel(keras.Model):
         return results
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
-        result = super()._get_metrics_result_or_logs(logs)
-        if result is not logs or not isinstance(logs, dict):
+        link = self.mpistrat
+        result = super()._get_metrics_result_or_logs(logs) if link.counts else self.get_metrics_result()
+        own = logs if result is logs and isinstance(logs, dict) else {}  # what a step of the user's own returned last
+        mine = {name: np.asarray(keras.ops.convert_to_numpy(value), np.float64) for name, value in own.items()}
+        if link.served:
+            texts = link.exchange("logs", json.dumps({name: float(value) for name, value in mine.items()}))
+            tables = [table for table in map(json.loads, texts) if table]
+            return {name: np.mean([table[name] for table in tables]) for name in tables[0]} if tables else result
+        if not own:
             return result
-        # What a step of the user's own returned last.
-        mine = [np.asarray(keras.ops.convert_to_numpy(value), np.float64) for value in logs.values()]
-        totals = self.mpistrat.sum(mine)
-        return {name: total / self.mpistrat.size for name, total in zip(logs, totals, strict=True)}
+        totals = link.sum(list(mine.values()))
+        return {name: total / link.size for name, total in zip(mine, totals, strict=True)}
 
     def _average_statistics(self) -> None:
         """Let running statistics be their means over all ranks. Collective."""
         statistics = statistics_of(self)
-        self._assign_means(statistics, self.mpistrat.sum(arrays_of(statistics)))
+        self._assign_means(statistics, self.mpistrat.sum(arrays_of(statistics)), self.mpistrat.size)
 
-    def _assign_means(self, statistics: list[Any], totals: list[np.ndarray]) -> None:
+    def _assign_means(self, statistics: list[Any], totals: list[np.ndarray], count: Any) -> None:
         if self.mpistrat.size > 1:
             for variable, total in zip(statistics, totals, strict=True):
-                variable.assign((total / self.mpistrat.size).astype(variable.dtype))
+                variable.assign((total / count).astype(variable.dtype))
 
     # files
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Keras does, on rank 0; on others do nothing."""
-        return None if self.mpistrat.rank else super().save(*args, **kwargs)
+        """Save as Keras does, on rank 0, or the first worker; on others do nothing."""
+        return super().save(*args, **kwargs) if self.mpistrat.writes else None
 
     def save_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Keras does, on rank 0; on others do nothing."""
-        return None if self.mpistrat.rank else super().save_weights(*args, **kwargs)
+        """Save as Keras does, on rank 0, or the first worker; on others do nothing."""
+        return super().save_weights(*args, **kwargs) if self.mpistrat.writes else None
 
     def export(self, *args: Any, **kwargs: Any) -> Any:
-        """Export as Keras does, on rank 0; on others do nothing."""
-        return None if self.mpistrat.rank else super().export(*args, **kwargs)
+        """Export as Keras does, on rank 0, or the first worker; on others do nothing."""
+        return super().export(*args, **kwargs) if self.mpistrat.writes else None
 
 
 def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
@@ -268,9 +307,7 @@ def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str
 
 def _part(link: Link, variable: Any, array: np.ndarray) -> np.ndarray:
     """What this rank adds to a metric's variable over all ranks."""
-    if variable.aggregation == "mean":
-        return np.asarray(array / link.size)
-    if variable.aggregation == "only_first_replica" and link.rank:
+    if variable.aggregation == "only_first_replica" and not link.writes:
         return np.zeros_like(array)
     return array
 
@@ -314,6 +351,8 @@ class Step:
         *state, source = args
         if keras.backend.backend() != "torch" and self._model.steps_per_execution == 1:
             source = iter([next(source)])  # tells whether there is a row
+        if not self._model.mpistrat.counts:
+            return ({}, *state) if state else {}
         with self._model.mpistrat.step():
             if not self._model.mpistrat.rowless:
                 return self._function(*state, source)

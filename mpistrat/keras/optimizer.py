@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from ..errors import ContextError, explain
+from ..errors import ContextError, LayoutError, explain
 from .link import Link, subclass
 
-__all__ = ["DistributedOptimizer", "distribute_optimizer"]
+__all__ = ["DistributedOptimizer", "distribute_optimizer", "not_in_fit"]
 
 
 class DistributedOptimizer(keras.optimizers.Optimizer):
@@ -31,11 +31,33 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             super().apply(grads, trainable_variables)
             return
         variables = None if trainable_variables is None else list(trainable_variables)
-        if self.built and keras.backend.backend() == "torch" and self.mpistrat.size > 1:
+        if self.mpistrat.served:
+            self._apply_by_servers(list(grads), variables)
+            return
+        if self.built and keras.backend.backend() == "torch" and self.mpistrat.size > 1 and self.mpistrat.alone:
             known = self._trainable_variables if variables is None else variables
             if _torch_update()(self, list(grads), known):
                 return
         super().apply(sum_over_ranks(self.mpistrat, list(grads), variables), variables)
+
+    def _apply_by_servers(self, gradients: list[Any], variables: list[Any] | None) -> None:
+        """Push the gradients, and take over the servers' weights."""
+        update, known = self.mpistrat.update, self._trainable_variables
+        if update is None:
+            raise not_in_fit("Optimizer.apply")
+        if variables is None:
+            variables = list(known)
+        self._check_variables_are_known(variables)
+        there = [
+            self._get_variable_index(v)
+            for v, gradient in zip(variables, gradients, strict=True)
+            if gradient is not None
+        ]
+        gradients = [gradient for gradient in gradients if gradient is not None]
+        new = _SERVED[keras.backend.backend()](functools.partial(update.step, there=there), gradients, known)
+        for variable, array in zip(known, new, strict=True):
+            variable.assign(array)
+        self.iterations.assign_add(1)
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Sum the gradients over all ranks, then return what Keras does. Collective."""
@@ -45,6 +67,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if link.left is not None:
             link.left.append(list(grads))
             return trainable_variables, optimizer_variables
+        if link.served:
+            expected, got = "Keras's own train_step, compiled", "another one"
+            remedy = "With JAX as Keras's backend, use ms.MultiWorkerMirroredStrategy() for a train_step of your own"
+            raise LayoutError(explain("fit", "train_step", expected=expected, got=got, remedy=remedy))
         grads = sum_over_ranks(link, list(grads), None)
         with link.after_sum():
             return super().stateless_apply(optimizer_variables, grads, trainable_variables)
@@ -66,6 +92,13 @@ def distribute_optimizer(link: Link, optimizer: Any) -> None:
         return
     optimizer.__class__ = subclass(type(optimizer), DistributedOptimizer)
     vars(optimizer).update(mpistrat=link, mpistrat_update=None)
+
+
+def not_in_fit(function: str) -> LayoutError:
+    """Return the error of a step that servers take no part in."""
+    expected, got = "a step of fit, which servers take part in", "another one"
+    remedy = "Call fit on every rank, or use ms.MultiWorkerMirroredStrategy()"
+    return LayoutError(explain(function, "", expected=expected, got=got, remedy=remedy))
 
 
 def sum_over_ranks(link: Link, gradients: Sequence[Any], variables: Sequence[Any] | None) -> list[Any]:
@@ -130,6 +163,19 @@ def _torch_update() -> Callable[[Any, list[Any], list[Any]], bool]:
     return disabled
 
 
+def _torch_push(step: Callable[..., list[np.ndarray]], gradients: list[Any], weights: list[Any]) -> list[Any]:
+    import torch
+
+    from ..torch.tensors import array_of, tensor_of
+
+    def push() -> list[Any]:
+        dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in gradients]
+        return [tensor_of(array) for array in step([array_of(tensor.detach().cpu()) for tensor in dense])]
+
+    disabled: Callable[[], list[Any]] = torch.compiler.disable(push)
+    return disabled()
+
+
 def _jax_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     import jax
     from jax.experimental.buffer_callback import buffer_callback
@@ -155,6 +201,17 @@ def _tensorflow_add(link: Link, tensors: list[Any], shapes: list[tuple[int, ...]
     return list(totals)
 
 
+def _tensorflow_push(step: Callable[..., list[np.ndarray]], gradients: list[Any], weights: list[Any]) -> list[Any]:
+    import tensorflow as tf
+
+    dense = [tf.convert_to_tensor(tensor) for tensor in gradients]
+    new = tf.numpy_function(lambda *arrays: step(arrays), dense, [weight.dtype for weight in weights], stateful=True)
+    for array, weight in zip(new, weights, strict=True):
+        array.set_shape(weight.shape)
+    return list(new)
+
+
+_SERVED = {"torch": _torch_push, "tensorflow": _tensorflow_push}
 _BACKENDS: dict[str, Callable[[Link, list[Any], list[tuple[int, ...]]], list[Any]]] = {
     "torch": _torch_add,
     "jax": _jax_add,

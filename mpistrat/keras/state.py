@@ -13,7 +13,7 @@ from keras.src.random import seed_generator
 
 from .link import Link
 
-__all__ = ["arrays_of", "describe", "is_seed", "statistics_of", "take_from_rank_0"]
+__all__ = ["arrays_of", "describe", "is_seed", "statistics_of", "take_from_root"]
 
 
 def arrays_of(variables: Sequence[Any]) -> list[np.ndarray]:
@@ -64,13 +64,13 @@ def _without_names(config: Any) -> Any:
     return config
 
 
-def take_from_rank_0(link: Link, model: Any) -> None:
-    """Give the variables of the model and its optimizers rank 0's numbers, and each rank seeds of its own. Collective."""
+def take_from_root(link: Link, model: Any) -> None:
+    """Give the variables of the model and its optimizers the root's numbers, and each rank seeds of its own. Collective."""
     variables = [variable for variable in _all(model) if variable.dtype != "string"]
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     common = seed_generator.global_seed_generator().state
     theirs = link.broadcast([*arrays, *arrays_of([common]), np.array([_state_of_torch()])])
-    if not link.rank:
+    if link.writes:
         return
     own_seeds = (
         int(seed) >> 1

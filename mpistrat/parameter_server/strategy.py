@@ -307,6 +307,14 @@ class ParameterServerStrategy(Strategy):
         if isinstance(self._access, WorkerAccess) and not self._extended.closed:
             self._access.end_pass()
 
+    def resume_pass(self) -> None:
+        """Begin a pass that `suspend_pass` ends, whatever datasets are read. For workers."""
+        self._worker("resume_pass").resume_pass()
+
+    def suspend_pass(self) -> None:
+        """Leave the pass though datasets may still be read: they go on in the next one. For workers."""
+        self._worker("suspend_pass").suspend_pass()
+
     def describe(self) -> list[tuple[str, str]]:
         """Return who serves whom, and how, as names and texts."""
         roles = f"workers {', '.join(map(str, self.workers))}; servers {', '.join(map(str, self.servers))}"

@@ -118,6 +118,7 @@ class WorkerAccess(Access):
         self._steps = self._passes = self._finished = self._open = 0
         self._left, self._left_at = False, 0  # for good; after which step it left a pass
         self._pushed = False  # whether the step that runs has pushed or written anything
+        self._suspended = 0  # datasets that are still read, of a pass that was signed off
         self._unsigned = 0  # passes that have ended, and are not signed off
         if self._limit is not None:
             self._publish()
@@ -177,6 +178,9 @@ class WorkerAccess(Access):
 
     def end_pass(self) -> None:
         """Sign off from the pass at every server when no dataset is read any more."""
+        if self._suspended and not self._open:  # a dataset whose pass was signed off
+            self._suspended -= 1
+            return
         self._open -= 1
         self._left_at = self._steps
         if self._open or self._left:
@@ -185,6 +189,18 @@ class WorkerAccess(Access):
             self._unsigned += 1
             return
         self._sign_off()
+
+    def suspend_pass(self) -> None:
+        """Sign off though datasets are still read; `resume_pass` takes these up again."""
+        self._suspended += self._open - 1
+        self._open = 1
+        self.end_pass()
+
+    def resume_pass(self) -> None:
+        """Begin a pass, with the datasets of the one that was suspended, if any."""
+        self.begin_pass()
+        self._open += self._suspended
+        self._suspended = 0
 
     def _sign_off_ended(self) -> None:
         """Sign off from passes that ended within a request, which another message would have disturbed."""
