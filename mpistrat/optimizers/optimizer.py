@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from .. import context
-from ..comm.arrays import as_array, to_host
+from ..comm.arrays import accumulation_dtype, as_array, to_host
 from ..distributed_values import DistributedValues
 from ..errors import ContextError, explain
-from ..variables.placement import ORDINAL_STEP, Store
+from ..variables.placement import ORDINAL_STEP, SlotsHere, Store
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.values import checksum
 from ..variables.variable import Variable
@@ -23,7 +23,7 @@ from .fused_step import FusedStep
 from .gradients import check_variables
 from .hyperparameters import AVERAGE, GRADIENT_SUM, OWN, Rate
 from .rule import Block, Rule, UpdateRun
-from .slots import SlotStore
+from .slots import SlotStore, waiting_slots
 
 __all__ = ["Definition", "Optimizer", "definition", "find", "known", "make_defined"]
 
@@ -364,6 +364,23 @@ class Optimizer(Rule):
         if self.slot_names:
             for variable in self._variables:
                 yield variable.name, self._slots.read(variable)
+
+    def slots_here(self, everywhere: bool, all_else: bool) -> Iterator[SlotsHere]:
+        """Yield this rank's part of the slots of each variable, each element on one rank; for files. Collective.
+
+        Args:
+            everywhere: whether all nodes give parts of what they have alike; else the first gives it.
+            all_else: whether this rank gives what all ranks have alike: what waits for the first update.
+        """
+        store = self._store()
+        if store is not None:
+            yield from store.slots_here(self, everywhere)
+            return
+        for name, slots in self._slots.pending.items():
+            yield from waiting_slots(name, slots, all_else)
+        for variable in self._variables if self.slot_names else ():
+            parts = self._slots.here(variable, everywhere)
+            yield variable.name, variable.shape, accumulation_dtype(variable.dtype), parts
 
     def all_iterations(self) -> int:
         """Return the number of calls that all ranks made, together where they step together. Collective."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
 
 import numpy as np
 
+from .._util.partition import block
 from ..comm.arrays import accumulation_dtype, array_module, as_array, on_device_of, to_host
 from ..cross_device.arena import BLOCK
 from ..errors import explain
 from ..variables.arena import Arena
+from ..variables.placement import SlotsHere
 from ..variables.values import move_like
 from ..variables.variable import Variable
 from .hyperparameters import AVERAGE, GRADIENT_SUM
 from .rule import Rule
 
-__all__ = ["ArenaSlots", "SlotStore", "owners"]
+__all__ = ["ArenaSlots", "SlotStore", "owners", "waiting_slots"]
+
+PAGE = 4096  # bytes of a file that two nodes do not share
 
 
 def owners(arena: Arena) -> list[int]:
@@ -106,6 +110,23 @@ class SlotStore:
                 result[name] = whole.reshape(variable.shape)
         return result
 
+    def here(self, variable: Variable, everywhere: bool) -> dict[str, list[tuple[int, Any]]]:
+        """Return this rank's part of a variable's slots: element numbers and flat arrays, each element on one rank.
+
+        Nodes have equal slots. With `everywhere` each gives a part, whole pages of what is written; else the first all.
+        """
+        arena, first = _arena_of(variable), variable.offset
+        group, size, low, high = arena.group, variable.size, 0, 0
+        if not everywhere:
+            high = size if group.topology.rank in owners(arena) else 0
+        elif group.node.rank < len(arena.bounds()):
+            domain = group.topology.node_index if group.environment.shared_memory else group.topology.rank
+            unit = PAGE // accumulation_dtype(arena.dtype).itemsize
+            low, high = (min(unit * border, size) for border in block(-(-size // unit), group.num_nodes, domain))
+        owned = arena.owned([(first + low, first + high)]) if low < high else []
+        parts = [(begin, self.of(arena).of_range(begin, end)) for begin, end in owned]
+        return {name: [(begin - first, slots[name]) for begin, slots in parts] for name in self.names}
+
     def write(self, variable: Variable, values: Mapping[str, Any]) -> None:
         """Overwrite this rank's part of a variable's slots.
 
@@ -137,6 +158,14 @@ class SlotStore:
             values = self.pending.pop(variable.name, None)
             if values is not None:
                 self.write(variable, values)
+
+
+def waiting_slots(name: str, slots: Mapping[str, Any], given: bool) -> Iterator[SlotsHere]:
+    """Yield the slots that wait for a variable's first update, which all ranks have whole: this rank gives them, or not."""
+    arrays = {slot: np.asarray(to_host(value)) for slot, value in slots.items()}
+    if arrays:
+        one = next(iter(arrays.values()))
+        yield name, one.shape, one.dtype, {slot: [(0, array)] if given else [] for slot, array in arrays.items()}
 
 
 def _arena_of(variable: Variable) -> Arena:

@@ -14,7 +14,7 @@ from ..comm.process_group import ProcessGroup
 from ..errors import MpistratError, explain
 from ..optimizers.optimizer import find, known
 from ..variables import Placement, Variable
-from ..variables.placement import ORDINAL_STEP, Description, Store, Target
+from ..variables.placement import ORDINAL_STEP, Description, SlotsHere, Store, Target
 from .connections import ParameterServers
 from .layout import PLACEMENTS, VariableSpec
 from .operations import ORDINALS, optimizer_key
@@ -180,14 +180,37 @@ class ServerStore(Store):
 
     def each_slots(self, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         """Yield the name and the slots of each variable that the optimizer has updated. Collective."""
+        for variable in self._with_slots(optimizer):
+            yield variable.name, self._read(optimizer, variable)
+
+    def _with_slots(self, optimizer: Optimizer) -> list[ParameterServerVariable]:
+        """Return the variables that the optimizer has updated, with all that workers had pushed. Collective."""
         variables = list(self._variables.values())
         self._settle()
         mine = [int(self._has_slots(optimizer, variable)) for variable in variables]
         with self.group.collective("optimizer.slots", optimizer.name, detail=len(variables)):
             having: list[int] = self.group.all_gather_int(mine).max(axis=0).tolist()
-        for variable, has in zip(variables, having, strict=True):
-            if has:
-                yield variable.name, self._read(optimizer, variable)
+        return [variable for variable, has in zip(variables, having, strict=True) if has]
+
+    def slots_here(self, optimizer: Optimizer, everywhere: bool) -> Iterator[SlotsHere]:
+        """Yield this rank's part of the slots of each variable: where it lies, or else on rank 0. Collective."""
+        for variable in self._with_slots(optimizer):
+            dtype = accumulation_dtype(variable.dtype)
+            if everywhere:
+                here, found = self._here(variable), self._slots_here(optimizer, variable)
+                slots = {name: found.get(name, np.zeros(variable.shape, dtype)) for name in optimizer.slot_names}
+            else:
+                here, slots = self.group.topology.rank == 0, self._read(optimizer, variable)
+            parts = {name: [(0, array)] if here else [] for name, array in slots.items()}
+            yield variable.name, variable.shape, dtype, parts
+
+    def keeps(self, variable: Any) -> bool:
+        """See `Store.keeps`."""
+        return isinstance(variable, ParameterServerVariable)
+
+    def value_here(self, variable: ParameterServerVariable) -> np.ndarray | None:
+        """See `Store.value_here`."""
+        return np.array(variable.numpy()) if self._here(variable) else None
 
     def read_slots(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
         """Return new arrays with a variable's slots on every rank. Collective."""

@@ -16,6 +16,7 @@ from ..data.feed.plan import Workers
 from ..errors import ContextError, explain
 from ..options import CommunicationOptions, RunOptions
 from ..strategy.assemble import PARAMETER_SERVER, assemble
+from ..strategy.checkpoint_writer import Saving
 from ..strategy.input import Division
 from ..strategy.preemption import StopAtPasses, StopRequest
 from ..strategy.strategy import Strategy
@@ -350,13 +351,33 @@ class ParameterServerStrategy(Strategy):
         self._settle("save", path, extra)
         super().save(path, extra)
 
-    def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def begin_save(
+        self,
+        path: str | os.PathLike[str],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        then: Callable[[], None] | None = None,
+    ) -> Saving:
+        """Begin to write what `save` writes, while the program goes on. Collective. See `Strategy.begin_save`.
+
+        Raises:
+            ContextError: in a coordinator's program.
+        """
+        if self._extended.coordination.leads:
+            expected, got = "a program that every rank runs", "a coordinator's"
+            raise ContextError(explain(f"{_NAME}.begin_save", "", expected=expected, got=got, remedy="Use save"))
+        self._settle("save", path, extra)
+        return super().begin_save(path, extra, then=then)
+
+    def restore(
+        self, path: str | os.PathLike[str], *, map: Mapping[str, str] | None = None, strict: bool = True
+    ) -> dict[str, Any]:
         """Read all variables, and all that optimizers keep. Collective. See `Strategy.restore`.
 
         What workers have pushed and written before is applied, and then overwritten.
         """
-        self._settle("restore", path)
-        return super().restore(path)
+        self._settle("restore", path, *([] if strict and not map else [map, strict]))
+        return super().restore(path, map=map, strict=strict)
 
     def _settle(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
         """Have everything applied, and all optimizers known on every rank. Collective."""

@@ -1,47 +1,43 @@
 """Checkpoints: all variables, what optimizers keep, and what the program adds, in one file for any layout and any strategy.
 
-Only rank 0 reads and writes the file (`checkpoint_file`). It reads and compares everything before a variable is written, so
-that a damaged file changes nothing.
+Here ranks agree on what each writes; `checkpoint_writer` writes it, in threads where the program goes on, and
+`checkpoint_restore` reads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 
 from .. import context
 from .._util import log
+from .._util.files import replacing
+from .._util.partition import block
 from ..comm.agree import as_told, same, together
-from ..comm.arrays import accumulation_dtype
+from ..comm.arrays import to_host
 from ..comm.process_group import ProcessGroup
 from ..errors import CollectiveMismatchError, by_rank, explain
 from ..variables import Placement
-from ..variables.values import parse_dtype
-from .checkpoint_file import CheckpointFile, DamagedError, DatasetSlice, Form, write_checkpoint
+from .checkpoint_file import ArrayForm, FileRange, complete_file, from_rank_0, key_of, ranges_of
+from .checkpoint_restore import Restoring
+from .checkpoint_writer import PAGE, Layout, Saving, Slice, check_space
 from .optimizer_states import OptimizerStates
 
 __all__ = ["Checkpoint"]
 
+_ALIGNMENT = 64  # bytes, of copies
 _SHOWN = 200  # characters of what a rank has given
 _mentioned: set[str] = set()  # variables in no file that the log has named
-
-Contents = dict[str, np.ndarray]  # path in the file → array
-
-
-class _FileRange(NamedTuple):
-    """The rows of a dataset that a variable is: all of its own dataset, or some of a ShardedVariable's."""
-
-    name: str
-    start: int
-    shape: tuple[int, ...]  # of the whole dataset
 
 
 @final
@@ -50,25 +46,121 @@ class Checkpoint:
 
     def __init__(self, group: ProcessGroup, placement: Placement, states: OptimizerStates) -> None:
         self._group, self._placement, self._states = group, placement, states
+        self._layout: Layout | None = None
+        self._memory = np.empty(0, np.uint8)  # of a file that is written while the program goes on
+        self._saving: Saving | None = None
+        group.attach(self)
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> None:
-        """Write all variables and what optimizers keep, one array at a time. Collective. See `Strategy.save`."""
-        group = self._group
+        """Write all variables and what optimizers keep. Collective. See `Strategy.save`."""
+        saving = self._prepare(path, extra, keeps=False)
+        saving.write()
+        saving.wait()
+
+    def begin(
+        self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None, then: Callable[[], None] | None
+    ) -> Saving:
+        """Copy this rank's part of it, and write that in a thread. Collective. See `Strategy.begin_save`."""
+        saving = self._saving = self._prepare(path, extra, keeps=True)
+        saving.then = then
+        saving.start()
+        return saving
+
+    def end(self) -> None:
+        """Wait for a file that is being written; an error is a warning. Collective."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            try:
+                saving.wait()
+            except OSError as error:
+                if self._group.topology.rank == 0:
+                    log.logger.warning("%s", error)
+
+    def restore(self, path: str | os.PathLike[str], names: Mapping[str, str], strict: bool) -> dict[str, Any]:
+        """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`."""
+        self.end()
+        self._warn_of_unsaved()
+        return Restoring(self._group, self._placement, self._states).restore(path, names, strict)
+
+    def close(self) -> None:
+        """Nothing: the strategy has called `end`, for as long as ranks could meet."""
+
+    def leave(self) -> Callable[[], None] | None:
+        """See `comm.process_group.Attachment`."""
+        return None if self._saving is None else self._saving.leave()
+
+    def _prepare(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None, keeps: bool) -> Saving:
+        """Agree on a file, and on who writes what of it. Collective.
+
+        Args:
+            path, extra: see `Strategy.save`.
+            keeps: whether what is written is as it is now, though the program goes on: it is copied.
+        """
+        self.end()
+        group, target = self._group, Path(path)
         text = _agree_extra(group, path, extra)
         self._warn_of_unsaved()
         optimizers = [kept.about() for kept in self._states.kept()]
-        slices = self._contents()
+        replacement = contextlib.ExitStack()
+        try:
+
+            def create() -> dict[str, Any]:
+                return {"beside": str(replacement.enter_context(replacing(target)))}
+
+            beside = Path(from_rank_0(group, "save", path, create)["beside"])
+            writers = self._writers(beside)
+            forms, slices = self._slices(writers)
+            layout = self._layout_of(forms, beside, path)
+            kept = self._copied(slices) if keeps else slices
+            with group.collective("save", "pieces"):
+                pieces = int(group.all_gather_int([layout.pieces(kept)]).max())  # all have copied, too
+        except BaseException as error:
+            with contextlib.suppress(BaseException):
+                replacement.__exit__(type(error), error, error.__traceback__)
+            raise
+        block = Saving.block_of(pieces)
+        complete = partial(complete_file, beside, optimizers=optimizers, extra=text)
+        return Saving(group, target, beside, layout, kept, writers, block, complete, replacement)
+
+    def _writers(self, beside: Path) -> list[int]:
+        """Return the ranks that reach the file: all, where the folder is on a file system of all nodes. Collective."""
+        with self._group.collective("save", "writers"):
+            reached = self._group.all_gather_int([os.access(beside, os.W_OK)])[:, 0]
+        return [rank for rank, reaches in enumerate(reached) if reaches]
+
+    def _layout_of(self, forms: list[ArrayForm], beside: Path, path: str | os.PathLike[str]) -> Layout:
+        """Return where arrays lie in the file. Collective."""
+        if self._layout is None or self._layout.forms != forms:
+            own: list[Layout] = []
+
+            def make() -> dict[str, Any]:
+                own.append(Layout.made(beside, forms))
+                return {"offsets": list(own[0].offsets.values()), "end": own[0].end}
+
+            found = from_rank_0(self._group, "save", path, make)
+            self._layout = own[0] if own else Layout(forms, found["offsets"], found["end"])
+        layout = self._layout
         with together(
-            partial(group.exchange, "save", detail=f"{os.fspath(path)}, when rank 0 has written it"), as_told
+            partial(self._group.exchange, "save", detail=f"{len(forms)} arrays, {layout.end} bytes"), as_told
         ):
-            try:
-                if group.topology.rank == 0:
-                    write_checkpoint(Path(path), slices, optimizers, text)
-            except (OSError, RuntimeError, ValueError) as error:  # what h5py raises
-                raise OSError(f"Strategy.save: {os.fspath(path)}: {type(error).__name__}: {error}") from None
-            finally:
-                for _ in slices:  # collecting is collective; only rank 0 keeps anything, and only until it cannot
-                    pass
+            if self._group.topology.rank == 0:
+                try:
+                    check_space(beside.parent, layout.end)
+                except OSError as error:
+                    raise OSError(f"Strategy.save: {os.fspath(path)}: {error}") from None
+        return layout
+
+    def _copied(self, slices: list[Slice]) -> list[Slice]:
+        """Return slices in memory of their own, which is used again for the next file."""
+        ends = list(itertools.accumulate(-(-part.array.nbytes // _ALIGNMENT) * _ALIGNMENT for part in slices))
+        if ends and self._memory.size < ends[-1]:
+            self._memory = np.empty(ends[-1], np.uint8)
+        copied = []
+        for part, low in zip(slices, [0, *ends], strict=False):
+            target = self._memory[low : low + part.array.nbytes].view(part.array.dtype)
+            np.copyto(target, part.array)
+            copied.append(part._replace(array=target))
+        return copied
 
     def _warn_of_unsaved(self) -> None:
         """Log the variables that no file has: those made outside of every scope."""
@@ -84,123 +176,59 @@ class Checkpoint:
             )
             log.once(logging.WARNING, f"{what}; {remedy}")
 
-    def _ranges(self) -> dict[str, _FileRange]:
-        """Return where each part of a ShardedVariable lies, by its name."""
-        return {
-            part.name: _FileRange(whole.name, start, whole.shape)
-            for whole in self._placement.sharded
-            for part, start in zip(whole.variables, whole.offsets, strict=True)
-        }
+    def _slices(self, writers: Sequence[int]) -> tuple[list[ArrayForm], list[Slice]]:
+        """Return the arrays of the file, and this rank's slices of them, each element on one rank. Collective.
 
-    def _contents(self) -> Iterator[DatasetSlice]:
-        """Yield what is saved, one variable or one of its slots at a time. Collective."""
-        ranges = self._ranges()
-        for variable in self._placement.variables:  # reading ON_READ variables is collective
-            name, start, shape = ranges.get(variable.name) or _FileRange(variable.name, 0, variable.shape)
-            yield DatasetSlice(f"variables/{_key(name)}", shape, start, variable.gathered())
-        for index, (start_value, each) in enumerate(self._slots()):
-            for part, slots in each:
-                for slot, value in slots.items():
-                    array = np.asarray(value)
-                    name, start, shape = ranges.get(part) or _FileRange(part, 0, array.shape)
-                    key = f"optimizers/{index}/slots/{_key(name)}/{_key(slot)}"
-                    yield DatasetSlice(key, shape, start, array, start_value)
+        Nodes have equal copies of most: then all writers write a part, with borders at pages of the file. What lies on some
+        rank only is written there; what no other writer reaches comes to rank 0.
+        """
+        rank = self._group.topology.rank
+        everywhere = len(writers) == self._group.topology.size
+        share = (writers.index(rank), len(writers)) if rank in writers else None
+        ranges, store = ranges_of(self._placement), self._placement.store
+        forms: dict[str, ArrayForm] = {}
+        slices: list[Slice] = []
 
-    def _slots(self) -> Iterator[tuple[float, Iterable[tuple[str, Mapping[str, Any]]]]]:
-        """Yield the start value and the slots of each optimizer, by variable; also of optimizers that are not made yet."""
-        for kept in self._states.kept():
-            yield kept.slot_start, kept.each_slots()
+        def add(where: FileRange, key: str, dtype: np.dtype, size: int, parts: Iterable[tuple[int, Any]]) -> int:
+            forms.setdefault(key, ArrayForm(key, where.shape, dtype))
+            row = math.prod(where.shape[1:])
+            first = where.start * row
+            slices.extend(Slice(key, first + start, _flat(array)) for start, array in parts)
+            return first + size
 
-    def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`."""
-        group, ranges = self._group, self._ranges()
-        self._warn_of_unsaved()
-        wanted: dict[str, Form] = {}
         for variable in self._placement.variables:
-            where = ranges.get(variable.name) or _FileRange(variable.name, 0, variable.shape)
-            wanted[where.name] = where.shape, variable.dtype.name
-        with contextlib.ExitStack() as stack:
-            file: CheckpointFile | None = None
-
-            def look() -> dict[str, Any]:
-                nonlocal file
-                file = stack.enter_context(CheckpointFile(Path(path)))
-                return {"optimizers": file.optimizers, "forms": file.forms(map(_key, wanted))}
-
-            found = _from_rank_0(group, path, look)
-            forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
-            numbers = self._numbers(found["optimizers"])
-            self._check(os.fspath(path), wanted, forms, dict(zip(numbers, found["optimizers"], strict=True)))
-            arrays: Contents = {}
-
-            def read() -> dict[str, Any]:
-                assert file is not None
-                arrays.update((key, file.read(key, form)) for key, form in forms.items())
-                return {"extra": file.extra()}
-
-            extra = _from_rank_0(group, path, read)["extra"]
-        for variable in self._placement.variables:
-            where = ranges.get(variable.name) or _FileRange(variable.name, 0, variable.shape)
-            key = f"variables/{_key(where.name)}"
-            variable.load(_shared(group, key, arrays.get(key), forms[key], where.start, variable.shape))
-        parts: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {
-            whole.name: [(v.name, start, v.shape) for v, start in zip(whole.variables, whole.offsets, strict=True)]
-            for whole in self._placement.sharded
-        }
-        for index, optimizer in enumerate(found["optimizers"]):
-            prefix = f"optimizers/{index}/slots/"
-            slots: dict[str, Contents] = {}
-            for key in sorted(key for key in forms if key.startswith(prefix)):
-                name, slot = map(_name, key.removeprefix(prefix).split("/"))
-                for part, start, shape in parts.get(name, [(name, 0, forms[key][0])]):
-                    slots.setdefault(part, {})[slot] = _shared(group, key, arrays.get(key), forms[key], start, shape)
-            state = {"iterations": optimizer["iterations"], "slots": slots}
-            self._states.restore(numbers[index], optimizer["name"], state, optimizer["made"])
-        self._states.give()
-        return dict(extra or {})
-
-    def _check(
-        self,
-        path: str,
-        wanted: Mapping[str, Form],
-        forms: Mapping[str, Form],
-        optimizers: Mapping[int, Mapping[str, Any]],
-    ) -> None:
-        """Raise ValueError, the same on every rank, unless the file has all that the program needs."""
-        problems = []
-        for name, (shape, dtype) in wanted.items():
-            form = forms.get(f"variables/{_key(name)}")
-            if form is None:
-                problems.append(f"variable {name!r} is not in it")
-            elif form != (shape, dtype):
-                problems.append(f"variable {name!r} is {form[1]} {form[0]} in it, here {dtype} {shape}")
-        for key, form in forms.items():
-            if key.startswith("optimizers/"):
-                name = _name(key.split("/")[3])
-                shape, dtype = wanted[name]
-                slot = shape, accumulation_dtype(parse_dtype(dtype)).name
-                if form != slot:
-                    problems.append(f"{key} is {form[1]} {form[0]} in it, not {slot[1]} {slot[0]} as slots of {name!r}")
-        for optimizer in self._states.registered:
-            number = self._states.number_of(optimizer)
-            saved = optimizers[number]["name"] if number in optimizers else None
-            if saved is None:
-                problems.append(f"optimizer {optimizer.name!r} is not in it")
-            elif saved != optimizer.name:
-                problems.append(f"optimizer {number} is {saved!r} in it, here {optimizer.name!r}")
-        if problems:
-            expected = "a file of this program's variables and optimizers"
-            raise ValueError(explain("Strategy.restore", path, expected=expected, got="; ".join(problems)))
-
-    def _numbers(self, optimizers: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the number by which this strategy knows each optimizer of a file."""
-        store = self._placement.store
-        if store is None:
-            return list(range(len(optimizers)))
-        made = [optimizer["made"] for optimizer in optimizers]
-        if None not in made:
-            return made
-        return store.numbers_of_names([optimizer["name"] for optimizer in optimizers])  # another strategy's file
+            where = ranges.get(variable.name) or FileRange(variable.name, 0, variable.shape)
+            parts: list[tuple[int, Any]] = []
+            if variable.arena is not None:
+                if share is not None:
+                    unit = max(1, PAGE // variable.dtype.itemsize)
+                    low, high = (unit * border for border in block(-(-variable.size // unit), share[1], share[0]))
+                    low, high = min(low, variable.size), min(high, variable.size)
+                    parts = [(low, variable.arena.values[variable.offset + low : variable.offset + high])]
+            elif store is not None and everywhere and store.keeps(variable):
+                value = store.value_here(variable)
+                parts = [] if value is None else [(0, value)]
+            else:
+                value = variable.gathered()  # of ON_READ variables it is collective
+                parts = [(0, value)] if rank == 0 else []
+            add(where, f"variables/{key_of(where.name)}", variable.dtype, variable.size, parts)
+        for index, kept in enumerate(self._states.kept()):
+            covered: dict[str, list[tuple[int, int]]] = {}
+            for part, shape, dtype, slots in kept.slots_here(everywhere, rank == 0):
+                where = ranges.get(part) or FileRange(part, 0, shape)
+                for slot, mine in slots.items():
+                    key = f"optimizers/{index}/slots/{key_of(where.name)}/{key_of(slot)}"
+                    size = math.prod(shape)
+                    end = add(where, key, dtype, size, mine)
+                    covered.setdefault(key, []).append((end - size, end))
+            if rank == 0:  # rows of shards that were never updated
+                for key, found in covered.items():
+                    form, low = forms[key], 0
+                    for begin, end in [*sorted(found), (form.size, form.size)]:
+                        if begin > low:
+                            slices.append(Slice(key, low, np.full(begin - low, kept.slot_start, form.dtype)))
+                        low = end
+        return list(forms.values()), [part for part in slices if part.array.size]
 
 
 def _agree_extra(group: ProcessGroup, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> str | None:
@@ -249,52 +277,6 @@ def _plain(value: Any, where: str) -> Any:
     raise TypeError(explain("Strategy.save", where, expected=expected, got=f"a {type(value).__name__}", remedy=remedy))
 
 
-def _from_rank_0(
-    group: ProcessGroup, path: str | os.PathLike[str], read: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """Return on every rank what `read` returned on rank 0. Collective.
-
-    Raises:
-        OSError: on every rank, when it could not be read.
-    """
-    exchange = partial(group.exchange, "restore", detail=os.fspath(path))
-    own: dict[str, Any] = {}
-    with together(exchange, as_told):
-        if group.topology.rank == 0:
-            try:
-                own = read()
-            except Exception as error:
-                raise OSError(f"Strategy.restore: {os.fspath(path)}: {_reason(error)}") from None
-    found: dict[str, Any] = json.loads(exchange(json.dumps(own))[0])
-    return found
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"no such file; the working directory is {os.getcwd()}"
-    return str(error) if isinstance(error, DamagedError) else f"{type(error).__name__}: {error}"
-
-
-def _shared(
-    group: ProcessGroup, key: str, array: np.ndarray | None, form: Form, start: int, shape: tuple[int, ...]
-) -> np.ndarray:
-    """Return on every rank the rows of rank 0's array from `start` that make up that shape. Collective."""
-    dtype = form[1]
-    with group.collective("restore", key, dtype, shape, start):
-        if array is None:
-            value = np.empty(shape, parse_dtype(dtype))
-        else:
-            rows = array[start : start + shape[0]] if shape else array
-            value = np.ascontiguousarray(rows).reshape(shape)
-        group.broadcast(value, root=0)
-    return value
-
-
-def _key(name: str) -> str:
-    """A name as one link of HDF5, which cuts at slashes and takes "." for the group itself."""
-    quoted = name.replace("%", "%25").replace("/", "%2F")
-    return quoted.replace(".", "%2E") if set(quoted) == {"."} else quoted
-
-
-def _name(key: str) -> str:
-    return key.replace("%2E", ".").replace("%2F", "/").replace("%25", "%")
+def _flat(array: Any) -> np.ndarray:
+    """A slice as the file has it."""
+    return np.ascontiguousarray(to_host(array)).reshape(-1)

@@ -1,12 +1,13 @@
 """The file format of checkpoints: layout, writing, and reading that verifies everything.
 
-    /                 attributes format="mpistrat checkpoint", version=1; digest, that of the dataset digests
-    /variables/NAME   one dataset each; the attribute dtype where HDF5 has no such type (bfloat16 as uint16)
+    /                 attributes format="mpistrat checkpoint", version=2; digest, that of the dataset digests
+    /variables/NAME   one dataset each, contiguous, from a page's start; the attribute dtype where HDF5 has no such
+                      type (bfloat16 as uint16)
     /optimizers/0     attributes name, iterations, and made, its number in the scope of the program or, with parameter
                       servers, in the program; slots/NAME/SLOT one dataset each
     /extra            what the program gave beside, in JSON
-    /digests          JSON: the digests of all rows of these datasets, in the slices in which they were written, and what
-                      the attributes of the optimizers are
+    /digests          JSON: the digests of all elements of these datasets, in the pieces in which they were written, and
+                      what the attributes of the optimizers are
 
 A ShardedVariable is one dataset too, and so are its slots: a program that restores it may have other shards, or none.
 """
@@ -16,7 +17,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, final
@@ -24,15 +28,33 @@ from typing import Any, NamedTuple, NoReturn, final
 import numpy as np
 
 from .._util import log
-from .._util.files import algorithm_of, digest_of_array, digest_of_bytes, replacing
+from .._util.files import algorithm_of, digest_of_array, digest_of_bytes
+from ..comm.agree import as_told, together
+from ..comm.process_group import ProcessGroup
 from ..data.shards.objects import Refused, check_storage, find, find_group
+from ..variables import Placement
 from ..variables.values import parse_dtype
 
-__all__ = ["CheckpointFile", "DamagedError", "DatasetSlice", "Form", "write_checkpoint"]
+__all__ = [
+    "ArrayForm",
+    "CheckpointFile",
+    "DamagedError",
+    "Digests",
+    "FileRange",
+    "Form",
+    "about_slice",
+    "complete_file",
+    "from_rank_0",
+    "key_of",
+    "name_of",
+    "ranges_of",
+    "stored",
+]
 
-FORMAT, VERSION = "mpistrat checkpoint", 1
+FORMAT, VERSION = "mpistrat checkpoint", 2
 
 Form = tuple[tuple[int, ...], str]  # shape and dtype
+Digests = dict[str, list[tuple[int, int, str]]]  # of each array's elements [start, stop), in order
 
 _LARGEST = 1 << 62  # above any number of steps
 _REMEDY = "Restore an older file, or another copy of it"
@@ -42,83 +64,108 @@ class DamagedError(Exception):
     """The file is not what was saved."""
 
 
-class DatasetSlice(NamedTuple):
-    """Rows of a dataset."""
+class ArrayForm(NamedTuple):
+    """An array of a file."""
 
     key: str
-    shape: tuple[int, ...]  # of the whole dataset
-    start: int
-    array: np.ndarray | None  # None on ranks that do not write
-    fill: float = 0  # what rows are that never come
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.size * self.dtype.itemsize
 
 
-def write_checkpoint(
-    path: Path, slices: Iterable[DatasetSlice], optimizers: Sequence[Mapping[str, Any]], extra: str | None
-) -> None:
-    """Write a checkpoint; `path` is whole, or as it was.
+def stored(dtype: np.dtype) -> np.dtype:
+    """Return the dtype that HDF5 has for one; bfloat16's bits are uint16."""
+    return np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype
+
+
+def complete_file(path: Path, digests: Digests, optimizers: Sequence[Mapping[str, Any]], extra: str | None) -> None:
+    """Make a file whose arrays are written a checkpoint: add all else.
 
     Raises:
         OSError, RuntimeError, ValueError: what h5py and the system raise.
     """
     import h5py
 
-    # The temporary file has `replacing`'s lock already.
-    with replacing(path) as beside, h5py.File(beside, "w", locking=False) as file:
-        file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
-        file.create_group("variables")
+    with h5py.File(path, "r+", locking=False) as file:
         for index, about in enumerate(optimizers):
-            file.create_group(f"optimizers/{index}").attrs.update(about)
-        datasets: dict[str, _Written] = {}
-        for part in slices:
-            array = np.asarray(part.array)
-            if part.key not in datasets:
-                datasets[part.key] = _Written(file, part, array.dtype)
-            datasets[part.key].add(part.start, array)
+            file.require_group(f"optimizers/{index}").attrs.update(about)
         if extra is not None:
             text = np.frombuffer(extra.encode(), np.uint8)
-            datasets["extra"] = _Written(file, DatasetSlice("extra", text.shape, 0, text), text.dtype)
-            datasets["extra"].add(0, text)
-        arrays = {key: written.digests() for key, written in datasets.items()}
-        table = json.dumps({"arrays": arrays, "optimizers": list(optimizers)}, sort_keys=True).encode()
+            file.create_dataset("extra", data=text)
+            form = ArrayForm("extra", text.shape, text.dtype)
+            digests = {**digests, "extra": [(0, text.size, digest_of_array(text, about_slice(form, 0)))]}
+        table = json.dumps({"arrays": digests, "optimizers": list(optimizers)}, sort_keys=True).encode()
         file.create_dataset("digests", data=np.frombuffer(table, np.uint8))
         file.attrs["digest"] = digest_of_bytes(table)
+        file.attrs["format"], file.attrs["version"] = FORMAT, VERSION
 
 
-@final
-class _Written:
-    """A dataset that is being written, and the digests of its slices."""
-
-    def __init__(self, file: Any, part: DatasetSlice, dtype: np.dtype) -> None:
-        self._key, self._shape, self._dtype = part.key, part.shape, dtype
-        self._as_bits = dtype.name == "bfloat16"
-        stored = np.dtype(np.uint16) if self._as_bits else dtype
-        self._fill = dtype.type(part.fill)
-        self._dataset = file.create_dataset(part.key, part.shape, stored, fillvalue=stored.type(part.fill))
-        if self._as_bits:
-            self._dataset.attrs["dtype"] = "bfloat16"
-        self._digests: list[tuple[int, int, str]] = []
-
-    def add(self, start: int, array: np.ndarray) -> None:
-        rows = slice(start, start + len(array)) if array.ndim else ()
-        self._dataset[rows] = array.view(np.uint16) if self._as_bits else array
-        self._note(start, array)
-
-    def _note(self, start: int, array: np.ndarray) -> None:
-        stop = start + (len(array) if array.ndim else 1)
-        self._digests.append((start, stop, digest_of_array(array, _about(self._key, self._shape, start))))
-
-    def digests(self) -> list[tuple[int, int, str]]:
-        """Start, stop and digest of the slices in order, and between them of those that never came."""
-        end = 0
-        for start, stop, _ in [*sorted(self._digests), (self._shape[0] if self._shape else 1, 0, "")]:
-            if start > end:
-                self._note(end, np.full((start - end, *self._shape[1:]), self._fill, self._dtype))
-            end = stop
-        return sorted(self._digests)
+def about_slice(form: ArrayForm, start: int) -> str:
+    """Return what the digest of a slice says about it, beside its elements."""
+    return f"{form.key} {tuple(map(int, form.shape))} {start}"
 
 
-def _about(key: str, shape: tuple[int, ...], start: int) -> str:
-    return f"{key} {tuple(map(int, shape))} {start}"
+class FileRange(NamedTuple):
+    """The rows of a dataset that a variable is: all of its own dataset, or some of a ShardedVariable's."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]  # of the whole dataset
+
+
+def ranges_of(placement: Placement) -> dict[str, FileRange]:
+    """Return where each part of a ShardedVariable lies, by its name."""
+    return {
+        part.name: FileRange(whole.name, start, whole.shape)
+        for whole in placement.sharded
+        for part, start in zip(whole.variables, whole.offsets, strict=True)
+    }
+
+
+def key_of(name: str) -> str:
+    """Return a name as one link of HDF5, which cuts at slashes and takes "." for the group itself."""
+    quoted = name.replace("%", "%25").replace("/", "%2F")
+    return quoted.replace(".", "%2E") if set(quoted) == {"."} else quoted
+
+
+def name_of(key: str) -> str:
+    """Return the name that `key_of` was given."""
+    return key.replace("%2E", ".").replace("%2F", "/").replace("%25", "%")
+
+
+def from_rank_0(
+    group: ProcessGroup, function: str, path: str | os.PathLike[str], call: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return on every rank what a call returned on rank 0. Collective.
+
+    Raises:
+        OSError: on every rank, when it failed.
+    """
+    exchange = partial(group.exchange, function, detail=os.fspath(path))
+    own: dict[str, Any] = {}
+    with together(exchange, as_told):
+        if group.topology.rank == 0:
+            try:
+                own = call()
+            except Exception as error:
+                raise OSError(f"Strategy.{function}: {os.fspath(path)}: {_reason(function, error)}") from None
+    found: dict[str, Any] = json.loads(exchange(json.dumps(own))[0])
+    return found
+
+
+def _reason(function: str, error: Exception) -> str:
+    if function == "restore" and isinstance(error, FileNotFoundError):
+        return f"no such file; the working directory is {os.getcwd()}"
+    return str(error) if isinstance(error, DamagedError) else f"{type(error).__name__}: {error}"
 
 
 @final
@@ -144,7 +191,7 @@ class CheckpointFile:
             attributes = self._file.attrs
             if attributes.get("format") != FORMAT or attributes.get("version") != VERSION:
                 raise DamagedError(f"expected a {FORMAT}, version {VERSION}, got another file")
-            self._digests: dict[str, list[tuple[int, int, str]]] | None = None
+            self._digests: Digests | None = None
             self.optimizers = self._optimizers()
             self._read_digests()
         except BaseException:
@@ -184,6 +231,11 @@ class CheckpointFile:
             for key in sorted(kept ^ forms.keys()):
                 _damaged(key, "was saved, but is not there" if key in kept else "is there, but was not saved")
         return forms
+
+    def names(self) -> list[str]:
+        """Return the links of all variables."""
+        with _named("variables"):
+            return list(find_group(self._file, "variables") or ())
 
     def read(self, key: str, form: Form) -> np.ndarray:
         """Return the values of a dataset, after a comparison with their digests."""
@@ -276,14 +328,14 @@ class CheckpointFile:
 
     def _compare(self, key: str, shape: tuple[int, ...], array: np.ndarray) -> None:
         assert self._digests is not None
-        end = 0
+        form, flat, end = ArrayForm(key, shape, array.dtype), array.reshape(-1), 0
         with _named(key):
             for start, stop, digest in self._digests[key]:
-                rows = array[start:stop] if array.ndim else array
-                if start != end or digest_of_array(rows, _about(key, shape, start), algorithm_of(digest)) != digest:
+                part = digest_of_array(flat[start:stop], about_slice(form, start), algorithm_of(digest))
+                if start != end or part != digest:
                     _damaged(key, "is not as it was saved")
                 end = stop
-            if end != (shape[0] if shape else 1):
+            if end != flat.size:
                 _damaged(key, "is not as it was saved")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from ..errors import explain
+from ..optimizers.slots import waiting_slots
+from ..variables.placement import SlotsHere
 
 if TYPE_CHECKING:
     from ..variables import Placement
@@ -43,10 +45,18 @@ class Kept:
         """What slots are where there are none."""
         return 0.0 if self.optimizer is None else float(self.optimizer.slot_start)
 
-    def each_slots(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Return the names of variables with their slots. Collective."""
-        slots: Mapping[str, Mapping[str, Any]] = self.state.get("slots", {})
-        return slots.items() if self.optimizer is None else self.optimizer.each_slots()
+    def slots_here(self, everywhere: bool, all_else: bool) -> Iterator[SlotsHere]:
+        """Yield for each variable this rank's part of its slots, each element on one rank. Collective.
+
+        Args:
+            everywhere: whether all ranks write: else those that every rank has are of the first node's.
+            all_else: whether this rank gives what all ranks have alike.
+        """
+        if self.optimizer is not None:
+            yield from self.optimizer.slots_here(everywhere, all_else)
+            return
+        for name, slots in self.state.get("slots", {}).items():
+            yield from waiting_slots(name, slots, all_else)
 
 
 @final
@@ -130,6 +140,13 @@ class OptimizerStates:
                 optimizer = self._find(number, self._restored[number])
                 if optimizer is not None:
                     optimizer.join(strategy)
+
+    def drop_waiting(self) -> list[str]:
+        """Forget what was restored for optimizers that the program has not made, and return their names."""
+        with self._lock:
+            names = [waiting.name for waiting in self._restored.values()]
+            self._restored.clear()
+            return names
 
     def _find(self, number: int, waiting: _Restored) -> Any:
         """The optimizer that will get a state for certain, if it was made."""

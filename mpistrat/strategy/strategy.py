@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -24,6 +23,7 @@ from .checkpoint import Checkpoint
 from .collectives import RankCollectives
 from .contexts import Scope, ValueContext
 from .extended import StrategyExtended
+from .files import Files
 from .input import Distributor, Division
 from .preemption import StopAgreement, StopRequest, StopTogether
 from .reductions import Axis
@@ -38,7 +38,7 @@ S = TypeVar("S", bound="Strategy")
 _NO_KWARGS: dict[str, Any] = {}
 
 
-class Strategy(RankCollectives):
+class Strategy(RankCollectives, Files):
     """How one training step runs on many replicas (TF: tf.distribute.Strategy). Make one of its subclasses.
 
     Creating and closing a strategy is collective over its communicator. Used in a `with` statement it is closed at the
@@ -350,57 +350,6 @@ class Strategy(RankCollectives):
         """How this rank takes part in reading."""
         return Division.together(self._extended.process_group)
 
-    # files
-
-    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
-        """Write all variables, all that optimizers keep, and what the program adds, to one HDF5 file. Collective.
-
-        The file is complete or not there: it is written beside, and renamed. Any layout and strategy can restore it. It has a
-        digest of every array, by which `restore` notices what was changed since. Variables that were made outside the scope
-        are not in it; the log says so.
-
-        Args:
-            path: the file; one that exists is replaced.
-            extra: what `restore` shall give back: a dict of numbers, text, None, and lists and dicts of them, the same on every
-                rank, like a counter of epochs and the `state()` of an iterator.
-
-        Raises:
-            OSError: on every rank, when it cannot be written.
-            TypeError: on every rank, when `extra` has something else in it.
-            CollectiveMismatchError: on every rank, when `extra` is not the same on all.
-
-        Example:
-            >>> import tempfile
-            >>> strategy = ms.OneDeviceStrategy()
-            >>> with strategy.scope():
-            ...     w = ms.Variable([1.0, 2.0], name="w")
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     strategy.save(f"{folder}/run.h5", extra={"epoch": 3})
-            ...     strategy.restore(f"{folder}/run.h5")
-            {'epoch': 3}
-            >>> strategy.close()
-        """
-        self._extended.require_cross("Strategy.save")
-        self._checkpoint.save(path, extra)
-
-    def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read all variables, and all that optimizers keep, from a file that `save` wrote. Collective.
-
-        Nothing is changed unless all of it can be read and is as it was saved.
-
-        Args:
-            path: the file.
-
-        Returns:
-            What `save` got as `extra`, on every rank; {} if it got nothing.
-
-        Raises:
-            ValueError: on every rank, when a variable is missing in it or has another shape or dtype.
-            OSError: on every rank, when it cannot be read, or is not as it was saved.
-        """
-        self._extended.require_cross("Strategy.restore")
-        return self._checkpoint.restore(path)
-
     # its life
 
     def describe(self) -> list[tuple[str, str]]:
@@ -413,6 +362,8 @@ class Strategy(RankCollectives):
         Afterwards the strategy and its variables raise ClosedError. A deep copy of it shares its communicators: closing
         the copy leaves them open, closing the original ends both.
         """
+        if not self._extended.closed:
+            self._checkpoint.end()
         self._extended.close()
         self._stop_request.close()
 

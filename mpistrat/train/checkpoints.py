@@ -12,6 +12,7 @@ from typing import Any, final
 
 from .._util.log import logger
 from ..errors import explain
+from ..strategy.checkpoint_writer import Saving
 
 __all__ = ["Checkpoints"]
 
@@ -22,8 +23,9 @@ _NAME = re.compile(r"step-(\d{10,})\.h5")
 class Checkpoints:
     """Files of `Strategy.save` in a folder, one for each step that was saved.
 
-    Each is complete or not there, and any strategy on any number of ranks restores it. With a `Trainer`, whose argument
-    it is, a run that is started again goes on where the newest one was saved; in a loop of your own call `step` and
+    Each is complete or not there, and any strategy on any number of ranks restores it. They are written while the program
+    goes on: a save takes as long as each rank needs to copy its part. With a `Trainer`, whose argument it is, a run that
+    is started again goes on where the newest one was saved; in a loop of your own call `step`, `wait` at the end, and
     `restore_latest`.
 
     Attributes:
@@ -38,6 +40,7 @@ class Checkpoints:
         keep: int = 3,
         every_steps: int | None = None,
         every_seconds: float | None = None,
+        asynchronous: bool = True,
     ) -> None:
         """Take a folder, which is made when the first file is written.
 
@@ -47,6 +50,8 @@ class Checkpoints:
             keep: how many of the newest files stay; 0 for all.
             every_steps: `step` saves at its multiples.
             every_seconds: `step` saves when so much time has passed since the last file, by rank 0's clock.
+            asynchronous: whether files are written while the program goes on, which takes memory for a copy of what is saved,
+                divided over the ranks; see `Strategy.begin_save`.
 
         Raises:
             ValueError: an argument is out of range.
@@ -59,6 +64,7 @@ class Checkpoints:
             ...     checkpoints = ms.train.Checkpoints(strategy, folder, every_steps=2)
             ...     for step in range(1, 6):
             ...         saved = checkpoints.step(step, {"epoch": 0})
+            ...     checkpoints.wait()
             ...     checkpoints.steps(), checkpoints.restore_latest()
             ([2, 4], {'epoch': 0, 'step': 4})
         """
@@ -69,6 +75,8 @@ class Checkpoints:
             raise ValueError(explain("Checkpoints", "every_seconds", expected="a number > 0", got=str(every_seconds)))
         self.folder = Path(folder)
         self._strategy, self._keep, self._every, self._seconds = strategy, keep, every_steps, every_seconds
+        self._asynchronous = asynchronous
+        self._saving: Saving | None = None
         self._begun: tuple[int, float] | None = None  # the step of the last file, and rank 0's time then
         self._next = 0  # the step at which the ranks look at the clock
 
@@ -81,6 +89,11 @@ class Checkpoints:
         """Return the steps of which there are files, as this rank sees the folder."""
         found = map(_NAME.fullmatch, os.listdir(self.folder)) if self.folder.is_dir() else ()
         return sorted(int(match[1]) for match in found if match)
+
+    def latest(self) -> Path | None:
+        """Return the newest file, as this rank sees the folder; None where there is none."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
 
     def path(self, step: int) -> Path:
         """Return the file of a step."""
@@ -96,7 +109,7 @@ class Checkpoints:
             notes: what `restore_latest` shall return, the same on all ranks; or a function that returns it.
 
         Returns:
-            The file, None where none was written.
+            The file, None where none is written.
         """
         if not self._due(step):
             return None
@@ -136,25 +149,41 @@ class Checkpoints:
     def save(self, step: int, notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> Path:
         """Save now, and remove what is older than the files to keep. Collective.
 
+        The file is there after `wait`, with `asynchronous=False` at once. One that could not be written is a warning at the
+        next call, unless `wait` has raised its error; the files before stay.
+
         Raises:
-            OSError: on every rank, when it cannot be written; the files before stay.
+            OSError: on every rank, when it cannot be written, as far as it is known now.
             TypeError: on every rank, when the notes hold something else than numbers, text, lists and dicts.
             CollectiveMismatchError: on every rank, when step or notes are not the same on all.
         """
-        path = self.path(step)
-        if self._strategy.rank == 0:
+        path, strategy = self.path(step), self._strategy
+        if strategy.rank == 0:
             with contextlib.suppress(OSError):  # which `Strategy.save` tells all ranks
                 self.folder.mkdir(parents=True, exist_ok=True)
-        told = notes() if callable(notes) else notes
-        self._strategy.save(path, extra={**(told or {}), "step": step})
+        extra = {**((notes() if callable(notes) else notes) or {}), "step": step}
+        if self._asynchronous:
+            self._saving = strategy.begin_save(path, extra, then=self._remove_old)
+        else:
+            strategy.save(path, extra)
+            if strategy.rank == 0:
+                self._remove_old()
         self._begun, self._next = (step, time.monotonic()), step + 1
-        if self._strategy.rank == 0 and self._keep:
-            self._remove_old()
         return path
+
+    def wait(self) -> None:
+        """Wait until the last file is complete. Collective.
+
+        Raises:
+            OSError: on every rank, when it could not be written; the files before stay.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
 
     def _remove_old(self) -> None:
         try:
-            for old in self.steps()[: -self._keep]:
+            for old in self.steps()[: -self._keep] if self._keep else ():
                 self.path(old).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("Checkpoints: files that are too old stay: %s", error)
@@ -162,7 +191,7 @@ class Checkpoints:
     def restore_latest(self) -> dict[str, Any] | None:
         """Restore the newest file that can be read. Collective.
 
-        A damaged one is passed over with a warning, and the one before taken.
+        It waits for one that is being written. A damaged one is passed over with a warning, and the one before taken.
 
         Returns:
             Its notes and "step", None where there is no file.
@@ -171,6 +200,7 @@ class Checkpoints:
             OSError: on every rank, when there are files, and none can be read.
             ValueError: on every rank, when the newest is of another program: names, shapes or dtypes differ.
         """
+        self.wait()
         steps = self._strategy.broadcast_object(self.steps())
         for step in reversed(steps):
             try:

@@ -151,6 +151,8 @@ class Trainer:
                     break
         finally:
             self._call("on_train_end")
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
         return self.history
 
     # checkpoints

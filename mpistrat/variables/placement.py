@@ -81,6 +81,18 @@ class Store(ABC):
         """Yield the name and the slots of each variable that an optimizer has updated. Collective."""
 
     @abstractmethod
+    def keeps(self, variable: Any) -> bool:
+        """Return whether it keeps a variable, not each replica a value of its own."""
+
+    @abstractmethod
+    def value_here(self, variable: Any) -> Any:
+        """Return a new array of a variable that lies on this rank; None on others."""
+
+    @abstractmethod
+    def slots_here(self, optimizer: Any, everywhere: bool) -> Iterator[SlotsHere]:
+        """Yield this rank's part of the slots of each variable. Collective. See `optimizer_states.Kept.slots_here`."""
+
+    @abstractmethod
     def read_slots(self, optimizer: Any, variable: Any) -> dict[str, Any]:
         """Return new arrays with a variable's slots, on every rank. Collective."""
 
@@ -91,6 +103,11 @@ class Store(ABC):
     @abstractmethod
     def iterations(self, optimizer: Any) -> int:
         """Return how many steps were taken with an optimizer, the largest number of any rank. Collective."""
+
+
+# A variable's name and shape, the dtype of its slots, and of each slot the elements that are here: the first one's number
+# and a flat array.
+SlotsHere = tuple[str, tuple[int, ...], np.dtype, dict[str, list[tuple[int, Any]]]]
 
 
 @final

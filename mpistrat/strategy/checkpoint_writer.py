@@ -1,0 +1,325 @@
+"""Writing a checkpoint by all ranks: each writes its slices of the arrays where the file has them, rank 0 completes the file.
+
+Rank 0 has HDF5 lay out the arrays, contiguous and from a page's start each, and tells where; then everybody writes with
+`pwrite`, flushes to the disk, and reports digests in a page of its own behind the arrays. Rank 0 waits for these reports, cuts
+them off, adds digests and what the program gave, and renames the file. No message is sent in between, so all of it may go
+on in threads while the ranks train: what one of them knows depends on no other rank's next collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from .._util.files import digest_of_array
+from ..comm.process_group import ProcessGroup
+from .checkpoint_file import ArrayForm, Digests, about_slice, stored
+
+__all__ = ["PAGE", "Layout", "Saving", "Slice", "check_space"]
+
+PAGE = 4096  # two hosts that write parts of one page of a file over NFS may lose bytes
+_PIECE = 16 << 20  # bytes of a digest
+_RECORD = 160  # bytes of a piece in a report, at most
+_HEAD = 21  # bytes of a report's length and checksum
+_PATIENCE = 600.0  # seconds without a report
+_LONGEST_PAUSE = 0.05
+
+
+class Slice(NamedTuple):
+    """Elements of an array that this rank writes."""
+
+    key: str
+    start: int
+    array: np.ndarray  # flat, contiguous
+
+
+@final
+class Layout:
+    """Where the arrays of a file lie. It stays the same while names, shapes and dtypes do.
+
+    Attributes:
+        forms: the arrays.
+        offsets: bytes from the file's start to each; None for those without elements.
+        end: the size of the file.
+    """
+
+    def __init__(
+        self,
+        forms: Sequence[ArrayForm],
+        offsets: Sequence[int | None],
+        end: int,
+        gaps: Sequence[tuple[int, bytes]] = (),
+    ) -> None:
+        """Take what `made` found. `gaps` is what the file has between the arrays; for rank 0."""
+        self.forms, self.end, self._gaps = list(forms), end, list(gaps)
+        self.offsets = dict(zip((form.key for form in forms), offsets, strict=True))
+
+    @classmethod
+    def made(cls, path: Path, forms: Sequence[ArrayForm]) -> Layout:
+        """Have HDF5 lay out arrays in a file, without writing them.
+
+        Raises:
+            OSError, RuntimeError, ValueError: what h5py and the system raise.
+        """
+        import h5py
+
+        pages = {"alignment_threshold": 1, "alignment_interval": PAGE}
+        offsets: list[int | None] = []
+        with h5py.File(path, "w", locking=False, **pages) as file:
+            file.create_group("variables")
+            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            properties.set_layout(h5py.h5d.CONTIGUOUS)
+            properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            for form in forms:
+                kind = h5py.h5t.py_create(stored(form.dtype), logical=True)
+                space = h5py.h5s.create_simple(form.shape) if form.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+                dataset = h5py.Dataset(h5py.h5d.create(file.id, None, kind, space, properties))
+                file[form.key] = dataset
+                if stored(form.dtype) != form.dtype:
+                    dataset.attrs["dtype"] = form.dtype.name
+                offsets.append(dataset.id.get_offset() if form.size else None)
+        end = -(-path.stat().st_size // PAGE) * PAGE
+        arrays = sorted((at, at + form.nbytes) for at, form in zip(offsets, forms, strict=True) if at is not None)
+        gaps, low = [], 0
+        with path.open("rb") as raw:
+            for begin, after in [*arrays, (end, end)]:
+                raw.seek(low)
+                gaps.append((low, raw.read(begin - low)))
+                low = after
+        return cls(forms, offsets, end, gaps)
+
+    def write_gaps(self, descriptor: int) -> None:
+        """Write what lies between the arrays into an empty file."""
+        for at, data in self._gaps:
+            _write(descriptor, memoryview(data), at)
+
+    def pieces(self, slices: Sequence[Slice]) -> int:
+        """Return into how many pieces slices are cut."""
+        return sum(-(-part.array.nbytes // _PIECE) for part in slices)
+
+
+@final
+class Saving:
+    """A file that is being written, as `Strategy.begin_save` returns it."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        path: Path,
+        beside: Path,
+        layout: Layout,
+        slices: Sequence[Slice],
+        writers: Sequence[int],
+        block: int,
+        complete: Callable[[Digests], None],
+        replacement: contextlib.ExitStack,
+    ) -> None:
+        """Take what all ranks have agreed on.
+
+        Args:
+            group: the ranks.
+            path: what the file will be called.
+            beside: what it is called until it is complete.
+            layout: where the arrays lie.
+            slices: this rank's part of them.
+            writers: the ranks that write.
+            block: bytes of a report.
+            complete: adds what else is in the file, given the digests; on rank 0.
+            replacement: gives the file its name when it is left; on rank 0.
+        """
+        self.path = path
+        self._group, self._beside, self._layout, self._slices = group, beside, layout, slices
+        self._writers, self._block, self._complete, self._replacement = list(writers), block, complete, replacement
+        self._rank = group.topology.rank
+        self._error: BaseException | None = None  # what this rank met
+        self._unreported = ""  # an error that rank 0 cannot know of
+        self._lost = ""  # ... as it was told later
+        self._thread: threading.Thread | None = None
+        self._outcome: str | None = None
+        self.then: Callable[[], None] | None = None
+
+    @staticmethod
+    def block_of(pieces: int) -> int:
+        """Return how many bytes a report of so many pieces needs, whole pages."""
+        return -(-(_HEAD + _RECORD * (pieces + 2)) // PAGE) * PAGE
+
+    def start(self) -> None:
+        """Write in a thread."""
+        self._thread = threading.Thread(target=self._run, name="mpistrat checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.write()
+        if not self._rank:
+            self._finish()
+
+    def write(self) -> None:
+        """Write this rank's slices and its report. Errors are kept."""
+        try:
+            if self._rank in self._writers:
+                self._write_slices()
+        except Exception as error:
+            self._error = error
+            try:
+                self._report(json.dumps(f"{type(error).__name__}: {error}"[: 2 * _RECORD // 3]))
+            except Exception:
+                self._unreported = f"{type(error).__name__}: {error}"
+        self._slices = ()
+
+    def _write_slices(self) -> None:
+        layout, records = self._layout, []
+        index_of = {form.key: index for index, form in enumerate(layout.forms)}
+        descriptor = os.open(self._beside, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            if not self._rank:
+                layout.write_gaps(descriptor)
+            for part in self._slices:
+                offset = layout.offsets[part.key]
+                if offset is None:
+                    continue
+                form, step = layout.forms[index_of[part.key]], max(1, _PIECE // part.array.itemsize)
+                for low in range(0, part.array.size, step):
+                    piece, start = part.array[low : low + step], part.start + low
+                    _write(descriptor, piece.view(np.uint8).data, offset + start * piece.itemsize)
+                    digest = digest_of_array(piece, about_slice(form, start))
+                    records.append((index_of[part.key], start, start + piece.size, digest))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._report(json.dumps(records))
+
+    def _report(self, text: str) -> None:
+        data = text.encode()
+        head = f"{len(data):012}{zlib.crc32(data):08x}\n".encode()
+        descriptor = os.open(self._beside, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            _write(descriptor, memoryview(head + data), self._layout.end + self._rank * self._block)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    # rank 0
+
+    def _finish(self) -> None:
+        """Complete the file when all have written, and give it its name; or remove it. Errors are kept."""
+        try:
+            with self._replacement:
+                if self._error is not None:
+                    raise self._error
+                records = self._reports()
+                os.truncate(self._beside, self._layout.end)
+                self._complete(self._digests(records))
+            if self.then is not None:
+                self.then()
+        except Exception as error:
+            self._error = error
+
+    def _reports(self) -> list[Any]:
+        """Return the pieces of all ranks, as soon as they are there.
+
+        Raises:
+            OSError: a rank could not write, or does not.
+        """
+        missing, records, pause, last = set(self._writers), [], 0.001, time.monotonic()
+        while missing:
+            descriptor = os.open(self._beside, os.O_RDONLY | os.O_CLOEXEC)  # anew: NFS looks at the server then
+            try:
+                found = {rank: self._read_report(descriptor, rank) for rank in missing}
+            finally:
+                os.close(descriptor)
+            for rank, report in found.items():
+                if isinstance(report, str):
+                    raise OSError(f"rank {rank}: {report}")
+                if report is not None:
+                    records += report
+                    missing.remove(rank)
+                    pause, last = 0.001, time.monotonic()
+            if self._lost:
+                raise OSError(self._lost)
+            if missing and time.monotonic() - last > _PATIENCE:
+                raise OSError(f"rank {min(missing)} has not written its part in {_PATIENCE:.0f} s")
+            if missing:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        return records
+
+    def _read_report(self, descriptor: int, rank: int) -> Any:
+        data = os.pread(descriptor, self._block, self._layout.end + rank * self._block)
+        head, body = data[:_HEAD], data[_HEAD:]
+        if len(head) < _HEAD or head[-1:] != b"\n":
+            return None
+        body = body[: int(head[:12])]
+        return json.loads(body) if f"{zlib.crc32(body):08x}".encode() == head[12:20] else None
+
+    def _digests(self, records: Sequence[Any]) -> Digests:
+        digests: Digests = {form.key: [] for form in self._layout.forms}
+        for index, start, stop, digest in sorted(records):
+            digests[self._layout.forms[index].key].append((start, stop, digest))
+        for form in self._layout.forms:
+            ends = [0, *(stop for _, stop, _ in digests[form.key])]
+            if [start for start, _, _ in digests[form.key]] != ends[:-1] or ends[-1] != form.size:
+                raise RuntimeError(f"{form.key} was not written once by the ranks: {digests[form.key]}")
+        return digests
+
+    # all ranks
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank still writes. Local."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the file is complete. Collective; again, it does nothing.
+
+        Raises:
+            OSError: on every rank, when it could not be written. What had that name before is there still.
+        """
+        if self._outcome is None:
+            self._outcome = self._agree()
+        if self._outcome:
+            raise OSError(f"Strategy.save: {os.fspath(self.path)}: {self._outcome}")
+
+    def _agree(self) -> str:
+        exchange = partial(self._group.exchange, "save", detail=f"{os.fspath(self.path)}, when it is written")
+        if self._thread is not None and self._rank:
+            self._thread.join()
+        texts = exchange(self._unreported)
+        self._lost = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        if not self._rank:
+            if self._thread is None:
+                self._finish()
+            else:
+                self._thread.join()
+        error = self._error if not self._rank else None
+        words = "" if error is None else str(error) if type(error) is OSError else f"{type(error).__name__}: {error}"
+        return exchange(words)[0]
+
+    def leave(self) -> Callable[[], None] | None:
+        """At the end of a program that has not waited: return what does, for this rank's part."""
+        return None if self._thread is None or self._outcome is not None else self._thread.join
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise OSError if a file system has less space than that."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise OSError(errno.ENOSPC, f"No space left on device: {nbytes:,} bytes needed, {free:,} free")
+
+
+def _write(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, at)
+        data, at = data[count:], at + count

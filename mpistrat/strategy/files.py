@@ -1,0 +1,116 @@
+"""What a strategy saves and restores: the calls, see `checkpoint` for what they do."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint import Checkpoint
+from .checkpoint_writer import Saving
+
+if TYPE_CHECKING:
+    from .extended import StrategyExtended
+
+__all__ = ["Files"]
+
+
+class Files(ABC):
+    """The calls of a strategy that write its variables and optimizers to files, and read them."""
+
+    _extended: StrategyExtended
+    _checkpoint: Checkpoint
+
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+        """Write all variables, all that optimizers keep, and what the program adds, to one HDF5 file. Collective.
+
+        The file is complete or not there: it is written beside, and renamed. Any layout and strategy can restore it. It has a
+        digest of every array, by which `restore` notices what was changed since. Variables that were made outside the scope
+        are not in it; the log says so.
+
+        Args:
+            path: the file; one that exists is replaced.
+            extra: what `restore` shall give back: a dict of numbers, text, None, and lists and dicts of them, the same on every
+                rank, like a counter of epochs and the `state()` of an iterator.
+
+        Raises:
+            OSError: on every rank, when it cannot be written.
+            TypeError: on every rank, when `extra` has something else in it.
+            CollectiveMismatchError: on every rank, when `extra` is not the same on all.
+
+        Example:
+            >>> import tempfile
+            >>> strategy = ms.OneDeviceStrategy()
+            >>> with strategy.scope():
+            ...     w = ms.Variable([1.0, 2.0], name="w")
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     strategy.save(f"{folder}/run.h5", extra={"epoch": 3})
+            ...     strategy.restore(f"{folder}/run.h5")
+            {'epoch': 3}
+            >>> strategy.close()
+        """
+        self._extended.require_cross("Strategy.save")
+        self._checkpoint.save(path, extra)
+
+    def begin_save(
+        self,
+        path: str | os.PathLike[str],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        then: Callable[[], None] | None = None,
+    ) -> Saving:
+        """Begin to write what `save` writes, as it is now, while the program goes on. Collective.
+
+        Each rank copies its part of the variables and of what optimizers keep, into memory that is used again, and writes it in
+        a thread. One file at a time: this call, `save`, and `close` wait for the one before, and then an error that nobody
+        has asked for with `wait` is a warning.
+
+        Args:
+            path, extra: as for `save`.
+            then: called on rank 0, in its thread, when the file is complete.
+
+        Returns:
+            What tells whether this rank has written its part (`running`), and waits for all (`wait`, collective).
+
+        Raises:
+            As `save`, for what is known before the writing; `wait` for the rest.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
+            ...     with strategy.scope():
+            ...         w = ms.Variable([1.0, 2.0], name="w")
+            ...     saving = strategy.begin_save(f"{folder}/run.h5", extra={"epoch": 3})
+            ...     _ = w.assign([0.0, 0.0])
+            ...     saving.wait()
+            ...     strategy.restore(f"{folder}/run.h5"), w.numpy().tolist()
+            ({'epoch': 3}, [1.0, 2.0])
+        """
+        self._extended.require_cross("Strategy.begin_save")
+        return self._checkpoint.begin(path, extra, then)
+
+    def restore(
+        self, path: str | os.PathLike[str], *, map: Mapping[str, str] | None = None, strict: bool = True
+    ) -> dict[str, Any]:
+        """Read all variables, and all that optimizers keep, from a file that `save` wrote. Collective.
+
+        Nothing is changed unless all of it can be read and is as it was saved.
+
+        Args:
+            path: the file.
+            map: the names in the file of variables that are called otherwise here: {"name here": "name there"}.
+            strict: False to take what fits, as for another head on a trained model: variables that are not in the file, or have
+                another shape or dtype there, stay as they are, and so do optimizers that are not in it, or are not made
+                yet. The log says what stays, and what of the file is not used.
+
+        Returns:
+            What `save` got as `extra`, on every rank; {} if it got nothing.
+
+        Raises:
+            ValueError: on every rank, when a variable is missing in it or has another shape or dtype; a name in `map` that
+                no variable has.
+            OSError: on every rank, when it cannot be read, or is not as it was saved.
+        """
+        self._extended.require_cross("Strategy.restore")
+        return self._checkpoint.restore(path, map or {}, strict)
