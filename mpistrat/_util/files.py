@@ -29,6 +29,7 @@ __all__ = [
     "digest_of_ends",
     "digest_of_file",
     "flush_folder",
+    "remove_dead",
     "replacing",
 ]
 
@@ -51,7 +52,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the file cannot be made, flushed or renamed.
     """
-    _remove_dead(path)
+    remove_dead(path.parent, re.escape(path.name))
     beside, descriptor = _create(path)
     try:
         yield beside
@@ -85,12 +86,17 @@ def _create(path: Path) -> tuple[Path, int]:
     raise OSError(errno.EAGAIN, "other processes remove what is written beside it", str(path))
 
 
-def _remove_dead(path: Path) -> None:
-    """Remove what killed processes of this user have left beside a file, if the file system has locks."""
-    of_this = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.part")
-    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+def remove_dead(folder: Path, names: str) -> None:
+    """Remove what killed processes of this user have left beside files, if the file system has locks.
+
+    Args:
+        folder: where.
+        names: a regular expression of the files' names.
+    """
+    of_these = re.compile(rf"\.{names}\.[0-9a-f]+\.part")
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if of_this.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            if of_these.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError):
                     _remove_if_dead(entry.path)
 

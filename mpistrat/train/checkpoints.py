@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from .._util.files import remove_dead
 from .._util.log import logger
 from ..errors import explain
 from ..strategy.checkpoint_writer import Saving
 
 __all__ = ["Checkpoints"]
 
-_NAME = re.compile(r"step-(\d{10,})\.h5")
+_NAMES = r"step-(\d{10,})\.h5"
 
 
 @final
@@ -87,7 +88,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of which there are files, as this rank sees the folder."""
-        found = map(_NAME.fullmatch, os.listdir(self.folder)) if self.folder.is_dir() else ()
+        found = (re.fullmatch(_NAMES, name) for name in os.listdir(self.folder)) if self.folder.is_dir() else ()
         return sorted(int(match[1]) for match in found if match)
 
     def latest(self) -> Path | None:
@@ -161,6 +162,8 @@ class Checkpoints:
         if strategy.rank == 0:
             with contextlib.suppress(OSError):  # which `Strategy.save` tells all ranks
                 self.folder.mkdir(parents=True, exist_ok=True)
+                if self._begun is None:
+                    remove_dead(self.folder, _NAMES)
         extra = {**((notes() if callable(notes) else notes) or {}), "step": step}
         if self._asynchronous:
             self._saving = strategy.begin_save(path, extra, then=self._remove_old)

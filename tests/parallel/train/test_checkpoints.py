@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -172,7 +173,7 @@ def test_a_damaged_file_is_passed_over(mpi_tmp_path, caplog):
         for step in (1, 2, 3):
             w.assign(float(step))
             checkpoints.save(step, {"note": step})
-        strategy.barrier()  # rank 0 removes what is too old
+        checkpoints.wait()
         assert checkpoints.steps() == [2, 3]
         strategy.barrier()
         if not strategy.rank:
@@ -192,21 +193,91 @@ def test_a_damaged_file_is_passed_over(mpi_tmp_path, caplog):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_folder_that_cannot_be_written_does_not_end_training(mpi_tmp_path, caplog):
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_file_that_cannot_be_written_does_not_end_training(mpi_tmp_path, caplog, asynchronous):
     with ms.MultiWorkerMirroredStrategy() as strategy:
         with strategy.scope():
             ms.Variable(0.0, name="w")
-        checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path / "run", every_steps=1)
+        checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path / "run", every_steps=1, asynchronous=asynchronous)
         first = checkpoints.step(1)
-        strategy.barrier()
+        checkpoints.wait()
         if not strategy.rank:
             checkpoints.path(2).mkdir()  # a folder where the file would be
         strategy.barrier()
         with caplog.at_level(logging.WARNING):
-            assert checkpoints.step(2) is None
-        assert ("step 2 is not saved" in caplog.text) == (not strategy.rank)
+            assert (checkpoints.step(2) is None) != asynchronous
+            assert checkpoints.step(3) is not None
+        told = [text for text in caplog.messages if "step-0000000002.h5: IsADirectoryError" in text]
+        assert len(told) == (not strategy.rank)
         assert first.exists()
-        assert checkpoints.step(3) is not None
+        if asynchronous:
+            checkpoints.wait()
+        strategy.barrier()
+        if not strategy.rank:
+            checkpoints.path(4).mkdir()
+        strategy.barrier()
+        if asynchronous:
+            checkpoints.step(4)
+            with pytest.raises(OSError, match="step-0000000004"):
+                checkpoints.wait()
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_what_is_saved_is_of_the_moment_of_the_call(mpi_tmp_path):
+    """Training goes on beside, in memory that all ranks of a node share."""
+    size = 1 << 18
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            w = ms.Variable(np.zeros(size), name="w")
+            optimizer = ms.optimizers.SGD(1.0, momentum=0.5)
+        checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path, keep=0)
+
+        def step():
+            w.grad[...] = 1.0 / strategy.num_replicas_in_sync
+            optimizer.apply_gradients([(w.grad, w)])
+
+        expected = {}
+        for number in range(1, 7):
+            strategy.run(step)
+            expected[number] = float(w.numpy()[0]), float(optimizer.slots(w)["momentum"][-1])
+            checkpoints.save(number)
+        checkpoints.wait()
+        for number, (value, slot) in expected.items():
+            strategy.restore(checkpoints.path(number))
+            assert np.array_equal(w.numpy(), np.full(size, value))
+            assert np.array_equal(optimizer.slots(w)["momentum"], np.full(size, slot))
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_error_of_one_rank_is_told_on_all(mpi_tmp_path, monkeypatch):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            w = ms.Variable(np.arange(1 << 14, dtype=float), name="w")
+        path = mpi_tmp_path / "x.h5"
+        strategy.save(path, {"old": 1})
+        last, pwrite, calls = strategy.size - 1, os.pwrite, []
+
+        def full(descriptor, data, at):
+            calls.append(at)
+            if strategy.rank == last and len(calls) <= broken:
+                raise OSError(28, "No space left on device")
+            return pwrite(descriptor, data, at)
+
+        monkeypatch.setattr(os, "pwrite", full)
+        for broken in (1, 2):  # its part; its report, too
+            calls.clear()
+            with pytest.raises(OSError, match=f"rank {last}: OSError: .*No space left"):
+                strategy.save(path)
+            calls.clear()
+            with pytest.raises(OSError, match=f"rank {last}: OSError: .*No space left"):
+                strategy.begin_save(path).wait()
+        monkeypatch.undo()
+        assert strategy.restore(path) == {"old": 1}
+        strategy.barrier()
+        assert sorted(entry.name for entry in mpi_tmp_path.iterdir()) == ["x.h5"]
+        w.assign(np.zeros(1 << 14))
+        strategy.save(path)
+        assert strategy.restore(path) == {}
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -229,6 +300,7 @@ def test_files_are_as_far_apart_as_was_asked(mpi_tmp_path, monkeypatch):
         for step in range(1, 401):
             now += 0.1 if step < 200 else 0.5 + 0.1 * strategy.rank  # rank 0's clock counts
             checkpoints.step(step)
+        checkpoints.wait()
         steps = checkpoints.steps()
         times = [0.1 * min(step, 199) + 0.5 * max(step - 199, 0) for step in [1, *steps]]
         assert all(9 <= gap <= 16 for gap in np.diff(times)), np.diff(times)
