@@ -379,6 +379,11 @@ class ParameterServerStrategy(Strategy):
         self._settle("restore", path, *([] if strict and not map else [map, strict]))
         return super().restore(path, map=map, strict=strict)
 
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the variables alone. Collective. See `Strategy.export`."""
+        self._settle("export", path)
+        super().export(path)
+
     def _settle(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
         """Have everything applied, and all optimizers known on every rank. Collective."""
         self._extended.require_cross(f"Strategy.{function}")

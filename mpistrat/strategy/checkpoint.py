@@ -32,6 +32,7 @@ from .checkpoint_file import ArrayForm, FileRange, complete_file, from_rank_0, k
 from .checkpoint_restore import Restoring
 from .checkpoint_writer import PAGE, Layout, Saving, Slice, check_space
 from .optimizer_states import OptimizerStates
+from .safetensors_file import write_safetensors
 
 __all__ = ["Checkpoint"]
 
@@ -65,6 +66,24 @@ class Checkpoint:
         saving.then = then
         saving.start()
         return saving
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the variables alone, as safetensors. Collective. See `Strategy.export`."""
+        ranges, rank = ranges_of(self._placement), self._group.topology.rank
+        whole: dict[str, np.ndarray] = {}
+        for variable in self._placement.variables:
+            value, where = variable.gathered(), ranges.get(variable.name)
+            if rank == 0 and where is None:
+                whole[variable.name] = np.asarray(value)
+            elif rank == 0 and where is not None:
+                array = whole.setdefault(where.name, np.empty(where.shape, variable.dtype))
+                array[where.start : where.start + variable.shape[0]] = value
+
+        def write() -> dict[str, Any]:
+            write_safetensors(Path(path), whole)
+            return {}
+
+        from_rank_0(self._group, "export", path, write)
 
     def end(self) -> None:
         """Wait for a file that is being written; an error is a warning. Collective."""

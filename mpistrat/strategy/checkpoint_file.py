@@ -174,11 +174,14 @@ class CheckpointFile:
 
     Attributes:
         optimizers: name, iterations and made (or None) of each.
+        weights_only: whether a file of this kind has no optimizers.
 
     Raises:
         DamagedError: for what is no checkpoint, or not as it was saved.
         OSError: the file is not there or cannot be read.
     """
+
+    weights_only = False
 
     def __init__(self, path: Path) -> None:
         import h5py

@@ -18,6 +18,7 @@ from ..variables import Placement
 from ..variables.values import parse_dtype
 from .checkpoint_file import CheckpointFile, FileRange, Form, from_rank_0, key_of, name_of, ranges_of
 from .optimizer_states import OptimizerStates
+from .safetensors_file import SUFFIX, SafetensorsFile
 
 __all__ = ["Restoring"]
 
@@ -40,20 +41,23 @@ class Restoring:
             wanted[where.name] = where.shape, variable.dtype.name
         there = _names_there(wanted, names)
         with contextlib.ExitStack() as stack:
-            file: CheckpointFile | None = None
+            file: CheckpointFile | SafetensorsFile | None = None
 
             def look() -> dict[str, Any]:
                 nonlocal file
-                file = stack.enter_context(CheckpointFile(Path(path)))
+                weights = Path(path).suffix == SUFFIX
+                opened = SafetensorsFile(Path(path)) if weights else CheckpointFile(Path(path))
+                file = stack.enter_context(opened)
                 forms = file.forms(map(key_of, there.values()))
-                return {"optimizers": file.optimizers, "forms": forms, "names": file.names()}
+                about = {"optimizers": file.optimizers, "weights_only": file.weights_only}
+                return {**about, "forms": forms, "names": file.names()}
 
             found = from_rank_0(group, "restore", path, look)
             forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
             optimizers = found["optimizers"]
             numbers = self._numbers(optimizers)
             left = _Misfits(wanted, there, forms)
-            strangers = self._strangers(dict(zip(numbers, optimizers, strict=True)))
+            strangers = {} if found["weights_only"] else self._strangers(dict(zip(numbers, optimizers, strict=True)))
             if strict and (left.problems or strangers):
                 problems = "; ".join([*left.problems.values(), *strangers.values()])
                 expected = "a file of this program's variables and optimizers"

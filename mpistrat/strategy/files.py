@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from abc import ABC
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import explain
 from .checkpoint import Checkpoint
 from .checkpoint_writer import Saving
+from .safetensors_file import SUFFIX
 
 if TYPE_CHECKING:
     from .extended import StrategyExtended
@@ -90,6 +93,25 @@ class Files(ABC):
         self._extended.require_cross("Strategy.begin_save")
         return self._checkpoint.begin(path, extra, then)
 
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the variables alone, whole and by name, as safetensors, for other programs. Collective.
+
+        Needs `pip install 'mpistrat[safetensors]'`. `restore` reads such files, too, ours and others'.
+
+        Args:
+            path: the file; one that exists is replaced. Its name ends in ".safetensors".
+
+        Raises:
+            ValueError: another suffix.
+            OSError: on every rank, when it cannot be written.
+        """
+        self._extended.require_cross("Strategy.export")
+        if Path(path).suffix != SUFFIX:
+            remedy = "save writes HDF5, with optimizers"
+            expected, got = f'a name that ends in "{SUFFIX}"', os.fspath(path)
+            raise ValueError(explain("Strategy.export", "path", expected=expected, got=got, remedy=remedy))
+        self._checkpoint.export(path)
+
     def restore(
         self, path: str | os.PathLike[str], *, map: Mapping[str, str] | None = None, strict: bool = True
     ) -> dict[str, Any]:
@@ -98,7 +120,7 @@ class Files(ABC):
         Nothing is changed unless all of it can be read and is as it was saved.
 
         Args:
-            path: the file.
+            path: the file; one of safetensors, by its suffix, has variables only, and optimizers stay as they are.
             map: the names in the file of variables that are called otherwise here: {"name here": "name there"}.
             strict: False to take what fits, as for another head on a trained model: variables that are not in the file, or have
                 another shape or dtype there, stay as they are, and so do optimizers that are not in it, or are not made

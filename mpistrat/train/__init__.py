@@ -17,7 +17,7 @@ from .callbacks import (
     TensorBoard,
     TerminateOnNaN,
 )
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, checkpoints_iterator
 from .metric import Mean, MeanOf, Metric, Sum, results
 from .metrics import (
     AUC,
@@ -48,6 +48,7 @@ __all__ = [
     "CategoricalAccuracy",
     "CategoricalCrossentropy",
     "Checkpoints",
+    "checkpoints_iterator",
     "EarlyStopping",
     "JSONLogger",
     "LearningRateScheduler",

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -15,8 +15,9 @@ from .._util.log import logger
 from ..errors import explain
 from ..strategy.checkpoint_writer import Saving
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "checkpoints_iterator"]
 
+_POLL_SECONDS = 1.0  # between looks at a folder
 _NAMES = r"step-(\d{10,})\.h5"
 
 
@@ -88,17 +89,15 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of which there are files, as this rank sees the folder."""
-        found = (re.fullmatch(_NAMES, name) for name in os.listdir(self.folder)) if self.folder.is_dir() else ()
-        return sorted(int(match[1]) for match in found if match)
+        return _steps(self.folder)
 
     def latest(self) -> Path | None:
         """Return the newest file, as this rank sees the folder; None where there is none."""
-        steps = self.steps()
-        return self.path(steps[-1]) if steps else None
+        return _newest(self.folder)
 
     def path(self, step: int) -> Path:
         """Return the file of a step."""
-        return self.folder / f"step-{step:010}.h5"
+        return _path(self.folder, step)
 
     def step(self, step: int, notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> Path | None:
         """Save after a step if it is time to. Collective; with the same step on all ranks.
@@ -215,3 +214,58 @@ class Checkpoints:
             expected, got = "a file that can be read", f"{len(steps)} that cannot"
             raise OSError(explain("Checkpoints.restore_latest", str(self.folder), expected=expected, got=got))
         return None
+
+
+def checkpoints_iterator(
+    folder: str | os.PathLike[str],
+    min_interval_secs: float = 0.0,
+    timeout: float | None = None,
+    timeout_fn: Callable[[], bool] | None = None,
+) -> Iterator[Path]:
+    """Return an iterator over the checkpoints of a folder as they appear, for a program that evaluates them. Local.
+
+    It waits for the first, and gives the newest each time; those in between that are removed or overtaken are left out.
+
+    Args:
+        folder: of `Checkpoints`; it need not be there yet.
+        min_interval_secs: least time between two.
+        timeout: seconds to wait for a new one; None for as long as it takes.
+        timeout_fn: asked when they are over: True ends the iterator, else it waits on. Default: it ends.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
+        ...     path = ms.train.Checkpoints(strategy, folder, asynchronous=False).save(7)
+        ...     [found.name for found in ms.train.checkpoints_iterator(folder, timeout=0.1)]
+        ['step-0000000007.h5']
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/train/checkpoints_iterator.
+    """
+    last: Path | None = None
+    while True:
+        began = time.monotonic()
+        newest = _newest(Path(folder))
+        while newest is None or newest == last:
+            if timeout is not None and time.monotonic() - began >= timeout:
+                if timeout_fn is None or timeout_fn():
+                    return
+                began = time.monotonic()
+            time.sleep(_POLL_SECONDS if timeout is None else min(_POLL_SECONDS, max(timeout / 10, 1e-3)))
+            newest = _newest(Path(folder))
+        given, last = time.monotonic(), newest
+        yield newest
+        time.sleep(max(0.0, given + min_interval_secs - time.monotonic()))
+
+
+def _steps(folder: Path) -> list[int]:
+    found = (re.fullmatch(_NAMES, name) for name in os.listdir(folder)) if folder.is_dir() else ()
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:010}.h5"
+
+
+def _newest(folder: Path) -> Path | None:
+    steps = _steps(folder)
+    return _path(folder, steps[-1]) if steps else None

@@ -1,4 +1,4 @@
-"""A writer that is killed at any step of a save: there is always a whole file, never older than the last one that was completed."""
+"""A writer that is killed at any step of a save: there is a whole file, never older than the last that was completed."""
 
 import os
 import shutil
