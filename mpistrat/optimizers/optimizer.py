@@ -6,7 +6,7 @@ import itertools
 import weakref
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -365,21 +365,21 @@ class Optimizer(Rule):
             for variable in self._variables:
                 yield variable.name, self._slots.read(variable)
 
-    def slots_here(self, everywhere: bool, all_else: bool) -> Iterator[SlotsHere]:
+    def slots_here(self, writers: Collection[int] | None, all_else: bool) -> Iterator[SlotsHere]:
         """Yield this rank's part of the slots of each variable, each element on one rank; for files. Collective.
 
         Args:
-            everywhere: whether all nodes give parts of what they have alike; else the first gives it.
+            writers: the ranks that write; None for all, among whom nodes divide what they have alike.
             all_else: whether this rank gives what all ranks have alike: what waits for the first update.
         """
         store = self._store()
         if store is not None:
-            yield from store.slots_here(self, everywhere)
+            yield from store.slots_here(self, writers)
             return
         for name, slots in self._slots.pending.items():
             yield from waiting_slots(name, slots, all_else)
         for variable in self._variables if self.slot_names else ():
-            parts = self._slots.here(variable, everywhere)
+            parts = self._slots.here(variable, writers)
             yield variable.name, variable.shape, accumulation_dtype(variable.dtype), parts
 
     def all_iterations(self) -> int:

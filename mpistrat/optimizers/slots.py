@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -110,14 +110,18 @@ class SlotStore:
                 result[name] = whole.reshape(variable.shape)
         return result
 
-    def here(self, variable: Variable, everywhere: bool) -> dict[str, list[tuple[int, Any]]]:
+    def here(self, variable: Variable, writers: Collection[int] | None) -> dict[str, list[tuple[int, Any]]]:
         """Return this rank's part of a variable's slots: element numbers and flat arrays, each element on one rank.
 
-        Nodes have equal slots. With `everywhere` each gives a part, whole pages of what is written; else the first all.
+        Nodes have equal slots. Where all ranks write (None) each node gives a part, whole pages of what is written; else the
+        first one all, or rank 0 where some there do not write. Collective then.
         """
         arena, first = _arena_of(variable), variable.offset
         group, size, low, high = arena.group, variable.size, 0, 0
-        if not everywhere:
+        if writers is not None and not set(owners(arena)) <= set(writers):
+            whole, mine = self.read(variable), group.topology.rank == 0
+            return {name: [(0, array)] if mine else [] for name, array in whole.items()}
+        if writers is not None:
             high = size if group.topology.rank in owners(arena) else 0
         elif group.node.rank < len(arena.bounds()):
             domain = group.topology.node_index if group.environment.shared_memory else group.topology.rank

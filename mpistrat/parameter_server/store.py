@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
@@ -192,11 +192,11 @@ class ServerStore(Store):
             having: list[int] = self.group.all_gather_int(mine).max(axis=0).tolist()
         return [variable for variable, has in zip(variables, having, strict=True) if has]
 
-    def slots_here(self, optimizer: Optimizer, everywhere: bool) -> Iterator[SlotsHere]:
+    def slots_here(self, optimizer: Optimizer, writers: Collection[int] | None) -> Iterator[SlotsHere]:
         """Yield this rank's part of the slots of each variable: where it lies, or else on rank 0. Collective."""
         for variable in self._with_slots(optimizer):
             dtype = accumulation_dtype(variable.dtype)
-            if everywhere:
+            if writers is None:
                 here, found = self._here(variable), self._slots_here(optimizer, variable)
                 slots = {name: found.get(name, np.zeros(variable.shape, dtype)) for name in optimizer.slot_names}
             else:

@@ -233,7 +233,7 @@ class Checkpoint:
             add(where, f"variables/{key_of(where.name)}", variable.dtype, variable.size, parts)
         for index, kept in enumerate(self._states.kept()):
             covered: dict[str, list[tuple[int, int]]] = {}
-            for part, shape, dtype, slots in kept.slots_here(everywhere, rank == 0):
+            for part, shape, dtype, slots in kept.slots_here(None if everywhere else writers, rank == 0):
                 where = ranges.get(part) or FileRange(part, 0, shape)
                 for slot, mine in slots.items():
                     key = f"optimizers/{index}/slots/{key_of(where.name)}/{key_of(slot)}"

@@ -45,12 +45,12 @@ class Restoring:
 
             def look() -> dict[str, Any]:
                 nonlocal file
-                weights = Path(path).suffix == SUFFIX
-                opened = SafetensorsFile(Path(path)) if weights else CheckpointFile(Path(path))
-                file = stack.enter_context(opened)
-                forms = file.forms(map(key_of, there.values()))
-                about = {"optimizers": file.optimizers, "weights_only": file.weights_only}
-                return {**about, "forms": forms, "names": file.names()}
+                opened: CheckpointFile | SafetensorsFile
+                opened = SafetensorsFile(Path(path)) if Path(path).suffix == SUFFIX else CheckpointFile(Path(path))
+                file = opened
+                stack.enter_context(opened)
+                about = {"optimizers": opened.optimizers, "weights_only": opened.weights_only}
+                return {**about, "forms": opened.forms(map(key_of, there.values())), "names": opened.names()}
 
             found = from_rank_0(group, "restore", path, look)
             forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -45,15 +45,15 @@ class Kept:
         """What slots are where there are none."""
         return 0.0 if self.optimizer is None else float(self.optimizer.slot_start)
 
-    def slots_here(self, everywhere: bool, all_else: bool) -> Iterator[SlotsHere]:
+    def slots_here(self, writers: Collection[int] | None, all_else: bool) -> Iterator[SlotsHere]:
         """Yield for each variable this rank's part of its slots, each element on one rank. Collective.
 
         Args:
-            everywhere: whether all ranks write: else those that every rank has are of the first node's.
+            writers: the ranks that write; None for all, among whom nodes divide what they have alike.
             all_else: whether this rank gives what all ranks have alike.
         """
         if self.optimizer is not None:
-            yield from self.optimizer.slots_here(everywhere, all_else)
+            yield from self.optimizer.slots_here(writers, all_else)
             return
         for name, slots in self.state.get("slots", {}).items():
             yield from waiting_slots(name, slots, all_else)

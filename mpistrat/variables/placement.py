@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -89,7 +89,7 @@ class Store(ABC):
         """Return a new array of a variable that lies on this rank; None on others."""
 
     @abstractmethod
-    def slots_here(self, optimizer: Any, everywhere: bool) -> Iterator[SlotsHere]:
+    def slots_here(self, optimizer: Any, writers: Collection[int] | None) -> Iterator[SlotsHere]:
         """Yield this rank's part of the slots of each variable. Collective. See `optimizer_states.Kept.slots_here`."""
 
     @abstractmethod
