@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,13 +51,24 @@ class Checkpoint:
         self._layout: Layout | None = None
         self._memory = np.empty(0, np.uint8)  # of a file that is written while the program goes on
         self._saving: Saving | None = None
+        self._seconds = 0.0
         group.attach(self)
+
+    @property
+    def seconds(self) -> float:
+        """The longest time that a file took on this rank, from the call until it was complete, or this rank's part written."""
+        if self._saving is not None:
+            self._seconds = max(self._seconds, self._saving.seconds)
+        return self._seconds
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> None:
         """Write all variables and what optimizers keep. Collective. See `Strategy.save`."""
-        saving = self._prepare(path, extra, keeps=False)
+        saving = self._saving = self._prepare(path, extra, keeps=False)
         saving.write()
-        saving.wait()
+        try:
+            saving.wait()
+        finally:
+            self._forget()
 
     def begin(
         self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None, then: Callable[[], None] | None
@@ -87,13 +99,17 @@ class Checkpoint:
 
     def end(self) -> None:
         """Wait for a file that is being written; an error is a warning. Collective."""
-        saving, self._saving = self._saving, None
+        saving = self._saving
         if saving is not None:
             try:
                 saving.wait()
             except OSError as error:
                 if self._group.topology.rank == 0:
                     log.logger.warning("%s", error)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._seconds, self._saving = self.seconds, None
 
     def restore(self, path: str | os.PathLike[str], names: Mapping[str, str], strict: bool) -> dict[str, Any]:
         """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`."""
@@ -116,6 +132,7 @@ class Checkpoint:
             keeps: whether what is written is as it is now, though the program goes on: it is copied.
         """
         self.end()
+        began = time.monotonic()
         group, target = self._group, Path(path)
         text = _agree_extra(group, path, extra)
         self._warn_of_unsaved()
@@ -139,7 +156,7 @@ class Checkpoint:
             raise
         block = Saving.block_of(pieces)
         complete = partial(complete_file, beside, optimizers=optimizers, extra=text)
-        return Saving(group, target, beside, layout, kept, writers, block, complete, replacement)
+        return Saving(group, target, beside, layout, kept, writers, block, complete, replacement, began)
 
     def _writers(self, beside: Path) -> list[int]:
         """Return the ranks that reach the file: all, where the folder is on a file system of all nodes. Collective."""

@@ -113,7 +113,13 @@ class Layout:
 
 @final
 class Saving:
-    """A file that is being written, as `Strategy.begin_save` returns it."""
+    """A file that is being written, as `Strategy.begin_save` returns it.
+
+    Attributes:
+        path: what it is called when it is complete.
+        seconds: how long it took until this rank's part was written, on rank 0 until it was complete; 0 before.
+        then: called on rank 0 when it is complete.
+    """
 
     def __init__(
         self,
@@ -126,6 +132,7 @@ class Saving:
         block: int,
         complete: Callable[[Digests], None],
         replacement: contextlib.ExitStack,
+        began: float,
     ) -> None:
         """Take what all ranks have agreed on.
 
@@ -139,11 +146,13 @@ class Saving:
             block: bytes of a report.
             complete: adds what else is in the file, given the digests; on rank 0.
             replacement: gives the file its name when it is left; on rank 0.
+            began: when the save was asked for, by the monotonic clock.
         """
         self.path = path
         self._group, self._beside, self._layout, self._slices = group, beside, layout, slices
         self._writers, self._block, self._complete, self._replacement = list(writers), block, complete, replacement
         self._rank = group.topology.rank
+        self.seconds, self._began = 0.0, began
         self._error: BaseException | None = None  # what this rank met
         self._unreported = ""  # an error that rank 0 cannot know of
         self._lost = ""  # ... as it was told later
@@ -178,6 +187,7 @@ class Saving:
             except Exception:
                 self._unreported = f"{type(error).__name__}: {error}"
         self._slices = ()
+        self.seconds = time.monotonic() - self._began
 
     def _write_slices(self) -> None:
         layout, records = self._layout, []
@@ -222,6 +232,7 @@ class Saving:
                 records = self._reports()
                 os.truncate(self._beside, self._layout.end)
                 self._complete(self._digests(records))
+            self.seconds = time.monotonic() - self._began
             if self.then is not None:
                 self.then()
         except Exception as error:

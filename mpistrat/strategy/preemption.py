@@ -148,6 +148,9 @@ class StopRequest:
     """Whether this rank was asked to stop. One per strategy.
 
     With `spread` the watchdogs forward the request to the other ranks, where these don't agree at each step.
+
+    Attributes:
+        save_seconds: how long a save has taken: so much earlier the time limit is near, where the program does not say when.
     """
 
     def __init__(self, group: ProcessGroup, spread: bool = False) -> None:
@@ -155,6 +158,7 @@ class StopRequest:
         self._monitor: RankMonitor | None = group.monitor if spread else None
         self._asked = False
         self._last: float | None = None
+        self.save_seconds = 0.0
         _requests.add(self)
         if _stop:
             self.note()
@@ -167,10 +171,13 @@ class StopRequest:
     def __bool__(self) -> bool:
         if not self._asked:
             self._begin()
-        if not (_stop or (self._last is not None and time.time() >= self._last)):
+        if not (_stop or (self._last is not None and time.time() >= self._last - self._ahead())):
             return self._monitor is not None and self._monitor.stop
         self.note()
         return True
+
+    def _ahead(self) -> float:
+        return 0.0 if self._environment.stop_before is not None else self.save_seconds
 
     def _begin(self) -> None:
         self._asked = True

@@ -197,7 +197,7 @@ class Strategy(RankCollectives, Files):
         that all go on or save together. In a coordinator's program the coordinator calls it, alone.
 
         From the first call on the two signals do nothing else: see `ms.catch_stop_signals`. The time limit is SLURM's, or
-        what MPISTRAT_END_TIME says.
+        what MPISTRAT_END_TIME says, and comes as much earlier as the longest save so far has taken.
 
         Raises:
             ContextError: in a step.
@@ -208,6 +208,7 @@ class Strategy(RankCollectives, Files):
             False
         """
         self._extended.require_cross("Strategy.should_stop")
+        self._stop_request.save_seconds = self._checkpoint.seconds
         return self._stop_agreement.ask(bool(self._stop_request))
 
     # values

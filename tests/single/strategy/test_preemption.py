@@ -225,3 +225,15 @@ def test_the_time_limit_stops(monkeypatch):
         assert not strategy.should_stop()
         monkeypatch.setattr(preemption.time, "time", lambda: now + 945)
         assert strategy.should_stop()
+
+
+def test_the_time_of_a_save_is_counted_before_the_time_limit(monkeypatch, tmp_path):
+    now, fsync = time.time(), os.fsync
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(now + 1000))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.2), fsync(descriptor))[1])
+    with without_mpi() as strategy:
+        assert not strategy.should_stop()
+        monkeypatch.setattr(preemption.time, "time", lambda: now + 939.5)
+        assert not strategy.should_stop()
+        strategy.begin_save(tmp_path / "x.h5").wait()
+        assert strategy.should_stop()
