@@ -117,6 +117,7 @@ __all__ = [
     "cluster_resolver",
     "data",
     "errors",
+    "launch",
     "nn",
     "optimizers",
     "partitioners",
@@ -137,4 +138,8 @@ _install_under_launcher()
 def __getattr__(name: str) -> Any:
     if name in ("torch", "jax", "keras"):  # imports the framework
         return importlib.import_module(f".{name}", __name__)
+    if name == "launch":  # for programs that are no ranks
+        from .cli.launch import launch
+
+        return launch
     raise AttributeError(f"module 'mpistrat' has no attribute {name!r}")

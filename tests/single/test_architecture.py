@@ -42,7 +42,8 @@ ALLOWED = {
     "matplotlib": {"bench", "cli", "examples"},
     "tensorboardX": {"train"},
     "torch": {"torch", "keras"}, "jax": {"jax", "keras"}, "optax": {"jax"}, "keras": {"keras"}, "tensorflow": {"keras"},
-    "cloudpickle": {"parameter_server"},  # only for functions that the chief of the same job sends, and their results
+    # only for functions that a program sends to its own ranks, and their results
+    "cloudpickle": {"parameter_server", "cli"},
     "pickle": set(), "marshal": set(), "shelve": set(), "dill": set(),
 }  # fmt: skip
 

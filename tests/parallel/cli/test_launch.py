@@ -1,0 +1,108 @@
+"""ms.launch: a function on ranks that it starts, and what they return, in a process that is no rank."""
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from launcher import ROOT
+
+
+def run(mpi, program, timeout=60):
+    text = textwrap.dedent(program)
+    return subprocess.run([mpi.python, "-c", text], capture_output=True, text=True, timeout=timeout, cwd=ROOT / "tests")
+
+
+def test_what_ranks_return(mpi):
+    result = run(
+        mpi,
+        """
+        import numpy as np
+        import mpistrat as ms
+
+        offset = 10  # of this program
+
+        def train(steps, scale=1.0):
+            with ms.MultiWorkerMirroredStrategy() as strategy:
+                print("here is rank", strategy.rank)
+                with strategy.scope():
+                    w = ms.Variable(np.zeros(2), name="w")
+                    optimizer = ms.optimizers.SGD(scale)
+                for _ in range(steps):
+                    strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), w)]))
+                return strategy.rank + offset, w.numpy()
+
+        for ranks in (1, 3):
+            values = ms.launch(train, (2,), {"scale": 0.5}, ranks=ranks)
+            assert [rank for rank, _ in values] == list(range(10, 10 + ranks)), values
+            assert all(np.array_equal(w, [-1.0 * ranks] * 2) for _, w in values), values
+        print("all well")
+        """,
+    )
+    assert result.returncode == 0, result
+    assert result.stdout.count("here is rank") == 4, result
+    assert "all well" in result.stdout
+
+
+def test_a_rank_that_fails_is_told_with_its_traceback(mpi):
+    result = run(
+        mpi,
+        """
+        import mpistrat as ms
+
+        def wrong():
+            with ms.MultiWorkerMirroredStrategy() as strategy:
+                strategy.barrier()
+                if strategy.rank:
+                    raise KeyError("mine")
+                strategy.barrier()
+
+        try:
+            ms.launch(wrong, ranks=2)
+        except ms.errors.MpistratError as error:
+            assert "rank 1 failed" in str(error) and "KeyError: 'mine'" in str(error), error
+            print("told")
+        try:
+            ms.launch(lambda: (_ for _ in ()), ranks=1)
+        except ms.errors.MpistratError as error:
+            assert "pickle" in str(error), error
+            print("told")
+        import os, signal
+        try:
+            ms.launch(lambda: os.kill(os.getpid(), signal.SIGKILL), ranks=2)
+        except ms.errors.MpistratError as error:
+            assert "expected all ranks to return" in str(error), error
+            print("told")
+        """,
+    )
+    assert result.stdout.count("told") == 3, result
+
+
+def test_a_time_limit_ends_all_ranks(mpi):
+    began = time.monotonic()
+    result = run(
+        mpi,
+        """
+        import time
+        import mpistrat as ms
+
+        try:
+            ms.launch(time.sleep, (300,), ranks=2, timeout=4)
+        except TimeoutError as error:
+            print(error)
+        """,
+    )
+    assert "within 4 s, got ranks that still ran; they were ended" in result.stdout, result
+    assert time.monotonic() - began < 30
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert "mpistrat.cli.launched" not in left
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_is_told_that_it_is_one():
+    import mpistrat as ms
+
+    with pytest.raises(ValueError, match="expected to start the ranks, got one of 2 processes"):
+        ms.launch(sys.exit, ranks=2)
