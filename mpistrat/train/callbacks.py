@@ -31,6 +31,7 @@ __all__ = [
     "LearningRateScheduler",
     "Logs",
     "Loop",
+    "ModelCheckpoint",
     "Progress",
     "ReduceLROnPlateau",
     "TensorBoard",
@@ -209,6 +210,57 @@ class EarlyStopping(Callback):
                 logger.info(
                     "EarlyStopping: after epoch %d; %.6g of epoch %d was best", loop.epoch, self.best, self.best_epoch
                 )
+
+
+@final
+class ModelCheckpoint(Callback):
+    """Save after each epoch, or after those whose result is the best so far: a file of `Strategy.save` for later use.
+
+    To go on with an interrupted run take `Checkpoints`. Arguments are Keras's. The file's `extra` has the epoch and its results.
+
+    Attributes:
+        best: the best result.
+
+    Example:
+        >>> import tempfile
+        >>> strategy = ms.OneDeviceStrategy()
+        >>> with tempfile.TemporaryDirectory() as folder, strategy.scope():
+        ...     w = ms.Variable(1.0, name="w")
+        ...     loop = ms.train.Loop(strategy)
+        ...     best = ms.train.ModelCheckpoint(f"{folder}/best.h5", "loss", save_best_only=True)
+        ...     for loop.epoch, loss in enumerate([3.0, 2.0, 2.5]):
+        ...         best.on_epoch_end(loop, {"loss": loss})
+        ...     strategy.restore(f"{folder}/best.h5")
+        {'epoch': 1, 'logs': {'loss': 2.0}}
+        >>> strategy.close()
+    """
+
+    def __init__(
+        self,
+        filepath: str | os.PathLike[str],
+        monitor: str = "val_loss",
+        save_best_only: bool = False,
+        mode: str = "auto",
+    ) -> None:
+        """Take the name of the file, in which `{epoch}`, counted from 1, and results may stand: "{epoch:02d}-{loss:.2f}.h5"."""
+        self._path, self._best_only = os.fspath(filepath), save_best_only
+        self._best = _Best("ModelCheckpoint", monitor, mode, 0.0)
+
+    @property
+    def best(self) -> float:
+        return self._best.value
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._best.value = state["best"]
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        if not self._best_only or self._best.takes(logs):
+            path = self._path.format(epoch=loop.epoch + 1, **logs)
+            numbers = {name: np.asarray(value).tolist() for name, value in logs.items()}
+            loop.strategy.save(path, {"epoch": loop.epoch, "logs": numbers})
 
 
 @final

@@ -315,3 +315,38 @@ def test_files_are_as_far_apart_as_was_asked(mpi_tmp_path, monkeypatch):
 def test_wrong_settings_are_named(settings, mpi_tmp_path):
     with pytest.raises(ValueError, match=f"Checkpoints: {next(iter(settings))}: expected"):
         ms.train.Checkpoints(ms.get_strategy(), mpi_tmp_path, **settings)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_the_best_epochs_have_files(mpi_tmp_path):
+    class Given(ms.train.Callback):
+        """Puts results in the place of those that were measured."""
+
+        def on_epoch_end(self, loop, logs):
+            logs["score"] = [0.1, 0.5, 0.3, 0.7][loop.epoch]
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        best = ms.train.ModelCheckpoint(mpi_tmp_path / "{epoch}-{score:.1f}.h5", "score", True, "max")
+        every = ms.train.ModelCheckpoint(mpi_tmp_path / "every-{epoch:02d}.h5")
+        work, w = trainer(strategy, callbacks=[Given(), best, every])
+        work.fit(strategy.distribute_dataset(dataset()), 4)
+        last = w.numpy()
+        strategy.barrier()
+        names = sorted(entry.name for entry in mpi_tmp_path.iterdir())
+        assert names == ["1-0.1.h5", "2-0.5.h5", "4-0.7.h5", *(f"every-0{epoch}.h5" for epoch in (1, 2, 3, 4))]
+        assert best.best == 0.7
+        notes = strategy.restore(mpi_tmp_path / "2-0.5.h5")
+        assert notes["epoch"] == 1
+        assert notes["logs"]["score"] == 0.5
+        assert not np.array_equal(w.numpy(), last)
+        strategy.restore(mpi_tmp_path / "4-0.7.h5")
+        assert np.array_equal(w.numpy(), last)
+        again = ms.train.ModelCheckpoint(mpi_tmp_path / "no.h5", "score", True, "max")
+        again.load(best.state())
+        again.on_epoch_end(work.loop, {"score": 0.6})
+        with pytest.raises(ValueError, match="ModelCheckpoint: monitor: expected one of score, got 'val_loss'"):
+            ms.train.ModelCheckpoint(mpi_tmp_path / "no.h5", save_best_only=True).on_epoch_end(
+                work.loop, {"score": 1.0}
+            )
+        strategy.barrier()
+        assert not (mpi_tmp_path / "no.h5").exists()
