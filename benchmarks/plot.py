@@ -1,4 +1,4 @@
-"""Draw the plots of a folder of results: all-reduce, the training step, frameworks, HDF5 input, parameter servers.
+"""Draw the plots of a folder of results: all-reduce, the training step, frameworks, HDF5 input, parameter servers, checkpoints.
 
 python benchmarks/plot.py benchmarks/results/2026-11-21
 """
@@ -107,6 +107,20 @@ def draw_frameworks(folder: Path) -> None:
             axes[-1].set_ylabel("MB a node")
         heading = "A training step: " + name.removeprefix("frameworks_").replace("_", ", ")
         finish(figure, heading, caption(results), folder / f"{name}.png")
+
+
+def draw_checkpoints(folder: Path) -> None:
+    """Draw how long a save stands still, and when the file is complete; a row of panels a layout."""
+    results = load(folder, "checkpoints")
+    if not results:
+        return
+    figure = new_figure(13, 4.6 * len(results))
+    for axes, result in zip(figure.subplots(len(results), 2, squeeze=False), results, strict=True):
+        for axis, what, label in zip(axes, ("stall_seconds", "complete_seconds"), ("stall", "complete"), strict=True):
+            draw_bars(axis, {name: 1e3 * seconds for name, seconds in result[what].items()}, "%.3g")
+            axis.set_title(f"{label}: {result['bytes'] / 1e6:.0f} MB\n{title(result['machine'])}", fontsize=10)
+            axis.set_ylabel("ms, slowest rank")
+    finish(figure, "A checkpoint of weights and Adam's slots", caption(results), folder / "checkpoints.png")
 
 
 def draw_bars(axis: Any, values: dict[str, float], form: str) -> None:
@@ -218,3 +232,4 @@ if __name__ == "__main__":
     draw_frameworks(Path(sys.argv[1]))
     draw_hdf5_input(Path(sys.argv[1]))
     draw_parameter_server(Path(sys.argv[1]))
+    draw_checkpoints(Path(sys.argv[1]))
