@@ -118,6 +118,8 @@ def draw_checkpoints(folder: Path) -> None:
     for axes, result in zip(figure.subplots(len(results), 2, squeeze=False), results, strict=True):
         for axis, what, label in zip(axes, ("stall_seconds", "complete_seconds"), ("stall", "complete"), strict=True):
             draw_bars(axis, {name: 1e3 * seconds for name, seconds in result[what].items()}, "%.3g")
+            for bar, name in zip(axis.patches, result[what], strict=True):
+                bar.set_color(colour("ours") if name.startswith("ours") else "#7f7f7f")
             axis.set_title(f"{label}: {result['bytes'] / 1e6:.0f} MB\n{title(result['machine'])}", fontsize=10)
             axis.set_ylabel("ms, slowest rank")
     finish(figure, "A checkpoint of weights and Adam's slots", caption(results), folder / "checkpoints.png")
