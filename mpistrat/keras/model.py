@@ -118,6 +118,7 @@ class DistributedModel(keras.Model):
                     **{name: given[name] for name in names[1:]},
                 )
             finally:
+                link.update, link.in_epoch = None, False
                 batches.close()
 
     def _training_batches(self, given: dict[str, Any]) -> tuple[Batches, Batches | None]:

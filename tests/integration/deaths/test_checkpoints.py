@@ -46,7 +46,7 @@ while True:
 
 @pytest.mark.timeout(3600)
 def test_kills_at_random_moments(mpi_run, tmp_path):
-    kills = int(os.environ.get("MPISTRAT_KILLS", "5"))
+    kills = int(os.environ.get("MPISTRAT_KILLS", "3"))
     rng, found, parts = random.Random(14), [], 0
     for _ in range(kills):
         program = PROGRAM.format(folder=str(tmp_path), victim=rng.randrange(2), delay=rng.uniform(0.0, 0.25))

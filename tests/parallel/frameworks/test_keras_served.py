@@ -210,6 +210,9 @@ def test_what_servers_cannot_do_is_refused_by_name():
     with put(model) as strategy:
         with pytest.raises(ms.errors.LayoutError, match="train_on_batch: expected a step of fit"):
             model.train_on_batch(x, y)
+        fit(model, x, y, epochs=1)
+        with pytest.raises(ms.errors.LayoutError, match="Optimizer.apply: expected a step of fit"):
+            model.optimizer.apply([np.ones(weight.shape) for weight in model.trainable_weights])
         distributed = strategy.distribute_dataset(ms.data.from_arrays((x, y)).batch(6))
         with pytest.raises(ValueError, match="evaluate: x: expected the dataset itself"):
             model.evaluate(distributed, verbose=0)

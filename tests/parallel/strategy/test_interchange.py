@@ -89,7 +89,7 @@ def elsewhere(kind, path, copy):
         return extra
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_from_one_strategy_to_all_others(kind, mpi_tmp_path):
     from mpi4py import MPI
@@ -116,7 +116,7 @@ def test_from_one_strategy_to_all_others(kind, mpi_tmp_path):
     world.Barrier()
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 3)
 def test_a_strategy_without_shared_memory(mpi_tmp_path, monkeypatch):
     path, copy = mpi_tmp_path / "x.h5", mpi_tmp_path / "copy.h5"
     with mirrored() as strategy:
