@@ -370,13 +370,13 @@ class ParameterServerStrategy(Strategy):
         return super().begin_save(path, extra, then=then)
 
     def restore(
-        self, path: str | os.PathLike[str], *, map: Mapping[str, str] | None = None, strict: bool = True
+        self, path: str | os.PathLike[str], map: Mapping[str, str] | None = None, strict: bool = True
     ) -> dict[str, Any]:
         """Read all variables, and all that optimizers keep. Collective. See `Strategy.restore`.
 
         What workers have pushed and written before is applied, and then overwritten.
         """
-        self._settle("restore", path, *([] if strict and not map else [map, strict]))
+        self._settle("restore", path, map, strict)
         return super().restore(path, map=map, strict=strict)
 
     def export(self, path: str | os.PathLike[str]) -> None:

@@ -113,7 +113,7 @@ class Files(ABC):
         self._checkpoint.export(path)
 
     def restore(
-        self, path: str | os.PathLike[str], *, map: Mapping[str, str] | None = None, strict: bool = True
+        self, path: str | os.PathLike[str], map: Mapping[str, str] | None = None, strict: bool = True
     ) -> dict[str, Any]:
         """Read all variables, and all that optimizers keep, from a file that `save` wrote. Collective.
 
