@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "PAGE",
     "algorithm_of",
     "default_algorithm",
     "digest_of_array",
@@ -32,6 +33,8 @@ __all__ = [
     "remove_dead",
     "replacing",
 ]
+
+PAGE = 4096  # two hosts that write parts of one page of a file over NFS may lose bytes
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ALIGNMENT", "aligned_bounds", "block", "blocks", "bounds", "merge"]
+__all__ = ["ALIGNMENT", "aligned_block", "aligned_bounds", "block", "blocks", "bounds", "merge"]
 
 ALIGNMENT = 16  # elements, of the borders between what two ranks write: no cache line is written by both
 
@@ -33,6 +33,17 @@ def bounds(length: int, parts: int) -> list[tuple[int, int]]:
     return [block(length, parts, index) for index in range(parts)]
 
 
+def aligned_block(length: int, parts: int, index: int, alignment: int = ALIGNMENT) -> tuple[int, int]:
+    """Return the range of one owner; inner borders are multiples of `alignment`.
+
+    Example:
+        >>> aligned_block(100, 3, 1, 16)
+        (48, 80)
+    """
+    low, high = block(-(-length // alignment), parts, index)
+    return min(low * alignment, length), min(high * alignment, length)
+
+
 def aligned_bounds(length: int, parts: int, alignment: int = ALIGNMENT) -> list[tuple[int, int]]:
     """Return ranges of all owners whose inner borders are multiples of `alignment`.
 
@@ -40,8 +51,7 @@ def aligned_bounds(length: int, parts: int, alignment: int = ALIGNMENT) -> list[
         >>> aligned_bounds(100, 3, 16)
         [(0, 48), (48, 80), (80, 100)]
     """
-    units = -(-length // alignment)
-    return [(min(low * alignment, length), min(high * alignment, length)) for low, high in bounds(units, parts)]
+    return [aligned_block(length, parts, index, alignment) for index in range(parts)]
 
 
 def blocks(ranges: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:

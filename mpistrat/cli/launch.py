@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import MissingDependencyError, MpistratError, explain
+from ..errors import MpistratError, explain
+from ..parameter_server.coordinator.registry import load_cloudpickle
 from .run import plan
 
 __all__ = ["LaunchError", "launch"]
@@ -59,7 +60,7 @@ def launch(
         >>> ms.launch(train, ranks=2)  # doctest: +SKIP
         [(0, 2), (1, 2)]
     """
-    cloudpickle = _cloudpickle()
+    cloudpickle = load_cloudpickle("ms.launch")
     with tempfile.TemporaryDirectory(prefix="mpistrat-launch-") as name:
         folder = Path(name)  # nobody else may enter it
         (folder / "call").write_bytes(cloudpickle.dumps((f, tuple(args), dict(kwargs or {}))))
@@ -85,16 +86,7 @@ def launch(
             raise
         finally:
             reader.join(_GRACE)
-        return _results(folder, status)
-
-
-def _cloudpickle() -> Any:
-    try:
-        import cloudpickle
-    except ImportError as error:
-        expected, remedy = "the package cloudpickle, which carries the function", "pip install 'mpistrat[coordinator]'"
-        raise MissingDependencyError(explain("ms.launch", "", expected=expected, got="none", remedy=remedy)) from error
-    return cloudpickle
+        return _results(folder, status, cloudpickle.loads)
 
 
 def _show(stream: IO[bytes]) -> None:
@@ -113,7 +105,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
             return
 
 
-def _results(folder: Path, status: int) -> list[Any]:
+def _results(folder: Path, status: int, loads: Callable[[bytes], Any]) -> list[Any]:
     failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
     if failures:
         rank = failures[0].name.partition("-")[2]
@@ -123,4 +115,4 @@ def _results(folder: Path, status: int) -> list[Any]:
     if status or not size.exists() or len(found) != int(size.read_text()):
         expected, got = "all ranks to return", f"exit status {status}, and results of {len(found)}"
         raise LaunchError(explain("ms.launch", "", expected=expected, got=got, remedy="See what they have printed"))
-    return [_cloudpickle().loads(found[rank].read_bytes()) for rank in sorted(found)]
+    return [loads(found[rank].read_bytes()) for rank in sorted(found)]

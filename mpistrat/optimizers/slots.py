@@ -7,7 +7,8 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util.partition import block
+from .._util.files import PAGE
+from .._util.partition import aligned_block
 from ..comm.arrays import accumulation_dtype, array_module, as_array, on_device_of, to_host
 from ..cross_device.arena import BLOCK
 from ..errors import explain
@@ -19,8 +20,6 @@ from .hyperparameters import AVERAGE, GRADIENT_SUM
 from .rule import Rule
 
 __all__ = ["ArenaSlots", "SlotStore", "owners", "waiting_slots"]
-
-PAGE = 4096  # bytes of a file that two nodes do not share
 
 
 def owners(arena: Arena) -> list[int]:
@@ -125,8 +124,7 @@ class SlotStore:
             high = size if group.topology.rank in owners(arena) else 0
         elif group.node.rank < len(arena.bounds()):
             domain = group.topology.node_index if group.environment.shared_memory else group.topology.rank
-            unit = PAGE // accumulation_dtype(arena.dtype).itemsize
-            low, high = (min(unit * border, size) for border in block(-(-size // unit), group.num_nodes, domain))
+            low, high = aligned_block(size, group.num_nodes, domain, PAGE // accumulation_dtype(arena.dtype).itemsize)
         owned = arena.owned([(first + low, first + high)]) if low < high else []
         parts = [(begin, self.of(arena).of_range(begin, end)) for begin, end in owned]
         return {name: [(begin - first, slots[name]) for begin, slots in parts] for name in self.names}

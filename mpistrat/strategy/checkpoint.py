@@ -22,8 +22,8 @@ import numpy as np
 
 from .. import context
 from .._util import log
-from .._util.files import replacing
-from .._util.partition import block
+from .._util.files import PAGE, replacing
+from .._util.partition import aligned_block
 from ..comm.agree import as_told, same, together
 from ..comm.arrays import to_host
 from ..comm.process_group import ProcessGroup
@@ -31,7 +31,7 @@ from ..errors import CollectiveMismatchError, by_rank, explain
 from ..variables import Placement
 from .checkpoint_file import ArrayForm, FileRange, complete_file, from_rank_0, key_of, ranges_of
 from .checkpoint_restore import Restoring
-from .checkpoint_writer import PAGE, Layout, Saving, Slice, check_space
+from .checkpoint_writer import Layout, Saving, Slice, check_space
 from .optimizer_states import OptimizerStates
 from .safetensors_file import write_safetensors
 
@@ -237,9 +237,8 @@ class Checkpoint:
             parts: list[tuple[int, Any]] = []
             if variable.arena is not None:
                 if share is not None:
-                    unit = max(1, PAGE // variable.dtype.itemsize)
-                    low, high = (unit * border for border in block(-(-variable.size // unit), share[1], share[0]))
-                    low, high = min(low, variable.size), min(high, variable.size)
+                    index, count = share
+                    low, high = aligned_block(variable.size, count, index, PAGE // variable.dtype.itemsize)
                     parts = [(low, variable.arena.values[variable.offset + low : variable.offset + high])]
             elif store is not None and everywhere and store.keeps(variable):
                 value = store.value_here(variable)

@@ -23,13 +23,12 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from .._util.files import digest_of_array
+from .._util.files import PAGE, digest_of_array
 from ..comm.process_group import ProcessGroup
 from .checkpoint_file import ArrayForm, Digests, about_slice, stored
 
-__all__ = ["PAGE", "Layout", "Saving", "Slice", "check_space"]
+__all__ = ["Layout", "Saving", "Slice", "check_space"]
 
-PAGE = 4096  # two hosts that write parts of one page of a file over NFS may lose bytes
 _PIECE = 16 << 20  # bytes of a digest
 _RECORD = 160  # bytes of a piece in a report, at most
 _HEAD = 21  # bytes of a report's length and checksum

@@ -177,8 +177,8 @@ _LARGE = 16 << 20  # bytes of a function with its arguments that are worth a war
 _resolver: ContextVar[Resolver | None] = ContextVar("mpistrat_tokens", default=None)
 
 
-def load_cloudpickle() -> Any:
-    """Return the module cloudpickle.
+def load_cloudpickle(function: str = "ClusterCoordinator") -> Any:
+    """Return the module cloudpickle, which a function needs.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -188,9 +188,7 @@ def load_cloudpickle() -> Any:
     except ImportError as error:
         remedy = "Install it on every node: pip install 'mpistrat[coordinator]'"
         expected, got = "the package cloudpickle, which carries functions to the workers", "none"
-        raise MissingDependencyError(
-            explain("ClusterCoordinator", "", expected=expected, got=got, remedy=remedy)
-        ) from error
+        raise MissingDependencyError(explain(function, "", expected=expected, got=got, remedy=remedy)) from error
     return cloudpickle
 
 

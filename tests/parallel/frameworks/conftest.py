@@ -1,4 +1,4 @@
-"""Ranks share the cores of a machine: PyTorch computes with one thread in each."""
+"""What tests of frameworks have in common. Ranks share the cores of a machine: PyTorch computes with one thread in each."""
 
 import sys
 
@@ -15,3 +15,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def float64():
+    """Keras computes in float64."""
+    import keras
+
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx(before)

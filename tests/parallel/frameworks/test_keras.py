@@ -23,13 +23,7 @@ from keras_training import (  # noqa: E402
     weights,
 )
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.ranks(1, 2, 3)

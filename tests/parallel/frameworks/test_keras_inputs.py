@@ -12,12 +12,7 @@ import mpistrat as ms  # noqa: E402
 COUNT = 48  # rows: four batches, half of each of which is a rank's
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def own_rows(strategy):

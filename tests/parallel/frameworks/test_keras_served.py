@@ -26,12 +26,7 @@ import mpistrat as ms  # noqa: E402
 CLOSE = 3e-5 if keras.backend.backend() == "tensorflow" else EXACT
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @contextlib.contextmanager
