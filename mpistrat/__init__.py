@@ -8,7 +8,19 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import cluster_resolver, context, coordinator, data, errors, nn, optimizers, partitioners, random, train
+from . import (
+    cluster_resolver,
+    context,
+    coordinator,
+    data,
+    errors,
+    estimator,
+    nn,
+    optimizers,
+    partitioners,
+    random,
+    train,
+)
 from ._version import __version__
 from .cluster import ClusterSpec
 from .comm.monitor.abort import install_under_launcher as _install_under_launcher
@@ -117,6 +129,7 @@ __all__ = [
     "cluster_resolver",
     "data",
     "errors",
+    "estimator",
     "launch",
     "nn",
     "optimizers",

@@ -10,6 +10,7 @@
 | MPISTRAT_TRANSPORT | | between workers and servers: shared_window, one_sided or messages, in place of the choice |
 | MPISTRAT_STRATEGY | | the strategy that `strategy_from_environment` makes: one_device, mirrored, multi_worker_mirrored, … |
 | MPISTRAT_NUM_PS | 1 | with MPISTRAT_STRATEGY=parameter_server: so many ranks, the last ones, are servers |
+| MPISTRAT_EVALUATOR | 0 | 1: the job's last rank evaluates, see `estimator.split_evaluator`; `mpistrat run --evaluator` sets it |
 | MPISTRAT_END_TIME | | when the job's time ends, in seconds since 1970, where the scheduler does not say |
 | MPISTRAT_STOP_BEFORE | | seconds before that at which `should_stop` says so; default 60, but at most a tenth of the time left |
 | MPISTRAT_LOG | warning | level of the package's log: debug, info, warning, error |
@@ -65,6 +66,7 @@ class Environment:
     transport: str = ""
     strategy: str = ""
     num_ps: int | None = None
+    evaluator: bool = False
     log: str = "warning"
     traceback: str = "short"
     terminal: tuple[str, ...] = ()
@@ -86,6 +88,9 @@ class Environment:
         shared = env.get("MPISTRAT_SHARED_MEMORY", "1")
         if shared not in ("0", "1"):
             raise ValueError(explain("environment", "MPISTRAT_SHARED_MEMORY", expected="0 or 1", got=repr(shared)))
+        evaluator = env.get("MPISTRAT_EVALUATOR", "0")
+        if evaluator not in ("0", "1"):
+            raise ValueError(explain("environment", "MPISTRAT_EVALUATOR", expected="0 or 1", got=repr(evaluator)))
         level = _word(env, "MPISTRAT_LOG", "warning", ("debug", "info", "warning", "error"))
         strategy = env.get("MPISTRAT_STRATEGY", "")
         if strategy and strategy not in STRATEGIES:
@@ -105,6 +110,7 @@ class Environment:
             transport=env.get("MPISTRAT_TRANSPORT", ""),
             strategy=strategy,
             num_ps=int(servers) if servers else None,
+            evaluator=evaluator == "1",
             log=level,
             terminal=tuple(filter(None, env.get("MPISTRAT_TERMINAL", "").split(","))),
             traceback=_word(env, "MPISTRAT_TRACEBACK", "short", ("short", "full")),

@@ -61,6 +61,7 @@ def plan(
     strategy: str | None,
     servers: int | None,
     *,
+    evaluator: bool = False,
     tag: bool = False,
     log_dir: str | None = None,
 ) -> Start:
@@ -71,6 +72,7 @@ def plan(
         ranks: their number, servers included; None for the default.
         strategy: for MPISTRAT_STRATEGY.
         servers: for MPISTRAT_NUM_PS.
+        evaluator: for MPISTRAT_EVALUATOR: the last rank evaluates.
         tag: each line that a rank prints begins with its number.
         log_dir: folder for a file of each rank; without `tag` nothing else shows what they print.
 
@@ -87,15 +89,21 @@ def plan(
     in_slurm = bool(os.environ.get("SLURM_JOB_ID")) and shutil.which("srun") is not None
     if ranks is None:
         ranks = _default_ranks(strategy, servers, in_slurm)
-    if servers is not None and ranks <= servers:
-        got = f"{ranks} ranks and {servers} servers"
-        raise ValueError(explain("mpistrat run", "--ps", expected="a worker besides the servers", got=got))
+    others = (servers or 0) + evaluator
+    if others and ranks <= others:
+        got = f"{counted(ranks, 'rank')} for {', '.join(_others(servers, evaluator))}"
+        option = "--ps" if servers else "--evaluator"
+        raise ValueError(
+            explain("mpistrat run", option, expected="a worker besides", got=got, remedy="Start more ranks")
+        )
     library = loaded_library()
     start = _by_srun(library, ranks) if in_slurm else _by_mpiexec(library, ranks, _threads(ranks))
     if strategy is not None:
         start.environment["MPISTRAT_STRATEGY"] = strategy
     if servers is not None:
         start.environment["MPISTRAT_NUM_PS"] = str(servers)
+    if evaluator:
+        start.environment["MPISTRAT_EVALUATOR"] = "1"
     if tag or log_dir is not None:
         folder = "" if log_dir is None else os.path.abspath(log_dir)
         wrapper = [sys.executable, "-S", "-I", rank_output.__file__, ",".join(RANK_VARIABLES.values())]
@@ -103,6 +111,10 @@ def plan(
         start.environment.setdefault("PYTHONUNBUFFERED", os.environ.get("PYTHONUNBUFFERED") or "1")
     start.command += program
     return start
+
+
+def _others(servers: int | None, evaluator: bool) -> list[str]:
+    return [*([counted(servers, "server")] if servers else []), *(["an evaluator"] if evaluator else [])]
 
 
 def _strategy(strategy: str | None, servers: int | None) -> str | None:
@@ -223,18 +235,22 @@ def _count(text: str) -> int:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--tag] [--log-dir DIR] [--dry-run | --json] "
+        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--evaluator] [--tag] [--log-dir DIR] [--dry-run | --json] "
         "(PROGRAM | -m MODULE) [ARGUMENT …]"
     )
     parser.add_argument(
         "-n", "--ranks", type=_count, metavar="N",
-        help="ranks, servers included; default: SLURM's tasks in a SLURM job, else a rank for each GPU, else for each core",
+        help="ranks, servers and evaluator included; default: SLURM's tasks in a SLURM job, else one for each GPU, or core",
     )  # fmt: skip
     parser.add_argument(
         "--strategy", choices=STRATEGIES, metavar="NAME",
         help=f"what ms.strategy_from_environment() makes: {', '.join(STRATEGIES)}",
     )  # fmt: skip
     parser.add_argument("--ps", type=_count, metavar="N", help="parameter servers among the ranks: the last ones")
+    parser.add_argument(
+        "--evaluator", action="store_true",
+        help="the last rank evaluates checkpoints beside the others, in programs of ms.estimator",
+    )  # fmt: skip
     parser.add_argument("--tag", action="store_true", help="each line begins with its rank, and no line is torn")
     parser.add_argument("--log-dir", metavar="DIR", help="what rank N prints goes into DIR/rank-N.txt; with --tag, too")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its environment; start nothing")
@@ -250,7 +266,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
-        start = plan(_program(args), args.ranks, args.strategy, args.ps, tag=args.tag, log_dir=args.log_dir)
+        start = plan(
+            _program(args), args.ranks, args.strategy, args.ps,
+            evaluator=args.evaluator, tag=args.tag, log_dir=args.log_dir,
+        )  # fmt: skip
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return PROBLEM
@@ -312,7 +331,8 @@ ranks, on all of the job's nodes.
 
 Each rank's BLAS has its share of the cores, by OMP_NUM_THREADS, unless you set that or a relative of it. What the MPI
 wants besides is added; --dry-run shows the whole command. --strategy and --ps reach the program as MPISTRAT_STRATEGY and
-MPISTRAT_NUM_PS, which ms.strategy_from_environment() reads. The ranks learn the terminal's width (COLUMNS).
+MPISTRAT_NUM_PS, which ms.strategy_from_environment() reads, --evaluator as MPISTRAT_EVALUATOR, which ms.estimator
+reads. The ranks learn the terminal's width (COLUMNS).
 
 What killed ranks leave in /dev/shm is removed after the end.
 
@@ -322,6 +342,7 @@ does the latter (MPICH) or the former (Open MPI).""",
         "mpistrat run train.py",
         "mpistrat run -n 4 train.py --epochs 3",
         "mpistrat run -n 4 --ps 1 train.py",
+        "mpistrat run -n 5 --evaluator train.py",
         "mpistrat run -n 2 -m mpistrat.examples.digits --epochs 2",
         "mpistrat run -n 4 --tag --log-dir logs train.py",
         "mpistrat run -n 4 --dry-run train.py",

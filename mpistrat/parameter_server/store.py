@@ -33,7 +33,15 @@ __all__ = ["ServerStore"]
 
 _OUTSIDE = 1 << 20  # before the numbers of optimizers that were made outside of the scope
 
-_strategies = itertools.count()
+_series = 0  # of the last strategy with servers that this process has made
+
+
+def _next_series(group: ProcessGroup) -> int:
+    """Return a number that no rank has given a strategy before: some may have made more of them than others. Collective."""
+    global _series
+    with group.collective("ParameterServerStrategy", "series"):
+        _series = max(map(int, group.all_gather_text(str(_series)))) + 1
+    return _series
 
 
 @final
@@ -61,7 +69,7 @@ class ServerStore(Store):
         self._variables: dict[int, ParameterServerVariable] = {}
         self._assign_server = PLACEMENTS[settings.placement](len(connections.servers))
         # The multiples of ORDINAL_STEP are those of optimizers that are made outside of scopes.
-        self._series = next(_strategies) % (ORDINAL_STEP - 1) + 1
+        self._series = _next_series(self.group) % (ORDINAL_STEP - 1) + 1
         self._ordinals = itertools.count(self._series, ORDINAL_STEP)
         self._updates: dict[Optimizer, LocalUpdates] = {}
         self._found: dict[int, tuple[Optimizer, int, LocalUpdates]] = {}  # by key, while the optimizer is as it was

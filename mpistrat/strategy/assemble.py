@@ -18,7 +18,7 @@ from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
 from ..cross_device.ops import CrossDeviceOps
 from ..environment import Environment
-from ..errors import CollectiveTimeoutError, LayoutError, PeerExitError, explain
+from ..errors import ClusterError, CollectiveTimeoutError, LayoutError, PeerExitError, explain
 from ..options import CommunicationOptions
 from .extended import StrategyExtended
 
@@ -131,8 +131,10 @@ def assemble(
     """
     topology = Topology.create(comm, devices, kind.name)
     try:
+        if comm is None:
+            _check_evaluator(kind, topology)
         check_layout(kind, topology)
-    except LayoutError:
+    except (ClusterError, LayoutError):
         topology.close()
         raise
     if order is not None:
@@ -175,6 +177,16 @@ def assemble(
         distributed=kind.distributed,
         central=kind.central,
     )
+
+
+def _check_evaluator(kind: StrategyKind, topology: Topology) -> None:
+    """Raise ClusterError, on every rank, where the job's evaluator would train unawares."""
+    if Environment.read().evaluator and topology.size > 1:
+        remedy = (
+            "ms.estimator.train_and_evaluate makes it, ms.estimator.split_evaluator() returns it; or unset the variable"
+        )
+        expected, got = "the communicator of the ranks that train, for MPISTRAT_EVALUATOR=1", "all ranks"
+        raise ClusterError(explain(kind.name, "comm", expected=expected, got=got, remedy=remedy, rank=topology.rank))
 
 
 def _in_order(

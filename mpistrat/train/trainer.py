@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -31,7 +31,7 @@ class Trainer:
     def __init__(
         self,
         strategy: Any,
-        train_step: Callable[..., Any],
+        train_step: Callable[..., Any] | None,
         test_step: Callable[..., Any] | None = None,
         predict_step: Callable[..., Any] | None = None,
         *,
@@ -44,7 +44,7 @@ class Trainer:
 
         Args:
             strategy: the strategy.
-            train_step: called with the parts of a batch, in replica context.
+            train_step: called with the parts of a batch, in replica context; None for one that only evaluates or predicts.
             test_step: the same, for `evaluate`; it updates metrics.
             predict_step: returns a row, or an array of a row each, for each row of its batch.
             optimizer: whose learning rate callbacks may change: one of `ms.optimizers`, or of torch.
@@ -83,6 +83,7 @@ class Trainer:
         validation_data: Iterable[Any] | None = None,
         validation_freq: int = 1,
         initial_epoch: int = 0,
+        max_steps: int | None = None,
     ) -> dict[str, list[Any]]:
         """Train for some epochs, or until a callback stops, or `should_stop` says so. Collective.
 
@@ -96,24 +97,32 @@ class Trainer:
             validation_data: evaluated after each validation_freq-th epoch; its results are named `val_loss` and so on.
             validation_freq: see there.
             initial_epoch: the first epoch, counted from 0, where no checkpoint says another.
+            max_steps: with steps_per_epoch: the step, counted over all epochs and runs, with which training ends, also
+                within an epoch; those of each worker under parameter servers.
 
         Returns:
             `history`: the results of each epoch by name, NaN where there was no validation.
 
         Raises:
-            ValueError: there is no test_step for validation_data; data end before steps_per_epoch.
+            ValueError: there is no test_step for validation_data; data end before steps_per_epoch; max_steps without it.
         """
+        if max_steps is not None and not steps_per_epoch:
+            got = "None, and max_steps"
+            raise ValueError(explain("Trainer.fit", "steps_per_epoch", expected="a number of steps", got=got))
         loop, strategy = self.loop, self.strategy
         loop.stop_training = False
         notes = None if self._checkpoints is None else self._checkpoints.restore_latest()
         first, taken, position = (initial_epoch, 0, None) if notes is None else self._go_on(notes)
-        last = first if loop.stop_training else epochs  # a run that a callback stopped has nothing left to do
+        reached = max_steps is not None and loop.step >= max_steps
+        last = (
+            first if loop.stop_training or reached else epochs
+        )  # a run that a callback stopped has nothing left to do
         self._endless = bool(steps_per_epoch)
         if self._endless:
             self._batches = iter(data)
         elif first and hasattr(data, "set_epoch"):
             data.set_epoch(first)
-        loop.epoch = first
+        loop.epoch, count = first, steps_per_epoch
         self._call("on_train_begin")
         try:
             for loop.epoch in range(first, last):
@@ -125,7 +134,12 @@ class Trainer:
                 if notes is not None and loop.epoch == first:
                     self._find(position, loop.step if self._endless else taken)
                 self._taken, taken = taken, 0
-                for batch in self._epoch(steps_per_epoch):
+                if steps_per_epoch and max_steps is not None:
+                    count = min(steps_per_epoch, self._taken + max_steps - loop.step)
+                    reached = count < steps_per_epoch or max_steps == loop.step + count - self._taken
+                ended = loop.step + count - self._taken if count else None
+                batches = self._epoch(count)
+                for batch in batches:
                     self._run("fit", batch)
                     self._taken += 1
                     loop.step += 1
@@ -134,9 +148,11 @@ class Trainer:
                         self._checkpoints.step(loop.step, self._notes)
                     if strategy.should_stop():
                         break
+                batches.close()
                 if strategy.should_stop():
                     self._save()
                     break
+                loop.step = ended or loop.step  # of servers, too, which take no batches
                 logs = self._results()
                 if validation_data is not None and (loop.epoch + 1) % validation_freq == 0:
                     logs |= {f"val_{name}": value for name, value in self.evaluate(validation_data).items()}
@@ -144,12 +160,14 @@ class Trainer:
                 self._call("on_epoch_end", logs)
                 loop.agree()
                 self._taken = 0
-                over = loop.stop_training or loop.epoch + 1 == last
+                over = loop.stop_training or reached or loop.epoch + 1 == last
                 if self._checkpoints is not None and (over or self._servers or not self._checkpoints.periodic):
                     self._save(next_epoch=True)
                 if over:
                     break
         finally:
+            if hasattr(self._batches, "close"):
+                self._batches.close()
             self._call("on_train_end")
         if self._checkpoints is not None:
             self._checkpoints.wait()
@@ -227,20 +245,34 @@ class Trainer:
     def _run(self, function: str, batch: Any) -> Any:
         step = self._steps[function]
         if step is None:
-            argument = {"evaluate": "test_step", "predict": "predict_step"}[function]
+            argument = {"fit": "train_step", "evaluate": "test_step", "predict": "predict_step"}[function]
             raise ValueError(explain(f"Trainer.{function}", argument, expected="a function", got="None"))
         return self.strategy.run(step, args=batch if isinstance(batch, tuple) else (batch,))
 
-    def _epoch(self, count: int | None) -> Iterator[Any]:
+    def _epoch(self, count: int | None) -> Generator[Any, None, None]:
         """Yield the batches of an epoch that are left."""
         wanted = None if count is None else count - self._taken
+        if not (self._servers and self._endless):
+            drawn = yield from self._draw(wanted)
+        elif self.strategy.is_server:
+            self.strategy.serve()
+            return
+        else:  # a pass of its own, which the data outlast
+            self.strategy.resume_pass()
+            try:
+                drawn = yield from self._draw(wanted)
+            finally:
+                self.strategy.suspend_pass()
+        if wanted is not None and drawn < wanted:
+            expected, got = f"steps_per_epoch={count} batches in each epoch", f"{drawn} in epoch {self.loop.epoch}"
+            raise ValueError(explain("Trainer.fit", "data", expected=expected, got=got, remedy="Repeat the dataset"))
+
+    def _draw(self, wanted: int | None) -> Generator[Any, None, int]:
         drawn = 0
         for batch in itertools.islice(self._batches, wanted):
             yield batch
             drawn += 1
-        if wanted is not None and drawn < wanted:
-            expected, got = f"steps_per_epoch={count} batches in each epoch", f"{drawn} in epoch {self.loop.epoch}"
-            raise ValueError(explain("Trainer.fit", "data", expected=expected, got=got, remedy="Repeat the dataset"))
+        return drawn
 
     def _call(self, moment: str, *args: Any) -> None:
         for callback in self._callbacks:

@@ -25,7 +25,7 @@ FLOORS_PICTURE = ROOT / "docs" / "images" / "floors.svg"
 FLOORS = {
     "_util": -1, "cluster": 1, "batch_jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4,
     "optimizers": 5, "strategy": 6, "parameter_server": 7, "torch": 7, "jax": 7, "train": 7, "bench": 8, "doctor": 8,
-    "examples": 8, "keras": 8,
+    "examples": 8, "keras": 8, "estimator": 8,
     "cli": 9,
 }  # fmt: skip
 
@@ -35,7 +35,7 @@ LOWER = {("comm", "agree"), ("comm", "waiting")}
 # Where a library beyond NumPy may be imported at all. A pickle could run a stranger's code.
 ALLOWED = {
     "mpi4py": {"cluster", "comm", "cross_device", "data", "variables", "parameter_server", "optimizers", "strategy",
-               "bench", "doctor", "cli", "examples"},
+               "bench", "doctor", "estimator", "cli", "examples"},
     "h5py": {"data", "strategy", "bench", "doctor", "cli", "examples"},
     "cupy": {"cluster", "comm", "cross_device"},
     "jinja2": {"batch_jobs"},

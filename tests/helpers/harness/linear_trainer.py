@@ -37,3 +37,27 @@ def trainer(strategy, rate=0.1, **settings):
         strategy, train_step, test_step, lambda x, y: x @ w.array, optimizer=optimizer, metrics=[loss], **settings
     )
     return made, w
+
+
+def model_fn(features, labels, mode, params):
+    """The same model, for an Estimator."""
+    assert features.shape[1:] == (3,) and labels.shape[1:] == ()
+    w = ms.Variable(np.zeros(3), name="w")
+    optimizer = ms.optimizers.SGD(params.get("rate", 0.1))
+    loss = ms.train.MeanSquaredError("loss")
+
+    def test_step(x, y):
+        loss.update_state(y, x @ w.array)
+
+    def train_step(x, y):
+        test_step(x, y)
+        optimizer.apply_gradients([(2 * (x @ w.array - y) @ x / max(ms.global_batch_size(), 1), w)])
+
+    return ms.estimator.EstimatorSpec(
+        mode, train_step, test_step, lambda x, y: x @ w.array, optimizer=optimizer, metrics=[loss]
+    )
+
+
+def held_out():
+    """An input function: all rows in their order."""
+    return dataset(shuffle=False)

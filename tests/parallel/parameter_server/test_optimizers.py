@@ -179,6 +179,28 @@ def test_workers_count_steps_together():
         assert optimizer.all_iterations() == 4 * strategy.num_workers
 
 
+def test_ranks_that_have_made_other_strategies_before_know_the_same_optimizers():
+    from mpi4py import MPI
+
+    others = MPI.COMM_WORLD.size - 1  # the last rank makes none
+    part = MPI.COMM_WORLD.Split(int(MPI.COMM_WORLD.rank == others))
+    if MPI.COMM_WORLD.rank < others > 1:
+        with ms.ParameterServerStrategy(num_ps=1, comm=part):
+            pass
+    part.Free()
+    with ms.ParameterServerStrategy(num_ps=1, max_staleness=0) as strategy:
+        with strategy.scope():
+            w = ms.Variable(np.zeros(2), name="w")
+            optimizer = ms.optimizers.SGD(0.5)
+        if strategy.is_server:
+            strategy.serve()
+        else:
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), w)]))
+            strategy.flush()
+            np.testing.assert_array_equal(w.numpy(), [-0.5 * others] * 2)
+            strategy.leave()
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_clipped_gradient_has_that_norm(sparse):
     with made(**one_worker(), devices=["cpu:0", "cpu:1"]) as strategy:

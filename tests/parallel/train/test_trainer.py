@@ -82,6 +82,41 @@ def test_steps_of_an_epoch_may_be_counted():
             work.fit(strategy.distribute_dataset(dataset()), 3, steps_per_epoch=4)
 
 
+@pytest.mark.ranks(1, 2)
+def test_training_ends_with_the_step_that_is_told(mpi_tmp_path):
+    def run(folder, ends):
+        for end in ends:
+            with ms.MultiWorkerMirroredStrategy() as strategy:
+                checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path / folder)
+                work, w = trainer(strategy, checkpoints=checkpoints)
+                work.fit(strategy.distribute_dataset(dataset().repeat()), 100, steps_per_epoch=4, max_steps=end)
+                assert work.loop.step == end and checkpoints.steps()[-1] == end
+                last = w.numpy()
+        return last
+
+    np.testing.assert_array_equal(run("parts", [2, 4, 11]), run("whole", [11]))
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        work, _ = trainer(strategy)
+        with pytest.raises(ValueError, match=r"steps_per_epoch: expected a number of steps, got None, and max_steps"):
+            work.fit(strategy.distribute_dataset(dataset()), max_steps=3)
+
+
+@pytest.mark.ranks(2, 3)
+def test_workers_of_servers_read_on_in_the_next_epoch(mpi_tmp_path):
+    def run(folder, ends):
+        for end in ends:
+            with ms.ParameterServerStrategy(num_ps=1, max_staleness=0) as strategy:
+                checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path / folder)
+                work, w = trainer(strategy, 0.05, checkpoints=checkpoints)
+                data, held_out = strategy.distribute_dataset(dataset().repeat()), strategy.distribute_dataset(dataset())
+                history = work.fit(data, 100, steps_per_epoch=4, max_steps=end, validation_data=held_out)
+                assert len(history["loss"]) == -(-end // 4) and checkpoints.steps()[-1] == end
+                last = strategy.broadcast_object(w.numpy() if strategy.rank == 0 else None)
+        return last
+
+    np.testing.assert_array_equal(run("parts", [4, 10]), run("whole", [10]))
+
+
 @pytest.mark.ranks(1)
 def test_what_is_missing_is_named():
     with ms.OneDeviceStrategy() as strategy:

@@ -135,8 +135,13 @@ def test_roles(machine):
         "OMP_NUM_THREADS": "2", "MPISTRAT_STRATEGY": "parameter_server", "MPISTRAT_NUM_PS": "1",
     }  # fmt: skip
     assert plan(["a.py"], 8, "mirrored", None).environment == {"OMP_NUM_THREADS": "1", "MPISTRAT_STRATEGY": "mirrored"}
-    with pytest.raises(ValueError, match="--ps: expected a worker besides the servers, got 2 ranks and 2 servers"):
+    with pytest.raises(ValueError, match="--ps: expected a worker besides, got 2 ranks for 2 servers"):
         plan(["a.py"], 2, None, 2)
+    assert plan(["a.py"], 3, None, 1, evaluator=True).environment["MPISTRAT_EVALUATOR"] == "1"
+    with pytest.raises(ValueError, match="--ps: expected a worker besides, got 2 ranks for 1 server, an evaluator"):
+        plan(["a.py"], 2, None, 1, evaluator=True)
+    with pytest.raises(ValueError, match="--evaluator: expected a worker besides, got 1 rank for an evaluator"):
+        plan(["a.py"], 1, None, None, evaluator=True)
     with pytest.raises(ValueError, match="--ps: expected --strategy parameter_server.*got --strategy mirrored"):
         plan(["a.py"], 4, "mirrored", 1)
 

@@ -1,0 +1,354 @@
+"""Estimator: a model function and a folder, in which training goes on, and from which the model is evaluated and used."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from ..data import Dataset, DistributedDataset, InputContext
+from ..errors import explain
+from ..strategy import OneDeviceStrategy, Strategy, strategy_from_environment
+from ..strategy.checkpoint_file import CheckpointFile, key_of, name_of
+from ..train import Callback, Checkpoints, JSONLogger, Loop, Trainer
+from .roles import EvaluatorSplit, split_evaluator
+from .specs import EstimatorSpec, ModeKeys, RunConfig
+
+__all__ = ["Estimator"]
+
+_INPUT_ARGUMENTS = ("mode", "params", "config", "input_context")
+_MODEL_ARGUMENTS = ("features", "labels", "mode", "params", "config")
+
+
+@final
+class Estimator:
+    """A model that is trained, evaluated and used by its folder: what was trained is in its newest checkpoint.
+
+    Attributes:
+        config: the RunConfig.
+        model_dir: the folder.
+        params: what the model function gets.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[..., EstimatorSpec],
+        model_dir: str | os.PathLike[str] | None = None,
+        config: RunConfig | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take a model function; nothing is made yet.
+
+        Args:
+            model_fn: returns an EstimatorSpec. It is called with those it takes of features, labels, mode, params and config,
+                once, in the strategy's scope, when the first data are there. As in a graph features and labels are no numbers:
+                they are the `ArraySpec`s of a replica's rows. What the returned steps need of one another is made in it.
+            model_dir: precedes the one of config.
+            config: default RunConfig().
+            params: passed to model_fn and to input functions.
+
+        Raises:
+            ValueError: there is no model_dir.
+            TypeError: model_fn takes something else.
+
+        Example:
+            >>> import tempfile
+            >>> def model_fn(features, labels, mode):
+            ...     w = ms.Variable(np.zeros(features.shape[1:]), name="w", aggregation=ms.VariableAggregation.SUM)
+            ...     loss = ms.train.MeanSquaredError("loss")
+            ...     def test_step(x, y):
+            ...         loss.update_state(y, x @ w.array)
+            ...     def train_step(x, y):
+            ...         test_step(x, y)
+            ...         w.assign_sub(0.1 * (x @ w.array - y) @ x)
+            ...     return ms.estimator.EstimatorSpec(mode, train_step, test_step, metrics=[loss])
+            >>> def input_fn():
+            ...     return ms.data.from_arrays((np.eye(2), np.array([1.0, 2.0]))).batch(2).repeat()
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     estimator = ms.estimator.Estimator(model_fn, folder)
+            ...     results = estimator.train(input_fn, max_steps=100).evaluate(input_fn, steps=1)
+            ...     estimator.close()
+            >>> results["global_step"], results["loss"] < 1e-6
+            (100, True)
+        """
+        self.config = config or RunConfig()
+        folder = self.config.model_dir if model_dir is None else model_dir
+        if folder is None:
+            raise ValueError(explain("Estimator", "model_dir", expected="a folder, here or in config", got="None"))
+        self.model_dir, self.params = Path(folder), dict(params or {})
+        self._model_fn = model_fn
+        _names("Estimator", "model_fn", model_fn, _MODEL_ARGUMENTS)
+        self._split: EvaluatorSplit | None = None
+        self._strategy: Strategy | None = None
+        self._spec: EstimatorSpec | None = None
+        self._checkpoints: Checkpoints | None = None
+
+    # what it consists of
+
+    @property
+    def split(self) -> EvaluatorSplit:
+        """Who trains and who evaluates. Collective the first time."""
+        if self._split is None:
+            self._split = split_evaluator()
+        return self._split
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of this rank's role. Collective the first time."""
+        if self._strategy is None:
+            split = self.split
+            make = self.config.eval_distribute if split.is_evaluator else self.config.train_distribute
+            if isinstance(make, Strategy):
+                if split.has_evaluator:
+                    expected = "a function of the communicator, in a job with an evaluator"
+                    got = f"a {type(make).__name__}"
+                    raise ValueError(explain("RunConfig", "train_distribute", expected=expected, got=got))
+                self._strategy = make
+            elif make is not None:
+                self._strategy = make(split.comm)
+            elif split.is_evaluator:
+                self._strategy = OneDeviceStrategy(comm=split.comm)
+            else:
+                self._strategy = strategy_from_environment(comm=split.comm)
+        return self._strategy
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Its files. Collective the first time."""
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(self.strategy, self.model_dir, keep=self.config.keep_checkpoint_max)
+        return self._checkpoints
+
+    def latest_checkpoint(self) -> Path | None:
+        """Return the newest file of the folder; None where there is none. Local, after the first collective call."""
+        return self.checkpoints.latest()
+
+    def make_trainer(self, data: DistributedDataset, mode: str, hooks: Sequence[Callback] = ()) -> Trainer:
+        """Return a Trainer of the model, which is made the first time. Collective."""
+        spec = self._made(data, mode)
+        return Trainer(
+            self.strategy, spec.train_step, spec.test_step, spec.predict_step,
+            optimizer=spec.optimizer, metrics=spec.metrics, callbacks=hooks,
+            checkpoints=self.checkpoints if mode == ModeKeys.TRAIN else None,
+        )  # fmt: skip
+
+    def _made(self, data: DistributedDataset, mode: str) -> EstimatorSpec:
+        if self._spec is None:
+            rows = data.element_spec
+            features, labels = rows if isinstance(rows, tuple) and len(rows) == 2 else (rows, None)
+            given = {
+                "features": features, "labels": labels, "mode": mode, "params": dict(self.params), "config": self.config
+            }  # fmt: skip
+            takes = _names("Estimator", "model_fn", self._model_fn, _MODEL_ARGUMENTS)
+            with self.strategy.scope():
+                spec: Any = self._model_fn(**{name: given[name] for name in takes})
+            if not isinstance(spec, EstimatorSpec):
+                got = type(spec).__name__
+                raise TypeError(explain("Estimator", "model_fn", expected="to return an EstimatorSpec", got=got))
+            self._spec = spec
+        return self._spec
+
+    def input(self, input_fn: Callable[..., Any], mode: str, repeat: bool = False) -> tuple[DistributedDataset, int]:
+        """Return an input function's data, distributed, and the number of steps in them, negative where unknown. Collective."""
+        takes = _names("Estimator", "input_fn", input_fn, _INPUT_ARGUMENTS)
+        given = {"mode": mode, "params": dict(self.params), "config": self.config}
+        chosen = {name: given[name] for name in takes if name in given}
+        strategy = self.strategy
+        if "input_context" in takes:
+
+            def of_worker(input_context: InputContext) -> Any:
+                return input_fn(**chosen, input_context=input_context)
+
+            data = strategy.distribute_datasets_from_function(of_worker)
+            return data, self._length(data)
+        dataset = input_fn(**chosen)
+        if isinstance(dataset, DistributedDataset):
+            return dataset, self._length(dataset)
+        if not isinstance(dataset, Dataset):
+            got = type(dataset).__name__
+            raise TypeError(explain("Estimator", "input_fn", expected="to return a dataset of ms.data", got=got))
+        data = strategy.distribute_dataset(dataset)
+        steps = self._length(data)
+        return (strategy.distribute_dataset(dataset.repeat()) if repeat and steps > 0 else data), steps
+
+    def _length(self, data: DistributedDataset) -> int:
+        """Return the number of steps in the data as the first rank that reads them knows it. Collective."""
+        strategy = self.strategy
+        return int(strategy.broadcast_object(data.cardinality(), root=Loop(strategy).first))
+
+    # what it does
+
+    def train(
+        self,
+        input_fn: Callable[..., Any],
+        hooks: Sequence[Callback] = (),
+        steps: int | None = None,
+        max_steps: int | None = None,
+    ) -> Estimator:
+        """Train from the newest checkpoint on, with one after each `save_checkpoints_steps`, and at the end. Collective.
+
+        It ends after `steps`, at step `max_steps`, or when the data end, whichever is first; or when a hook says so, or
+        `should_stop`. The data go on where the checkpoint was saved.
+
+        Args:
+            input_fn: returns a dataset; it may take mode, params, config and input_context.
+            hooks: callbacks; their `on_epoch_end` is called before each checkpoint, with the results since the one before.
+            steps: how many steps.
+            max_steps: with which step to end, counted over all runs. With parameter servers the steps are those of each worker.
+
+        Returns:
+            Itself.
+
+        Raises:
+            ValueError: steps and max_steps are both given; data of an unknown length end before the next checkpoint.
+        """
+        if steps is not None and max_steps is not None:
+            expected, got = "steps or max_steps", "both"
+            raise ValueError(explain("Estimator.train", "steps", expected=expected, got=got))
+        data, length = self.input(input_fn, ModeKeys.TRAIN, repeat=True)
+        logs = JSONLogger(self.model_dir / "train.jsonl", append=True)
+        trainer = self.make_trainer(data, ModeKeys.TRAIN, [logs, *hooks])
+        if steps is not None or length > 0:
+            notes = self.checkpoints.restore_latest()
+            begun = 0 if notes is None else notes["step"]
+            ends = [begun + number for number in (steps, length) if number is not None and number > 0]
+            max_steps = min([*ends, *([] if max_steps is None else [max_steps])])
+        interval = self.config.save_checkpoints_steps
+        trainer.fit(data, sys.maxsize, steps_per_epoch=interval, max_steps=max_steps)
+        return self
+
+    def evaluate(
+        self,
+        input_fn: Callable[..., Any],
+        steps: int | None = None,
+        checkpoint_path: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        """Return the results of the newest checkpoint, or of another one, and its "global_step". Collective.
+
+        They are also appended to `eval_NAME/results.jsonl` in the folder.
+
+        Args:
+            input_fn: as of `train`.
+            steps: how many batches; None for all.
+            checkpoint_path: the file; default the newest.
+            name: of this evaluation.
+
+        Raises:
+            ValueError: there is no checkpoint; data without an end, and no steps.
+        """
+        data, length = self.input(input_fn, ModeKeys.EVAL)
+        trainer = self.make_trainer(data, ModeKeys.EVAL)
+        step = self.restore(checkpoint_path)
+        return self.results(trainer, data, length, steps, step, name)
+
+    def results(
+        self, trainer: Trainer, data: DistributedDataset, length: int, steps: int | None, step: int, name: str | None
+    ) -> dict[str, Any]:
+        """Evaluate the model as it is now, and write the results of a step down. Collective."""
+        if steps is None and length == -1:
+            got = "None, and data without an end"
+            raise ValueError(explain("Estimator.evaluate", "steps", expected="a number of batches", got=got))
+        results = {**trainer.evaluate(data, steps), "global_step": step}
+        if trainer.loop.tells:
+            _append(self.model_dir / ("eval" if name is None else f"eval_{name}") / "results.jsonl", results)
+        return results
+
+    def predict(
+        self, input_fn: Callable[..., Any], checkpoint_path: str | os.PathLike[str] | None = None
+    ) -> np.ndarray:
+        """Return the rows of `predict_step` for all rows of the data, in their order, on every rank. Collective.
+
+        Raises:
+            ValueError: there is no checkpoint, no predict_step, or no row.
+            ContextError: under parameter servers.
+        """
+        data, _ = self.input(input_fn, ModeKeys.PREDICT)
+        trainer = self.make_trainer(data, ModeKeys.PREDICT)
+        self.restore(checkpoint_path)
+        return trainer.predict(data)
+
+    def restore(self, checkpoint_path: str | os.PathLike[str] | None = None) -> int:
+        """Read the newest checkpoint, or another one, into the model; return its step. Collective."""
+        self.checkpoints.wait()
+        strategy = self.strategy
+        newest = self.checkpoints.latest() if strategy.rank == 0 else None
+        path = strategy.broadcast_object(newest) if checkpoint_path is None else checkpoint_path
+        if path is None:
+            expected, got = "a checkpoint in it", "none"
+            raise ValueError(
+                explain("Estimator", str(self.model_dir), expected=expected, got=got, remedy="Train first")
+            )
+        # Its optimizer is of no use to a model that was made to be evaluated.
+        return int(strategy.restore(path, strict=self._spec is not None and self._spec.mode == ModeKeys.TRAIN)["step"])
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the variables as they are now as safetensors, for other programs. Collective. See `Strategy.export`."""
+        self.strategy.export(path)
+        return Path(path)
+
+    def get_variable_names(self) -> list[str]:
+        """Return the names of the variables in the newest checkpoint, as this rank sees it. Local."""
+        with self._file() as file:
+            return sorted(map(name_of, file.names()))
+
+    def get_variable_value(self, name: str) -> np.ndarray:
+        """Return a variable from the newest checkpoint, as this rank sees it. Local.
+
+        Raises:
+            ValueError: there is none of that name, or no checkpoint.
+        """
+        with self._file() as file:
+            key = f"variables/{key_of(name)}"
+            form = file.forms([key_of(name)]).get(key)
+            if form is None:
+                known = ", ".join(map(name_of, file.names()))
+                raise ValueError(explain("Estimator.get_variable_value", "name", expected=known, got=repr(name)))
+            return file.read(key, form)
+
+    def _file(self) -> CheckpointFile:
+        path = self.checkpoints.latest()
+        if path is None:
+            raise ValueError(explain("Estimator", str(self.model_dir), expected="a checkpoint in it", got="none"))
+        return CheckpointFile(path)
+
+    def close(self) -> None:
+        """Close the strategy that it has made. Collective over the ranks of this role."""
+        given = self.config.train_distribute, self.config.eval_distribute
+        if self._strategy is not None and self._strategy not in given:
+            self._strategy.close()
+
+
+def _names(function: str, argument: str, called: Callable[..., Any], known: Sequence[str]) -> list[str]:
+    """Return which of some arguments a function takes.
+
+    Raises:
+        TypeError: it wants another one.
+    """
+    parameters = inspect.signature(called).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return [name for name in known if name != "input_context"]
+    wanted = [one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_POSITIONAL]
+    if others := [name for name in wanted if name not in known]:
+        raise TypeError(explain(function, argument, expected=f"to take {', '.join(known)}", got=", ".join(others)))
+    return [parameter.name for parameter in parameters if parameter.name in known]
+
+
+def _append(path: Path, results: Mapping[str, Any]) -> None:
+    """Write a line of results; lines of later steps, which an interrupted run has left, are removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            if json.loads(line)["global_step"] < results["global_step"]:
+                kept.append(line)
+        except (ValueError, KeyError):  # cut off
+            continue
+    kept.append(json.dumps({name: np.asarray(value).tolist() for name, value in results.items()}))
+    path.write_text("\n".join(kept) + "\n")
