@@ -19,6 +19,7 @@ from . import (
     optimizers,
     partitioners,
     random,
+    timeline,
     train,
 )
 from ._version import __version__
@@ -59,6 +60,7 @@ from .strategy import (
     show_config,
     strategy_from_environment,
 )
+from .train.monitor import monitor
 from .types import (
     CommunicationImplementation,
     IndexedSlices,
@@ -131,12 +133,14 @@ __all__ = [
     "errors",
     "estimator",
     "launch",
+    "monitor",
     "nn",
     "optimizers",
     "partitioners",
     "random",
     "rng",
     "show_config",
+    "timeline",
     "train",
     # TensorFlow's other names
     "CollectiveAllReduceStrategy",

@@ -15,6 +15,7 @@
 | MPISTRAT_STOP_BEFORE | | seconds before that at which `should_stop` says so; default 60, but at most a tenth of the time left |
 | MPISTRAT_LOG | warning | level of the package's log: debug, info, warning, error |
 | MPISTRAT_TERMINAL | | which of stdout and stderr, `stdout,stderr`, a launcher shows on a terminal; `mpistrat run` sets it |
+| MPISTRAT_EVENTS | 16384 | so many of a rank's last events are kept for reports and the timeline; 32 bytes each; 0 for none |
 | MPISTRAT_TRACEBACK | short | full: when an exception ends the job, its traceback has the lines inside this package, too |
 """
 
@@ -69,6 +70,7 @@ class Environment:
     evaluator: bool = False
     log: str = "warning"
     traceback: str = "short"
+    events: int = 16384
     terminal: tuple[str, ...] = ()
     end_time: float | None = None
     stop_before: float | None = None
@@ -112,6 +114,7 @@ class Environment:
             num_ps=int(servers) if servers else None,
             evaluator=evaluator == "1",
             log=level,
+            events=int(_number(env, "MPISTRAT_EVENTS", 16384, 0)),
             terminal=tuple(filter(None, env.get("MPISTRAT_TERMINAL", "").split(","))),
             traceback=_word(env, "MPISTRAT_TRACEBACK", "short", ("short", "full")),
             end_time=_number_or_none(env, "MPISTRAT_END_TIME"),

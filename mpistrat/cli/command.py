@@ -59,5 +59,7 @@ ROOT = Group(
         "shards": "shards:COMMAND",
         "job": "job:COMMAND",
         "doctor": "doctor:COMMAND",
+        "top": "watch:TOP",
+        "stacks": "watch:STACKS",
     },
 )

@@ -18,18 +18,20 @@ from .call import Call
 from .draws import Draws
 from .monitor.rank_monitor import RankMonitor
 from .node import Node
+from .recorder import RECORDER
 
 __all__ = ["Collective", "Comparison"]
 
 _MASK = (1 << 63) - 1
 _SERIES = 4096  # so many names are remembered
+_NAME_CHARACTERS = 80  # of a call in the recorder
 
 
 @final
 class Collective(Call):
     """A call of one group as the context in which it runs; `ProcessGroup.collective` makes and keeps it."""
 
-    __slots__ = ("_comparison", "_monitor", "_node", "_outer", "_synchronize")
+    __slots__ = ("_comparison", "_event", "_monitor", "_name", "_node", "_outer", "_synchronize")
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class Collective(Call):
         self._monitor, self._node, self._comparison = monitor, node, comparison
         self._synchronize = synchronize and node.size > 1
         self._outer: Any = None
+        self._name, self._event = RECORDER.name("c", series[:_NAME_CHARACTERS], monitor.group), 0
 
     def __enter__(self) -> Collective:
         monitor = self._monitor
@@ -57,6 +60,7 @@ class Collective(Call):
         monitor.number += 1
         self._outer = monitor.current
         monitor.current = (monotonic(), self, monitor.number)
+        self._event = RECORDER.begin(self._name, monitor.number)
         try:
             comparison = self._comparison
             if comparison is not None and comparison.due(self, monitor.number):
@@ -65,6 +69,7 @@ class Collective(Call):
             elif self._synchronize:
                 self._node.barrier(self)
         except BaseException as error:
+            RECORDER.end(self._event)
             monitor.fail(error, True)
             monitor.current = self._outer
             monitor.acting.release()
@@ -76,6 +81,7 @@ class Collective(Call):
         if monitor.size > 1:
             if error is not None:
                 monitor.fail(error, False)
+            RECORDER.end(self._event)
             monitor.current, self._outer = self._outer, None
             monitor.acting.release()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
+from time import perf_counter_ns
 from typing import Any, final
 
 import numpy as np
@@ -21,6 +22,7 @@ from .agree import mismatch
 from .call import TEXT_BYTES, Call
 from .draws import Draws
 from .monitor.rank_monitor import ALL, RankMonitor
+from .recorder import RECORDER
 from .shared_memory import SharedBlock
 from .waiting import Backoff, Deadline
 from .window import SharedWindow
@@ -112,6 +114,7 @@ class Node:
         self._sequence = sequence = self._sequence + 1
         half = sequence & 1
         flags = self._flags
+        began = perf_counter_ns()
         if self._laid[half] is not call.payload:
             self._lay(half, call)
         tag = flags[self._own + _TAG + half] = call.tag ^ self.draws.mark
@@ -127,6 +130,7 @@ class Node:
                         self._wait(i, sequence, call)
         else:
             self._comm.Barrier()
+        RECORDER.waited += perf_counter_ns() - began
         self._sync()
         for i in self._other_tags[half]:
             if flags[i] != tag:

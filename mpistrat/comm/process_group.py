@@ -24,6 +24,7 @@ from .monitor import abort, exit_report
 from .monitor.group_monitor import Watchdog
 from .monitor.rank_monitor import RankMonitor, monitored
 from .node import Node
+from .recorder import RECORDER
 
 __all__ = ["Attachment", "ProcessGroup"]
 
@@ -104,6 +105,7 @@ class ProcessGroup:
             SharedMemoryError: on every rank, if /dev/shm of any node is too small.
         """
         environment = environment or Environment.read()
+        RECORDER.open(environment.events)
         if topology.size == 1:
             return cls(topology, environment)
         abort.install(topology.rank, topology.size)

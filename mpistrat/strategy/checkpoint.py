@@ -27,6 +27,7 @@ from .._util.partition import aligned_block
 from ..comm.agree import as_told, same, together
 from ..comm.arrays import to_host
 from ..comm.process_group import ProcessGroup
+from ..comm.recorder import RECORDER
 from ..errors import CollectiveMismatchError, by_rank, explain
 from ..variables import Placement
 from .checkpoint_file import ArrayForm, FileRange, complete_file, from_rank_0, key_of, ranges_of
@@ -63,20 +64,22 @@ class Checkpoint:
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> None:
         """Write all variables and what optimizers keep. Collective. See `Strategy.save`."""
-        saving = self._saving = self._prepare(path, extra, keeps=False)
-        saving.write()
-        try:
-            saving.wait()
-        finally:
-            self._forget()
+        with RECORDER.span("s", "save"):
+            saving = self._saving = self._prepare(path, extra, keeps=False)
+            saving.write()
+            try:
+                saving.wait()
+            finally:
+                self._forget()
 
     def begin(
         self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None, then: Callable[[], None] | None
     ) -> Saving:
         """Copy this rank's part of it, and write that in a thread. Collective. See `Strategy.begin_save`."""
-        saving = self._saving = self._prepare(path, extra, keeps=True)
-        saving.then = then
-        saving.start()
+        with RECORDER.span("s", "begin_save"):
+            saving = self._saving = self._prepare(path, extra, keeps=True)
+            saving.then = then
+            saving.start()
         return saving
 
     def export(self, path: str | os.PathLike[str]) -> None:
@@ -115,7 +118,8 @@ class Checkpoint:
         """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`."""
         self.end()
         self._warn_of_unsaved()
-        return Restoring(self._group, self._placement, self._states).restore(path, names, strict)
+        with RECORDER.span("s", "restore"):
+            return Restoring(self._group, self._placement, self._states).restore(path, names, strict)
 
     def close(self) -> None:
         """Nothing: the strategy has called `end`, for as long as ranks could meet."""

@@ -12,6 +12,7 @@ from .._util import nest
 from .._util.text import counted
 from ..cluster.resolvers.resolver import ClusterResolver
 from ..comm.process_group import ProcessGroup
+from ..comm.recorder import RECORDER
 from ..context import Frame
 from ..data import Dataset, DistributedDataset, InputContext, InputOptions
 from ..distributed_values import DistributedValues, PerReplica, regroup, select_replica
@@ -149,6 +150,7 @@ class Strategy(RankCollectives, Files):
         context.expect_cross(self, "Strategy.run")
         if type(args) is not tuple or args or kwargs:
             kwargs = self._check_arguments(args, kwargs)
+        event = RECORDER.begin(RECORDER.name("r", getattr(fn, "__qualname__", "step")))
         if extended.threads is not None:
             calls = [select_replica(index, (tuple(args), kwargs or {})) for index in range(len(extended.replicas))]
             try:
@@ -157,6 +159,8 @@ class Strategy(RankCollectives, Files):
                 _check_call(fn, *calls[0])
                 _check_data(calls[0][0], calls[0][1], error)
                 raise
+            finally:
+                RECORDER.end(event)
         if args or kwargs:
             args, kwargs = select_replica(0, (tuple(args), kwargs))
         token, given = context.push(self._replica_frame), global_batch.begin_step(args, kwargs)
@@ -169,6 +173,7 @@ class Strategy(RankCollectives, Files):
         finally:
             global_batch.end_step(given)
             context.pop(token)
+            RECORDER.end(event)
 
     def _check_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(args, (tuple, list)):

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from .callbacks import (
     Callback,
-    CSVLogger,
     EarlyStopping,
-    JSONLogger,
     LearningRateScheduler,
     Loop,
     ModelCheckpoint,
-    Progress,
     ReduceLROnPlateau,
-    TensorBoard,
     TerminateOnNaN,
 )
 from .checkpoints import Checkpoints, checkpoints_iterator
+from .logs import CSVLogger, JSONLogger, Progress, TensorBoard, Timeline
 from .metric import Mean, MeanOf, Metric, Sum, results
 from .metrics import (
     AUC,
@@ -37,6 +34,7 @@ from .metrics import (
     SparseTopKCategoricalAccuracy,
     TopKCategoricalAccuracy,
 )
+from .monitor import Monitor
 from .trainer import Trainer
 
 __all__ = [
@@ -60,6 +58,7 @@ __all__ = [
     "MeanOf",
     "MeanSquaredError",
     "Metric",
+    "Monitor",
     "Precision",
     "Progress",
     "Recall",
@@ -71,6 +70,7 @@ __all__ = [
     "Sum",
     "TensorBoard",
     "TerminateOnNaN",
+    "Timeline",
     "TopKCategoricalAccuracy",
     "Trainer",
     "results",

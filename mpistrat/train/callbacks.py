@@ -1,4 +1,4 @@
-"""What a loop does besides its steps: stop early, change the learning rate, write logs. Each works in a loop of your own, too.
+"""What a loop decides besides its steps: stop early, change the learning rate. Each works in a loop of your own, too.
 
 Names, arguments and decisions are those of Keras's callbacks (https://keras.io/api/callbacks/). Logs are the same on all ranks,
 so ranks decide alike; what one of them decides by its clock or by chance becomes the first one's when the epoch ends
@@ -7,35 +7,26 @@ so ranks decide alike; what one of them decides by its clock or by chance become
 
 from __future__ import annotations
 
-import abc
-import csv
-import json
 import math
 import os
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any, final
+from collections.abc import Callable, Mapping
+from typing import Any, final
 
 import numpy as np
 
 from .._util.log import logger
-from ..errors import MissingDependencyError, explain
+from ..errors import explain
 
 __all__ = [
-    "CSVLogger",
     "Callback",
     "EarlyStopping",
-    "JSONLogger",
     "LearningRateScheduler",
     "Logs",
     "Loop",
     "ModelCheckpoint",
-    "Progress",
     "ReduceLROnPlateau",
-    "TensorBoard",
     "TerminateOnNaN",
+    "is_number",
 ]
 
 #: Results by name.
@@ -319,169 +310,13 @@ class TerminateOnNaN(Callback):
     """Stop after an epoch with a result that is not finite."""
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
-        broken = [name for name, value in logs.items() if _is_number(value) and not math.isfinite(value)]
+        broken = [name for name, value in logs.items() if is_number(value) and not math.isfinite(value)]
         if broken:
             loop.stop_training = True
             if loop.tells:
                 logger.warning("TerminateOnNaN: epoch %d: %s is not finite", loop.epoch, ", ".join(broken))
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a result is one number."""
     return isinstance(value, (int, float))
-
-
-class _File(Callback, abc.ABC):
-    """A file of one rank, written line by line."""
-
-    def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
-        self._path, self._append = Path(path), append
-        self._file: IO[str] | None = None
-
-    def on_train_begin(self, loop: Loop) -> None:
-        if loop.tells:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if loop.step and self._path.exists():  # a run that goes on, perhaps before what it has written
-                self._path.write_text("".join(line for line in self._path.open() if self._precedes(line, loop.epoch)))
-            self._file = self._path.open("a" if self._append or loop.step else "w", newline="")
-
-    def _precedes(self, line: str, epoch: int) -> bool:
-        try:
-            found = self.epoch_of(line)
-        except (ValueError, KeyError, TypeError):  # cut off
-            return False
-        return found is None or found < epoch
-
-    @abc.abstractmethod
-    def epoch_of(self, line: str) -> int | None:
-        """Return the epoch of a line, None of a heading."""
-
-    @abc.abstractmethod
-    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
-        """Write an epoch's line."""
-
-    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
-        if self._file is None and loop.tells:  # a loop that calls nothing else
-            self.on_train_begin(loop)
-        if self._file is not None:
-            self.write(self._file, loop, logs)
-            self._file.flush()
-
-    def on_train_end(self, loop: Loop) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-@final
-class CSVLogger(_File):
-    """Write a line of results an epoch, on one rank, as Keras's CSVLogger does."""
-
-    _names: Sequence[str] = ()
-
-    def epoch_of(self, line: str) -> int | None:
-        first = line.partition(",")[0]
-        return None if first == "epoch" else int(first)
-
-    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
-        writer = csv.writer(file)
-        if not self._names:
-            self._names = list(logs)
-            if not self._path.stat().st_size:
-                writer.writerow(["epoch", *self._names])
-        writer.writerow([loop.epoch, *(logs.get(name, "NA") for name in self._names)])
-
-
-@final
-class JSONLogger(_File):
-    """Write a JSON object of results an epoch, on one rank, a line each, with epoch, steps so far and seconds since 1970."""
-
-    def epoch_of(self, line: str) -> int | None:
-        return int(json.loads(line)["epoch"])
-
-    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
-        numbers = {name: value if _is_number(value) else np.asarray(value).tolist() for name, value in logs.items()}
-        line = {"epoch": loop.epoch, "step": loop.step, "time": round(time.time(), 3), **numbers}
-        file.write(json.dumps(line) + "\n")
-
-
-@final
-class Progress(Callback):
-    """Print a line of results an epoch, on one rank, and while steps run a bar on a terminal."""
-
-    def __init__(self, steps: int | None = None, file: IO[str] | None = None) -> None:
-        """Print.
-
-        Args:
-            steps: of an epoch, where known.
-            file: default standard output.
-        """
-        self._steps, self._file = steps, file or sys.stdout
-        self._begun = self._shown = 0.0
-        self._first = 0
-
-    def on_epoch_begin(self, loop: Loop) -> None:
-        self._begun = self._shown = time.monotonic()
-        self._first = loop.step
-
-    def on_step_end(self, loop: Loop) -> None:
-        now = time.monotonic()
-        if loop.tells and self._file.isatty() and now - self._shown > 0.2:
-            self._shown, done = now, loop.step - self._first
-            of = f" of {self._steps}" if self._steps else ""
-            rate = done / max(now - self._begun, 1e-9)
-            self._file.write(f"\repoch {loop.epoch + 1}: step {done}{of}, {rate:.3g} steps/s\033[K")
-            self._file.flush()
-
-    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
-        if not loop.tells:
-            return
-        seconds = time.monotonic() - self._begun
-        shown = [f"{name} {value:.4g}" if _is_number(value) else f"{name} {value}" for name, value in logs.items()]
-        start = "\r\033[K" if self._file.isatty() else ""
-        self._file.write(f"{start}epoch {loop.epoch + 1}: {', '.join([*shown, f'{seconds:.1f} s'])}\n")
-        self._file.flush()
-
-
-@final
-class TensorBoard(Callback):
-    """Write results as TensorBoard's event files, on one rank. Needs the extra `tensorboard` (tensorboardX).
-
-    Attributes:
-        writer: tensorboardX's SummaryWriter, for images, text or histograms of your own; None on the other ranks.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Write.
-
-        Args:
-            folder: one for each run; TensorBoard shows those of a folder together.
-        """
-        self._folder = os.fspath(folder)
-        self.writer: Any = None
-
-    def on_train_begin(self, loop: Loop) -> None:
-        if not loop.tells or self.writer is not None:
-            return
-        try:
-            from tensorboardX import SummaryWriter
-        except ModuleNotFoundError as error:
-            remedy = "pip install 'mpistrat[tensorboard]'"
-            text = explain("TensorBoard", "", expected="tensorboardX", got=f"no module {error.name}", remedy=remedy)
-            raise MissingDependencyError(text) from error
-        # What an interrupted run has written after the step with which this one begins is not shown.
-        self.writer = SummaryWriter(self._folder, purge_step=loop.epoch if loop.step else None)
-
-    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
-        self.on_train_begin(loop)
-        if self.writer is not None:
-            for name, value in logs.items():
-                if _is_number(value):
-                    self.writer.add_scalar(name, value, loop.epoch)
-            if (rate := loop.rate()) is not None:
-                self.writer.add_scalar("learning_rate", rate, loop.epoch)
-            self.writer.flush()
-
-    def on_train_end(self, loop: Loop) -> None:
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None

@@ -23,7 +23,7 @@ FLOORS_PICTURE = ROOT / "docs" / "images" / "floors.svg"
 # The floor of each folder; files beside the folders are floor 0, or front doors that only re-export, which floor 8 uses.
 # _util, below them all, may use of them only what needs nothing itself: errors, types, environment.
 FLOORS = {
-    "_util": -1, "cluster": 1, "batch_jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "variables": 4,
+    "_util": -1, "cluster": 1, "batch_jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "timeline": 3, "variables": 4,
     "optimizers": 5, "strategy": 6, "parameter_server": 7, "torch": 7, "jax": 7, "train": 7, "bench": 8, "doctor": 8,
     "examples": 8, "keras": 8, "estimator": 8,
     "cli": 9,
@@ -34,7 +34,7 @@ LOWER = {("comm", "agree"), ("comm", "waiting")}
 
 # Where a library beyond NumPy may be imported at all. A pickle could run a stranger's code.
 ALLOWED = {
-    "mpi4py": {"cluster", "comm", "cross_device", "data", "variables", "parameter_server", "optimizers", "strategy",
+    "mpi4py": {"cluster", "comm", "cross_device", "data", "variables", "timeline", "parameter_server", "optimizers", "strategy",
                "bench", "doctor", "estimator", "cli", "examples"},
     "h5py": {"data", "strategy", "bench", "doctor", "cli", "examples"},
     "cupy": {"cluster", "comm", "cross_device"},

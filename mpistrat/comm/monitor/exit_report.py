@@ -9,22 +9,30 @@ about the first one.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
+import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..._util import log
+from ..recorder import RECORDER
 
 if TYPE_CHECKING:
     from ...cluster.topology import Topology
 
 __all__ = [
+    "PREFIX",
+    "answer",
     "begin",
     "end",
     "register_rank",
@@ -33,6 +41,7 @@ __all__ = [
 ]  # of this process: the strategies of a rank share its line
 
 _PROGRAM = Path(__file__).with_name("exit_report_process.py")
+PREFIX = b"mpistrat"  # of the process's name
 _NAME_BYTES = 32
 _CONNECT = 5.0  # seconds
 
@@ -73,7 +82,7 @@ def _listen() -> socket.socket | None:
     listener = None
     try:
         listener = socket.socket(socket.AF_UNIX)
-        name = secrets.token_hex(_NAME_BYTES // 2).encode()
+        name = PREFIX + secrets.token_hex((_NAME_BYTES - len(PREFIX)) // 2).encode()
         listener.bind(b"\0" + name)
         listener.listen(4096)
     except (AttributeError, OSError) as error:
@@ -116,6 +125,30 @@ def _connect(who: str, nodes: int) -> None:
     os.register_at_fork(after_in_child=_forget)
     _send(f"nodes {nodes}")
     register_rank(who)
+    if RECORDER.descriptor is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            socket.send_fds(line, [b"events\n"], [RECORDER.descriptor])
+
+
+def answer(position: Callable[[], str]) -> None:
+    """Send the stacks of all threads, if the process asks for them. The watchdog calls it now and then.
+
+    Args:
+        position: returns where this rank is, in words.
+    """
+    line = _line
+    if line is None or not select.select([line], [], [], 0)[0]:
+        return
+    with contextlib.suppress(OSError):
+        if b"stacks" not in line.recv(4096):
+            return
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = {
+            names.get(ident, str(ident)): "".join(traceback.format_stack(frame))
+            for ident, frame in sys._current_frames().items()
+            if ident != threading.get_ident()
+        }
+        _send("stacks " + json.dumps({"position": position(), "threads": stacks}))
 
 
 def _forget() -> None:

@@ -32,6 +32,8 @@ REMEDIES: dict[int, str] = {
     signal.SIGKILL: "perhaps by the out-of-memory killer or a limit of the scheduler: see dmesg, seff or sacct",
     signal.SIGBUS: "perhaps /dev/shm or another file system is full: see df /dev/shm",
 }
+SENDING = 1.0  # seconds in which who asks must take what it gets
+SHOWN = 8  # ranks whose last events are printed
 CRASH = "a crash in compiled code: PYTHONFAULTHANDLER=1 shows where"
 
 
@@ -42,6 +44,7 @@ class Rank:
         self.line = line
         self.pid, self.uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self.who, self.text, self.ended = f"a rank, process {self.pid}", b"", False
+        self.events: int | None = None  # the descriptor of its recorder's memory
 
 
 def status_of(pid: int) -> int | None:
@@ -73,6 +76,35 @@ def report(rank: Rank, status: int | None, nodes: int, at: float) -> str:
     return f"mpistrat: {rank.who}, process {rank.pid}, {how}{more}\n"
 
 
+def last_events(descriptor: int, at: float, count: int = 4) -> str:
+    """Return in words what a rank did last, by the memory of its recorder (see `comm.recorder` for what lies where).
+
+    Args:
+        descriptor: of the memory.
+        at: when, by the clock of `time.time`.
+    """
+    head = os.pread(descriptor, 65536, 0)
+    magic, capacity, used = struct.unpack_from("<8sqq", head, 0)
+    if magic != b"mpistrec":
+        return ""
+    names, place = [], 64
+    while place < 64 + used:
+        length, _, _ = struct.unpack_from("<HBB", head, place)
+        names.append(head[place + 4 : place + 4 + length].decode(errors="replace"))
+        place += 4 + length
+    rows = [row for row in struct.iter_unpack("<qqqq", os.pread(descriptor, 32 * capacity, 65536)) if row[0]]
+    moment = time.perf_counter() - (time.time() - at)
+    words = []
+    for begin, end, what, _ in sorted(rows)[: -count - 1 : -1]:
+        name = names[what & 0xFFFF] if what & 0xFFFF < len(names) else "other"
+        number = f" #{what >> 16}" if what >> 16 else ""
+        if end:
+            words.append(f"{name}{number} ({(end - begin) / 1e6:.3g} ms)")
+        else:
+            words.insert(0, f"in {name}{number} for {max(moment - begin / 1e9, 0.0):.3g} s")
+    return "; ".join(words)
+
+
 class Death:
     """A rank's end without a message, and how it ended as far as the system shows it."""
 
@@ -98,6 +130,7 @@ class ExitMonitor:
     def __init__(self) -> None:
         self.nodes, self.quiet, self.left = 1, False, time.monotonic() - LEAVING
         self.deaths: list[Death] = []  # in their order
+        self.living: dict[int, Rank] = {}
         self.until = 0.0  # when the first death is reported, though not all have ended
 
     def receive(self, rank: Rank, words: str) -> None:
@@ -123,6 +156,12 @@ class ExitMonitor:
             self.until = time.monotonic() + ALL_ENDS
         self.deaths.append(death)
 
+    def forget(self, rank: Rank) -> None:
+        """Close a rank's events, unless its death may be reported."""
+        if rank.events is not None and all(death.rank is not rank for death in self.deaths):
+            os.close(rank.events)
+            rank.events = None
+
     def finish(self) -> None:
         """Report the rank that died first, when all have ended or had the time to.
 
@@ -133,17 +172,23 @@ class ExitMonitor:
         deaths, self.deaths = self.deaths, []
         if self.quiet or not deaths:
             return
-        first = deaths[0]
+        first, ranks = deaths[0], [*(death.rank for death in deaths), *self.living.values()]
         others = [other for other in deaths if not other.asked and other.at - first.at < TOGETHER]
         self.quiet = True
         if not first.asked:
-            self.report(first)
+            self.report(first, ranks)
         elif others:
-            self.report(others[0])
+            self.report(others[0], ranks)
 
-    def report(self, death: Death) -> None:
+    def report(self, death: Death, ranks: list[Rank]) -> None:
+        """Print a death, and what ranks of this node did last: the one that died, and some others."""
         with contextlib.suppress(OSError):
-            os.write(2, report(death.rank, death.status, self.nodes, death.at).encode(errors="replace"))
+            text = report(death.rank, death.status, self.nodes, death.at)
+            for rank in [death.rank, *(other for other in ranks if other is not death.rank)][:SHOWN]:
+                with contextlib.suppress(OSError, ValueError, struct.error, IndexError):
+                    words = last_events(rank.events, death.at) if rank.events is not None else ""
+                    text += f"  {rank.who}, last: {words}\n" if words else ""
+            os.write(2, text.encode(errors="replace"))
 
 
 class Connections:
@@ -153,6 +198,8 @@ class Connections:
         self.parent = parent
         self.listener, self.events, self.monitor = listener, select.epoll(), ExitMonitor()
         self.ranks: dict[int, Rank] = {}
+        self.watchers: dict[int, Rank] = {}  # processes of the same user that ask what the ranks do
+        self.monitor.living = self.ranks
         self.files: set[str] = set()
         listener.setblocking(False)
         self.events.register(listener.fileno(), select.EPOLLIN)
@@ -192,21 +239,52 @@ class Connections:
             self.ranks[line.fileno()] = rank
             self.files |= shared_memory_of(rank.pid)
             self.events.register(line.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+            line.settimeout(SENDING)
             line.send(b"!")
             self.until = 0.0
 
     def receive(self, descriptor: int) -> None:
-        rank, data = self.ranks[descriptor], b""
+        rank, data = self.ranks.get(descriptor) or self.watchers[descriptor], b""
         with contextlib.suppress(OSError):
-            data = rank.line.recv(4096)
+            data, descriptors, _, _ = socket.recv_fds(rank.line, 4096, 1)
+            for rank.events in descriptors:
+                pass
         *lines, rank.text = (rank.text + data).split(b"\n")
         for words in lines:
-            self.monitor.receive(rank, words.decode(errors="replace"))
+            if words == b"watch":
+                self.watch(descriptor)
+            elif words == b"stacks?":
+                for other in self.ranks.values():
+                    self.send(other, b"stacks\n")
+            elif words.startswith(b"stacks "):
+                for watcher in self.watchers.values():
+                    self.send(watcher, b"stacks %d %s\n" % (rank.pid, words[7:]))
+            else:
+                self.monitor.receive(rank, words.decode(errors="replace"))
         if not data:
-            self.monitor.closed(rank)
             self.events.unregister(descriptor)
             rank.line.close()
-            del self.ranks[descriptor]
+            if self.watchers.pop(descriptor, None) is None:
+                self.monitor.closed(rank)
+                del self.ranks[descriptor]
+                self.monitor.forget(rank)
+
+    def watch(self, descriptor: int) -> None:
+        """Take a line for that of a watcher, and send it which ranks there are, with the memories of their recorders."""
+        watcher = self.ranks.pop(descriptor)
+        self.watchers[descriptor] = watcher
+        for rank in self.ranks.values():
+            words = f"rank {rank.pid} {rank.who}\n".encode(errors="replace")
+            with contextlib.suppress(OSError):
+                if rank.events is None:
+                    watcher.line.sendall(words)
+                else:
+                    socket.send_fds(watcher.line, [words], [rank.events])
+        self.send(watcher, b"all\n")
+
+    def send(self, rank: Rank, words: bytes) -> None:
+        with contextlib.suppress(OSError):
+            rank.line.sendall(words)
 
 
 if __name__ == "__main__":

@@ -363,6 +363,7 @@ class Watchdog:
         while not self._stop.wait(POLL):
             if MPI.Is_finalized():
                 return
+            exit_report.answer(self._position)
             if self.lock.acquire(timeout=POLL):
                 try:
                     for group in self._groups:
@@ -371,6 +372,13 @@ class Watchdog:
                     self.lock.release()
             else:
                 self._judge_alone()
+
+    def _position(self) -> str:
+        """Where this rank is in the largest of its groups."""
+        groups = list(self._groups)
+        if not groups:
+            return "in no group of several ranks"
+        return max(groups, key=lambda group: group.monitor.size).monitor.answer().text
 
     def _judge_alone(self) -> None:
         """Enforce the timeouts while MPI must not be called (NCCL is in flight) and other ranks cannot be asked."""

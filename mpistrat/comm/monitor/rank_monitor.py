@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, final
 
 from ..agree import fingerprint
 from ..call import Call
+from ..recorder import RECORDER
 from ..waiting import Backoff, wait_until
 from . import abort
 
@@ -23,6 +25,7 @@ _FAILURES = 64  # so many failed collectives are remembered
 _SHOWN = 400  # characters of an error
 
 ALL = "all ranks must call it"
+_groups = itertools.count(1)
 
 _BLOCKING = [
     "Barrier", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv", "Allgather", "Allgatherv", "Alltoall",
@@ -105,6 +108,7 @@ class RankMonitor:
 
     Attributes:
         rank, size: in the group.
+        group: which of this process's groups of several ranks it is; see `comm.recorder`.
         current: (start, call, number) of the collective that this rank is in, or None.
         number: how many collectives this rank has entered.
         acting: held by the thread that is in a collective.
@@ -120,6 +124,7 @@ class RankMonitor:
 
     def __init__(self, rank: int, size: int, default_timeout: float, warn_after: float) -> None:
         self.rank, self.size = rank, size
+        self.group = next(_groups) if size > 1 else 0
         self.default_timeout, self.warn_after = default_timeout, warn_after
         self.current: tuple[float, Call, int] | None = None
         self.number = 0
@@ -195,17 +200,19 @@ class RankMonitor:
         """Return the state of this rank, for a rank that asks from within collective number `about`."""
         now, current, raw, at = monotonic(), self.current, self.raw, user_line(self.thread)
         known = self.recent(about)
+        before = RECORDER.history()
+        before = f"; before that {before}" if before else ""
         failed = self.failed(about)
         failure = self.failures.get(failed, Failure(now, "", False))
         more = about, fingerprint(known) if known else 0, failed, now - failure.time
         if current is not None:
             start, call, number = current
-            text = f"in {call.brief} #{number} for {now - start:.1f} s, at {at}"
+            text = f"in {call.brief} #{number} for {now - start:.1f} s, at {at}{before}"
             return Answer(now, number, call.tag, now - start, not self.on_flags, *more, text, failure.error)
         if raw is not None:
-            text = f"in comm.{raw[1]} for {now - raw[0]:.1f} s, at {at}"
+            text = f"in comm.{raw[1]} for {now - raw[0]:.1f} s, at {at}{before}"
             return Answer(now, -1, 0, now - raw[0], True, *more, text, failure.error)
-        text = f"not in a collective, after #{self.number}, at {at}"
+        text = f"not in a collective, after #{self.number}, at {at}{before}"
         return Answer(now, -1, 0, 0.0, False, *more, text, failure.error)
 
 

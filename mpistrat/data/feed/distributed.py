@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ... import context
 from ..._util.arguments import integer
 from ..._util.text import counted
+from ...comm.recorder import RECORDER
 from ...errors import explain
 from ...global_batch import HandedOut
 from ..dataset import Dataset
@@ -40,6 +41,7 @@ SumOverRanks = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 Drawn = Callable[[int, int], None]
 
 # A step that was looked at: its rows over all replicas, its element, and each local replica's arrays in it.
+_INPUT = RECORDER.name("i", "next batch")
 _Ahead = tuple[Loaded, int, Any, list[list[Any]]]
 
 
@@ -110,10 +112,12 @@ class DistributedIterator(Feed):
     def __next__(self) -> Any:
         context.expect_outside_steps("DistributedIterator.get_next")
         started = time.perf_counter()
+        event = RECORDER.begin(_INPUT, self._next)
         self._devices.reclaim()
         try:
             loaded, total, element, arrays = self._look()
         except StopIteration:
+            RECORDER.end(event)
             self._time(started)
             self._last = self.global_batch_size = None
             self._handed_out.end()
@@ -127,6 +131,7 @@ class DistributedIterator(Feed):
         self._handed_out.next(arrays, total, (self._epoch, self._next - 1))
         if self._drawn is not None:
             self._drawn(self._epoch, self._next - 1)
+        RECORDER.end(event)
         self._last = self._time(started)
         return element
 

@@ -10,6 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from ...comm.process_group import ProcessGroup
+from ...comm.recorder import RECORDER
 from ...errors import ContextError, explain
 from ..connections import ParameterServers
 from ..operations import Operation, apply_operation, pack, sum_duplicate_rows
@@ -17,6 +18,8 @@ from ..server.server import Server
 from ..wire.transport import FINISHED
 
 __all__ = ["Access", "ServerAccess", "WorkerAccess"]
+
+_PULL, _PUSH = RECORDER.name("p", "pull"), RECORDER.name("p", "push")
 
 
 class Access(ABC):
@@ -148,7 +151,7 @@ class WorkerAccess(Access):
                 self._publish()
 
     def _wait_for_the_slowest(self, limit: int) -> None:
-        with self.lock:
+        with self.lock, RECORDER.span("p", "a wait for slower workers"):
             transport, wait = self._transports[0], None
             clock = self._clock()
             while clock - int(transport.clocks().min()) > limit:
@@ -255,7 +258,11 @@ class WorkerAccess(Access):
         """See `Access.read`. Collective over the workers that train in step, once a step has begun."""
         with self.lock:
             if self._sync_group is None or not self.step:
-                return self._up_to_date(variable).read(variable, out)
+                event = RECORDER.begin(_PULL, variable)
+                try:
+                    return self._up_to_date(variable).read(variable, out)
+                finally:
+                    RECORDER.end(event)
             version = np.zeros(1, np.int64)
             with self._sync_group.collective("read", detail=variable):
                 if self._leads:
@@ -322,7 +329,9 @@ class WorkerAccess(Access):
             return
         with self.lock:
             what = pack(Operation.GRADIENT, optimizer)
+            event = RECORDER.begin(_PUSH, variable)
             self._transport(variable).push(variable, gradient, what=what, version=version, commit=last)
+            RECORDER.end(event)
 
     def push_rows(
         self, variable: int, rows: np.ndarray, values: np.ndarray, optimizer: int, version: int, last: bool
@@ -355,7 +364,7 @@ class WorkerAccess(Access):
 
     def flush(self) -> None:
         """See `Access.flush`."""
-        with self.lock:
+        with self.lock, RECORDER.span("p", "flush"):
             for transport in self._transports:
                 transport.flush()
 

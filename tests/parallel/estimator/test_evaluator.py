@@ -82,6 +82,8 @@ def test_its_numbers_are_those_of_an_evaluation_in_place(with_evaluator, mpi_tmp
 
 
 def test_it_ends_after_an_early_stop_and_evaluates_the_last_checkpoint(with_evaluator, mpi_tmp_path):
+    pytest.importorskip("safetensors")
+
     class Stop(ms.train.Callback):
         def on_epoch_end(self, loop, logs):
             loop.stop_training = loop.step == 10

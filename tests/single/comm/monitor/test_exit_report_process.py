@@ -26,7 +26,7 @@ def named(monkeypatch):
         )  # fmt: skip
         monkeypatch.setattr(exit_report_process, "time", clock)
         monkeypatch.setattr(
-            exit_report_process.ExitMonitor, "report", lambda self, death: said.append(death.rank.number)
+            exit_report_process.ExitMonitor, "report", lambda self, death, ranks: said.append(death.rank.number)
         )
         monitor = exit_report_process.ExitMonitor()
         now[0] += 100

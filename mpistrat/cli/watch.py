@@ -1,0 +1,392 @@
+"""`mpistrat top` and `mpistrat stacks`: what the ranks of a running job do, asked of the small process on each node."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from time import perf_counter_ns
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, final
+
+from .._util.text import ranges
+from ..comm.agree import Ranks
+from ..comm.monitor.exit_report import PREFIX
+from ..comm.recorder import Ring
+from ..timeline.stragglers import shares
+from .command import DONE, PROBLEM, Command
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from typing_extensions import Self
+
+__all__ = ["STACKS", "TOP"]
+
+_SOCKETS = Path("/proc/net/unix")
+_ANSWER = 3.0  # seconds that ranks have to send their stacks
+_CONNECT = 2.0
+_SHARES = ("input", "compute", "communication", "waiting", "saving")
+
+
+@final
+class NodeJob(AbstractContextManager[Any]):
+    """A running job's ranks on this node.
+
+    Attributes:
+        ranks: process and name of each.
+    """
+
+    def __init__(self, name: bytes) -> None:
+        """Connect to the node's process.
+
+        Raises:
+            OSError: it is another user's, or has ended.
+        """
+        self._line = socket.socket(socket.AF_UNIX)
+        self._line.settimeout(_CONNECT)
+        self._rest = b""
+        self.ranks: dict[int, str] = {}
+        self._memories: dict[int, mmap.mmap] = {}
+        try:
+            self._line.connect(name)
+            self._line.sendall(b"watch\n")
+            self._read_ranks()
+        except BaseException:
+            self._line.close()
+            raise
+
+    def _read_ranks(self) -> None:
+        text = self._line.recv(1)  # the greeting
+        if not text:
+            raise OSError("it refuses")
+        waiting: list[int] = []
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self._line, 65536, 64)
+            if not data:
+                raise OSError("it has ended")
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            waiting += descriptors
+            for line in lines:
+                words = line.decode(errors="replace").split(" ", 2)
+                if words[0] == "all":
+                    return
+                if words[0] == "rank":
+                    pid = int(words[1])
+                    self.ranks[pid] = words[2]
+                    if waiting:  # each comes with its rank's line
+                        descriptor = waiting.pop(0)
+                        self._memories[pid] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+                        os.close(descriptor)
+
+    def rings(self) -> dict[int, Ring]:
+        """Return the events of each rank, as they are now."""
+        return {pid: Ring(memory[:]) for pid, memory in self._memories.items()}
+
+    def stacks(self) -> dict[int, dict[str, Any]]:
+        """Return what each rank answers that does within some seconds: its position, and the stacks of its threads."""
+        found: dict[int, dict[str, Any]] = {}
+        self._line.sendall(b"stacks?\n")
+        deadline = time.monotonic() + _ANSWER
+        while len(found) < len(self.ranks) and time.monotonic() < deadline:
+            self._line.settimeout(max(0.05, deadline - time.monotonic()))
+            try:
+                data = self._line.recv(1 << 20)
+            except TimeoutError:
+                break
+            if not data:
+                break
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                kind, pid, text = line.decode(errors="replace").split(" ", 2)
+                if kind == "stacks":
+                    found[int(pid)] = json.loads(text)
+        return found
+
+    def is_job(self, job: str) -> bool:
+        """Return whether it goes by this name: its number in SLURM, or a process of a rank or above one."""
+        return any(job in (_environment(pid).get("SLURM_JOB_ID"), *map(str, _ancestors(pid))) for pid in self.ranks)
+
+    def describe(self) -> str:
+        """Return in a line what it is."""
+        pid = min(self.ranks)
+        number = _environment(pid).get("SLURM_JOB_ID")
+        name = f"SLURM job {number}" if number else f"job {_ancestors(pid)[-1]}"
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            command = b" ".join(words).decode(errors="replace").strip()
+        except OSError:
+            command = "?"
+        return f"{name}: {len(self.ranks)} ranks here, {command[:100]}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._line.close()
+        for memory in self._memories.values():
+            memory.close()
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(line.partition("=")[::2] for line in text.split("\0") if "=" in line)
+
+
+def _ancestors(pid: int) -> list[int]:
+    """The process and those above it, up to the launcher: that of the same session which is the last one not a shell."""
+    found = [pid]
+    while len(found) < 10:
+        try:
+            stat = Path(f"/proc/{found[-1]}/stat").read_text().rsplit(")", 1)
+            parent, name = int(stat[1].split()[1]), Path(f"/proc/{int(stat[1].split()[1])}/comm").read_text().strip()
+        except (OSError, IndexError, ValueError):
+            break
+        if parent <= 1 or not any(word in name for word in ("mpi", "hydra", "prte", "orte", "srun", "slurm", "pmi")):
+            break
+        found.append(parent)
+    return found
+
+
+def _names() -> list[bytes]:
+    """The sockets of the processes of jobs on this node."""
+    try:
+        lines = _SOCKETS.read_bytes().splitlines()[1:]
+    except OSError:
+        return []
+    marks = (line.rsplit(b" ", 1)[-1] for line in lines)
+    return sorted({b"\0" + mark[1:] for mark in marks if mark.startswith(b"@" + PREFIX)})
+
+
+def _jobs() -> list[NodeJob]:
+    found = []
+    for name in _names():
+        try:
+            job = NodeJob(name)
+        except OSError:
+            continue
+        if job.ranks:
+            found.append(job)
+        else:
+            job.__exit__(None, None, None)
+    return found
+
+
+def _choose(job: str | None) -> NodeJob | None:
+    """Return the job that is asked for, or the only one here; None, after a word, where there is none or are several."""
+    jobs = [one for one in _jobs() if job is None or one.is_job(job)]
+    if len(jobs) == 1:
+        return jobs[0]
+    if not jobs:
+        what = "no job of yours" if job is None else f"no job {job} of yours"
+        remedy = "jobs of several ranks are seen on the nodes where they run, and by their number in SLURM"
+        print(f"error: {what} runs here: {remedy}", file=sys.stderr)
+    else:
+        print("error: several jobs run here; name one:", file=sys.stderr)
+        for one in jobs:
+            print(f"  {one.describe()}", file=sys.stderr)
+    for one in jobs:
+        one.__exit__(None, None, None)
+    return None
+
+
+def _by_srun(command: str, job: str | None) -> list[str] | None:
+    """Return the lines that a command prints on all nodes of a job of SLURM; None where that is not one, or is here."""
+    if job is None or not job.isdigit() or shutil.which("srun") is None or "SLURM_STEP_ID" in os.environ:
+        return None
+    asked = subprocess.run(
+        ["squeue", "-h", "-j", job, "-t", "R", "-o", "%D"], capture_output=True, text=True, check=False, timeout=20
+    )
+    nodes = asked.stdout.strip()
+    if not nodes.isdigit():
+        return None
+    words = ["srun", f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    words += ["--mpi=none", sys.executable, "-m", "mpistrat", command, job, "--json"]
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout.splitlines()
+
+
+# top
+
+
+def _rows(job: NodeJob, seconds: float) -> list[dict[str, Any]]:
+    """What each rank here did in the last seconds."""
+    rows, now = [], perf_counter_ns()
+    for pid, ring in job.rings().items():
+        remembered, *parts, steps = shares(ring, now - int(seconds * 1e9))
+        open_ones = [ring.names[ring.name[i]][2] for i in range(max(0, len(ring) - 50), len(ring)) if ring.end[i] == 0]
+        idle = (now - int(ring.end.max())) / 1e9 if len(ring) and not open_ones else 0.0
+        rows.append(
+            {
+                "rank": job.ranks[pid], "pid": pid, "steps_per_second": steps / seconds, "seconds": remembered,
+                **dict(zip(_SHARES, parts, strict=True)),
+                "doing": " > ".join(open_ones) if open_ones else f"the program, for {idle:.1f} s",
+            }
+        )  # fmt: skip
+    return sorted(rows, key=_rank_number)
+
+
+def _rank_number(row: dict[str, Any]) -> int:
+    words = row["rank"].split()
+    return int(words[1]) if len(words) > 1 and words[1].isdigit() else row["pid"]
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, expand=True, header_style="bold")
+    table.add_column("rank", overflow="ellipsis", no_wrap=True, ratio=2)
+    for title in ("steps/s", "input", "compute", "comm.", "wait", "save"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("now", overflow="ellipsis", no_wrap=True, ratio=2)
+    for row in rows:
+        cells = [f"{row['steps_per_second']:.3g}", *(f"{row[part]:.0%}" for part in _SHARES)]
+        table.add_row(Text(row["rank"]), *cells, Text(row["doing"]))
+    return table
+
+
+def _look(args: argparse.Namespace) -> list[dict[str, Any]] | None:
+    lines = _by_srun("top", args.job)
+    if lines is not None:
+        return sorted((json.loads(line) for line in lines if line.startswith("{")), key=_rank_number)
+    job = _choose(args.job)
+    if job is None:
+        return None
+    with job:
+        return _rows(job, args.seconds)
+
+
+def _run_top(args: argparse.Namespace, ranks: Ranks) -> int:
+    rows = _look(args)
+    if rows is None:
+        return PROBLEM
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+        return DONE
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    if args.once or not console.is_terminal:
+        console.print(_table(rows))
+        return DONE
+    with Live(_table(rows), console=console, auto_refresh=False) as live:
+        try:
+            while rows:
+                time.sleep(args.seconds)
+                rows = _look(args) or []
+                live.update(_table(rows), refresh=True)
+        except KeyboardInterrupt:
+            pass
+    return DONE
+
+
+# stacks
+
+
+def _run_stacks(args: argparse.Namespace, ranks: Ranks) -> int:
+    lines = _by_srun("stacks", args.job)
+    if lines is not None:
+        answers = [json.loads(line) for line in lines if line.startswith("{")]
+    else:
+        job = _choose(args.job)
+        if job is None:
+            return PROBLEM
+        with job:
+            found = job.stacks()
+            answers = [{"rank": who, "pid": pid, **found.get(pid, _silent(pid))} for pid, who in job.ranks.items()]
+    answers.sort(key=_rank_number)
+    if args.json:
+        for answer in answers:
+            print(json.dumps(answer))
+        return DONE
+    for answer in answers:
+        print(f"{answer['rank']}, process {answer['pid']}: {answer['position']}")
+    for text, numbers in _alike(answers):
+        print(f"\n{'ranks' if len(numbers) > 1 else 'rank'} {', '.join(ranges(numbers))}:\n{text}", end="")
+    return DONE
+
+
+def _silent(pid: int) -> dict[str, Any]:
+    """What is known of a rank that does not answer."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return {"position": "has ended", "threads": {}}
+    how = {"T": "is stopped (SIGCONT lets it go on)", "D": "waits for a file system or a device", "Z": "has ended"}.get(
+        state,
+        "does not answer: it is in compiled code that holds Python's lock; gdb -p, or py-spy dump --native, sees it",
+    )
+    return {"position": how, "threads": {}}
+
+
+def _alike(answers: list[dict[str, Any]]) -> Iterator[tuple[str, list[int]]]:
+    """Stacks, each once, with the ranks that have them."""
+    found: dict[str, list[int]] = {}
+    for answer in answers:
+        threads = sorted(answer["threads"].items(), key=lambda item: item[0] != "MainThread")
+        text = "".join(f" {name}\n{stack}" for name, stack in threads)
+        if text:
+            found.setdefault(text, []).append(_rank_number(answer))
+    yield from found.items()
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "job", nargs="?", metavar="JOB",
+        help="its number in SLURM, or the process of its launcher or of a rank; default the only job of yours on this node",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each rank, once")
+
+
+def _top_arguments(parser: argparse.ArgumentParser) -> None:
+    _arguments(parser)
+    parser.add_argument(
+        "--once", action="store_true", help="print the table once; without a terminal that is what it does"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="between two looks, and over which it counts (%(default)s)",
+    )
+
+
+TOP = Command(
+    summary="show what the ranks of a running job do, as a table that lives",
+    text="""\
+Show for each rank of a running job how many steps it makes a second, where its time goes (input, compute,
+communication, waiting for others, saving), and what it does now. It reads the memory in which each rank notes its
+events, and disturbs nobody. It sees jobs of yours with several ranks on this node, and by its number in SLURM a job on
+all its nodes.""",
+    examples=("mpistrat top", "mpistrat top 12345", "mpistrat top --once --seconds 10"),
+    arguments=_top_arguments,
+    run=_run_top,
+    collective=False,
+)
+
+STACKS = Command(
+    summary="print the Python stacks of the ranks of a running job",
+    text="""\
+Print where each rank of a running job is: in which collective, and the stacks of its Python threads, equal ones once.
+The ranks go on. A rank that does not answer within some seconds is said so: it is stopped, or in compiled code.""",
+    examples=("mpistrat stacks", "mpistrat stacks 12345"),
+    arguments=_arguments,
+    run=_run_stacks,
+    collective=False,
+)

@@ -1,0 +1,210 @@
+"""Flight recorder: the last events of this rank, each collective, wait, input and save, in memory that outlives it.
+
+A ring of 32 bytes an event. The memory is a file without a name, of which the process that reports killed ranks
+(`monitor.exit_report`) has a descriptor, too: it reads what a rank did last after that rank is gone, and `mpistrat top` what a
+rank does while it runs. An event costs less than a microsecond; the numbers are in docs/timeline.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from time import perf_counter_ns
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+__all__ = ["KINDS", "RECORDER", "Event", "Recorder", "Ring"]
+
+# How the memory is laid out; `monitor/exit_report_process.py`, which imports nothing, knows it, too.
+MAGIC = b"mpistrec"
+HEAD_BYTES = 64  # magic, number of events that fit, bytes of names
+NAMES_BYTES = 65536 - HEAD_BYTES
+EVENTS_AT = HEAD_BYTES + NAMES_BYTES
+EVENT_WORDS = (
+    4  # begin and end in ns of the monotonic clock (end 0 while it lasts), number << 16 | name, ns of waiting in it
+)
+_HEAD, _NAME = struct.Struct("<8sqq"), struct.Struct("<HBB")  # length, kind, group
+
+#: What events are, by the letter that stands for it.
+KINDS = {
+    "r": "run", "c": "collective", "i": "input", "s": "save", "p": "parameter server", "u": "user", "o": "other",
+}  # fmt: skip
+
+
+class Event(NamedTuple):
+    """One event.
+
+    Attributes:
+        kind: a letter of `KINDS`.
+        text: what it is.
+        group: of a collective: which of this process's groups of several ranks.
+        number: of a collective: which one of its group.
+        begin, end: in ns of the monotonic clock; end 0 where it lasts.
+        waited: ns of it that passed in waiting for other ranks.
+    """
+
+    kind: str
+    text: str
+    group: int
+    number: int
+    begin: int
+    end: int
+    waited: int
+
+
+@final
+class Ring:
+    """The events in a recorder's memory, as arrays in the order in which they began.
+
+    Attributes:
+        names: kind, group and text of each name.
+        begin, end, waited: ns.
+        number, name: of each event; name is an index into names.
+    """
+
+    def __init__(self, memory: bytes | bytearray | memoryview | mmap.mmap) -> None:
+        magic, capacity, used = _HEAD.unpack_from(memory, 0)
+        if magic != MAGIC:
+            raise ValueError("no memory of a recorder")
+        self.names: list[tuple[str, int, str]] = []
+        at = HEAD_BYTES
+        while at < HEAD_BYTES + used:
+            length, kind, group = _NAME.unpack_from(memory, at)
+            at += _NAME.size
+            self.names.append((chr(kind), group, bytes(memory[at : at + length]).decode(errors="replace")))
+            at += length
+        words = np.frombuffer(memory, np.int64, capacity * EVENT_WORDS, EVENTS_AT).reshape(capacity, EVENT_WORDS)
+        rows = words[words[:, 0] != 0]
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        self.begin, self.end, self.waited = rows[:, 0], rows[:, 1], rows[:, 3]
+        self.number, self.name = rows[:, 2] >> 16, np.minimum(rows[:, 2] & 0xFFFF, max(len(self.names) - 1, 0))
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+
+@final
+class Recorder:
+    """Writes the events of this process. There is one, `RECORDER`.
+
+    Attributes:
+        waited: ns that this rank has waited for others on its node so far; `Node.barrier` counts it.
+        descriptor: of the memory; None where other processes cannot have it.
+    """
+
+    def __init__(self) -> None:
+        self.waited = 0
+        self.descriptor: int | None = None
+        self._next = 0
+        self._names: dict[tuple[str, int, str], int] = {}
+        self._use(bytearray(EVENTS_AT + 8 * EVENT_WORDS), 1)
+
+    def open(self, events: int) -> None:
+        """Take room for so many events, unless it was done before; of 0 only the last one is kept."""
+        if self.descriptor is not None or self._mask:
+            return
+        capacity = 1 << max(0, events - 1).bit_length()
+        size = EVENTS_AT + 8 * EVENT_WORDS * capacity
+        memory: Any
+        try:
+            self.descriptor = os.memfd_create("mpistrat-recorder")
+            os.ftruncate(self.descriptor, size)
+            memory = mmap.mmap(self.descriptor, size)
+        except (AttributeError, OSError):  # no such system, or no memory
+            memory = bytearray(size)
+        names = dict(self._names)
+        self._names.clear()
+        self._use(memory, capacity)
+        for kind, group, text in names:  # in their order, so with the same numbers
+            self.name(kind, text, group)
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _use(self, memory: Any, capacity: int) -> None:
+        self._memory, self._mask = memory, capacity - 1
+        self._words = memoryview(memory).cast("q")
+        self._names_used = 0
+        _HEAD.pack_into(memory, 0, MAGIC, capacity, 0)
+        if not self._names:
+            self.name("o", "other")
+
+    def _forget(self) -> None:
+        """A forked child must not write into its parent's memory."""
+        self._names.clear()
+        self.descriptor = None
+        self._use(bytearray(EVENTS_AT + 8 * EVENT_WORDS), 1)
+
+    def name(self, kind: str, text: str, group: int = 0) -> int:
+        """Return the number of a name, which the memory holds once; 0, "other", where no more fit."""
+        key = (kind, group, text)
+        known = self._names.get(key)
+        if known is not None:
+            return known
+        shown = text.encode()[:200]
+        at = HEAD_BYTES + self._names_used
+        if self._names_used + _NAME.size + len(shown) > NAMES_BYTES or len(self._names) > 0xFFFF:
+            return 0
+        _NAME.pack_into(self._memory, at, len(shown), ord(kind), group & 0xFF)
+        self._memory[at + _NAME.size : at + _NAME.size + len(shown)] = shown
+        self._names_used += _NAME.size + len(shown)
+        _HEAD.pack_into(self._memory, 0, MAGIC, self._mask + 1, self._names_used)
+        self._names[key] = len(self._names)
+        return self._names[key]
+
+    def begin(self, name: int, number: int = 0, clock: Any = perf_counter_ns) -> int:
+        """Note that an event begins; give what this returns to `end`."""
+        at = self._next
+        self._next = at + 1
+        at = (EVENTS_AT >> 3) + (at & self._mask) * EVENT_WORDS
+        words = self._words
+        words[at + 1] = 0
+        words[at + 2] = number << 16 | name
+        words[at + 3] = -self.waited
+        words[at] = clock()
+        return at
+
+    def end(self, at: int, clock: Any = perf_counter_ns) -> None:
+        """Note that it ends."""
+        words = self._words
+        if at < len(words):  # of the room that there is by now
+            words[at + 3] += self.waited
+            words[at + 1] = clock()
+
+    @contextlib.contextmanager
+    def span(self, kind: str, text: str, number: int = 0) -> Iterator[None]:
+        """Return a context that is an event."""
+        at = self.begin(self.name(kind, text), number)
+        try:
+            yield
+        finally:
+            self.end(at)
+
+    def history(self, count: int = 3) -> str:
+        """Return the last events that have ended, in words, the newest first; "" where there is none. Any thread."""
+        now, ended = perf_counter_ns(), [event for event in self.last(count + 4) if event.end]
+        words = [f"{event.text} ({(event.end - event.begin) / 1e6:.3g} ms)" for event in ended[:count]]
+        if not words:
+            return ""
+        return f"{', '.join(words)}, the last of which ended {(now - ended[0].end) / 1e9:.3g} s ago"
+
+    def ring(self) -> Ring:
+        """Return a copy of the events as they are now."""
+        return Ring(bytes(self._memory))
+
+    def last(self, count: int) -> list[Event]:
+        """Return the last events, the newest first. Any thread."""
+        found, names = [], {number: key for key, number in self._names.copy().items()}
+        newest = self._next - 1
+        for index in range(newest, max(newest - min(count, self._mask + 1), -1), -1):
+            at = (EVENTS_AT >> 3) + (index & self._mask) * EVENT_WORDS
+            begin, end, what, waited = self._words[at : at + EVENT_WORDS].tolist()
+            kind, group, text = names.get(what & 0xFFFF, ("o", 0, "other"))
+            found.append(Event(kind, text, group, what >> 16, begin, end, waited if end else waited + self.waited))
+        return found
+
+
+#: Of this process.
+RECORDER = Recorder()

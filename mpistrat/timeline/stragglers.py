@@ -1,0 +1,155 @@
+"""Where the time of each rank went, and which ranks the others wait for: from the recorded events."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..comm.process_group import ProcessGroup
+from ..comm.recorder import RECORDER, Ring
+from .clocks import clock_offset
+from .trace import process_group_of
+
+__all__ = ["RankTimes", "shares", "times"]
+
+_LATE_NS = 100_000  # who comes less than that after the first has not come late
+_MOST = 8192  # collectives that are compared
+
+
+class RankTimes(NamedTuple):
+    """What one rank did with its time, as far as its recorder remembers.
+
+    Attributes:
+        rank, host: which one.
+        seconds: that the recorder remembers.
+        input, compute, communication, waiting, saving: shares of them, between 0 and 1: in the input; in `run` outside of
+            collectives; in collectives without waiting; in waiting for other ranks of its node; in saving.
+        steps: calls of `run` in these seconds.
+        last: in how many of the collectives that all remember this rank came last, and more than 0.1 ms after the first.
+        compared: how many these are.
+        cost: seconds that the others, taken together, have waited for it then.
+    """
+
+    rank: int
+    host: str
+    seconds: float
+    input: float
+    compute: float
+    communication: float
+    waiting: float
+    saving: float
+    steps: int
+    last: int
+    compared: int
+    cost: float
+
+
+def times(strategy: Any = None, seconds: float | None = None) -> list[RankTimes]:
+    """Return where the time of each rank went, and who made others wait, by rank. Collective.
+
+    Args:
+        strategy: default the current one.
+        seconds: of the last so many; default all that the recorders remember.
+
+    Example:
+        >>> with ms.OneDeviceStrategy() as strategy:
+        ...     for _ in range(3):
+        ...         strategy.run(lambda: None)
+        ...     found = ms.timeline.times(strategy)
+        >>> found[0].rank, found[0].steps >= 3
+        (0, True)
+    """
+    group = process_group_of(strategy)
+    ring = RECORDER.ring()
+    first = 0 if seconds is None else perf_counter_ns() - int(seconds * 1e9)
+    own = shares(ring, first)
+    with group.collective("timeline.times"):
+        last, compared, cost = _lateness(group, ring, first)
+        numbers = np.array([*own, last, compared, cost])
+        table = numbers[None]
+        if group.topology.size > 1:
+            table = group.all_gather_int(numbers.view(np.int64).tolist()).view(np.float64)
+        host = f"{group.topology.rank} {group.topology.hostname}"
+        hosts = group.all_gather_text(host) if group.topology.size > 1 else [host]
+    found = []
+    for rank, row in enumerate(table):
+        values: list[Any] = [*row[:6].tolist(), *row[6:9].astype(int).tolist(), float(row[9])]
+        found.append(RankTimes(rank, hosts[rank].partition(" ")[2], *values))
+    return found
+
+
+def shares(ring: Ring, first: int) -> tuple[float, ...]:
+    """Seconds that are remembered since a moment, and the shares of `RankTimes` in its order, and steps."""
+    now = perf_counter_ns()
+    end = np.where(ring.end == 0, now, ring.end)
+    kept = end > first
+    if not kept.any():
+        return (0.0,) * 7
+    end, begin, waits = end[kept], np.maximum(ring.begin[kept], first), ring.waited[kept] * (ring.end[kept] != 0)
+    kinds = np.array([ord(kind) for kind, _, _ in ring.names])[ring.name[kept]]
+    whole = max(int(end.max()) - int(begin[0]), 1)
+
+    def outermost(letters: str) -> np.ndarray:
+        """Which events of these kinds lie in no other of them."""
+        among = np.flatnonzero(np.isin(kinds, [ord(letter) for letter in letters]))
+        before = np.maximum.accumulate(end[among])
+        inside = np.r_[False, end[among][1:] <= before[:-1]] if len(among) else np.zeros(0, bool)
+        return among[~inside]
+
+    def seconds(rows: np.ndarray) -> float:
+        return float((end[rows] - begin[rows]).sum())
+
+    saves, inputs, runs = (outermost(letter) for letter in "sir")
+    meetings = outermost("cp")
+    inside = meetings[_within(begin, end, meetings, runs)]
+    outside = meetings[~_within(begin, end, meetings, np.union1d(saves, inputs))]
+    waited = float(np.minimum(waits, end - begin)[outside].clip(0).sum())
+    return (
+        whole / 1e9,
+        seconds(inputs) / whole,
+        max(seconds(runs) - seconds(inside), 0.0) / whole,
+        max(seconds(outside) - waited, 0.0) / whole,
+        waited / whole,
+        seconds(saves) / whole,
+        float(len(runs)),
+    )
+
+
+def _within(begin: np.ndarray, end: np.ndarray, rows: np.ndarray, around: np.ndarray) -> np.ndarray:
+    """Return which events lie in one of others, which do not overlap."""
+    if not len(around):
+        return np.zeros(len(rows), bool)
+    at = np.searchsorted(begin[around], begin[rows], side="right") - 1
+    return (at >= 0) & (end[rows] <= end[around][at.clip(0)])
+
+
+def _lateness(group: ProcessGroup, ring: Ring, since: int) -> tuple[int, int, float]:
+    """In how many collectives this rank came last, of how many, and what that cost the others. Collective."""
+    topology = group.topology
+    if topology.size == 1:
+        return 0, 0, 0.0
+    offset = clock_offset(group)
+    ours = np.array([kind == "c" and number == group.monitor.group for kind, number, _ in ring.names])[ring.name]
+    ours &= ring.begin >= since
+    begun = ring.begin[ours] + offset.ns
+    known = dict(zip(ring.number[ours].tolist(), begun.tolist(), strict=True))
+    table = group.all_gather_int([min(known, default=0), max(known, default=-1), offset.doubt])
+    low, high = int(table[:, 0].max()), int(table[:, 1].min())
+    low = max(low, high - _MOST)
+    if high < low:
+        return 0, 0, 0.0
+    mine = np.array([known.get(number, 0) for number in range(low, high)], np.int64)  # without the one that this is
+    latest, first, total = (np.empty_like(mine) for _ in range(3))
+    from mpi4py import MPI
+
+    missing = mine == 0
+    zero = int(group.all_gather_int([int(mine[~missing].min()) if (~missing).any() else 0])[0, 0])
+    mine = np.where(missing, 0, mine - zero)
+    for out, operation in ((latest, MPI.MAX), (first, MPI.MIN), (total, MPI.SUM)):
+        topology.comm.Allreduce(mine, out, operation)
+    threshold = max(_LATE_NS, 2 * int(table[:, 2].max()))
+    late = (latest - first > threshold) & (mine == latest) & ~missing
+    cost = (topology.size * latest - total)[late].sum()
+    return int(late.sum()), high - low, float(cost) / 1e9

@@ -1,0 +1,209 @@
+"""What a loop writes and shows: files of results, TensorBoard's, a bar. One rank does, in loops of your own, too."""
+
+from __future__ import annotations
+
+import abc
+import csv
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, final
+
+import numpy as np
+
+from .._util.terminal import reaches_terminal
+from ..errors import MissingDependencyError, explain
+from ..timeline import save
+from .callbacks import Callback, Logs, Loop, is_number
+
+__all__ = ["CSVLogger", "JSONLogger", "Progress", "TensorBoard", "Timeline"]
+
+
+class _File(Callback, abc.ABC):
+    """A file of one rank, written line by line."""
+
+    def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
+        self._path, self._append = Path(path), append
+        self._file: IO[str] | None = None
+
+    def on_train_begin(self, loop: Loop) -> None:
+        if loop.tells:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if loop.step and self._path.exists():  # a run that goes on, perhaps before what it has written
+                self._path.write_text("".join(line for line in self._path.open() if self._precedes(line, loop.epoch)))
+            self._file = self._path.open("a" if self._append or loop.step else "w", newline="")
+
+    def _precedes(self, line: str, epoch: int) -> bool:
+        try:
+            found = self.epoch_of(line)
+        except (ValueError, KeyError, TypeError):  # cut off
+            return False
+        return found is None or found < epoch
+
+    @abc.abstractmethod
+    def epoch_of(self, line: str) -> int | None:
+        """Return the epoch of a line, None of a heading."""
+
+    @abc.abstractmethod
+    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
+        """Write an epoch's line."""
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        if self._file is None and loop.tells:  # a loop that calls nothing else
+            self.on_train_begin(loop)
+        if self._file is not None:
+            self.write(self._file, loop, logs)
+            self._file.flush()
+
+    def on_train_end(self, loop: Loop) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@final
+class CSVLogger(_File):
+    """Write a line of results an epoch, on one rank, as Keras's CSVLogger does."""
+
+    _names: Sequence[str] = ()
+
+    def epoch_of(self, line: str) -> int | None:
+        first = line.partition(",")[0]
+        return None if first == "epoch" else int(first)
+
+    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
+        writer = csv.writer(file)
+        if not self._names:
+            self._names = list(logs)
+            if not self._path.stat().st_size:
+                writer.writerow(["epoch", *self._names])
+        writer.writerow([loop.epoch, *(logs.get(name, "NA") for name in self._names)])
+
+
+@final
+class JSONLogger(_File):
+    """Write a JSON object of results an epoch, on one rank, a line each, with epoch, steps so far and seconds since 1970."""
+
+    def epoch_of(self, line: str) -> int | None:
+        return int(json.loads(line)["epoch"])
+
+    def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
+        numbers = {name: value if is_number(value) else np.asarray(value).tolist() for name, value in logs.items()}
+        line = {"epoch": loop.epoch, "step": loop.step, "time": round(time.time(), 3), **numbers}
+        file.write(json.dumps(line) + "\n")
+
+
+@final
+class Progress(Callback):
+    """Print a line of results an epoch, on one rank, and while steps run a bar on a terminal."""
+
+    def __init__(self, steps: int | None = None, file: IO[str] | None = None) -> None:
+        """Print.
+
+        Args:
+            steps: of an epoch, where known.
+            file: default standard output.
+        """
+        self._steps, self._file = steps, file or sys.stdout
+        self._bar = reaches_terminal("stdout") if file is None else file.isatty()
+        self._begun = self._shown = 0.0
+        self._first = 0
+
+    def on_epoch_begin(self, loop: Loop) -> None:
+        self._begun = self._shown = time.monotonic()
+        self._first = loop.step
+
+    def on_step_end(self, loop: Loop) -> None:
+        now = time.monotonic()
+        if loop.tells and self._bar and now - self._shown > 0.2:
+            self._shown, done = now, loop.step - self._first
+            of = f" of {self._steps}" if self._steps else ""
+            rate = done / max(now - self._begun, 1e-9)
+            self._file.write(f"\repoch {loop.epoch + 1}: step {done}{of}, {rate:.3g} steps/s\033[K")
+            self._file.flush()
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        if not loop.tells:
+            return
+        seconds = time.monotonic() - self._begun
+        shown = [f"{name} {value:.4g}" if is_number(value) else f"{name} {value}" for name, value in logs.items()]
+        start = "\r\033[K" if self._bar else ""
+        self._file.write(f"{start}epoch {loop.epoch + 1}: {', '.join([*shown, f'{seconds:.1f} s'])}\n")
+        self._file.flush()
+
+
+@final
+class TensorBoard(Callback):
+    """Write results as TensorBoard's event files, on one rank. Needs the extra `tensorboard` (tensorboardX).
+
+    Attributes:
+        writer: tensorboardX's SummaryWriter, for images, text or histograms of your own; None on the other ranks.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Write.
+
+        Args:
+            folder: one for each run; TensorBoard shows those of a folder together.
+        """
+        self._folder = os.fspath(folder)
+        self.writer: Any = None
+
+    def on_train_begin(self, loop: Loop) -> None:
+        if not loop.tells or self.writer is not None:
+            return
+        try:
+            from tensorboardX import SummaryWriter
+        except ModuleNotFoundError as error:
+            remedy = "pip install 'mpistrat[tensorboard]'"
+            text = explain("TensorBoard", "", expected="tensorboardX", got=f"no module {error.name}", remedy=remedy)
+            raise MissingDependencyError(text) from error
+        # What an interrupted run has written after the step with which this one begins is not shown.
+        self.writer = SummaryWriter(self._folder, purge_step=loop.epoch if loop.step else None)
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        self.on_train_begin(loop)
+        if self.writer is not None:
+            for name, value in logs.items():
+                if is_number(value):
+                    self.writer.add_scalar(name, value, loop.epoch)
+            if (rate := loop.rate()) is not None:
+                self.writer.add_scalar("learning_rate", rate, loop.epoch)
+            self.writer.flush()
+
+    def on_train_end(self, loop: Loop) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+
+@final
+class Timeline(Callback):
+    """Write a trace of all ranks (`ms.timeline.save`) after a step, with what the recorders remember then."""
+
+    def __init__(self, path: str | os.PathLike[str], step: int = 100, ranks: Sequence[int] | None = None) -> None:
+        """Write.
+
+        Args:
+            path: the file.
+            step: after which; it is counted over all epochs. Before, and with parameter servers, there is one after each epoch.
+            ranks: which; default all, of more than 64 the first of each node.
+        """
+        self._path, self._step, self._ranks = path, step, ranks
+        self._done = False
+
+    def on_step_end(self, loop: Loop) -> None:
+        if loop.step == self._step and not self._apart(loop):
+            self._done = True
+            save(self._path, loop.strategy, self._ranks)
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        if not self._done:
+            save(self._path, loop.strategy, self._ranks)
+
+    def _apart(self, loop: Loop) -> bool:
+        """Whether ranks meet after an epoch only: those of parameter servers."""
+        return loop.strategy.extended.placement.store is not None

@@ -1,0 +1,327 @@
+"""Monitor: what a run shows while it goes on, and the page that stays of it."""
+
+from __future__ import annotations
+
+import getpass
+import importlib
+import importlib.util
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from .. import context
+from .._util.files import replacing
+from .._util.log import logger
+from .._version import __version__
+from ..errors import ContextError, MissingDependencyError, explain
+from ..timeline import times
+from .callbacks import Callback, Logs, Loop, is_number
+from .logs import JSONLogger, Progress, TensorBoard
+from .run_page import RunRecord, page
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Monitor", "monitor"]
+
+_WARNINGS = 200  # so many are kept
+_SELDOM = 200  # a page is written after so many times as long as it takes
+
+
+@final
+class Monitor(Callback):
+    """A run's folder: results as they come, and `run.html`, one page of all; a callback, or a `with` block. See `monitor`.
+
+    Attributes:
+        folder: where it writes.
+        loop: in a `with` block the Loop to count `epoch` and `step` in.
+        record: what the page shows.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        strategy: Any = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        tensorboard: bool | None = None,
+        mlflow: bool = False,
+        progress: bool = True,
+        steps: int | None = None,
+    ) -> None:
+        """See `monitor`."""
+        self.folder, self._strategy = Path(folder), strategy
+        self._config = dict(config or {})
+        self.loop: Loop | None = None
+        self.record = RunRecord(self.folder.resolve().name)
+        self._json = JSONLogger(self.folder / "metrics.jsonl", append=True)
+        self._callbacks: list[Callback] = [self._json]
+        if progress:
+            self._callbacks.append(Progress(steps))
+        self._board = TensorBoard(self.folder / "tensorboard") if tensorboard in (None, True) else None
+        if self._board is not None and (tensorboard or _there("tensorboardX")):
+            self._callbacks.append(self._board)
+        else:
+            self._board = None
+        self._mlflow = _mlflow() if mlflow else None
+        self._samples, self._begun, self._training, self._started = 0, 0.0, 0.0, False
+        self._wrote = self._cost = 0.0  # when the page was written last, and what that took
+        self._warnings = _Warnings()
+
+    # as a callback
+
+    def on_train_begin(self, loop: Loop) -> None:
+        if self._started:
+            return
+        self.loop, self._started = loop, True
+        logger.addHandler(self._warnings)
+        strategy = loop.strategy
+        topology = strategy.extended.topology
+        hosts = [f"{strategy.rank}: {topology.hostname or platform.node()} {', '.join(topology.devices)}"]
+        every = strategy.all_gather_object(hosts[0]) if strategy.size > 1 else hosts
+        self.record.facts = {
+            "strategy": repr(strategy),
+            "ranks": str(strategy.size),
+            "nodes": str(topology.num_nodes),
+            "replicas": str(topology.num_replicas),
+            "devices by rank": "; ".join(every[:64]) + ("; …" if len(every) > 64 else ""),
+            "program": " ".join(sys.argv),
+            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "user": _user(),
+            "versions": f"mpistrat {__version__}, Python {platform.python_version()}, NumPy {np.__version__}",
+            **{str(name): str(value) for name, value in self._config.items()},
+        }
+        for callback in self._callbacks:
+            callback.on_train_begin(loop)
+        if self._mlflow is not None and loop.tells:
+            self._mlflow.start_run(run_name=self.record.title)
+            self._mlflow.log_params({name: str(value)[:500] for name, value in self._config.items()})
+        self._write()
+
+    def on_epoch_begin(self, loop: Loop) -> None:
+        self.on_train_begin(loop)
+        self._samples, self._begun = 0, time.perf_counter()
+        self._training = self._training or self._begun
+        for callback in self._callbacks:
+            callback.on_epoch_begin(loop)
+
+    def on_step_end(self, loop: Loop) -> None:
+        self._samples += context.global_batch_size() or 0
+        for callback in self._callbacks:
+            callback.on_step_end(loop)
+
+    def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        strategy, record = loop.strategy, self.record
+        now = time.perf_counter()
+        due = now - self._wrote >= _SELDOM * self._cost
+        mine = (now - self._begun if self._begun else 0.0, self._samples, due, self._warnings.take())
+        every = strategy.all_gather_object(mine) if strategy.size > 1 else [mine]
+        seconds, samples, due, _ = every[loop.first]
+        if strategy.extended.placement.store is not None:  # workers have batches of their own
+            samples = sum(one[1] for one in every)
+        rate = samples / seconds if seconds else 0.0
+        for rank, (*_, texts) in enumerate(every):
+            record.warnings += [f"rank {rank}: {text}" for text in texts]
+        del record.warnings[_WARNINGS:]
+        numbers = {name: value if is_number(value) else np.asarray(value).tolist() for name, value in logs.items()}
+        found = {
+            "epoch": loop.epoch, "step": loop.step, **numbers, "seconds": seconds, "samples_per_second": rate,
+        }  # fmt: skip
+        record.epochs = [one for one in record.epochs if one["epoch"] < loop.epoch] + [found]
+        shown = {**logs, "samples_per_second": rate}
+        for callback in self._callbacks:
+            callback.on_epoch_end(loop, shown)
+        if self._mlflow is not None and loop.tells:
+            values = {name: float(value) for name, value in shown.items() if is_number(value)}
+            self._mlflow.log_metrics(values, step=loop.epoch)
+        if due:
+            record.ranks = times(strategy, now - self._training)
+            self._write()
+            self._wrote = time.perf_counter()
+            self._cost = self._wrote - now
+
+    def on_train_end(self, loop: Loop) -> None:
+        error = sys.exc_info()[1]
+        self.record.state = "ended" if error is None else f"ended by {type(error).__name__}: {error}"[:300]
+        self.record.warnings += [f"rank {loop.strategy.rank}: {text}" for text in self._warnings.take()]
+        logger.removeHandler(self._warnings)
+        for callback in self._callbacks:
+            callback.on_train_end(loop)
+        self._write()
+        if self._mlflow is not None and loop.tells:
+            self._mlflow.log_artifact(str(self.folder / "run.html"))
+            self._mlflow.end_run("FINISHED" if error is None else "FAILED")
+        self._started = False
+
+    def state(self) -> dict[str, Any]:
+        return {"epochs": self.record.epochs}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.record.epochs = list(state["epochs"])
+
+    def _write(self) -> None:
+        if self.loop is not None and self.loop.tells:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self.folder / "run.html") as beside:
+                Path(beside).write_text(page(self.record), encoding="utf-8")
+
+    # in a loop of one's own
+
+    def __enter__(self) -> Self:
+        strategy = context.current().strategy if self._strategy is None else self._strategy
+        self.on_train_begin(Loop(strategy))
+        self.on_epoch_begin(self._running("Monitor"))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.on_train_end(self._running("Monitor"))
+
+    def step(self) -> None:
+        """Count a step. Local; in a `with` block."""
+        loop = self._running("Monitor.step")
+        loop.step += 1
+        self.on_step_end(loop)
+
+    def epoch(self, logs: Logs) -> None:
+        """Take the results of an epoch, the same on all ranks, and begin the next. Collective; in a `with` block."""
+        loop = self._running("Monitor.epoch")
+        self.on_epoch_end(loop, logs)
+        loop.epoch += 1
+        self.on_epoch_begin(loop)
+
+    def _running(self, function: str) -> Loop:
+        if self.loop is None:
+            remedy = "with ms.monitor(folder) as run: ..., or callbacks=[ms.monitor(folder)]"
+            raise ContextError(explain(function, "", expected="a run", got="none", remedy=remedy))
+        return self.loop
+
+    # more than results
+
+    def histogram(self, name: str, values: Any) -> None:
+        """Add a histogram to TensorBoard's files, at this step; on one rank, on the others it does nothing. Local.
+
+        Args:
+            name: of it.
+            values: an array of any shape.
+        """
+        self._add("add_histogram", name, np.asarray(values))
+
+    def text(self, name: str, text: str) -> None:
+        """Add a text to TensorBoard's files, at this step; on one rank. Local."""
+        self._add("add_text", name, text)
+
+    def image(self, name: str, image: Any) -> None:
+        """Add an image to TensorBoard's files, at this step; on one rank. Local.
+
+        Args:
+            name: of it.
+            image: height × width, or height × width × channels; floats between 0 and 1, or uint8.
+        """
+        array = np.asarray(image)
+        self._add("add_image", name, array if array.ndim == 3 else array[..., None], dataformats="HWC")
+
+    def scalar(self, name: str, value: float) -> None:
+        """Add a number to TensorBoard's files, at this step; on one rank. Local."""
+        self._add("add_scalar", name, float(value))
+
+    def _add(self, method: str, name: str, value: Any, **settings: Any) -> None:
+        loop = self._running(f"Monitor.{method[4:]}")
+        if not loop.tells:
+            return
+        if self._board is None or self._board.writer is None:
+            remedy = "pip install 'mpistrat[tensorboard]', and leave tensorboard=False out"
+            text = explain(f"Monitor.{method[4:]}", "", expected="TensorBoard's files", got="none", remedy=remedy)
+            raise MissingDependencyError(text)
+        getattr(self._board.writer, method)(name, value, loop.step, **settings)
+
+
+def monitor(
+    folder: str | os.PathLike[str],
+    strategy: Any = None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    tensorboard: bool | None = None,
+    mlflow: bool = False,
+    progress: bool = True,
+    steps: int | None = None,
+) -> Monitor:
+    """Return what watches over a run: a callback for `ms.train.Trainer`, or a context for a loop of your own. Local.
+
+    One rank writes into the folder: `metrics.jsonl`, a line an epoch; TensorBoard's event files where tensorboardX is installed;
+    and `run.html`, a page that needs nothing beside it, new after epochs: results, samples a second, where the time of each
+    rank went, who made others wait, warnings of all ranks, configuration. On a terminal, also behind mpiexec and srun, it shows
+    a bar.
+
+    Args:
+        folder: of this run.
+        strategy: for a `with` block; default the current one.
+        config: what you want to find in the page: names and values.
+        tensorboard: True to insist on event files, False for none.
+        mlflow: whether results go to MLflow, too, which must be installed; its own variables say where.
+        progress: whether to print a line an epoch, and a bar on a terminal.
+        steps: of an epoch, for the bar.
+
+    Raises:
+        MissingDependencyError: there is no tensorboardX or mlflow where it is asked for.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
+        ...     with ms.monitor(folder, strategy, progress=False) as run:
+        ...         for _ in range(3):
+        ...             run.step()
+        ...         run.epoch({"loss": 0.5})
+        ...     pathlib.Path(folder, "metrics.jsonl").read_text()[:35]
+        '{"epoch": 0, "step": 3, "time": 17'
+    """
+    return Monitor(
+        folder, strategy, config=config, tensorboard=tensorboard, mlflow=mlflow, progress=progress, steps=steps
+    )
+
+
+@final
+class _Warnings(logging.Handler):
+    """Keeps warnings of the package's log until they are taken."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._texts) < _WARNINGS:
+            self._texts.append(record.getMessage()[:1000])
+
+    def take(self) -> list[str]:
+        taken, self._texts = self._texts, []
+        return taken
+
+
+def _there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _mlflow() -> Any:
+    try:
+        return importlib.import_module("mlflow")
+    except ModuleNotFoundError as error:
+        text = explain(
+            "monitor", "mlflow", expected="mlflow", got=f"no module {error.name}", remedy="pip install mlflow"
+        )
+        raise MissingDependencyError(text) from error
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        return str(os.getuid()) if hasattr(os, "getuid") else ""

@@ -1,0 +1,102 @@
+"""`mpistrat top` and `mpistrat stacks` of a job that runs: who is slow, what each rank does, and that it goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import textwrap
+import time
+
+import pytest
+
+from launcher import ROOT
+
+PROGRAM = """
+import sys, time
+import numpy as np
+import mpistrat as ms
+
+def slow_part(rank):
+    time.sleep(0.02 if rank == 1 else 0.001)
+
+with ms.MultiWorkerMirroredStrategy() as strategy:
+    with strategy.scope():
+        w = ms.Variable(np.zeros(10), name="w")
+        optimizer = ms.optimizers.SGD(0.1)
+
+    def train_step():
+        slow_part(strategy.rank)
+        optimizer.apply_gradients([(np.ones(10), w)])
+
+    for number in range(100_000):
+        strategy.run(train_step)
+        if number == 5 and strategy.rank == 0:
+            print("runs", flush=True)
+"""
+
+
+@pytest.fixture
+def job(mpi, tmp_path):
+    """A job of three ranks that has begun to train: its launcher."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM))
+    words = [mpi.python, "-m", "mpistrat", "run", "-n", "3", str(tmp_path / "train.py")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    try:
+        assert "runs" in process.stdout.readline()
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(20)
+        process.stdout.close()
+
+
+def call(mpi, *words):
+    return subprocess.run(
+        [mpi.python, "-m", "mpistrat", *map(str, words)], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+
+
+def lines(result):
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_top_shows_who_is_slow(mpi, job):
+    time.sleep(1.0)
+    rows = lines(call(mpi, "top", job.pid, "--json", "--seconds", "1"))
+    assert [row["rank"].split(" (")[0] for row in rows] == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+    assert all(10 < row["steps_per_second"] < 60 for row in rows), rows
+    assert rows[1]["compute"] > 0.6 and rows[1]["waiting"] < 0.3
+    assert all(rows[rank]["waiting"] > 0.5 and rows[rank]["compute"] < 0.4 for rank in (0, 2)), rows
+    table = call(mpi, "top", job.pid).stdout
+    assert "wait" in table and table.count("train_step") == 3
+    assert job.poll() is None
+
+
+def test_stacks_show_where_each_rank_is(mpi, job):
+    answers = lines(call(mpi, "stacks", job.pid, "--json"))
+    assert len(answers) == 3
+    for answer in answers:
+        assert "in train_step" in answer["threads"]["MainThread"]
+        assert "apply_gradients" in answer["position"]
+    text = call(mpi, "stacks", job.pid).stdout
+    assert text.count("train.py") >= 3 and "MainThread" in text
+    assert job.poll() is None
+
+
+def test_a_stopped_rank_is_said_so_and_the_others_answer(mpi, job):
+    pid = lines(call(mpi, "top", job.pid, "--json"))[2]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(0.5)
+        answers = lines(call(mpi, "stacks", job.pid, "--json"))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert "is stopped" in answers[2]["position"] and answers[2]["threads"] == {}
+    assert all("apply_gradients" in answer["position"] for answer in answers[:2])
+
+
+def test_a_job_that_is_not_there(mpi):
+    result = call(mpi, "top", "1")
+    assert result.returncode == 1 and "no job 1 of yours runs here" in result.stderr

@@ -1,0 +1,113 @@
+"""The timeline: traces of all ranks on one clock, and who makes others wait, as planted."""
+
+import gzip
+import json
+import time
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+
+
+def train(strategy, steps=20, slow=None, seconds=0.005):
+    with strategy.scope():
+        w = ms.Variable(np.zeros(100), name="w")
+        optimizer = ms.optimizers.SGD(0.1)
+
+    def train_step(x):
+        with ms.timeline.span("gradient"):
+            gradient = np.full(100, x.sum())
+        if strategy.rank == slow:
+            time.sleep(seconds)
+        optimizer.apply_gradients([(gradient, w)])
+
+    data = strategy.distribute_dataset(ms.data.from_arrays(np.arange(8.0 * steps)).batch(8))
+    begun = time.perf_counter()
+    for batch in data:
+        strategy.run(train_step, args=(batch,))
+    return time.perf_counter() - begun
+
+
+def read(path):
+    with gzip.open(path) as file:
+        return json.load(file)["traceEvents"]
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_trace_has_the_steps_of_all_ranks(mpi_tmp_path):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        train(strategy)
+        path = ms.timeline.save(mpi_tmp_path / "trace.json.gz", strategy)
+        strategy.barrier()
+        events = read(path)
+        about = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        assert sorted(about) == list(range(strategy.size)) and about[0].startswith("rank 0 on ")
+        for rank in range(strategy.size):
+            mine = [event for event in events if event["pid"] == rank and event["ph"] == "X"]
+            steps = [event for event in mine if event["name"].endswith("train_step")][-20:]
+            assert len(steps) == 20 and {event["cat"] for event in steps} == {"run"}
+            batches = [event["args"]["number"] for event in mine if event["cat"] == "input"]
+            assert batches[-21:] == [*range(20), 20]
+            updates = [event for event in mine if event["name"].startswith("apply_gradients")][-20:]
+            spans = [event for event in mine if event["name"] == "gradient"][-20:]
+            assert len(updates) == (20 if strategy.size > 1 else 0)
+            for inner in (spans, updates):
+                for step, event in zip(steps, inner, strict=bool(inner)):
+                    assert step["ts"] <= event["ts"] and event["ts"] + event["dur"] <= step["ts"] + step["dur"] + 1e-3
+            assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in mine)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_meet_in_a_collective_on_one_clock(mpi_tmp_path):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        train(strategy)
+        path = ms.timeline.save(mpi_tmp_path / "trace.json.gz", strategy)
+        strategy.barrier()
+        meetings, group = {}, strategy.extended.process_group.monitor.group
+        for event in read(path):
+            if event.get("name", "").startswith("apply_gradients") and event["args"]["group"] == group:
+                meetings.setdefault(event["args"]["number"], []).append((event["ts"], event["ts"] + event["dur"]))
+        assert len(meetings) >= 20
+        for times in list(meetings.values())[-20:]:
+            assert max(begin for begin, _ in times) <= min(end for _, end in times), (
+                "nobody leaves before all have come"
+            )
+
+
+@pytest.mark.ranks(3)
+def test_some_ranks_only(mpi_tmp_path):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        train(strategy)
+        path = ms.timeline.save(mpi_tmp_path / "trace.json.gz", strategy, ranks=[0, 2])
+        strategy.barrier()
+        assert {event["pid"] for event in read(path)} == {0, 2}
+        with pytest.raises(ValueError, match=r"timeline.save: ranks: expected ranks below 3, got 3"):
+            ms.timeline.save(path, strategy, ranks=[3])
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_slow_rank_is_named():
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        seconds = train(strategy, slow=1)
+        found = ms.timeline.times(strategy, seconds)
+        assert [one.rank for one in found] == list(range(strategy.size))
+        slow, others = found[1], [one for one in found if one.rank != 1]
+        assert slow.last >= 17 and slow.compared >= 18
+        assert slow.cost >= 17 * 0.004 * len(others)
+        assert all(one.last <= 3 for one in others)
+        assert slow.compute > 0.5 and all(one.waiting > 0.5 for one in others)
+        assert 0.9 * seconds < slow.seconds <= 1.1 * seconds and slow.steps >= 19
+        assert len(set(strategy.all_gather_object(repr(found)))) == 1
+
+
+@pytest.mark.ranks(1, 2)
+def test_saves_have_their_share(mpi_tmp_path):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            ms.Variable(np.zeros(1000), name="w")
+        begun = time.perf_counter()
+        for _ in range(3):
+            strategy.save(mpi_tmp_path / "w.h5")
+        found = ms.timeline.times(strategy, time.perf_counter() - begun)
+        assert all(one.saving > 0.7 and one.communication < 0.1 for one in found), found

@@ -1,0 +1,134 @@
+"""Monitor: one rank writes results and the page, which names ranks, hosts, the slow one and warnings of all."""
+
+import json
+import logging
+import re
+import time
+
+import numpy as np
+import pytest
+from linear_trainer import dataset, trainer
+
+import mpistrat as ms
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_run_by_fit(mpi_tmp_path):
+    class Late(ms.train.Callback):
+        def on_step_end(self, loop):
+            if loop.strategy.rank == 1:
+                time.sleep(0.01)
+
+        def on_epoch_end(self, loop, logs):
+            if loop.epoch == 1 and loop.strategy.rank == loop.strategy.size - 1:
+                logging.getLogger("mpistrat").warning("<strange> & rare")
+
+    folder = mpi_tmp_path / "run"
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        watch = ms.monitor(folder, config={"rate": 0.1}, tensorboard=False, progress=False)
+        work, _ = trainer(strategy, callbacks=[Late(), watch])
+        data = strategy.distribute_dataset(dataset())
+        history = work.fit(data, 4, validation_data=strategy.distribute_dataset(dataset(shuffle=False)))
+        strategy.barrier()
+        found, page = lines(folder), (folder / "run.html").read_text()
+        assert [line["val_loss"] for line in found] == history["val_loss"]
+        assert all(line["samples_per_second"] > 0 for line in found) and found[-1]["step"] == 20
+        assert "ended: 4 epochs, 20 steps" in page and "<th>rate</th><td>0.1</td>" in page
+        assert page.count("&lt;strange&gt; &amp; rare") == 1 and "<strange>" not in page
+        assert set(re.findall(r"rank (\d+): compute", page)) == {str(rank) for rank in range(strategy.size)}
+        assert "src=" not in page and "http" not in page, "nothing beside it"
+        if strategy.size > 1:
+            first = page.partition("Who made others wait")[2].partition("</tr>")[2]
+            assert first.startswith("<tr><td>rank 1 on ")
+        assert watch.record.epochs == strategy.broadcast_object(watch.record.epochs)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_loop_of_ones_own(mpi_tmp_path):
+    pytest.importorskip("tensorboardX")
+    folder = mpi_tmp_path / "run"
+    with ms.MultiWorkerMirroredStrategy() as strategy, ms.monitor(folder, strategy, progress=False) as run:
+        for epoch in range(2):
+            for _ in range(3):
+                run.step()
+            run.histogram("weights", np.arange(10.0))
+            run.text("note", "early")
+            run.image("digit", np.zeros((8, 8)))
+            run.scalar("norm", 3.0)
+            run.epoch({"loss": 1.0 / (epoch + 1)})
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()
+    assert [(line["epoch"], line["step"], line["loss"]) for line in lines(folder)] == [(0, 3, 1.0), (1, 6, 0.5)]
+    (events,) = (folder / "tensorboard").iterdir()
+    data = events.read_bytes()
+    assert all(name in data for name in (b"weights", b"note", b"digit", b"norm", b"loss"))
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_fails_says_so(mpi_tmp_path):
+    folder = mpi_tmp_path / "run"
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with pytest.raises(KeyError), ms.monitor(folder, strategy, progress=False, tensorboard=False):
+            raise KeyError("weights")
+        strategy.barrier()
+        assert "ended by KeyError" in (folder / "run.html").read_text()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_that_goes_on_keeps_what_was(mpi_tmp_path):
+    def fit(epochs):
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            watch = ms.monitor(mpi_tmp_path / "run", progress=False, tensorboard=False)
+            checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path / "saved")
+            work, _ = trainer(strategy, callbacks=[watch], checkpoints=checkpoints)
+            work.fit(strategy.distribute_dataset(dataset()), epochs)
+            strategy.barrier()
+            return watch.record.epochs
+
+    first, second = fit(2), fit(4)
+    assert second[:2] == first and [one["epoch"] for one in second] == [0, 1, 2, 3]
+    assert len(lines(mpi_tmp_path / "run")) == 4
+
+
+@pytest.mark.ranks(2, 3)
+def test_workers_of_servers(mpi_tmp_path):
+    with ms.ParameterServerStrategy(num_ps=1, max_staleness=0) as strategy:
+        watch = ms.monitor(mpi_tmp_path / "run", progress=False, tensorboard=False)
+        work, _ = trainer(strategy, 0.05, callbacks=[watch, ms.train.Timeline(mpi_tmp_path / "trace.json.gz")])
+        work.fit(strategy.distribute_dataset(dataset()), 2)
+        strategy.barrier()
+        assert len(lines(mpi_tmp_path / "run")) == 2 and (mpi_tmp_path / "trace.json.gz").exists()
+
+
+@pytest.mark.ranks(1)
+def test_what_is_missing_is_named(mpi_tmp_path):
+    with pytest.raises(ms.errors.MissingDependencyError, match="pip install mlflow"):
+        ms.monitor(mpi_tmp_path, mlflow=True)
+    with pytest.raises(ms.errors.ContextError, match=r"Monitor.step: expected a run, got none"):
+        ms.monitor(mpi_tmp_path).step()
+    with (
+        ms.OneDeviceStrategy() as strategy,
+        ms.monitor(mpi_tmp_path, strategy, tensorboard=False) as run,
+        pytest.raises(ms.errors.MissingDependencyError, match="expected TensorBoard's files, got none"),
+    ):
+        run.text("note", "early")
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_trace_after_a_step(mpi_tmp_path):
+    path = mpi_tmp_path / "trace.json.gz"
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        work, _ = trainer(strategy, callbacks=[ms.train.Timeline(path, step=7)])
+        data = strategy.distribute_dataset(dataset())
+        work.fit(data, 1)
+        strategy.barrier()
+        before = path.stat().st_mtime_ns
+        strategy.barrier()
+        work.fit(data, 3)
+        strategy.barrier()
+        assert path.stat().st_mtime_ns > before

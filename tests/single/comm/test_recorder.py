@@ -1,0 +1,113 @@
+"""The flight recorder: a ring of the last events in memory that another process can read."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from mpistrat.comm.monitor import exit_report_process
+from mpistrat.comm.recorder import KINDS, Recorder, Ring
+
+
+@pytest.fixture
+def recorder():
+    made = Recorder()
+    made.open(8)
+    yield made
+    if made.descriptor is not None:
+        os.close(made.descriptor)
+
+
+def test_events_come_back_in_their_order(recorder):
+    first, second = recorder.name("c", "all_reduce 'w'", 3), recorder.name("u", "früh")
+    before = time.perf_counter_ns()
+    outer = recorder.begin(first, 41)
+    inner = recorder.begin(second)
+    recorder.waited += 700
+    recorder.end(inner)
+    recorder.waited += 300
+    ring = recorder.ring()
+    assert ring.end[0] == 0, "it lasts"
+    recorder.end(outer)
+    ring = recorder.ring()
+    assert [ring.names[name] for name in ring.name] == [("c", 3, "all_reduce 'w'"), ("u", 0, "früh")]
+    assert ring.number.tolist() == [41, 0] and ring.waited.tolist() == [1000, 700]
+    assert before <= ring.begin[0] <= ring.begin[1] <= ring.end[1] <= ring.end[0] <= time.perf_counter_ns()
+    newest, oldest = recorder.last(5)
+    assert (newest.text, oldest.text, oldest.group, oldest.number, oldest.waited) == (
+        "früh",
+        "all_reduce 'w'",
+        3,
+        41,
+        1000,
+    )
+    assert KINDS[oldest.kind] == "collective"
+
+
+def test_the_last_ones_are_kept(recorder):
+    for number in range(20):
+        with recorder.span("u", "step", number):
+            pass
+    assert recorder.ring().number.tolist() == list(range(12, 20))
+    assert [event.number for event in recorder.last(3)] == [19, 18, 17]
+    assert [event.number for event in recorder.last(100)] == list(range(19, 11, -1))
+
+
+def test_an_event_that_an_exception_leaves_has_ended(recorder):
+    with pytest.raises(KeyError), recorder.span("u", "step"):
+        raise KeyError
+    assert recorder.ring().end[0] != 0
+
+
+def test_before_it_is_opened_the_last_event_is_known_and_names_keep_their_numbers():
+    recorder = Recorder()
+    name = recorder.name("u", "early")
+    recorder.end(recorder.begin(name))
+    assert [event.text for event in recorder.last(9)] == ["early"]
+    recorder.open(4)
+    assert recorder.name("u", "early") == name and len(recorder.ring()) == 0
+    recorder.end(recorder.begin(name))
+    assert recorder.history().startswith("early (")
+    os.close(recorder.descriptor)
+
+
+def test_more_names_than_fit_are_other(recorder):
+    names = [recorder.name("u", f"{number:05} " + "x" * 150) for number in range(1000)]
+    assert names[-1] == 0 and 300 < len(set(names)) < 1000
+    assert recorder.name("u", "00000 " + "x" * 150) == names[0] != 0
+    recorder.end(recorder.begin(names[-1]))
+    ring = recorder.ring()
+    assert ring.names[ring.name[0]] == ("o", 0, "other")
+
+
+def test_what_is_no_recorder_is_refused():
+    with pytest.raises(ValueError, match="no memory of a recorder"):
+        Ring(bytes(70000))
+
+
+def test_the_process_that_reports_deaths_reads_it(recorder):
+    for number in range(3):
+        recorder.end(recorder.begin(recorder.name("r", "train_step"), number))
+    recorder.begin(recorder.name("c", "all_reduce"), 7)
+    text = exit_report_process.last_events(recorder.descriptor, time.time() + 2, 3)
+    assert text.startswith("in all_reduce #7 for 2") and text.count("train_step") == 2
+
+
+def test_a_forked_child_leaves_its_parents_memory_alone():
+    program = """
+        import os, mpistrat
+        from mpistrat.comm.recorder import RECORDER
+        RECORDER.open(16)
+        RECORDER.end(RECORDER.begin(RECORDER.name("u", "parent")))
+        child = os.fork()
+        if not child:
+            RECORDER.end(RECORDER.begin(RECORDER.name("u", "child")))
+            os._exit(len(RECORDER.ring()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        ring = RECORDER.ring()
+        assert [ring.names[name][2] for name in ring.name] == ["parent"], ring.names
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)
