@@ -123,7 +123,7 @@ def _fragment(group: ProcessGroup, ring: Ring, offset: Offset, zero: int) -> str
         if not end:
             row["args"] = {**row.get("args", {}), "unfinished": True}
         rows.append(row)
-    return ",\n".join(json.dumps(row) for row in rows)
+    return ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
 
 
 def _events(ring: Ring) -> Iterator[tuple[str, int, str, int, int, int, int]]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Monitor", "monitor"]
 
 _WARNINGS = 200  # so many are kept
-_SELDOM = 200  # a page is written after so many times as long as it takes
+_SELDOM = 200  # times as long as something takes pass before it is done again
 
 
 @final
@@ -73,7 +73,7 @@ class Monitor(Callback):
             self._board = None
         self._mlflow = _mlflow() if mlflow else None
         self._samples, self._begun, self._training, self._started = 0, 0.0, 0.0, False
-        self._wrote = self._cost = 0.0  # when the page was written last, and what that took
+        self._looks, self._pages = _Seldom(), _Seldom()  # at all ranks' times, and to write the page
         self._warnings = _Warnings()
 
     # as a callback
@@ -105,6 +105,7 @@ class Monitor(Callback):
             self._mlflow.start_run(run_name=self.record.title)
             self._mlflow.log_params({name: str(value)[:500] for name, value in self._config.items()})
         self._write()
+        strategy.barrier(name="the monitor is ready")  # what it takes until here is no training
 
     def on_epoch_begin(self, loop: Loop) -> None:
         self.on_train_begin(loop)
@@ -121,13 +122,16 @@ class Monitor(Callback):
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         strategy, record = loop.strategy, self.record
         now = time.perf_counter()
-        due = now - self._wrote >= _SELDOM * self._cost
+        due = self._looks.due()
         mine = (now - self._begun if self._begun else 0.0, self._samples, due, self._warnings.take())
         every = strategy.all_gather_object(mine) if strategy.size > 1 else [mine]
         seconds, samples, due, _ = every[loop.first]
         if strategy.extended.placement.store is not None:  # workers have batches of their own
             samples = sum(one[1] for one in every)
         rate = samples / seconds if seconds else 0.0
+        if due:
+            with self._looks:
+                record.ranks = times(strategy, now - self._training)
         for rank, (*_, texts) in enumerate(every):
             record.warnings += [f"rank {rank}: {text}" for text in texts]
         del record.warnings[_WARNINGS:]
@@ -142,11 +146,9 @@ class Monitor(Callback):
         if self._mlflow is not None and loop.tells:
             values = {name: float(value) for name, value in shown.items() if is_number(value)}
             self._mlflow.log_metrics(values, step=loop.epoch)
-        if due:
-            record.ranks = times(strategy, now - self._training)
-            self._write()
-            self._wrote = time.perf_counter()
-            self._cost = self._wrote - now
+        if self._pages.due():
+            with self._pages:
+                self._write()
 
     def on_train_end(self, loop: Loop) -> None:
         error = sys.exc_info()[1]
@@ -281,12 +283,30 @@ def monitor(
         ...         for _ in range(3):
         ...             run.step()
         ...         run.epoch({"loss": 0.5})
-        ...     pathlib.Path(folder, "metrics.jsonl").read_text()[:35]
-        '{"epoch": 0, "step": 3, "time": 17'
+        ...     pathlib.Path(folder, "metrics.jsonl").read_text()[:22]
+        '{"epoch": 0, "step": 3'
     """
     return Monitor(
         folder, strategy, config=config, tensorboard=tensorboard, mlflow=mlflow, progress=progress, steps=steps
     )
+
+
+@final
+class _Seldom:
+    """Lets work be done so seldom that it costs little. A `with` block is the work."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = 0.0
+
+    def due(self) -> bool:
+        """Return whether to do it, by this rank's clock."""
+        return time.perf_counter() - self._ended >= _SELDOM * (self._ended - self._began)
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._ended = time.perf_counter()
 
 
 @final
