@@ -46,7 +46,7 @@ help:  ## this list
 	@echo
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-demo: $(ENV)/.demo-$(KEY)  ## train on the handwritten digits on 2 ranks; the curves are in demo_output/training.png
+demo: $(ENV)/.demo-$(KEY)  ## train on the handwritten digits on 2 ranks; the page of the run is demo_output/run.html
 	@[ -t 2 ] && export COLUMNS=$$(tput cols) MPISTRAT_TERMINAL=stderr; set -x; \
 	  $(START_$(MPI)) $(ENV)/bin/python -m mpistrat.examples.digits --output $(OUTPUT)
 
@@ -125,7 +125,7 @@ $(ENV_$(1))/.python-$(KEY):
 	@touch $$@
 
 $(ENV_$(1))/.demo-$(KEY): $(ENV_$(1))/.python-$(KEY) pyproject.toml
-	$(ENV_$(1))/bin/python -m pip install -q --disable-pip-version-check -e '.[$(call with_mpi,$(1))examples,plot]'
+	$(ENV_$(1))/bin/python -m pip install -q --disable-pip-version-check -e '.[$(call with_mpi,$(1))plot]'
 	@touch $$@
 
 $(ENV_$(1))/.test-$(KEY): $(ENV_$(1))/.demo-$(KEY)

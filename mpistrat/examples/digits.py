@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import mpistrat as ms
 from mpistrat.environment import Environment
 
-from . import digits_data, resume
+from . import digits_data
 from .digits_model import Digits
-from .progress import Clock, Progress, training_curves
 
 __all__ = ["main", "train"]
 
 SETTINGS = ("seed", "global_batch_size", "learning_rate", "dtype")  # which a job that goes on must have as it began
+SAVED = "checkpoints"
 
 ALL_REDUCE: dict[str, Callable[[], Any]] = {
     "auto": lambda: None,
@@ -57,110 +59,76 @@ def make_strategy(options: argparse.Namespace) -> Any:
 
 
 def train(strategy: Any, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Train, write metrics, weights and curves into the output folder, and return the summary. Collective.
+    """Train, write results, weights and the page of the run into the output folder, and return the summary. Collective.
 
-    Told to stop, it writes what it needs to go on, and returns None; called again it goes on where it was.
+    Told to stop, it saves where it is, and returns None; called again it goes on there.
     """
     output = Path(options.output)
+    wrong = ""
     if strategy.rank == 0:
         digits_data.write(output / "shards", options.dtype)
-    strategy.barrier(name="the shards are written")
+        wrong = other_settings(output / SAVED, options)
+    if wrong := strategy.broadcast_object(wrong):  # here the shards are written
+        raise ValueError(wrong)
     fields = ("image", "label")
-    batch = options.global_batch_size
     rows = ms.data.HDF5Dataset(str(output / "shards" / "train-*.h5"), fields=fields)
-    training = rows.shuffle(seed=options.seed).batch(batch).prefetch(2)
-    testing = ms.data.HDF5Dataset(str(output / "shards" / "test-*.h5"), fields=fields).batch(digits_data.TEST_ROWS)
-    training_data = strategy.distribute_dataset(training)
-    testing_data = strategy.distribute_dataset(testing)
+    training = strategy.distribute_dataset(rows.shuffle(seed=options.seed).batch(options.global_batch_size).prefetch(2))
+    rows = ms.data.HDF5Dataset(str(output / "shards" / "test-*.h5"), fields=fields)
+    testing = strategy.distribute_dataset(rows.batch(digits_data.TEST_ROWS))
     with strategy.scope():
         model = Digits(options.seed, options.dtype)
         optimizer = ms.optimizers.Adam(options.learning_rate)
+        loss = ms.train.SparseCategoricalCrossentropy("loss", from_logits=True)
+        accuracy = ms.train.SparseCategoricalAccuracy("accuracy")
 
-    serves, tells = getattr(strategy, "is_server", False), strategy.rank == resume.first_reader(strategy)
+    def update_metrics(labels: np.ndarray, scores: np.ndarray) -> None:
+        loss.update_state(labels, scores)
+        accuracy.update_state(labels, scores)
 
-    def step(inputs: Any) -> Any:
-        with clock.measure("compute"):
-            loss = model.loss_and_gradients(*inputs)
-        with clock.measure("communication"):
-            optimizer.apply_gradients([(v.grad, v) for v in model.variables])
-        return loss
+    def train_step(images: np.ndarray, labels: np.ndarray) -> None:
+        update_metrics(labels, model.scores_and_gradients(images, labels))
+        optimizer.apply_gradients([(v.grad, v) for v in model.variables])
 
-    def evaluate() -> float:
-        right = rows = 0
-        for inputs in testing_data:
-            right += int(strategy.reduce("SUM", strategy.run(model.correct, args=inputs), axis=None))
-            rows += ms.context.global_batch_size() or 0
-        return right / rows if rows else math.nan  # with parameter servers one worker has all test rows
+    def test_step(images: np.ndarray, labels: np.ndarray) -> None:
+        update_metrics(labels, model.forward(images)[-1])
 
-    settings = {name: getattr(options, name) for name in SETTINGS}
-    notes, taken = resume.read(strategy, output / "resume.h5")
-    if notes.get("settings", settings) != settings:
-        raise ValueError(
-            f"{output / 'resume.h5'}: begun with {notes['settings']}, now {settings}: remove the file to begin anew"
-        )
-    losses: list[float] = notes.get("losses", [])
-    epochs: list[dict[str, Any]] = notes.get("epochs", [])
-    style = options.progress if tells else "none"
-    with Progress(options.epochs * len(training_data), style, len(losses)) as progress:
-        for epoch in range(len(epochs) + 1, options.epochs + 1):
-            clock = Clock(training_data, getattr(strategy, "traffic", None))
-            first = notes.pop("first", len(losses))
-            batches = iter(training_data)
-            if "clock" in notes:
-                clock.restore(notes.pop("clock"))
-                if not serves:
-                    batches.restore({"epoch": epoch - 1, "next": taken})
-            for inputs in batches:
-                clock.samples += ms.context.global_batch_size() or 0
-                parts = strategy.run(step, args=(inputs,))
-                with clock.measure("communication"):
-                    losses.append(float(strategy.reduce("SUM", parts, axis=None)))
-                progress.step(epoch, losses[-1], clock)
-                if strategy.should_stop():
-                    break
-            batches.close()
-            if strategy.should_stop():
-                state = {
-                    "settings": settings,
-                    "losses": losses,
-                    "epochs": epochs,
-                    "first": first,
-                    "clock": clock.state(),
-                }
-                resume.save(strategy, output / "resume.h5", state, batches.state()["next"])
-                return None
-            clock.stop()
-            mean = sum(losses[first:]) / max(len(losses) - first, 1)
-            accuracy = evaluate()
-            progress.epoch(epoch, mean, accuracy, clock)
-            epochs.append({"epoch": epoch, "loss": mean, "test_accuracy": accuracy, "samples_per_second": clock.rate()})
-            epochs[-1] |= {f"seconds_{part}": seconds for part, seconds in clock.seconds().items()}
+    settings = {"strategy": options.strategy, **{name: getattr(options, name) for name in SETTINGS}}
+    watch = ms.monitor(output, config=settings, progress=options.progress == "auto", steps=len(training))
+    trainer = ms.train.Trainer(
+        strategy, train_step, test_step, optimizer=optimizer, metrics=[loss, accuracy], callbacks=[watch],
+        checkpoints=ms.train.Checkpoints(strategy, output / SAVED, keep=1),
+    )  # fmt: skip
+    history = trainer.fit(training, options.epochs, validation_data=testing)
+    if strategy.should_stop():
+        return None
     strategy.save(output / "weights.h5")
-    exchanged = strategy.stats() if isinstance(strategy, ms.ParameterServerStrategy) else None
-    if exchanged is not None and style != "none":
-        print(exchanged, file=sys.stderr, flush=True)
-    summary = summarise(strategy, options, epochs)
-    if tells:
-        (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in epochs))
-        title = f"digits, {summary['strategy']}, {summary['ranks']} ranks, {summary['replicas']} replicas"
-        accuracies = [line["test_accuracy"] for line in epochs]
-        if not training_curves(output / "training.png", losses, accuracies, title):
-            print("no training.png: matplotlib is not installed (extra `plot`)", file=sys.stderr)
-        (output / "resume.h5").unlink(missing_ok=True)
-    return summary
-
-
-def summarise(strategy: Any, options: argparse.Namespace, epochs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the job's last line says."""
-    rates = sorted(line["samples_per_second"] for line in epochs)
+    if isinstance(strategy, ms.ParameterServerStrategy):
+        exchanged = strategy.stats()
+        if options.progress == "auto" and trainer.loop.tells:
+            print(exchanged, file=sys.stderr, flush=True)
+    if strategy.rank == 0:
+        shutil.rmtree(output / SAVED, ignore_errors=True)  # the same command trains anew
+    rates = sorted(epoch["samples_per_second"] for epoch in watch.record.epochs)
     return {
         "strategy": options.strategy,
         "ranks": strategy.size,
         "replicas": strategy.num_replicas_in_sync,
-        "epochs": len(epochs),
-        "test_accuracy": epochs[-1]["test_accuracy"] if epochs else None,
-        "samples_per_second": round(rates[len(rates) // 2], 1) if rates else None,
+        "epochs": len(history["loss"]),
+        "test_accuracy": history["val_accuracy"][-1],
+        "samples_per_second": round(rates[len(rates) // 2], 1),
     }
+
+
+def other_settings(folder: Path, options: argparse.Namespace) -> str:
+    """Write down with which settings a job begins; return what is wrong where one that goes on has others."""
+    settings, file = {name: getattr(options, name) for name in SETTINGS}, folder / "settings.json"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings))
+    before = json.loads(file.read_text())
+    return (
+        "" if before == settings else f"{folder}: begun with {before}, now {settings}: remove the folder to begin anew"
+    )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -201,7 +169,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--transport", default="", help="parameter servers: shared_window, one_sided or messages (what fits)"
     )
     parser.add_argument(
-        "--progress", choices=["auto", "bar", "lines", "none"], default="auto", help="(a bar on a terminal, else lines)"
+        "--progress",
+        choices=["auto", "none"],
+        default="auto",
+        help="a line an epoch, and a bar on a terminal (%(default)s)",
     )
     return parser.parse_args(arguments)
 
@@ -211,17 +182,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     ms.catch_stop_signals()
     options = parse(arguments)
     strategy = make_strategy(options)
-    tells = strategy.rank == resume.first_reader(strategy)
+    tells = ms.train.Loop(strategy).tells
     summary = train(strategy, options)
     if summary is None:
         if tells:
-            print(
-                f"told to stop; the same command goes on from {options.output}/resume.h5", file=sys.stderr, flush=True
-            )
+            print(f"told to stop; the same command goes on from {options.output}/{SAVED}", file=sys.stderr, flush=True)
         strategy.close()
         sys.exit(ms.RESTART_EXIT_CODE)
     if tells:
-        print(f"curves, metrics and weights are in {options.output}", file=sys.stderr, flush=True)
+        print(f"{options.output}/run.html shows the run; weights.h5 is beside it", file=sys.stderr, flush=True)
         print(json.dumps(summary), flush=True)
     strategy.close()
     return summary

@@ -14,12 +14,16 @@ from typing import IO, Any, final
 
 import numpy as np
 
-from .._util.terminal import reaches_terminal
+from .. import context
+from .._util.terminal import progress_bar, reaches_terminal
 from ..errors import MissingDependencyError, explain
 from ..timeline import save
 from .callbacks import Callback, Logs, Loop, is_number
 
 __all__ = ["CSVLogger", "JSONLogger", "Progress", "TensorBoard", "Timeline"]
+
+_SPEED = "samples_per_second"  # a result of `Monitor`
+_SHOWN = 0.1  # seconds between two changes of the bar
 
 
 class _File(Callback, abc.ABC):
@@ -98,41 +102,76 @@ class JSONLogger(_File):
 
 @final
 class Progress(Callback):
-    """Print a line of results an epoch, on one rank, and while steps run a bar on a terminal."""
+    """Print a line of results an epoch, on one rank, and on a terminal, also behind mpiexec and srun, a bar while steps run."""
 
     def __init__(self, steps: int | None = None, file: IO[str] | None = None) -> None:
         """Print.
 
         Args:
-            steps: of an epoch, where known.
-            file: default standard output.
+            steps: of an epoch, where known; else those of the epoch before.
+            file: for the lines alone; default standard error, which gets the bar, too.
         """
-        self._steps, self._file = steps, file or sys.stdout
-        self._bar = reaches_terminal("stdout") if file is None else file.isatty()
+        self._steps, self._file = steps, file
+        self._bar: Any = None
         self._begun = self._shown = 0.0
-        self._first = 0
+        self._first = self._samples = 0
+        self._results = ""
+
+    def on_train_begin(self, loop: Loop) -> None:
+        if self._bar is None and self._file is None and loop.tells and reaches_terminal("stderr"):
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.table import Column
+
+            rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            self._bar = progress_bar(
+                TextColumn("epoch {task.fields[epoch]}"), BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total}"),
+                TimeRemainingColumn(), TextColumn("{task.fields[text]}", table_column=rest),
+                expand=True,
+            )  # fmt: skip
+            self._bar.add_task("train", total=self._steps, epoch=loop.epoch + 1, text="")
+            self._bar.start()
 
     def on_epoch_begin(self, loop: Loop) -> None:
+        self.on_train_begin(loop)
         self._begun = self._shown = time.monotonic()
-        self._first = loop.step
+        self._first, self._samples = loop.step, 0
+        if self._bar is not None:
+            fields: dict[str, Any] = {"epoch": loop.epoch + 1, "text": self._results}
+            self._bar.reset(self._bar.task_ids[0], total=self._steps, **fields)
 
     def on_step_end(self, loop: Loop) -> None:
-        now = time.monotonic()
-        if loop.tells and self._bar and now - self._shown > 0.2:
-            self._shown, done = now, loop.step - self._first
-            of = f" of {self._steps}" if self._steps else ""
-            rate = done / max(now - self._begun, 1e-9)
-            self._file.write(f"\repoch {loop.epoch + 1}: step {done}{of}, {rate:.3g} steps/s\033[K")
-            self._file.flush()
+        if self._bar is None:
+            return
+        self._samples += context.global_batch_size() or 0
+        now, done = time.monotonic(), loop.step - self._first
+        if now - self._shown > _SHOWN or done == self._steps:
+            self._shown = now
+            words = f"{self._samples / max(now - self._begun, 1e-9):,.0f} samples/s", self._results
+            self._bar.update(self._bar.task_ids[0], completed=done, text=", ".join(filter(None, words)))
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if not loop.tells:
             return
+        self._steps = self._steps or loop.step - self._first
         seconds = time.monotonic() - self._begun
-        shown = [f"{name} {value:.4g}" if is_number(value) else f"{name} {value}" for name, value in logs.items()]
-        start = "\r\033[K" if self._bar else ""
-        self._file.write(f"{start}epoch {loop.epoch + 1}: {', '.join([*shown, f'{seconds:.1f} s'])}\n")
-        self._file.flush()
+        shown = [_word(name, value) for name, value in logs.items()]
+        self._results = ", ".join(word for name, word in zip(logs, shown, strict=True) if name != _SPEED)
+        text = f"epoch {loop.epoch + 1}: {', '.join([*shown, f'{seconds:.1f} s'])}"
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            print(text, file=self._file or sys.stderr, flush=True)
+
+    def on_train_end(self, loop: Loop) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _word(name: str, value: Any) -> str:
+    if name == _SPEED:
+        return f"{value:,.0f} samples/s"
+    return f"{name} {value:.4g}" if is_number(value) else f"{name} {value}"
 
 
 @final

@@ -123,11 +123,11 @@ class Monitor(Callback):
         strategy, record = loop.strategy, self.record
         now = time.perf_counter()
         due = self._looks.due()
-        mine = (now - self._begun if self._begun else 0.0, self._samples, due, self._warnings.take())
+        mine = (loop.step, now - self._begun if self._begun else 0.0, self._samples, due, self._warnings.take())
         every = strategy.all_gather_object(mine) if strategy.size > 1 else [mine]
-        seconds, samples, due, _ = every[loop.first]
+        step, seconds, samples, due, _ = every[loop.first]
         if strategy.extended.placement.store is not None:  # workers have batches of their own
-            samples = sum(one[1] for one in every)
+            samples = sum(one[2] for one in every)
         rate = samples / seconds if seconds else 0.0
         if due:
             with self._looks:
@@ -137,7 +137,7 @@ class Monitor(Callback):
         del record.warnings[_WARNINGS:]
         numbers = {name: value if is_number(value) else np.asarray(value).tolist() for name, value in logs.items()}
         found = {
-            "epoch": loop.epoch, "step": loop.step, **numbers, "seconds": seconds, "samples_per_second": rate,
+            "epoch": loop.epoch, "step": step, **numbers, "seconds": seconds, "samples_per_second": rate,
         }  # fmt: skip
         record.epochs = [one for one in record.epochs if one["epoch"] < loop.epoch] + [found]
         shown = {**logs, "samples_per_second": rate}

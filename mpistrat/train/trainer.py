@@ -147,8 +147,9 @@ class Trainer:
                     if self._checkpoints is not None and not self._servers:
                         self._checkpoints.step(loop.step, self._notes)
                     if strategy.should_stop():
+                        batches.close()
+                        self._close()
                         break
-                batches.close()
                 if strategy.should_stop():
                     self._save()
                     break
@@ -166,12 +167,16 @@ class Trainer:
                 if over:
                     break
         finally:
-            if hasattr(self._batches, "close"):
-                self._batches.close()
+            self._close()
             self._call("on_train_end")
         if self._checkpoints is not None:
             self._checkpoints.wait()
         return self.history
+
+    def _close(self) -> None:
+        """End reading; with parameter servers a worker leaves the pass so."""
+        if hasattr(self._batches, "close"):
+            self._batches.close()
 
     # checkpoints
 

@@ -39,7 +39,7 @@ ALLOWED = {
     "h5py": {"data", "strategy", "bench", "doctor", "cli", "examples"},
     "cupy": {"cluster", "comm", "cross_device"},
     "jinja2": {"batch_jobs"},
-    "matplotlib": {"bench", "cli", "examples"},
+    "matplotlib": {"bench", "cli"},
     "tensorboardX": {"train"},
     "torch": {"torch", "keras"}, "jax": {"jax", "keras"}, "optax": {"jax"}, "keras": {"keras"}, "tensorflow": {"keras"},
     # only for functions that a program sends to its own ranks, and their results

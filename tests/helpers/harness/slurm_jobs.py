@@ -12,10 +12,7 @@ import pytest
 from launcher import ROOT, MpiEnv, launch
 from slurm import Job, Slurm, mpi_type
 
-# The digits job without its curves, which take longer than the training.
 TRAIN = """
-import sys
-sys.modules["matplotlib"] = None
 from mpistrat.examples import digits
 digits.main()
 """

@@ -39,7 +39,7 @@ def program(folder, who="rank", told=1, *words) -> str:
 @pytest.mark.parametrize("who", ["launcher", "rank"])
 def test_stopped_and_gone_on(mpi_run, tmp_path, who):
     assert mpi_run(program(tmp_path, who), 2, timeout=100).returncode == 42
-    assert (tmp_path / "resume.h5").exists()
+    assert list((tmp_path / "checkpoints").glob("step-*.h5"))
     again = ["-m", "mpistrat.examples.digits", "--epochs", "2", "--output", str(tmp_path)]
     assert mpi_run(again, 2, timeout=100).returncode == 0
     assert (tmp_path / "weights.h5").exists()
@@ -48,4 +48,4 @@ def test_stopped_and_gone_on(mpi_run, tmp_path, who):
 def test_over_two_hosts(mpi_run, tmp_path, hosts):
     text = program(tmp_path, "rank", 2, "--strategy", "multi_worker_mirrored")
     assert mpi_run(text, 4, timeout=100, hosts=hosts).returncode == 42
-    assert (tmp_path / "resume.h5").exists()
+    assert list((tmp_path / "checkpoints").glob("step-*.h5"))

@@ -10,16 +10,15 @@ pytestmark = pytest.mark.timeout(400)
 # The digits job, so slow before its first restart that it is signalled in the middle.
 PROGRAM = """
 import os, sys, time
-sys.modules["matplotlib"] = None
 from mpistrat.examples import digits
-from mpistrat.examples.progress import Progress
+from mpistrat.train import Monitor
 slow = 0.0 if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else float(sys.argv[1])
-step = Progress.step
+step = Monitor.on_step_end
 def slow_step(*args):
     step(*args)
     print("stepped", flush=True)
     time.sleep(slow)
-Progress.step = slow_step
+Monitor.on_step_end = slow_step
 digits.main(sys.argv[2:])
 """
 URGENT = "#!/bin/bash\n#SBATCH --partition=urgent --nodes=2 --exclusive --time=1 --output=/dev/null\nsrun hostname\n"
@@ -51,7 +50,7 @@ class Interrupted:
             return int(self.job.fields()["Restarts"]) == 1 or self.job.states() == ["FAILED"]
 
         self.job.wait_until("restart", restarted, timeout)
-        assert "made/resume.h5" in self.job.output(), self.job.tell("the job did not save")
+        assert "made/checkpoints" in self.job.output(), self.job.tell("the job did not save")
 
     def completed(self, most: int = 1) -> dict:
         """The end of the job, restarted once or at most so often; its weights."""

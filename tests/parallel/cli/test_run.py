@@ -146,11 +146,14 @@ def test_tagged_lines_are_whole_and_each_rank_has_a_file(start, tmp_path):
 def test_a_bar_through_the_launcher(mpi, tmp_path, columns, words):
     """Steps and the time left are on each line, which is as wide as the terminal; behind a tag nothing is drawn over."""
     (tmp_path / "bar.py").write_text(
-        "import time\nfrom mpistrat.examples.progress import Progress\n"
-        "class Clock:\n  rate = lambda self: 1.5e6\n  shares = lambda self: 'where the time went, in many words ' * 5\n"
-        "with Progress(3, 'auto') as progress:\n"
-        "  for step in range(3): progress.step(1, 0.5, Clock()); time.sleep(0.15)\n"
-        "  progress.epoch(1, 0.5, 0.9, Clock())"
+        "import time\nimport mpistrat as ms\n"
+        "loop, progress = ms.train.Loop(ms.get_strategy()), ms.train.Progress(3)\n"
+        "for loop.epoch in range(2):\n"
+        "  progress.on_epoch_begin(loop)\n"
+        "  for step in range(3):\n"
+        "    time.sleep(0.15); loop.step += 1; progress.on_step_end(loop)\n"
+        "  progress.on_epoch_end(loop, {'loss': 0.5, 'a result with a name of many words ' * 3: 1.0})\n"
+        "progress.on_train_end(loop)"
     )
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -173,7 +176,7 @@ def test_a_bar_through_the_launcher(mpi, tmp_path, columns, words):
     if words:
         assert not bars and "[0] epoch 1: loss 0.5" in text
         return
-    assert re.search(r"epoch 1 ━+ 3/3 0:00:00 loss 0\.5000, 1,500,000", bars[-1]), bars
+    assert re.search(r"epoch 2 ━+ 3/3 0:00:00 \d+ samples/s, loss 0\.5, a", bars[-1]), bars
     assert max(map(len, bars)) == columns
 
 

@@ -58,10 +58,10 @@ def test_outputs_and_accuracy(mpi_tmp_path) -> None:
     if MPI.COMM_WORLD.rank == 0:
         out = mpi_tmp_path / "out"
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        assert [line["epoch"] for line in lines] == list(range(1, summary["epochs"] + 1))
+        assert [line["epoch"] for line in lines] == list(range(summary["epochs"]))
         assert lines[0]["loss"] > 2 * lines[-1]["loss"]
-        assert summary["test_accuracy"] == lines[-1]["test_accuracy"] >= 0.97
-        assert (out / "training.png").stat().st_size > 10_000
+        assert summary["test_accuracy"] == lines[-1]["val_accuracy"] >= 0.97
+        assert "val_accuracy" in (out / "run.html").read_text()
         epochs, batch = str(summary["epochs"]), str(digits.parse([]).global_batch_size)
         words = ("--dtype", "float32", "--epochs", epochs, "--global-batch-size", batch)
         alone = digits_jobs.run_alone(mpi_tmp_path / "alone", *words)

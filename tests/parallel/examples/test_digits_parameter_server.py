@@ -26,7 +26,7 @@ def train(folder: Path, servers: int, transport: str) -> None:
         epochs = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert len(epochs) == 8
         assert epochs[0]["loss"] > 2 * epochs[-1]["loss"]
-        assert statistics.median(epoch["test_accuracy"] for epoch in epochs[-3:]) >= 0.96
+        assert statistics.median(epoch["val_accuracy"] for epoch in epochs[-3:]) >= 0.96
     MPI.COMM_WORLD.Barrier()
 
 
@@ -49,7 +49,7 @@ def test_the_roles_of_tf_config(mpi_tmp_path: Path, monkeypatch) -> None:
     digits.train(strategy, options)
     strategy.close()
     (line,) = (mpi_tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["test_accuracy"] > 0.3  # 0.1 by chance, NaN on a server
+    assert json.loads(line)["val_accuracy"] > 0.3  # 0.1 by chance
     MPI.COMM_WORLD.Barrier()
 
 
