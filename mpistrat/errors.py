@@ -15,6 +15,7 @@ __all__ = [
     "ContextError",
     "DeviceError",
     "JobError",
+    "LaunchError",
     "LayoutError",
     "MissingDependencyError",
     "MpistratError",
@@ -43,6 +44,10 @@ class DeviceError(MpistratError, ValueError):
 
 class JobError(MpistratError, OSError):
     """A batch system did not take a job, or its command is missing."""
+
+
+class LaunchError(MpistratError, RuntimeError):
+    """A rank that `ms.launch` has started failed, or the ranks could not be started."""
 
 
 class ContextError(MpistratError, RuntimeError):

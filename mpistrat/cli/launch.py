@@ -13,17 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import MpistratError, explain
+from ..errors import LaunchError, explain
 from ..parameter_server.coordinator.registry import load_cloudpickle
 from .run import plan
 
-__all__ = ["LaunchError", "launch"]
+__all__ = ["launch"]
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-
-
-class LaunchError(MpistratError):
-    """A rank that `ms.launch` has started failed, or the ranks could not be started."""
 
 
 def launch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -91,6 +92,14 @@ def test_how_it_ended(mpi_run, end):
     (line,) = named(result)
     assert "rank 1 of 3 (worker 1) on " in line
     assert any(words in line for words in ENDS[end]), line
+
+
+def test_what_ranks_did_last(mpi_run):
+    """Below the line of the rank that died are its last events, and what the others of its node were doing."""
+    result = mpi_run(program(MIRRORED, 1, KILL), 3, timeout=100)
+    lines = [line.strip() for line in result.stderr.splitlines() if ", last: " in line]
+    assert [line[:11] for line in lines][:1] == ["rank 1 of 3"] and len({line[:11] for line in lines}) == 3, result
+    assert all(re.search(r"\(\d.* ms\)|for \d.* s", line) for line in lines), lines
 
 
 @pytest.mark.parametrize("text", [MIRRORED, SERVED], ids=["mirrored", "served"])
