@@ -60,7 +60,7 @@ from .strategy import (
     show_config,
     strategy_from_environment,
 )
-from .train.monitor import monitor
+from .train.monitor import Monitor as monitor
 from .types import (
     CommunicationImplementation,
     IndexedSlices,

@@ -30,7 +30,7 @@ from .run_page import RunRecord, page
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Monitor", "monitor"]
+__all__ = ["Monitor"]
 
 _WARNINGS = 200  # so many are kept
 _SELDOM = 200  # times as long as something takes pass before it is done again
@@ -38,7 +38,14 @@ _SELDOM = 200  # times as long as something takes pass before it is done again
 
 @final
 class Monitor(Callback):
-    """A run's folder: results as they come, and `run.html`, one page of all; a callback, or a `with` block. See `monitor`.
+    """A run's folder: results as they come, and `run.html`, one page of all. `ms.monitor` is its short name.
+
+    It is a callback for `ms.train.Trainer`, or a context for a loop of your own.
+
+    One rank writes into the folder: `metrics.jsonl`, a line an epoch; TensorBoard's event files where tensorboardX is installed;
+    and `run.html`, a page that needs nothing beside it, new after epochs: results, samples a second, where the time of each
+    rank went, who made others wait, warnings of all ranks, configuration. On a terminal, also behind mpiexec and srun, it shows
+    a bar.
 
     Attributes:
         folder: where it writes.
@@ -57,7 +64,30 @@ class Monitor(Callback):
         progress: bool = True,
         steps: int | None = None,
     ) -> None:
-        """See `monitor`."""
+        """Begin nothing yet. Local.
+
+        Args:
+            folder: of this run.
+            strategy: for a `with` block; default the current one.
+            config: what you want to find in the page: names and values.
+            tensorboard: True to insist on event files, False for none.
+            mlflow: whether results go to MLflow, too, which must be installed; its own variables say where.
+            progress: whether to print a line an epoch, and a bar on a terminal.
+            steps: of an epoch, for the bar.
+
+        Raises:
+            MissingDependencyError: there is no tensorboardX or mlflow where it is asked for.
+
+        Example:
+            >>> import tempfile, pathlib
+            >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
+            ...     with ms.monitor(folder, strategy, progress=False) as run:
+            ...         for _ in range(3):
+            ...             run.step()
+            ...         run.epoch({"loss": 0.5})
+            ...     pathlib.Path(folder, "metrics.jsonl").read_text()[:22]
+            '{"epoch": 0, "step": 3'
+        """
         self.folder, self._strategy = Path(folder), strategy
         self._config = dict(config or {})
         self.loop: Loop | None = None
@@ -245,50 +275,6 @@ class Monitor(Callback):
             text = explain(f"Monitor.{method[4:]}", "", expected="TensorBoard's files", got="none", remedy=remedy)
             raise MissingDependencyError(text)
         getattr(self._board.writer, method)(name, value, loop.step, **settings)
-
-
-def monitor(
-    folder: str | os.PathLike[str],
-    strategy: Any = None,
-    *,
-    config: Mapping[str, Any] | None = None,
-    tensorboard: bool | None = None,
-    mlflow: bool = False,
-    progress: bool = True,
-    steps: int | None = None,
-) -> Monitor:
-    """Return what watches over a run: a callback for `ms.train.Trainer`, or a context for a loop of your own. Local.
-
-    One rank writes into the folder: `metrics.jsonl`, a line an epoch; TensorBoard's event files where tensorboardX is installed;
-    and `run.html`, a page that needs nothing beside it, new after epochs: results, samples a second, where the time of each
-    rank went, who made others wait, warnings of all ranks, configuration. On a terminal, also behind mpiexec and srun, it shows
-    a bar.
-
-    Args:
-        folder: of this run.
-        strategy: for a `with` block; default the current one.
-        config: what you want to find in the page: names and values.
-        tensorboard: True to insist on event files, False for none.
-        mlflow: whether results go to MLflow, too, which must be installed; its own variables say where.
-        progress: whether to print a line an epoch, and a bar on a terminal.
-        steps: of an epoch, for the bar.
-
-    Raises:
-        MissingDependencyError: there is no tensorboardX or mlflow where it is asked for.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
-        ...     with ms.monitor(folder, strategy, progress=False) as run:
-        ...         for _ in range(3):
-        ...             run.step()
-        ...         run.epoch({"loss": 0.5})
-        ...     pathlib.Path(folder, "metrics.jsonl").read_text()[:22]
-        '{"epoch": 0, "step": 3'
-    """
-    return Monitor(
-        folder, strategy, config=config, tensorboard=tensorboard, mlflow=mlflow, progress=progress, steps=steps
-    )
 
 
 @final

@@ -350,3 +350,29 @@ def test_the_best_epochs_have_files(mpi_tmp_path):
             )
         strategy.barrier()
         assert not (mpi_tmp_path / "no.h5").exists()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_random_generators_go_on(mpi_tmp_path):
+    """What each rank draws from the generators of Python and NumPy after a restart is what it had drawn without one."""
+    import random
+
+    def fit(epochs, folder):
+        drawn = []
+
+        def step(x):
+            drawn.append((random.random(), random.gauss(0, 1), np.random.standard_normal()))  # noqa: NPY002
+
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            random.seed(strategy.rank)
+            np.random.seed(strategy.rank)  # noqa: NPY002
+            with strategy.scope():
+                ms.Variable(0.0, name="w")
+            checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path / folder)
+            work = ms.train.Trainer(strategy, step, checkpoints=checkpoints)
+            work.fit(strategy.distribute_dataset(ms.data.from_arrays(np.arange(12.0)).batch(4)), epochs)
+        return drawn
+
+    whole = fit(3, "whole")
+    assert len(whole) == 9
+    assert fit(1, "parts") + fit(3, "parts") == whole
