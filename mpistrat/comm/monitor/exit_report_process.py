@@ -198,6 +198,7 @@ class Connections:
         self.parent = parent
         self.listener, self.events, self.monitor = listener, select.epoll(), ExitMonitor()
         self.ranks: dict[int, Rank] = {}
+        self.seen = False  # whether a rank has come
         self.watchers: dict[int, Rank] = {}  # processes of the same user that ask what the ranks do
         self.monitor.living = self.ranks
         self.files: set[str] = set()
@@ -260,6 +261,7 @@ class Connections:
                 for watcher in self.watchers.values():
                     self.send(watcher, b"stacks %d %s\n" % (rank.pid, words[7:]))
             else:
+                self.seen = True
                 self.monitor.receive(rank, words.decode(errors="replace"))
         if not data:
             self.events.unregister(descriptor)
@@ -272,6 +274,8 @@ class Connections:
     def watch(self, descriptor: int) -> None:
         """Take a line for that of a watcher, and send it which ranks there are, with the memories of their recorders."""
         watcher = self.ranks.pop(descriptor)
+        if not self.ranks and not self.seen:  # it came before the first rank
+            self.until = time.monotonic() + FIRST_RANK
         self.watchers[descriptor] = watcher
         for rank in self.ranks.values():
             words = f"rank {rank.pid} {rank.who}\n".encode(errors="replace")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import subprocess
+import sys
 import types
 
 import pytest
@@ -66,3 +70,52 @@ def named(monkeypatch):
 )
 def test_who_is_named(named, events, victim):
     assert named(*events) == victim
+
+
+@pytest.fixture
+def process():
+    """The process, and a function that connects to it and says something."""
+    listener = socket.socket(socket.AF_UNIX)
+    name = b"\0mpistrat-test-" + os.urandom(8).hex().encode()
+    listener.bind(name)
+    listener.listen()
+    words = [sys.executable, "-S", "-I", exit_report_process.__file__, str(listener.fileno()), str(os.getpid())]
+    made = subprocess.Popen(words, pass_fds=[listener.fileno()], stderr=subprocess.PIPE, text=True)
+    listener.close()
+
+    def connect(said):
+        line = socket.socket(socket.AF_UNIX)
+        line.settimeout(10)
+        line.connect(name)
+        assert line.recv(1) == b"!"
+        line.sendall(said)
+        return line
+
+    yield made, connect
+    made.kill()
+    made.communicate()
+
+
+def test_who_watches_before_the_first_rank_does_not_end_it(process):
+    made, connect = process
+    with connect(b"watch\n") as watcher:
+        assert watcher.recv(100) == b"all\n"
+    with connect(b"who rank 0\n") as rank:
+        with connect(b"watch\n") as watcher:
+            with watcher.makefile() as lines:
+                assert [next(lines), next(lines)] == [f"rank {os.getpid()} rank 0\n", "all\n"]
+            watcher.sendall(b"stacks?\n")
+            assert rank.recv(100) == b"stacks\n"
+            rank.sendall(b"stacks {}\n")
+            assert watcher.recv(100) == f"stacks {os.getpid()} {{}}\n".encode()
+        rank.sendall(b"bye\n")
+    assert made.wait(10) == 0, "it ends with the last rank"
+    assert made.stderr.read() == ""
+
+
+def test_a_watcher_does_not_keep_it_alive(process):
+    made, connect = process
+    with connect(b"who rank 0\n") as rank, connect(b"watch\n"):
+        rank.sendall(b"bye\n")
+        rank.close()
+        assert made.wait(10) == 0
