@@ -1,4 +1,4 @@
-"""Jobs with an evaluator of its own, as `mpistrat run --evaluator` starts them: stopped and gone on, and beside a rank that dies."""
+"""Jobs with an evaluator of its own, as `mpistrat run --evaluator` starts them: stopped, gone on, and with a rank that dies."""
 
 import json
 
