@@ -1,4 +1,4 @@
-"""Notebooks: ipyparallel's engines, started by MPI, are ranks of a strategy that stays between cells. As docs/notebooks.md says."""
+"""Notebooks: ipyparallel's engines, started by MPI, are ranks of a strategy that stays between cells, as the page says."""
 
 import os
 import subprocess
