@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["STACKS", "TOP"]
 
 _SOCKETS = Path("/proc/net/unix")
+_PIECE = 800  # characters
 _ANSWER = 3.0  # seconds that ranks have to send their stacks
 _CONNECT = 2.0
 _SHARES = ("input", "compute", "communication", "waiting", "saving")
@@ -203,8 +204,8 @@ def _choose(job: str | None) -> NodeJob | None:
     return None
 
 
-def _by_srun(command: str, job: str | None) -> list[str] | None:
-    """Return the lines that a command prints on all nodes of a job of SLURM; None where that is not one, or is here."""
+def _by_srun(command: str, job: str | None) -> list[dict[str, Any]] | None:
+    """Return what a command finds on all nodes of a job of SLURM; None where that is not one, or is here."""
     if job is None or not job.isdigit() or shutil.which("srun") is None or "SLURM_STEP_ID" in os.environ:
         return None
     asked = subprocess.run(
@@ -214,8 +215,33 @@ def _by_srun(command: str, job: str | None) -> list[str] | None:
     if not nodes.isdigit():
         return None
     words = ["srun", f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    words += ["--mpi=none", sys.executable, "-m", "mpistrat", command, job, "--json"]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout.splitlines()
+    words += ["--mpi=none", sys.executable, "-m", "mpistrat", command, job, "--pieces"]
+    return _joined(subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout.splitlines())
+
+
+def _print_json(rows: list[dict[str, Any]], pieces: bool) -> None:
+    """Print a line for each rank, or lines so short that srun, which puts those of all nodes together, tears none."""
+    for row in rows:
+        text = json.dumps(row)
+        if not pieces:
+            print(text)
+            continue
+        parts = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+        for number, part in enumerate(parts):
+            print(f"{socket.gethostname()}.{row['pid']} {number} {len(parts)} {part}", flush=True)
+
+
+def _joined(lines: list[str]) -> list[dict[str, Any]]:
+    """Return what the lines that `_print_json` has printed say."""
+    found: dict[str, dict[int, str]] = {}
+    counts: dict[str, int] = {}
+    for line in lines:
+        words = line.split(" ", 3)
+        if len(words) == 4 and words[1].isdigit() and words[2].isdigit():
+            found.setdefault(words[0], {})[int(words[1])] = words[3]
+            counts[words[0]] = int(words[2])
+    whole = [parts for name, parts in found.items() if len(parts) == counts[name]]
+    return [json.loads("".join(parts[number] for number in sorted(parts))) for parts in whole]
 
 
 # top
@@ -259,9 +285,9 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _look(args: argparse.Namespace) -> list[dict[str, Any]] | None:
-    lines = _by_srun("top", args.job)
-    if lines is not None:
-        return sorted((json.loads(line) for line in lines if line.startswith("{")), key=_rank_number)
+    rows = _by_srun("top", args.job)
+    if rows is not None:
+        return sorted(rows, key=_rank_number)
     job = _choose(args.job)
     if job is None:
         return None
@@ -273,9 +299,8 @@ def _run_top(args: argparse.Namespace, ranks: Ranks) -> int:
     rows = _look(args)
     if rows is None:
         return PROBLEM
-    if args.json:
-        for row in rows:
-            print(json.dumps(row))
+    if args.json or args.pieces:
+        _print_json(rows, args.pieces)
         return DONE
     from rich.console import Console
     from rich.live import Live
@@ -299,10 +324,8 @@ def _run_top(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def _run_stacks(args: argparse.Namespace, ranks: Ranks) -> int:
-    lines = _by_srun("stacks", args.job)
-    if lines is not None:
-        answers = [json.loads(line) for line in lines if line.startswith("{")]
-    else:
+    answers = _by_srun("stacks", args.job)
+    if answers is None:
         job = _choose(args.job)
         if job is None:
             return PROBLEM
@@ -310,9 +333,8 @@ def _run_stacks(args: argparse.Namespace, ranks: Ranks) -> int:
             found = job.stacks()
             answers = [{"rank": who, "pid": pid, **found.get(pid, _silent(pid))} for pid, who in job.ranks.items()]
     answers.sort(key=_rank_number)
-    if args.json:
-        for answer in answers:
-            print(json.dumps(answer))
+    if args.json or args.pieces:
+        _print_json(answers, args.pieces)
         return DONE
     for answer in answers:
         print(f"{answer['rank']}, process {answer['pid']}: {answer['position']}")
@@ -351,6 +373,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="its number in SLURM, or the process of its launcher or of a rank; default the only job of yours on this node",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each rank, once")
+    parser.add_argument("--pieces", action="store_true", help=argparse.SUPPRESS)  # for `_by_srun`
 
 
 def _top_arguments(parser: argparse.ArgumentParser) -> None:
