@@ -138,9 +138,17 @@ class Recorder:
         self._use(bytearray(EVENTS_AT + 8 * EVENT_WORDS), 1)
 
     def name(self, kind: str, text: str, group: int = 0) -> int:
-        """Return the number of a name, which the memory holds once; 0, "other", where no more fit."""
+        """Return the number of a name, which the memory holds once; where half of it is used, of the name's first word.
+
+        So thousands of variables, each of which has collectives of its own, leave room for what comes after them. 0, "other",
+        where no more fit.
+        """
         key = (kind, group, text)
         known = self._names.get(key)
+        if known is None and self._names_used > NAMES_BYTES // 2:
+            text = text.partition(" ")[0]
+            key = (kind, group, text)
+            known = self._names.get(key)
         if known is not None:
             return known
         shown = text.encode()[:200]

@@ -74,10 +74,19 @@ def test_before_it_is_opened_the_last_event_is_known_and_names_keep_their_number
     os.close(recorder.descriptor)
 
 
+def test_names_of_very_many_variables_leave_room_for_others(recorder):
+    names = [recorder.name("c", f"Variable 'layer_{number}/kernel'", 1) for number in range(10_000)]
+    assert 800 < len(set(names)) < 1500 and names[-1] == names[-2] != 0
+    recorder.end(recorder.begin(names[-1]))
+    recorder.end(recorder.begin(recorder.name("c", "apply_gradients 'late'", 1)))
+    ring = recorder.ring()
+    assert [ring.names[name][2] for name in ring.name] == ["Variable", "apply_gradients"]
+
+
 def test_more_names_than_fit_are_other(recorder):
-    names = [recorder.name("u", f"{number:05} " + "x" * 150) for number in range(1000)]
+    names = [recorder.name("u", f"{number:05}" + "x" * 150) for number in range(1000)]
     assert names[-1] == 0 and 300 < len(set(names)) < 1000
-    assert recorder.name("u", "00000 " + "x" * 150) == names[0] != 0
+    assert recorder.name("u", "00000" + "x" * 150) == names[0] != 0
     recorder.end(recorder.begin(names[-1]))
     ring = recorder.ring()
     assert ring.names[ring.name[0]] == ("o", 0, "other")
