@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,8 +65,4 @@ def split_evaluator(comm: MPI.Intracomm | None = None) -> EvaluatorSplit:
 
 def evaluator_elsewhere() -> bool:
     """Return whether TF_CONFIG's cluster has an evaluator, perhaps in another job."""
-    try:
-        config: Any = json.loads(os.environ.get("TF_CONFIG") or "{}")
-        return bool(config.get("cluster", {}).get("evaluator"))
-    except (ValueError, AttributeError):
-        return False
+    return "evaluator" in TFConfigClusterResolver().cluster_spec().jobs

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
+from .._util.files import replacing
 from .._util.log import logger
 from ..train import Callback, EarlyStopping, Loop, Trainer
 from .estimator import Estimator
@@ -72,12 +72,10 @@ def train_and_evaluate(
 
 
 def _mark_ended(estimator: Estimator, finished: bool) -> None:
-    path = estimator.model_dir / _ENDED
-    beside = path.with_suffix(".part")
     steps = estimator.checkpoints.steps()
     estimator.model_dir.mkdir(parents=True, exist_ok=True)
-    beside.write_text(json.dumps({"step": steps[-1] if steps else 0, "finished": finished}))
-    os.replace(beside, path)
+    with replacing(estimator.model_dir / _ENDED) as beside:
+        beside.write_text(json.dumps({"step": steps[-1] if steps else 0, "finished": finished}))
 
 
 class _Evaluation:

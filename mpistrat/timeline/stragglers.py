@@ -71,12 +71,12 @@ def times(strategy: Any = None, seconds: float | None = None) -> list[RankTimes]
         table = numbers[None]
         if group.topology.size > 1:
             table = group.all_gather_int(numbers.view(np.int64).tolist()).view(np.float64)
-        host = f"{group.topology.rank} {group.topology.hostname}"
+        host = group.topology.hostname
         hosts = group.all_gather_text(host) if group.topology.size > 1 else [host]
     found = []
     for rank, row in enumerate(table):
         values: list[Any] = [*row[:6].tolist(), *row[6:9].astype(int).tolist(), float(row[9])]
-        found.append(RankTimes(rank, hosts[rank].partition(" ")[2], *values))
+        found.append(RankTimes(rank, hosts[rank], *values))
     return found
 
 

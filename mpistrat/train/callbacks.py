@@ -27,6 +27,7 @@ __all__ = [
     "ReduceLROnPlateau",
     "TerminateOnNaN",
     "is_number",
+    "plain",
 ]
 
 #: Results by name.
@@ -250,8 +251,7 @@ class ModelCheckpoint(Callback):
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if not self._best_only or self._best.takes(logs):
             path = self._path.format(epoch=loop.epoch + 1, **logs)
-            numbers = {name: np.asarray(value).tolist() for name, value in logs.items()}
-            loop.strategy.save(path, {"epoch": loop.epoch, "logs": numbers})
+            loop.strategy.save(path, {"epoch": loop.epoch, "logs": plain(logs)})
 
 
 @final
@@ -315,6 +315,11 @@ class TerminateOnNaN(Callback):
             loop.stop_training = True
             if loop.tells:
                 logger.warning("TerminateOnNaN: epoch %d: %s is not finite", loop.epoch, ", ".join(broken))
+
+
+def plain(logs: Logs) -> dict[str, Any]:
+    """Return results as what JSON can hold."""
+    return {name: np.asarray(value).tolist() for name, value in logs.items()}
 
 
 def is_number(value: Any) -> bool:

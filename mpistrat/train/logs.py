@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, final
 
-import numpy as np
-
 from .. import context
 from .._util.terminal import progress_bar, reaches_terminal
 from ..errors import MissingDependencyError, explain
 from ..timeline import save
-from .callbacks import Callback, Logs, Loop, is_number
+from .callbacks import Callback, Logs, Loop, is_number, plain
 
 __all__ = ["CSVLogger", "JSONLogger", "Progress", "TensorBoard", "Timeline"]
 
@@ -95,8 +93,7 @@ class JSONLogger(_File):
         return int(json.loads(line)["epoch"])
 
     def write(self, file: IO[str], loop: Loop, logs: Logs) -> None:
-        numbers = {name: value if is_number(value) else np.asarray(value).tolist() for name, value in logs.items()}
-        line = {"epoch": loop.epoch, "step": loop.step, "time": round(time.time(), 3), **numbers}
+        line = {"epoch": loop.epoch, "step": loop.step, "time": round(time.time(), 3), **plain(logs)}
         file.write(json.dumps(line) + "\n")
 
 

@@ -23,7 +23,7 @@ from .._util.log import logger
 from .._version import __version__
 from ..errors import ContextError, MissingDependencyError, explain
 from ..timeline import times
-from .callbacks import Callback, Logs, Loop, is_number
+from .callbacks import Callback, Logs, Loop, is_number, plain
 from .logs import JSONLogger, Progress, TensorBoard
 from .run_page import RunRecord, page
 
@@ -92,15 +92,13 @@ class Monitor(Callback):
         self._config = dict(config or {})
         self.loop: Loop | None = None
         self.record = RunRecord(self.folder.resolve().name)
-        self._json = JSONLogger(self.folder / "metrics.jsonl", append=True)
-        self._callbacks: list[Callback] = [self._json]
+        self._callbacks: list[Callback] = [JSONLogger(self.folder / "metrics.jsonl", append=True)]
         if progress:
             self._callbacks.append(Progress(steps))
-        self._board = TensorBoard(self.folder / "tensorboard") if tensorboard in (None, True) else None
-        if self._board is not None and (tensorboard or _there("tensorboardX")):
+        self._board: TensorBoard | None = None
+        if _there("tensorboardX") if tensorboard is None else tensorboard:
+            self._board = TensorBoard(self.folder / "tensorboard")
             self._callbacks.append(self._board)
-        else:
-            self._board = None
         self._mlflow = _mlflow() if mlflow else None
         self._samples, self._begun, self._training, self._started = 0, 0.0, 0.0, False
         self._looks, self._pages = _Seldom(), _Seldom()  # at all ranks' times, and to write the page
@@ -115,8 +113,8 @@ class Monitor(Callback):
         logger.addHandler(self._warnings)
         strategy = loop.strategy
         topology = strategy.extended.topology
-        hosts = [f"{strategy.rank}: {topology.hostname or platform.node()} {', '.join(topology.devices)}"]
-        every = strategy.all_gather_object(hosts[0]) if strategy.size > 1 else hosts
+        here = f"{strategy.rank}: {topology.hostname or platform.node()} {', '.join(topology.devices)}"
+        every = strategy.all_gather_object(here)
         self.record.facts = {
             "strategy": repr(strategy),
             "ranks": str(strategy.size),
@@ -154,7 +152,7 @@ class Monitor(Callback):
         now = time.perf_counter()
         due = self._looks.due()
         mine = (loop.step, now - self._begun if self._begun else 0.0, self._samples, due, self._warnings.take())
-        every = strategy.all_gather_object(mine) if strategy.size > 1 else [mine]
+        every = strategy.all_gather_object(mine)
         step, seconds, samples, due, _ = every[loop.first]
         if strategy.extended.placement.store is not None:  # workers have batches of their own
             samples = sum(one[2] for one in every)
@@ -165,9 +163,8 @@ class Monitor(Callback):
         for rank, (*_, texts) in enumerate(every):
             record.warnings += [f"rank {rank}: {text}" for text in texts]
         del record.warnings[_WARNINGS:]
-        numbers = {name: value if is_number(value) else np.asarray(value).tolist() for name, value in logs.items()}
         found = {
-            "epoch": loop.epoch, "step": step, **numbers, "seconds": seconds, "samples_per_second": rate,
+            "epoch": loop.epoch, "step": step, **plain(logs), "seconds": seconds, "samples_per_second": rate,
         }  # fmt: skip
         record.epochs = [one for one in record.epochs if one["epoch"] < loop.epoch] + [found]
         shown = {**logs, "samples_per_second": rate}

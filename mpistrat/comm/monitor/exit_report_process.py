@@ -248,8 +248,8 @@ class Connections:
         rank, data = self.ranks.get(descriptor) or self.watchers[descriptor], b""
         with contextlib.suppress(OSError):
             data, descriptors, _, _ = socket.recv_fds(rank.line, 4096, 1)
-            for rank.events in descriptors:
-                pass
+            if descriptors:
+                rank.events = descriptors[0]
         *lines, rank.text = (rank.text + data).split(b"\n")
         for words in lines:
             if words == b"watch":
