@@ -118,7 +118,7 @@ def _fragment(group: ProcessGroup, ring: Ring, offset: Offset, zero: int) -> str
         if kind in "cpi":
             row["args"] = {"number": number}
         if kind == "c":
-            row["args"]["group"] = group_number
+            row["args"]["group"] = group_number - group.monitor.group  # 0 is the strategy's, on all ranks
             row["args"]["waited_us"] = waited / 1000 if end else None
         if not end:
             row["args"] = {**row.get("args", {}), "unfinished": True}
