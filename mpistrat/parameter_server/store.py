@@ -63,6 +63,7 @@ class ServerStore(Store):
         self, strategy: Strategy, connections: ParameterServers, sync_group: ProcessGroup, settings: Settings
     ) -> None:
         self.group, self.first_worker = connections.group, connections.workers[0]
+        self.with_first_worker = getattr(strategy, "worker_index", None) in range(settings.workers_in_sync)
         self.dropped: Sequence[int] = ()
         self._strategy, self._connections = strategy, connections
         self._check_numerics = settings.check_numerics

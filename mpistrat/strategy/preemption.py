@@ -279,10 +279,17 @@ class StopAtPasses(StopAgreement):
 
     def __init__(self, group: ProcessGroup, together: StopAgreement, in_pass: Callable[[], bool]) -> None:
         self._group, self._together, self._in_pass = group, together, in_pass
+        self._agreed = False
 
     def ask(self, wish: bool) -> bool:
-        """Return whether to stop. In a pass collective over the ranks that step together; else over all of them."""
+        """Return whether to stop; from then on True, when all have agreed.
+
+        In a pass collective over the ranks that step together; else over all of them.
+        """
+        if self._agreed:
+            return True
         if self._in_pass():
             return self._together.ask(wish)
         with self._group.collective("should_stop"):
-            return bool(self._group.agree(wish, "max"))
+            self._agreed = bool(self._group.agree(wish, "max"))
+        return self._agreed

@@ -62,11 +62,12 @@ class Loop:
         self.stop_training = False
 
     def agree(self) -> None:
-        """Let all ranks have the first one's `stop_training` and learning rate. Collective; after an epoch's callbacks."""
+        """Let all ranks have the first one's `stop_training`, learning rate and step. Collective; after an epoch's callbacks."""
         if self.strategy.size == 1:
             return
         rate = self.rate()
-        self.stop_training, told = self.strategy.broadcast_object((self.stop_training, rate), root=self.first)
+        mine = self.stop_training, rate, self.step
+        self.stop_training, told, self.step = self.strategy.broadcast_object(mine, root=self.first)
         if told is not None and told != rate:
             self.set_rate(told)
 

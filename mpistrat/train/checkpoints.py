@@ -87,6 +87,16 @@ class Checkpoints:
         """Whether `step` saves."""
         return self._every is not None or self._seconds is not None
 
+    def steps_until_due(self, step: int) -> int | None:
+        """Return after how many more steps `step` may save; None if it never does.
+
+        For a loop whose ranks step by themselves, and meet to call it.
+        """
+        counts = [] if self._every is None else [self._every - step % self._every]
+        if self._seconds is not None:
+            counts.append(max(1, self._next - step))
+        return min(counts, default=None)
+
     def steps(self) -> list[int]:
         """Return the steps of which there are files, as this rank sees the folder."""
         return _steps(self.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -54,7 +55,8 @@ class Trainer:
             metrics: of `ms.train`, made in the strategy's scope, updated by the steps; reset before each pass.
             callbacks: called in this order.
             checkpoints: where `fit` saves and goes on: after steps as they say, or, without every_steps and every_seconds,
-                after each epoch; and before it ends because of `should_stop`. Under parameter servers not after steps.
+                after each epoch; and before it ends because of `should_stop`. Under parameter servers all ranks meet to save
+                after so many steps of each worker.
 
         Example:
             >>> with ms.OneDeviceStrategy() as strategy:
@@ -113,13 +115,12 @@ class Trainer:
             got = "None, and max_steps"
             raise ValueError(explain("Trainer.fit", "steps_per_epoch", expected="a number of steps", got=got))
         loop, strategy = self.loop, self.strategy
-        loop.stop_training = False
+        loop.stop_training, self._taken = False, 0
         notes = None if self._checkpoints is None else self._checkpoints.restore_latest()
         first, taken, position = (initial_epoch, 0, None) if notes is None else self._go_on(notes)
+        begun = loop.step if notes is None else notes["step"] - self._taken  # the step at which the epoch began
         reached = max_steps is not None and loop.step >= max_steps
-        last = (
-            first if loop.stop_training or reached else epochs
-        )  # a run that a callback stopped has nothing left to do
+        last = first if loop.stop_training or reached else epochs  # nothing is left to do after a callback's stop
         self._endless = bool(steps_per_epoch)
         if self._endless:
             self._batches = iter(data)
@@ -132,15 +133,14 @@ class Trainer:
                 self._call("on_epoch_begin")
                 if not self._endless:
                     self._batches = iter(data)
-                if not taken:
+                inside = notes["readers"] if notes is not None and loop.epoch == first else []
+                if not any(reader["taken"] for reader in inside):
                     self._reset()
-                if notes is not None and loop.epoch == first:
+                if inside:
                     self._find(position, loop.step if self._endless else taken)
                 self._taken, taken = taken, 0
                 if steps_per_epoch and max_steps is not None:
-                    count = min(steps_per_epoch, self._taken + max_steps - loop.step)
-                    reached = count < steps_per_epoch or max_steps == loop.step + count - self._taken
-                ended = loop.step + count - self._taken if count else None
+                    count, reached = min(steps_per_epoch, max_steps - begun), begun + steps_per_epoch >= max_steps
                 batches = self._epoch(count)
                 for batch in batches:
                     self._run("fit", batch)
@@ -156,17 +156,19 @@ class Trainer:
                 if strategy.should_stop():
                     self._save()
                     break
-                loop.step = ended or loop.step  # of servers, too, which take no batches
+                loop.step = begun + count if count else loop.step  # of servers, too, which take no batches
                 logs = self._results()
                 if validation_data is not None and (loop.epoch + 1) % validation_freq == 0:
                     logs |= {f"val_{name}": value for name, value in self.evaluate(validation_data).items()}
                 self._note(logs)
                 self._call("on_epoch_end", logs)
                 loop.agree()
-                self._taken = 0
+                self._taken, begun = 0, loop.step
                 over = loop.stop_training or reached or loop.epoch + 1 == last
-                if self._checkpoints is not None and (over or self._servers or not self._checkpoints.periodic):
+                if self._checkpoints is not None and (over or not self._checkpoints.periodic):
                     self._save(next_epoch=True)
+                elif self._checkpoints is not None and self._servers:
+                    self._checkpoints.step(loop.step, partial(self._notes, next_epoch=True))
                 if over:
                     break
         finally:
@@ -186,9 +188,9 @@ class Trainer:
     def _save(self, next_epoch: bool = False) -> None:
         if self._checkpoints is not None:
             step = self.strategy.broadcast_object(self.loop.step, self.loop.first)  # workers of servers have their own
-            self._checkpoints.save(step, {**self._notes(), "epoch": self.loop.epoch + next_epoch})
+            self._checkpoints.save(step, self._notes(next_epoch))
 
-    def _notes(self) -> dict[str, Any]:
+    def _notes(self, next_epoch: bool = False) -> dict[str, Any]:
         """Return what a run that goes on needs beside variables and optimizers, the same on all ranks. Collective."""
         loop = self.loop
         inside = (self._taken or self._endless) and hasattr(self._batches, "state")
@@ -196,7 +198,7 @@ class Trainer:
         mine = {"taken": self._taken, "position": state}
         states = self.strategy.all_gather_object(get_states()) if self.strategy.size <= _RANDOM else []
         return {
-            "epoch": loop.epoch,
+            "epoch": loop.epoch + next_epoch,
             "alone": self._servers,  # whether each reader has batches of its own
             "readers": self.strategy.all_gather_object(mine) if self._servers else [mine],
             "history": {name: np.asarray(values).tolist() for name, values in self.history.items()},
@@ -207,7 +209,10 @@ class Trainer:
         }
 
     def _go_on(self, notes: dict[str, Any]) -> tuple[int, int, Any]:
-        """Take over notes; return the epoch, how many batches of it this rank has taken, and where its iterator was."""
+        """Take over notes; return the epoch, how many batches of it this rank has taken, and where its iterator was.
+
+        What the first rank has taken of it is `_taken`.
+        """
         loop = self.loop
         loop.step, self.history, loop.stop_training = notes["step"], notes["history"], notes["stopped"]
         if notes["rate"] not in (None, loop.rate()):
@@ -219,9 +224,11 @@ class Trainer:
         readers, epoch = notes["readers"], notes["epoch"]
         if notes["alone"] == self._servers and (not self._servers or len(readers) == self.strategy.size):
             mine = readers[self.strategy.rank if self._servers else 0]
+            self._taken = readers[loop.first if self._servers else 0]["taken"]
             return epoch, mine["taken"], mine["position"]
         # Other workers than then: each has taken an equal share of the epoch.
         share = sum(reader["taken"] for reader in readers) // (len(self.strategy.workers) if self._servers else 1)
+        self._taken = share
         return epoch, share, None
 
     def _find(self, position: Any, taken: int) -> None:
@@ -264,20 +271,36 @@ class Trainer:
     def _epoch(self, count: int | None) -> Generator[Any, None, None]:
         """Yield the batches of an epoch that are left."""
         wanted = None if count is None else count - self._taken
-        if not (self._servers and self._endless):
-            drawn = yield from self._draw(wanted)
-        elif self.strategy.is_server:
-            self.strategy.serve()
-            return
-        else:  # a pass of its own, which the data outlast
-            self.strategy.resume_pass()
-            try:
-                drawn = yield from self._draw(wanted)
-            finally:
-                self.strategy.suspend_pass()
+        drawn = yield from self._passes(wanted) if self._servers else self._draw(wanted)
         if wanted is not None and drawn < wanted:
             expected, got = f"steps_per_epoch={count} batches in each epoch", f"{drawn} in epoch {self.loop.epoch}"
             raise ValueError(explain("Trainer.fit", "data", expected=expected, got=got, remedy="Repeat the dataset"))
+
+    def _passes(self, wanted: int | None) -> Generator[Any, None, int]:
+        """Draw from the batches of each worker; where it is time to save, all ranks leave the pass and meet."""
+        loop, strategy, checkpoints = self.loop, self.strategy, self._checkpoints
+        drawn = 0
+        while True:
+            step, found = loop.step, 0
+            due = None if checkpoints is None else checkpoints.steps_until_due(step)
+            left = None if wanted is None else wanted - drawn
+            if strategy.is_server:
+                strategy.serve()
+            else:
+                strategy.resume_pass()  # one that the data outlast
+                try:
+                    found = yield from self._draw(min((n for n in (left, due) if n is not None), default=None))
+                finally:
+                    strategy.suspend_pass()
+            drawn += found
+            if checkpoints is None or due is None:
+                break
+            more = found == due and drawn != wanted
+            if strategy.should_stop() or not any(strategy.all_gather_object(more)):
+                break
+            loop.step = step + due
+            checkpoints.step(loop.step, self._notes)
+        return wanted if strategy.is_server and wanted is not None else drawn
 
     def _draw(self, wanted: int | None) -> Generator[Any, None, int]:
         drawn = 0

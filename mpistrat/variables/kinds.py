@@ -272,15 +272,26 @@ class SyncOnReadVariable(Variable):
         return self.copies[local_replica]
 
     def gathered(self) -> np.ndarray:
-        """See `Variable.gathered`. Where workers step alone, each has a value of its own: the first one's is returned.
+        """See `Variable.gathered`. Where workers step alone, each has a value of its own: under SUM their sum is returned,
+        else the first one's.
 
         Collective.
         """
-        value, world = self.numpy(), self.placement.creators
-        if world is not self.placement.group:
-            with world.collective("gathered", self.name, self.dtype, self.shape):
+        value, world, group = self.numpy(), self.placement.creators, self.placement.group
+        if world is group:
+            return value
+        with world.collective("gathered", self.name, self.dtype, self.shape):
+            if self.aggregation is not VariableAggregation.SUM:
                 world.broadcast(value, self.placement.first_worker)
-        return value
+                return value
+            parts = world.all_gather_bytes(b"" if group.topology.rank else value.tobytes())
+        values = [np.frombuffer(part, self.dtype) for part in parts if part]
+        return np.add.reduce(values, dtype=self.dtype).reshape(self.shape)
+
+    def load(self, value: np.ndarray) -> None:
+        """See `Variable.load`. Where workers step alone, the first one has all of a sum."""
+        whole = self.aggregation is not VariableAggregation.SUM or self.placement.with_first_worker
+        self.assign(value if whole else np.zeros_like(value))
 
     def _aggregate(self) -> Any:
         total = aggregate(self, self.copies)

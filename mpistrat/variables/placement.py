@@ -47,10 +47,12 @@ class Store(ABC):
     Attributes:
         group: all ranks of the strategy, which make variables together.
         first_worker: the first of them that has replicas.
+        with_first_worker: whether this rank's replicas step together with that one's.
     """
 
     group: ProcessGroup
     first_worker: int
+    with_first_worker: bool
 
     @abstractmethod
     def make(self, placement: Placement, what: Description) -> tuple[Any, list[Target]]:
@@ -154,8 +156,13 @@ class Placement:
 
     @property
     def first_worker(self) -> int:
-        """The first of the creators that has replicas; its copies of ON_READ variables are saved."""
+        """The first of the creators that has replicas."""
         return 0 if self.store is None else self.store.first_worker
+
+    @property
+    def with_first_worker(self) -> bool:
+        """Whether this rank's replicas step together with the first worker's."""
+        return self.store is None or self.store.with_first_worker
 
     def note_optimizer(self, optimizer: Any) -> int:
         """Note an optimizer that is made in the scope, and return its number there."""

@@ -258,6 +258,37 @@ def test_each_worker_has_copies_of_an_on_read_variable():
         strategy.comm.Barrier()
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int32"])
+def test_a_file_has_the_sum_of_all_workers(mpi_tmp_path, dtype):
+    def program(strategy):
+        return ms.Variable(
+            np.zeros(2, dtype),
+            trainable=False,
+            synchronization=ms.VariableSynchronization.ON_READ,
+            aggregation=SUM,
+            name="n",
+        )
+
+    path = mpi_tmp_path / "state.h5"
+    with made(devices=TWO) as strategy:
+        n = program(strategy)
+        if not strategy.is_server:
+            strategy.run(lambda: n.assign_add(np.array([1 + strategy.worker_index, 10 * replica()]).astype(dtype)))
+        strategy.save(path)
+        workers = strategy.num_workers
+    total = [workers * (workers + 1), 10 * workers]  # two replicas each
+    with made() as strategy:
+        n = program(strategy)
+        strategy.restore(path)
+        found = strategy.all_gather_object(n.numpy().tolist())
+        assert found[strategy.workers[0]] == total
+        assert np.sum(found, axis=0).tolist() == total
+    with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+        n = program(strategy)
+        strategy.restore(path)
+        assert n.numpy().tolist() == total
+
+
 def test_a_constraint_is_applied_by_the_server():
     calls = []
 

@@ -124,6 +124,33 @@ def test_servers_and_workers_go_on_after_an_epoch(mpi_tmp_path):
         np.testing.assert_allclose(found, weights, rtol=1e-12)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("period", [{"every_steps": 3}, {"every_seconds": 1e-6}])
+def test_servers_and_workers_go_on_within_an_epoch(mpi_tmp_path, counted, period):
+    def fit():
+        with ms.ParameterServerStrategy(num_ps=1, max_staleness=0) as strategy:
+            checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path, keep=0, **period)
+            work, w = trainer(strategy, 0.02, checkpoints=checkpoints)
+            data = dataset().repeat() if counted else dataset()
+            history = work.fit(strategy.distribute_dataset(data), 3, steps_per_epoch=4 if counted else None)
+            steps = strategy.broadcast_object(checkpoints.steps())
+            strategy.barrier()
+            return history, steps, None if strategy.is_server else w.numpy()
+
+    history, steps, weights = fit()
+    assert any(step % 4 for step in steps[:-1])
+    for last in steps[1:-1]:
+        for path in mpi_tmp_path.iterdir():
+            if path.name > f"step-{last:010}.h5":
+                path.unlink(missing_ok=True)
+        found, again, w = fit()
+        assert again == steps or "every_seconds" in period
+        assert found == {"loss": pytest.approx(history["loss"], rel=1e-12)}
+        if w is not None:
+            np.testing.assert_allclose(w, weights, rtol=1e-12)
+
+
 @pytest.mark.ranks(2)
 def test_results_that_are_arrays_are_kept(mpi_tmp_path):
     def fit(epochs):
