@@ -16,7 +16,6 @@ from ..data.feed.plan import Workers
 from ..errors import ContextError, explain
 from ..options import CommunicationOptions, RunOptions
 from ..strategy.assemble import PARAMETER_SERVER, assemble
-from ..strategy.checkpoint_writer import Saving
 from ..strategy.input import Division
 from ..strategy.preemption import StopAtPasses, StopRequest
 from ..strategy.strategy import Strategy
@@ -48,6 +47,9 @@ class ParameterServerStrategy(Strategy):
     On a server rank iterating a distributed dataset serves the workers until all have left the pass, and yields nothing.
     A worker leaves a pass when its loop ends, by `break` or an exception, too. Servers answer reads and writes before,
     between and after passes as well.
+
+    A file has each variable as it is between two updates, with all that workers pushed before. Save when all ranks have
+    left a pass for a file of one moment.
 
     `dataset.batch(n)` is what one worker pushes for: the batches of a dataset are dealt out to the workers in turn, each
     row once in an epoch.
@@ -342,51 +344,16 @@ class ParameterServerStrategy(Strategy):
 
     # files
 
-    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
-        """Write all variables, and all that optimizers keep, to one HDF5 file. Collective. See `Strategy.save`.
-
-        Each variable is written as it is between two updates. Call it when all ranks have left a pass for a file of one
-        moment.
-        """
-        self._settle("save", path, extra)
-        super().save(path, extra)
-
-    def begin_save(
-        self,
-        path: str | os.PathLike[str],
-        extra: Mapping[str, Any] | None = None,
-        *,
-        then: Callable[[], None] | None = None,
-    ) -> Saving:
-        """Begin to write what `save` writes, while the program goes on. Collective. See `Strategy.begin_save`.
+    def _begin_file(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
+        """Have everything applied, and all optimizers known on every rank. Collective.
 
         Raises:
-            ContextError: in a coordinator's program.
+            ContextError: saving beside a coordinator's program.
         """
-        if self._extended.coordination.leads:
+        super()._begin_file(function, path)
+        if function in ("begin_save", "prepare_save") and self._extended.coordination.leads:
             expected, got = "a program that every rank runs", "a coordinator's"
-            raise ContextError(explain(f"{_NAME}.begin_save", "", expected=expected, got=got, remedy="Use save"))
-        self._settle("save", path, extra)
-        return super().begin_save(path, extra, then=then)
-
-    def restore(
-        self, path: str | os.PathLike[str], map: Mapping[str, str] | None = None, strict: bool = True
-    ) -> dict[str, Any]:
-        """Read all variables, and all that optimizers keep. Collective. See `Strategy.restore`.
-
-        What workers have pushed and written before is applied, and then overwritten.
-        """
-        self._settle("restore", path, map, strict)
-        return super().restore(path, map=map, strict=strict)
-
-    def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the variables alone. Collective. See `Strategy.export`."""
-        self._settle("export", path)
-        super().export(path)
-
-    def _settle(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
-        """Have everything applied, and all optimizers known on every rank. Collective."""
-        self._extended.require_cross(f"Strategy.{function}")
+            raise ContextError(explain(f"{_NAME}.{function}", "", expected=expected, got=got, remedy="Use save"))
         self._extended.coordination.announce(function, os.fspath(path), *more)
         self._access.flush()
         self._store.agree(function, path)

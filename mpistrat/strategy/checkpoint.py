@@ -7,7 +7,6 @@ Here ranks agree on what each writes; `checkpoint_writer` writes it, in threads 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import math
@@ -81,6 +80,11 @@ class Checkpoint:
             saving.then = then
             saving.start()
         return saving
+
+    def prepare(self) -> None:
+        """Have memory for copies, as much as they would take now. Collective. See `Strategy.prepare_save`."""
+        _, slices = self._slices(range(self._group.topology.size))
+        self._reserve(slices)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the variables alone, as safetensors. Collective. See `Strategy.export`."""
@@ -192,15 +196,22 @@ class Checkpoint:
 
     def _copied(self, slices: list[Slice]) -> list[Slice]:
         """Return slices in memory of their own, which is used again for the next file."""
-        ends = list(itertools.accumulate(-(-part.array.nbytes // _ALIGNMENT) * _ALIGNMENT for part in slices))
-        if ends and self._memory.size < ends[-1]:
-            self._memory = np.empty(ends[-1], np.uint8)
         copied = []
-        for part, low in zip(slices, [0, *ends], strict=False):
+        for part, low in zip(slices, self._reserve(slices), strict=True):
             target = self._memory[low : low + part.array.nbytes].view(part.array.dtype)
             np.copyto(target, part.array)
             copied.append(part._replace(array=target))
         return copied
+
+    def _reserve(self, slices: list[Slice]) -> list[int]:
+        """Have memory for copies of slices; return where in it each begins."""
+        begins, end = [], 0
+        for part in slices:
+            begins.append(end)
+            end += -(-part.array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._memory.size < end:
+            self._memory = np.full(end, 0, np.uint8)  # touched: the system has given all pages
+        return begins
 
     def _warn_of_unsaved(self) -> None:
         """Log the variables that no file has: those made outside of every scope."""

@@ -53,7 +53,7 @@ class Files(ABC):
             {'epoch': 3}
             >>> strategy.close()
         """
-        self._extended.require_cross("Strategy.save")
+        self._begin_file("save", path, extra)
         self._checkpoint.save(path, extra)
 
     def begin_save(
@@ -90,8 +90,16 @@ class Files(ABC):
             ...     strategy.restore(f"{folder}/run.h5"), w.numpy().tolist()
             ({'epoch': 3}, [1.0, 2.0])
         """
-        self._extended.require_cross("Strategy.begin_save")
+        self._begin_file("begin_save", path, extra)
         return self._checkpoint.begin(path, extra, then)
+
+    def prepare_save(self) -> None:
+        """Have the memory ready into which `begin_save` copies, so that the first one takes no longer. Collective.
+
+        Call it once, after the first step, when optimizers have made what they keep; `ms.train.Checkpoints` does.
+        """
+        self._begin_file("prepare_save", "")
+        self._checkpoint.prepare()
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the variables alone, whole and by name, as safetensors, for other programs. Collective.
@@ -105,7 +113,7 @@ class Files(ABC):
             ValueError: another suffix.
             OSError: on every rank, when it cannot be written.
         """
-        self._extended.require_cross("Strategy.export")
+        self._begin_file("export", path)
         if Path(path).suffix != SUFFIX:
             remedy = "save writes HDF5, with optimizers"
             expected, got = f'a name that ends in "{SUFFIX}"', os.fspath(path)
@@ -134,5 +142,9 @@ class Files(ABC):
                 no variable has.
             OSError: on every rank, when it cannot be read, or is not as it was saved.
         """
-        self._extended.require_cross("Strategy.restore")
+        self._begin_file("restore", path, map, strict)
         return self._checkpoint.restore(path, map or {}, strict)
+
+    def _begin_file(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
+        """Come before each call: what ranks must do to have variables at rest."""
+        self._extended.require_cross(f"Strategy.{function}")

@@ -77,7 +77,7 @@ class Checkpoints:
             raise ValueError(explain("Checkpoints", "every_seconds", expected="a number > 0", got=str(every_seconds)))
         self.folder = Path(folder)
         self._strategy, self._keep, self._every, self._seconds = strategy, keep, every_steps, every_seconds
-        self._asynchronous = asynchronous
+        self._asynchronous, self._prepared = asynchronous, False
         self._saving: Saving | None = None
         self._begun: tuple[int, float] | None = None  # the step of the last file, and rank 0's time then
         self._next = 0  # the step at which the ranks look at the clock
@@ -121,6 +121,9 @@ class Checkpoints:
         Returns:
             The file, None where none is written.
         """
+        if self._asynchronous and not self._prepared:
+            self._prepared = True
+            self._strategy.prepare_save()
         if not self._due(step):
             return None
         try:

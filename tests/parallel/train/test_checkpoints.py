@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -403,3 +404,21 @@ def test_random_generators_go_on(mpi_tmp_path):
     whole = fit(3, "whole")
     assert len(whole) == 9
     assert fit(1, "parts") + fit(3, "parts") == whole
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_first_save_takes_memory_that_is_there(mpi_tmp_path):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            w = ms.Variable(np.zeros(1 << 18), name="w")  # 2 MiB
+            optimizer = ms.optimizers.Adam(0.1)
+        checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path, every_steps=2)
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(1 << 18), w)]))
+        checkpoints.step(1)
+        tracemalloc.start()
+        checkpoints.step(2)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        checkpoints.wait()
+        assert checkpoints.steps() == [2]
+        assert peak < (3 << 21) / strategy.size / 4
