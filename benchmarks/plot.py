@@ -1,4 +1,4 @@
-"""Draw the plots of a folder of results: all-reduce, the training step, frameworks, HDF5 input, parameter servers, checkpoints.
+"""Draw the plots of a folder of results: all-reduce, the training step, frameworks, HDF5 input, parameter servers, checkpoints, watching.
 
 python benchmarks/plot.py benchmarks/results/2026-11-21
 """
@@ -125,6 +125,23 @@ def draw_checkpoints(folder: Path) -> None:
     finish(figure, "A checkpoint of weights and Adam's slots", caption(results), folder / "checkpoints.png")
 
 
+def draw_watching(folder: Path) -> None:
+    """Draw what the recorder and the monitor add to a step, and what an event takes; a row of panels a layout."""
+    results = load(folder, "watching")
+    if not results:
+        return
+    figure = new_figure(11, 4.2 * len(results))
+    for axes, result in zip(figure.subplots(len(results), 2, squeeze=False), results, strict=True):
+        draw_bars(axes[0], {name: 1e6 * more for name, more in result["more_seconds_of_short_steps"].items()}, "%.1f")
+        axes[0].axhline(50, color="black", linestyle="--", linewidth=1)
+        axes[0].set_title(f"added to a step; dashed: 1 % of 5 ms\n{title(result['machine'])}", fontsize=10)
+        axes[0].set_ylabel("µs a step, slowest rank")
+        draw_bars(axes[1], {name: each / 1e3 for name, each in result["event_ns"].items()}, "%.2f")
+        axes[1].set_title(f"an event\n{title(result['machine'])}", fontsize=10)
+        axes[1].set_ylabel("µs")
+    finish(figure, "Flight recorder and monitor", caption(results), folder / "watching.png")
+
+
 def draw_bars(axis: Any, values: dict[str, float], form: str) -> None:
     """Draw a bar for each contender."""
     bars = axis.bar(range(len(values)), list(values.values()), color=[colour(name) for name in values])
@@ -235,3 +252,4 @@ if __name__ == "__main__":
     draw_hdf5_input(Path(sys.argv[1]))
     draw_parameter_server(Path(sys.argv[1]))
     draw_checkpoints(Path(sys.argv[1]))
+    draw_watching(Path(sys.argv[1]))

@@ -28,6 +28,8 @@ LAYOUTS = {  # ranks on one host
     "hdf5_input": (1, 2),
     "parameter_server": (4,),
     "transports": (4,),
+    "checkpoints": (2, 4),
+    "watching": (2, 4),
 }
 BENCHMARKS = tuple(LAYOUTS)
 OVER_HOSTS = ("all_reduce", "training_step", "frameworks", "parameter_server")

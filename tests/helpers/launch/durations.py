@@ -17,6 +17,7 @@ import pytest
 
 TABLE = Path(__file__).with_name("durations.json")
 CACHE = "durations"
+PAGE = "test_docs.py::test_page["
 USUAL = {
     "pure": 0.04,
     "ranks": 0.05,
@@ -58,17 +59,18 @@ class Table:
         self._of_function = json.loads(TABLE.read_text()) if TABLE.exists() else {}
 
     def expected(self, nodeid: str, kind: str) -> float:
-        """Seconds, of this function's items as measured once, else as is usual for its kind."""
-        return self._of_function.get(nodeid.partition("[")[0], USUAL[kind])
+        """Seconds, of this item or its function's items as measured once, else as is usual for its kind."""
+        return self._of_function.get(nodeid, self._of_function.get(nodeid.partition("[")[0], USUAL[kind]))
 
 
 def condense(seconds: dict[str, float]) -> dict[str, float]:
-    """The mean of each function that takes 0.3 s or more, and of each over hosts, in SLURM and of a job's end."""
+    """The mean of each function that takes 0.3 s or more, and of each over hosts, in SLURM and of a job's end; of each page."""
     of_function = defaultdict(list)
     for nodeid, value in seconds.items():
         of_function[nodeid.partition("[")[0]].append(value)
     means = {function: round(mean(values), 2) for function, values in sorted(of_function.items())}
-    return {function: value for function, value in means.items() if value >= 0.3 or "/integration/" in function}
+    chosen = {function: value for function, value in means.items() if value >= 0.3 or "/integration/" in function}
+    return chosen | {nodeid: round(value, 2) for nodeid, value in seconds.items() if PAGE in nodeid}
 
 
 if __name__ == "__main__":

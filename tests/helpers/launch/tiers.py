@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from durations import Table
+from durations import PAGE, Table
 from pairwise import Combination, cover, one_of_each, order
 from touched import distances
 
 QUICK_EXAMPLES = 30  # of Hypothesis, in every tier but `all`
-SLOWEST = {"check": 1.0, "test": 4.5, "change": 20.0}  # seconds: what takes longer is left to the next tier
+SLOWEST = {"check": 1.0, "test": 3.5, "change": 25.0}  # seconds: what takes longer is left to the next tier
 ONCE = 2.0  # seconds: of a test on ranks that takes longer one item is taken, whichever
 PAGES = "test_docs.py"  # each of its pages is a program of its own
 WORDS = {  # of each kind: how the last line calls what was left out
@@ -90,7 +90,7 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
 
 
 def _is_quick(item: pytest.Item, tier: str, seconds: float) -> bool:
-    return seconds <= SLOWEST[tier] or (_function(item).endswith(f"{PAGES}::test_page") and tier != "check")
+    return seconds <= SLOWEST[tier]
 
 
 def _on_ranks(items: list[pytest.Item], kinds: dict[str, str], table: Table) -> set[str]:
@@ -106,9 +106,12 @@ def _on_ranks(items: list[pytest.Item], kinds: dict[str, str], table: Table) -> 
 def _change_tier(
     config: pytest.Config, items: list[pytest.Item], kinds: dict[str, str], tested: set[str], table: Table
 ) -> tuple[set[str], int]:
-    """Beyond what `test` runs: hosts and SLURM once each; then what is nearest to the change, as long as time is left."""
+    """Beyond what `test` runs: hosts and SLURM once each, and slow pages; then what is nearest to the change, as long as
+    time is left.
+    """
     elsewhere = [item for item in items if kinds[item.nodeid] in ("hosts", "slurm")]
     chosen = one_of_each((_function(item), item.nodeid) for item in elsewhere)
+    chosen |= {item.nodeid for item in items if PAGE in item.nodeid} - tested
     seconds = {nodeid: table.expected(nodeid, name) for nodeid, name in kinds.items() if name != "gpu" or _gpu()}
     left = 60 * (config.option.budget or float("inf")) - sum(seconds[nodeid] for nodeid in chosen)
     distance = distances(Path(config.rootpath), config.option.since, {item.path for item in items})
