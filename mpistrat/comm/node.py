@@ -25,7 +25,7 @@ from .monitor.rank_monitor import ALL, RankMonitor
 from .recorder import RECORDER
 from .shared_memory import SharedBlock
 from .waiting import Backoff, Deadline
-from .window import SharedWindow
+from .window import Fence
 
 __all__ = ["STAGING_BYTES", "Node"]
 
@@ -71,7 +71,7 @@ class Node:
         self.draws = Draws()
         self._laid: list[bytes | None] = [None, None]
         self._plain = Call("barrier of the node", monitor.default_timeout)
-        self._control: SharedWindow | None = None
+        self._control: SharedBlock | None = None
         if self.shared:
             self._open_control()
         elif world is not None and world.size > 1:  # other nodes share memory, and check theirs
@@ -80,8 +80,9 @@ class Node:
 
     def _open_control(self) -> None:
         sizes = [self.size * _PAGE] + [0] * (self.size - 1)
-        self._control = control = SharedWindow(self._comm, self._world, sizes, "the ranks' flags")
-        self._sync = control.sync
+        self._control = control = shared_memory.allocate_shared(self._comm, self._world, sizes, "the ranks' flags")
+        self._fence = Fence()
+        self._sync = self._fence.sync
         memory: Any = control.segments[0]
         self._bytes = memoryview(memory)
         self._flags = self._bytes.cast("q")
@@ -319,15 +320,16 @@ class Node:
         return (block, index, address - self._starts[at]) if address < end and not block.closed else None
 
     def close(self) -> None:
-        """Free all memory of which no view exists. Collective on the node."""
+        """Give back all memory of which no view exists. Local."""
         self._halves = [[], []]
         self._starts, self._segments = [], []
-        shared_memory.close_blocks(self._blocks)
+        for block in self._blocks:
+            block.close()
         self._blocks = []
         if self._control is not None:
-            self._comm.Barrier()
             control, self._control = self._control, None
             self._sync = lambda: None
             self._flags.release()
             self._bytes.release()
             control.close()
+            self._fence.close()

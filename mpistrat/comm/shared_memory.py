@@ -1,6 +1,7 @@
-"""Node-shared memory: one segment for each rank, in one MPI window.
+"""Node-shared memory: a file that the ranks of a node map, one segment for each of them, and whose name is removed at once.
 
-Memory is reserved: before a window is created the node's leader checks the free space, and `populate` makes the system
+What ranks hold has no name: nothing is left when they are killed, and nothing that removes files of /dev/shm takes it away.
+Memory is reserved: before a file is made the node's leader checks the free space, and `populate` makes the system
 allocate the pages of a range, so that a full /dev/shm is an error here and not a SIGBUS later.
 """
 
@@ -9,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import gc
 import mmap
 import os
-import weakref
+import secrets
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -32,27 +33,25 @@ ENLARGE = (
     "private copy in every rank"
 )
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_MARGIN = 1 << 16  # what MPI itself takes beside each segment, generously
+_NAME = 4096  # bytes of a path, at most
 
 
 @final
 class SharedBlock:
     """One segment of bytes for each rank of a node, readable and writable by all of them.
 
-    A NumPy view of a segment stays valid memory after `close()`, for as long as the view lives.
+    A NumPy view of a segment stays valid memory after `close()`, for as long as the view lives; then the system frees it.
 
     Attributes:
         segments: for each rank of the node a uint8 array, page-aligned; zeros at first.
         nbytes: their sizes.
         what: what it is for, in words.
-        window: the MPI window that holds the memory; None where it is private, and after `close()`.
-        comm: the communicator of the node's ranks; None where `window` is.
+        shared: whether other ranks map the same memory.
     """
 
-    def __init__(self, segments: list[np.ndarray], what: str, window: Any = None, comm: Any = None) -> None:
-        self.segments, self.what = segments, what
+    def __init__(self, segments: list[np.ndarray], what: str, shared: bool = False) -> None:
+        self.segments, self.what, self.shared = segments, what, shared
         self.nbytes = [segment.nbytes for segment in segments]
-        self.window, self.comm = window, comm
 
     @property
     def closed(self) -> bool:
@@ -65,39 +64,11 @@ class SharedBlock:
         Returns False where there is none left; bytes that are there keep their value. Where the system cannot report
         it (Linux before 5.14), the answer is whether the free space would do.
         """
-        if self.window is None or high <= low:
-            return True
-        result = _populate(self.segments[index].ctypes.data + low, high - low)
-        if result == errno.EINVAL:
-            free = free_space()
-            return free is None or free >= high - low
-        return result == 0
+        return not self.shared or populate(self.segments[index], low, high)
 
     def close(self) -> None:
-        """Free the memory, or leave it to the end of the process if a view of it lives on any rank. Collective on the node."""
-        close_blocks([self])
-
-
-def close_blocks(blocks: Sequence[SharedBlock]) -> None:
-    """Close blocks of one node: free the memory of those of which no view lives on any rank. Collective on the node."""
-    shared = [block for block in blocks if block.window is not None and not block.closed]
-    roots = [[weakref.ref(segment) for segment in block.segments] for block in shared]
-    for block in blocks:
-        block.segments = []
-    if not shared:
-        return
-
-    def alive() -> np.ndarray:
-        return np.array([any(root() is not None for root in of_block) for of_block in roots], np.int32)
-
-    if alive().any():
-        gc.collect()  # views in reference cycles, as tracebacks make them; with a large library loaded this takes long
-    anywhere = np.empty(len(shared), np.int32)
-    shared[0].comm.Allreduce(alive(), anywhere)
-    for block, used in zip(shared, anywhere, strict=True):
-        if not used:
-            block.window.Free()
-        block.window = block.comm = None
+        """Give the memory back, when no view of it lives. Local."""
+        self.segments = []
 
 
 def allocate_private(nbytes: int, what: str) -> SharedBlock:
@@ -115,14 +86,65 @@ def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> 
     Raises:
         SharedMemoryError: on every rank, where the memory of any node is too small.
     """
-    check_space(world, node.rank == 0, sum(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE + _MARGIN for n in nbytes), what)
+    pages = [-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in nbytes]
+    check_space(world, node.rank == 0, sum(pages), what)
+    name = np.zeros(_NAME, np.uint8)
+    memory: Any = b""
     with together(partial(gather_text, world), as_told):
-        window = _window(node, world, nbytes[node.rank], what)
-    segments = []
-    for rank, size in enumerate(nbytes):
-        memory: Any = window.Shared_query(rank)[0]
-        segments.append(np.frombuffer(memory, np.uint8, size) if size else np.empty(0, np.uint8))
-    return SharedBlock(segments, what, window, node)
+        path, problem = "", None
+        if node.rank == 0:
+            try:
+                path, memory = _make(sum(pages))
+            except OSError as error:
+                problem = error
+            name[: len(path)] = np.frombuffer(path.encode(), np.uint8)
+        node.Bcast(name, 0)
+        path = name.tobytes().rstrip(b"\0").decode()
+        try:
+            if problem is not None:
+                raise problem
+            if node.rank and path:
+                memory = _open(path)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"no memory can be shared for {what} on the node of rank {world.rank}: {error}. Look whether"
+                f" {SHARED_FOLDER} is full (df {SHARED_FOLDER}), or something removes files there. To enlarge it: {ENLARGE}"
+            ) from None
+        finally:
+            node.Barrier()  # all have opened it, or will not
+            if node.rank == 0 and path:
+                os.unlink(path)
+    segments, low = [], 0
+    for size, room in zip(nbytes, pages, strict=True):
+        segments.append(np.frombuffer(memory, np.uint8, size, low) if size else np.empty(0, np.uint8))
+        low += room
+    return SharedBlock(segments, what, shared=True)
+
+
+def _make(nbytes: int) -> tuple[str, Any]:
+    """Make a file of zeros and map it; return its path, too."""
+    folder = SHARED_FOLDER if SHARED_FOLDER.is_dir() else Path(tempfile.gettempdir())
+    path = str(folder / f"mpistrat-{os.getuid()}-{secrets.token_hex(8)}")
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.truncate(file, max(nbytes, 1))
+        return path, mmap.mmap(file, max(nbytes, 1))
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(file)
+
+
+def _open(path: str) -> Any:
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        about = os.fstat(file)
+        if about.st_uid != os.getuid() or about.st_mode & 0o077:
+            raise PermissionError(f"{path} is another user's, or open to others")
+        return mmap.mmap(file, about.st_size)
+    finally:
+        os.close(file)
 
 
 def check_others(world: Any, what: str) -> None:
@@ -134,29 +156,6 @@ def check_others(world: Any, what: str) -> None:
     check_space(world, True, 0, what)
     with together(partial(gather_text, world), as_told):
         pass
-
-
-def _window(node: Any, world: Any, nbytes: int, what: str) -> Any:
-    from mpi4py import MPI
-
-    try:
-        return _allocate(node, nbytes)
-    except MPI.Exception as error:
-        text = " ".join(f"{error}".split())[:300] or "an error without a text"
-        raise SharedMemoryError(
-            f"MPI cannot share memory for {what} on the node of rank {world.rank}: {text}. Look whether"
-            f" {SHARED_FOLDER} is full (df {SHARED_FOLDER}), or something removes files there. To enlarge it: {ENLARGE}"
-        ) from None
-
-
-def _allocate(node: Any, nbytes: int) -> Any:
-    from mpi4py import MPI
-
-    info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
-    try:
-        return MPI.Win.Allocate_shared(nbytes, 1, info=info, comm=node)
-    finally:
-        info.Free()
 
 
 def check_space(world: Any, leader: bool, nbytes: int, what: str) -> None:
@@ -198,6 +197,17 @@ def _madvise() -> Any:
     if call is not None:
         call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
     return call
+
+
+def populate(segment: np.ndarray, low: int, high: int) -> bool:
+    """Make the system find memory for bytes [low, high) of shared memory; see `SharedBlock.populate`."""
+    if high <= low:
+        return True
+    result = _populate(segment.ctypes.data + low, high - low)
+    if result == errno.EINVAL:
+        free = free_space()
+        return free is None or free >= high - low
+    return result == 0
 
 
 def _populate(address: int, nbytes: int) -> int:

@@ -12,25 +12,30 @@ of two windows over the same memory are not atomic with each other: use one of t
 
 from __future__ import annotations
 
+import gc
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..errors import SharedMemoryError
 from . import shared_memory
-from .shared_memory import SharedBlock
+from .agree import as_told, gather_text, together
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["WORD", "RemoteWindow", "SharedWindow", "Window", "has_asynchronous_progress"]
+__all__ = ["WORD", "Fence", "RemoteWindow", "SharedWindow", "Window", "has_asynchronous_progress"]
 
 WORD = 8  # bytes
 CHUNK = 1 << 30  # bytes in one MPI call: Open MPI refuses counts of 2^31
 ROWS = 4096  # rows in one MPI datatype
+_MARGIN = 1 << 16  # what MPI itself takes beside each segment, generously
 _ABSENCE = 0.2  # seconds for which ranks call nothing of MPI's
 _READS = (0.05, 0.08, 0.11)  # when one rank reads meanwhile: more than once, for a target may be late to its sleep
 _LIMIT = 0.02  # seconds that a read takes at most where the network does the work
@@ -44,14 +49,14 @@ class Window(ABC):
         words: the same memory as words.
     """
 
-    def __init__(self, block: SharedBlock, own: int, comm: Any) -> None:
+    def __init__(self, window: Any, segments: list[np.ndarray], own: int, comm: Any) -> None:
         """Open the epoch. The subclasses call it; collective."""
         from mpi4py import MPI
 
-        self._block, self._own_index = block, own
-        self._window = window = block.window
+        self._segments, self._own_index, self._comm = segments, own, comm
+        self._window = window
         self._sum, self._replace = MPI.SUM, MPI.REPLACE
-        self.own = block.segments[own]
+        self.own = segments[own]
         self.words = words_of(self.own)
         self._operand, self._result = np.zeros(1, np.int64), np.zeros(1, np.int64)
         window.Lock_all(MPI.MODE_NOCHECK)
@@ -98,14 +103,14 @@ class Window(ABC):
 
         The segment is this rank's own, or in a `SharedWindow` that of rank `index`.
         """
-        return self._block.populate(self._own_index if index is None else index, low, high)
+        return shared_memory.populate(self._segments[self._own_index if index is None else index], low, high)
 
     def close(self) -> None:
         """Free the memory, or leave it to the end of the process if a view of it lives on any rank. Collective.
 
         Later calls do nothing. Nothing else frees a window: no finaliser, and not the end of the program.
         """
-        if self._block.closed:
+        if self.closed:
             return
         window, self._window = self._window, None
         self.words.release()
@@ -114,12 +119,23 @@ class Window(ABC):
         self.sync = _nothing
         self._forget()
         window.Unlock_all()
-        self._block.close()
+        roots = [weakref.ref(segment) for segment in self._segments]
+        self._segments = []
+
+        def alive() -> np.ndarray:
+            return np.array([any(root() is not None for root in roots)], np.int32)
+
+        if alive()[0]:
+            gc.collect()  # views in reference cycles, as tracebacks make them; with a large library loaded this takes long
+        anywhere = np.empty(1, np.int32)
+        self._comm.Allreduce(alive(), anywhere)
+        if not anywhere[0]:
+            window.Free()
 
     @property
     def closed(self) -> bool:
         """Whether `close()` was called."""
-        return self._block.closed
+        return not self._segments
 
     @abstractmethod
     def _forget(self) -> None:
@@ -137,12 +153,17 @@ class SharedWindow(Window):
     """
 
     def __init__(self, comm: MPI.Intracomm, world: MPI.Intracomm, nbytes: Sequence[int], what: str) -> None:
-        block = shared_memory.allocate_shared(comm, world, nbytes, what)
-        self.segments = block.segments
+        shared_memory.check_space(world, comm.rank == 0, sum(nbytes) + _MARGIN * comm.size, what)
+        with together(partial(gather_text, world), as_told):
+            window = _allocate_shared(comm, world, nbytes[comm.rank], what)
+        self.segments = []
+        for rank, size in enumerate(nbytes):
+            memory: Any = window.Shared_query(rank)[0]
+            self.segments.append(np.frombuffer(memory, np.uint8, size) if size else np.empty(0, np.uint8))
         if comm.size == 1:
-            block.segments[0][:] = 0  # then it is no fresh page, but memory of MPI with any content
-        self._words = [words_of(segment) for segment in block.segments]
-        super().__init__(block, comm.rank, comm)
+            self.segments[0][:] = 0  # then it is no fresh page, but memory of MPI with any content
+        self._words = [words_of(segment) for segment in self.segments]
+        super().__init__(window, list(self.segments), comm.rank, comm)
 
     def get(self, rank: int, offset: int, out: np.ndarray) -> None:
         np.copyto(out, self.segments[rank][offset : offset + out.nbytes])
@@ -178,13 +199,13 @@ class SharedWindow(Window):
 class RemoteWindow(Window):
     """A window that all ranks of a communicator reach by one-sided MPI calls. Make it with `allocate` or `over`."""
 
-    def __init__(self, block: SharedBlock, comm: Any) -> None:
+    def __init__(self, window: Any, own: np.ndarray, comm: Any) -> None:
         """`allocate` and `over` call it."""
         from mpi4py import MPI
 
         self._byte, self._int64 = MPI.BYTE, MPI.INT64_T
         self._datatypes: dict[int, list[Any]] = {}  # by rank, of what was begun
-        super().__init__(block, 0, comm)
+        super().__init__(window, [own], 0, comm)
 
     @classmethod
     def allocate(cls, comm: MPI.Intracomm, nbytes: int, what: str) -> RemoteWindow:
@@ -200,7 +221,7 @@ class RemoteWindow(Window):
         memory: Any = window
         own = np.frombuffer(memory, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
         own[:] = 0
-        return cls(SharedBlock([own], what, window, comm), comm)
+        return cls(window, own, comm)
 
     @classmethod
     def over(cls, comm: MPI.Intracomm, own: np.ndarray, what: str) -> RemoteWindow:
@@ -211,7 +232,7 @@ class RemoteWindow(Window):
         from mpi4py import MPI
 
         made = MPI.Win.Create(own if own.nbytes else None, 1, comm=comm)
-        return cls(SharedBlock([own[:]], what, made, comm), comm)
+        return cls(made, own[:], comm)
 
     def get(self, rank: int, offset: int, out: np.ndarray) -> None:
         for low in range(0, out.nbytes, CHUNK):
@@ -264,6 +285,28 @@ class RemoteWindow(Window):
         """There are no other views."""
 
 
+@final
+class Fence:
+    """Separates loads and stores of shared memory before it from those after it: MPI's, of a window of this process alone.
+
+    Attributes:
+        sync: call it; any thread.
+    """
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._window = MPI.Win.Allocate_shared(WORD, 1, comm=MPI.COMM_SELF)
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+        self.sync: Callable[[], None] = self._window.Sync
+
+    def close(self) -> None:
+        """Free the window. Local."""
+        self.sync = _nothing
+        self._window.Unlock_all()
+        self._window.Free()
+
+
 def has_asynchronous_progress(
     comm: Any, reader: int, read: Callable[[], object], quiet: AbstractContextManager[Any]
 ) -> bool:
@@ -285,6 +328,23 @@ def has_asynchronous_progress(
             sleep(_ABSENCE)
     comm.Bcast(found, reader)
     return bool(found[0])
+
+
+def _allocate_shared(comm: Any, world: Any, nbytes: int, what: str) -> Any:
+    from mpi4py import MPI
+
+    info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
+    try:
+        return MPI.Win.Allocate_shared(nbytes, 1, info=info, comm=comm)
+    except MPI.Exception as error:
+        text = " ".join(f"{error}".split())[:300] or "an error without a text"
+        folder = shared_memory.SHARED_FOLDER
+        raise SharedMemoryError(
+            f"MPI cannot share memory for {what} on the node of rank {world.rank}: {text}. Look whether {folder} is full"
+            f" (df {folder}), or something removes files there. To enlarge it: {shared_memory.ENLARGE}"
+        ) from None
+    finally:
+        info.Free()
 
 
 def words_of(segment: np.ndarray) -> memoryview:

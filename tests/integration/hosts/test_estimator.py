@@ -28,9 +28,7 @@ def test_the_evaluators_numbers_are_those_of_the_files(mpi_tmp_path, monkeypatch
     monkeypatch.setenv("MPISTRAT_STRATEGY", strategy)
     of = Estimator(model_fn, config=RunConfig(mpi_tmp_path, save_checkpoints_steps=5, keep_checkpoint_max=0))
     train = TrainSpec(lambda: dataset().repeat(), max_steps=40, hooks=[Slow()])
-    results, _ = train_and_evaluate(
-        of, train, EvalSpec(held_out, steps=None, start_delay_secs=0, throttle_secs=0)
-    )
+    results, _ = train_and_evaluate(of, train, EvalSpec(held_out, steps=None, start_delay_secs=0, throttle_secs=0))
     of.close()
     if MPI.COMM_WORLD.rank < 3:
         assert results is None and of.strategy.size == 3

@@ -114,22 +114,40 @@ def test_a_rank_that_cannot_populate_is_an_error_on_every_rank(make_group):
     group.barrier()
 
 
-def test_a_window_that_mpi_refuses_is_an_error_on_every_rank(group, monkeypatch):
-    from mpi4py import MPI
-
-    allocate = shared_memory._allocate
-
+@pytest.mark.parametrize("who", [0, -1])
+def test_memory_that_a_rank_cannot_map_is_an_error_on_every_rank(group, monkeypatch, who):
     def refuse(*args):
-        allocate(*args)  # the others are in it
-        raise MPI.Exception(MPI.ERR_NO_MEM)
+        raise OSError(12, "Cannot allocate memory")
 
-    last = group.topology.size - 1
-    if group.topology.rank == last and group.node.shared:
-        monkeypatch.setattr("mpistrat.comm.shared_memory._allocate", refuse)
+    rank = range(group.topology.size)[who]
+    if group.topology.rank == rank and group.node.shared:
+        monkeypatch.setattr(shared_memory, "_open" if rank else "_make", refuse)
     if not group.node.shared:
         return
     with pytest.raises(
-        SharedMemoryError, match=f"cannot share memory for the variables on the node of rank {last}: .*df /dev/shm"
+        SharedMemoryError, match=f"no memory can be shared for the variables on the node of rank {rank}: .*df /dev/shm"
     ):
         group.node.allocate([1000] * group.node.size, "the variables")
+    monkeypatch.undo()
+    assert group.node.allocate([1000] * group.node.size, "the variables").segments[0].nbytes == 1000
     group.barrier()
+
+
+def test_it_has_no_name_and_is_nobody_elses(group):
+    node = group.node
+    node.allocate([4096] * node.size, "test")
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/mpistrat-" in line]
+    assert all("(deleted)" in line for line in maps)
+    assert bool(maps) == node.shared
+
+
+def test_a_file_that_others_may_read_is_not_taken(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"0" * 4096)
+    path.chmod(0o604)
+    with pytest.raises(PermissionError, match="open to others"):
+        shared_memory._open(str(path))
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(OSError):
+        shared_memory._open(str(link))

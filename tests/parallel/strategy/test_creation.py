@@ -1,7 +1,10 @@
 """Making and ending strategies on real ranks: what does not fit is refused by all of them, and nothing hangs."""
 
+import gc
 import json
 import os
+import weakref
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -423,6 +426,12 @@ def test_shared_memory_may_be_refused():
 def test_close_frees_the_shared_memory_of_reductions(size):
     with made("mirrored") as strategy:
         strategy.reduce("SUM", np.ones(size), axis=None)
-        windows = [block.window for block in strategy.extended.process_group.node._blocks]
-    assert windows
-    assert not any(windows)  # a freed window is false
+        blocks = strategy.extended.process_group.node._blocks
+        segments = [weakref.ref(segment) for block in blocks for segment in block.segments]
+        del blocks
+    assert segments
+    gc.collect()
+    assert not any(segment() is not None for segment in segments)
+    assert "(deleted)" not in "".join(
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/mpistrat" in line
+    )
