@@ -13,6 +13,8 @@
 | MPISTRAT_EVALUATOR | 0 | 1: the job's last rank evaluates, see `estimator.split_evaluator`; `mpistrat run --evaluator` sets it |
 | MPISTRAT_END_TIME | | when the job's time ends, in seconds since 1970, where the scheduler does not say |
 | MPISTRAT_STOP_BEFORE | | seconds before that at which `should_stop` says so; default 60, but at most a tenth of the time left |
+| MPISTRAT_JOB | | key of the job under which snapshots of its state are kept; `mpistrat run --restarts` sets it |
+| MPISTRAT_GENERATION | 0 | how often the job has been started again; `mpistrat run --restarts` sets it |
 | MPISTRAT_LOG | warning | level of the package's log: debug, info, warning, error |
 | MPISTRAT_TERMINAL | | which of stdout and stderr, `stdout,stderr`, a launcher shows on a terminal; `mpistrat run` sets it |
 | MPISTRAT_EVENTS | 16384 | so many of a rank's last events are kept for reports and the timeline; 32 bytes each; 0 for none |
@@ -22,6 +24,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -55,6 +58,13 @@ def _word(env: Mapping[str, str], name: str, default: str, legal: tuple[str, ...
     return word
 
 
+def _key(env: Mapping[str, str]) -> str:
+    key = env.get("MPISTRAT_JOB", "")
+    if key and not re.fullmatch("[0-9a-f]{16}", key):
+        raise ValueError(explain("environment", "MPISTRAT_JOB", expected="16 hexadecimal digits", got=repr(key)))
+    return key
+
+
 @dataclass(frozen=True)
 class Environment:
     """What the environment variables of the table above say."""
@@ -68,6 +78,8 @@ class Environment:
     strategy: str = ""
     num_ps: int | None = None
     evaluator: bool = False
+    job: str = ""
+    generation: int = 0
     log: str = "warning"
     traceback: str = "short"
     events: int = 16384
@@ -113,6 +125,8 @@ class Environment:
             strategy=strategy,
             num_ps=int(servers) if servers else None,
             evaluator=evaluator == "1",
+            job=_key(env),
+            generation=int(_number(env, "MPISTRAT_GENERATION", 0, 0)),
             log=level,
             events=int(_number(env, "MPISTRAT_EVENTS", 16384, 0)),
             terminal=tuple(filter(None, env.get("MPISTRAT_TERMINAL", "").split(","))),

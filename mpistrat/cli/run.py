@@ -26,7 +26,7 @@ from ..comm.agree import Ranks
 from ..comm.monitor import leftovers
 from ..environment import STRATEGIES
 from ..errors import ClusterError, explain
-from . import rank_output
+from . import rank_output, supervise
 from .command import DONE, PROBLEM, Command
 
 __all__ = ["COMMAND", "Start", "plan"]
@@ -235,8 +235,8 @@ def _count(text: str) -> int:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--evaluator] [--tag] [--log-dir DIR] [--dry-run | --json] "
-        "(PROGRAM | -m MODULE) [ARGUMENT …]"
+        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--evaluator] [--restarts N] [--tag] [--log-dir DIR] "
+        "[--dry-run | --json] (PROGRAM | -m MODULE) [ARGUMENT …]"
     )
     parser.add_argument(
         "-n", "--ranks", type=_count, metavar="N",
@@ -250,6 +250,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--evaluator", action="store_true",
         help="the last rank evaluates checkpoints beside the others, in programs of ms.estimator",
+    )  # fmt: skip
+    parser.add_argument(
+        "--restarts", type=_count, metavar="N",
+        help="start the ranks again when one dies, at most so many times: from their state in memory, or a checkpoint",
     )  # fmt: skip
     parser.add_argument("--tag", action="store_true", help="each line begins with its rank, and no line is torn")
     parser.add_argument("--log-dir", metavar="DIR", help="what rank N prints goes into DIR/rank-N.txt; with --tag, too")
@@ -284,6 +288,8 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.log_dir is not None:
         os.makedirs(args.log_dir, exist_ok=True)
     start.environment |= _terminal(bar=not args.tag and args.log_dir is None)
+    if args.restarts:
+        return supervise.supervise(start.command, start.environment, args.restarts)
     return _become(start)
 
 
@@ -336,13 +342,18 @@ reads. The ranks learn the terminal's width (COLUMNS).
 
 What killed ranks leave in /dev/shm is removed after the end.
 
-The launcher takes this process's place. It ends the program on Ctrl-C, passes SIGUSR1 on to the ranks, and on SIGTERM
+With --restarts the ranks are started again when one is killed or fails, until the program has ended. One with
+ms.train.Checkpoints goes on with its state of a second ago, which is kept in each node's memory, or with the newest
+file. Ranks that die three times after the same step are given up.
+
+Without it, the launcher takes this process's place. It ends the program on Ctrl-C, passes SIGUSR1 on to the ranks, and on SIGTERM
 does the latter (MPICH) or the former (Open MPI).""",
     examples=(
         "mpistrat run train.py",
         "mpistrat run -n 4 train.py --epochs 3",
         "mpistrat run -n 4 --ps 1 train.py",
         "mpistrat run -n 5 --evaluator train.py",
+        "mpistrat run -n 4 --restarts 20 train.py",
         "mpistrat run -n 2 -m mpistrat.examples.digits --epochs 2",
         "mpistrat run -n 4 --tag --log-dir logs train.py",
         "mpistrat run -n 4 --dry-run train.py",

@@ -365,12 +365,15 @@ class Optimizer(Rule):
             for variable in self._variables:
                 yield variable.name, self._slots.read(variable)
 
-    def slots_here(self, writers: Collection[int] | None, all_else: bool) -> Iterator[SlotsHere]:
+    def slots_here(
+        self, writers: Collection[int] | None, all_else: bool, each_node: bool = False
+    ) -> Iterator[SlotsHere]:
         """Yield this rank's part of the slots of each variable, each element on one rank; for files. Collective.
 
         Args:
             writers: the ranks that write; None for all, among whom nodes divide what they have alike.
             all_else: whether this rank gives what all ranks have alike: what waits for the first update.
+            each_node: whether the ranks of each node give all.
         """
         store = self._store()
         if store is not None:
@@ -379,7 +382,7 @@ class Optimizer(Rule):
         for name, slots in self._slots.pending.items():
             yield from waiting_slots(name, slots, all_else)
         for variable in self._variables if self.slot_names else ():
-            parts = self._slots.here(variable, writers)
+            parts = self._slots.here(variable, writers, each_node)
             yield variable.name, variable.shape, accumulation_dtype(variable.dtype), parts
 
     def all_iterations(self) -> int:

@@ -109,11 +109,13 @@ class SlotStore:
                 result[name] = whole.reshape(variable.shape)
         return result
 
-    def here(self, variable: Variable, writers: Collection[int] | None) -> dict[str, list[tuple[int, Any]]]:
+    def here(
+        self, variable: Variable, writers: Collection[int] | None, each_node: bool = False
+    ) -> dict[str, list[tuple[int, Any]]]:
         """Return this rank's part of a variable's slots: element numbers and flat arrays, each element on one rank.
 
         Nodes have equal slots. Where all ranks write (None) each node gives a part, whole pages of what is written; else the
-        first one all, or rank 0 where some there do not write. Collective then.
+        first one all, or rank 0 where some there do not write. Collective then. With `each_node` all of them give all.
         """
         arena, first = _arena_of(variable), variable.offset
         group, size, low, high = arena.group, variable.size, 0, 0
@@ -122,6 +124,8 @@ class SlotStore:
             return {name: [(0, array)] if mine else [] for name, array in whole.items()}
         if writers is not None:
             high = size if group.topology.rank in owners(arena) else 0
+        elif group.node.rank < len(arena.bounds()) and each_node:
+            high = size
         elif group.node.rank < len(arena.bounds()):
             domain = group.topology.node_index if group.environment.shared_memory else group.topology.rank
             low, high = aligned_block(size, group.num_nodes, domain, PAGE // accumulation_dtype(arena.dtype).itemsize)

@@ -34,6 +34,7 @@ from .checkpoint_restore import Restoring
 from .checkpoint_writer import Layout, Saving, Slice, check_space
 from .optimizer_states import OptimizerStates
 from .safetensors_file import write_safetensors
+from .snapshot import Snapshot, Snapshots
 
 __all__ = ["Checkpoint"]
 
@@ -52,6 +53,7 @@ class Checkpoint:
         self._memory = np.empty(0, np.uint8)  # of a file that is written while the program goes on
         self._saving: Saving | None = None
         self._seconds = 0.0
+        self._snapshots = Snapshots(group)
         group.attach(self)
 
     @property
@@ -213,6 +215,30 @@ class Checkpoint:
             self._memory = np.full(end, 0, np.uint8)  # touched: the system has given all pages
         return begins
 
+    def take_snapshot(self, step: int, extra: Mapping[str, Any]) -> None:
+        """Keep the state in memory of each node. Collective. See `Strategy.take_snapshot`."""
+        with RECORDER.span("s", "snapshot"):
+            self._warn_of_unsaved()
+            _agree_extra(self._group, "", extra)
+            forms, slices = self._slices(range(self._group.topology.size), each_node=True)
+            optimizers = [kept.about() for kept in self._states.kept()]
+            self._snapshots.take(step, forms, slices, {"extra": _plain(extra, "extra"), "optimizers": optimizers})
+
+    def reach(self, step: int) -> None:
+        """Tell the supervisor which step the job has reached. Local."""
+        self._snapshots.reach(step)
+
+    def newest_snapshot(self) -> Snapshot | None:
+        """Return the newest state that is whole on some node. Collective."""
+        return self._snapshots.newest()
+
+    def restore_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Restore a state from memory; return what was added. Collective."""
+        with RECORDER.span("s", "restore"):
+            restoring = Restoring(self._group, self._placement, self._states)
+            words = f"the snapshot of step {snapshot.step}"
+            return restoring.restore(words, {}, True, partial(self._snapshots.open, snapshot), snapshot.root)
+
     def _warn_of_unsaved(self) -> None:
         """Log the variables that no file has: those made outside of every scope."""
         outside = context.default_strategy()
@@ -227,15 +253,19 @@ class Checkpoint:
             )
             log.once(logging.WARNING, f"{what}; {remedy}")
 
-    def _slices(self, writers: Sequence[int]) -> tuple[list[ArrayForm], list[Slice]]:
+    def _slices(self, writers: Sequence[int], each_node: bool = False) -> tuple[list[ArrayForm], list[Slice]]:
         """Return the arrays of the file, and this rank's slices of them, each element on one rank. Collective.
 
         Nodes have equal copies of most: then all writers write a part, with borders at pages of the file. What lies on some
-        rank only is written there; what no other writer reaches comes to rank 0.
+        rank only is written there; what no other writer reaches comes to rank 0. With `each_node` the ranks of each
+        node have all, among whom it is divided; all are writers.
         """
-        rank = self._group.topology.rank
+        rank, node = self._group.topology.rank, self._group.node
+        leads = node.rank == 0 if each_node else rank == 0
         everywhere = len(writers) == self._group.topology.size
         share = (writers.index(rank), len(writers)) if rank in writers else None
+        if each_node:
+            share = node.rank, node.size
         ranges, store = ranges_of(self._placement), self._placement.store
         forms: dict[str, ArrayForm] = {}
         slices: list[Slice] = []
@@ -260,18 +290,18 @@ class Checkpoint:
                 parts = [] if value is None else [(0, value)]
             else:
                 value = variable.gathered()  # of ON_READ variables it is collective
-                parts = [(0, value)] if rank == 0 else []
+                parts = [(0, value)] if leads else []
             add(where, f"variables/{key_of(where.name)}", variable.dtype, variable.size, parts)
         for index, kept in enumerate(self._states.kept()):
             covered: dict[str, list[tuple[int, int]]] = {}
-            for part, shape, dtype, slots in kept.slots_here(None if everywhere else writers, rank == 0):
+            for part, shape, dtype, slots in kept.slots_here(None if everywhere else writers, leads, each_node):
                 where = ranges.get(part) or FileRange(part, 0, shape)
                 for slot, mine in slots.items():
                     key = f"optimizers/{index}/slots/{key_of(where.name)}/{key_of(slot)}"
                     size = math.prod(shape)
                     end = add(where, key, dtype, size, mine)
                     covered.setdefault(key, []).append((end - size, end))
-            if rank == 0:  # rows of shards that were never updated
+            if leads:  # rows of shards that were never updated
                 for key, found in covered.items():
                     form, low = forms[key], 0
                     for begin, end in [*sorted(found), (form.size, form.size)]:

@@ -143,9 +143,9 @@ def name_of(key: str) -> str:
 
 
 def from_rank_0(
-    group: ProcessGroup, function: str, path: str | os.PathLike[str], call: Callable[[], dict[str, Any]]
+    group: ProcessGroup, function: str, path: str | os.PathLike[str], call: Callable[[], dict[str, Any]], root: int = 0
 ) -> dict[str, Any]:
-    """Return on every rank what a call returned on rank 0. Collective.
+    """Return on every rank what a call returned on the root. Collective.
 
     Raises:
         OSError: on every rank, when it failed.
@@ -153,12 +153,12 @@ def from_rank_0(
     exchange = partial(group.exchange, function, detail=os.fspath(path))
     own: dict[str, Any] = {}
     with together(exchange, as_told):
-        if group.topology.rank == 0:
+        if group.topology.rank == root:
             try:
                 own = call()
             except Exception as error:
                 raise OSError(f"Strategy.{function}: {os.fspath(path)}: {_reason(function, error)}") from None
-    found: dict[str, Any] = json.loads(exchange(json.dumps(own))[0])
+    found: dict[str, Any] = json.loads(exchange(json.dumps(own))[root])
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -19,9 +19,11 @@ from ..variables.values import parse_dtype
 from .checkpoint_file import CheckpointFile, FileRange, Form, from_rank_0, key_of, name_of, ranges_of
 from .optimizer_states import OptimizerStates
 from .safetensors_file import SUFFIX, SafetensorsFile
+from .snapshot import SnapshotFile
 
 __all__ = ["Restoring"]
 
+StateFile = CheckpointFile | SafetensorsFile | SnapshotFile
 Contents = dict[str, np.ndarray]  # path in the file → array
 
 
@@ -32,8 +34,21 @@ class Restoring:
     def __init__(self, group: ProcessGroup, placement: Placement, states: OptimizerStates) -> None:
         self._group, self._placement, self._states = group, placement, states
 
-    def restore(self, path: str | os.PathLike[str], names: Mapping[str, str], strict: bool) -> dict[str, Any]:
-        """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`."""
+    def restore(
+        self,
+        path: str | os.PathLike[str],
+        names: Mapping[str, str],
+        strict: bool,
+        opening: Callable[[], StateFile] | None = None,
+        root: int = 0,
+    ) -> dict[str, Any]:
+        """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`.
+
+        Args:
+            path, names, strict: see there.
+            opening: what opens the file on the root, where the path does not say it.
+            root: the rank that reads.
+        """
         group, ranges = self._group, ranges_of(self._placement)
         wanted: dict[str, Form] = {}
         for variable in self._placement.variables:
@@ -41,18 +56,16 @@ class Restoring:
             wanted[where.name] = where.shape, variable.dtype.name
         there = _names_there(wanted, names)
         with contextlib.ExitStack() as stack:
-            file: CheckpointFile | SafetensorsFile | None = None
+            file: StateFile | None = None
 
             def look() -> dict[str, Any]:
                 nonlocal file
-                opened: CheckpointFile | SafetensorsFile
-                opened = SafetensorsFile(Path(path)) if Path(path).suffix == SUFFIX else CheckpointFile(Path(path))
-                file = opened
+                file = opened = _open(Path(path)) if opening is None else opening()
                 stack.enter_context(opened)
                 about = {"optimizers": opened.optimizers, "weights_only": opened.weights_only}
                 return {**about, "forms": opened.forms(map(key_of, there.values())), "names": opened.names()}
 
-            found = from_rank_0(group, "restore", path, look)
+            found = from_rank_0(group, "restore", path, look, root)
             forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
             optimizers = found["optimizers"]
             numbers = self._numbers(optimizers)
@@ -70,12 +83,12 @@ class Restoring:
                 arrays.update((key, file.read(key, form)) for key, form in forms.items())
                 return {"extra": file.extra()}
 
-            extra = from_rank_0(group, "restore", path, read)["extra"]
+            extra = from_rank_0(group, "restore", path, read, root)["extra"]
         for variable in self._placement.variables:
             where = ranges.get(variable.name) or FileRange(variable.name, 0, variable.shape)
             key = f"variables/{key_of(there[where.name])}"
             if key in forms:
-                variable.load(_shared(group, key, arrays.get(key), forms[key], where.start, variable.shape))
+                variable.load(_shared(group, root, key, arrays.get(key), forms[key], where.start, variable.shape))
         parts: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {
             whole.name: [(v.name, start, v.shape) for v, start in zip(whole.variables, whole.offsets, strict=True)]
             for whole in self._placement.sharded
@@ -88,7 +101,9 @@ class Restoring:
                 link, slot = map(name_of, key.removeprefix(prefix).split("/"))
                 name = here[link]
                 for part, start, shape in parts.get(name, [(name, 0, forms[key][0])]):
-                    slots.setdefault(part, {})[slot] = _shared(group, key, arrays.get(key), forms[key], start, shape)
+                    slots.setdefault(part, {})[slot] = _shared(
+                        group, root, key, arrays.get(key), forms[key], start, shape
+                    )
             if numbers[index] not in strangers:
                 state = {"iterations": optimizer["iterations"], "slots": slots}
                 self._states.restore(numbers[index], optimizer["name"], state, optimizer["made"])
@@ -123,6 +138,10 @@ class Restoring:
         if None not in made:
             return made
         return store.numbers_of_names([optimizer["name"] for optimizer in optimizers])  # another strategy's file
+
+
+def _open(path: Path) -> StateFile:
+    return SafetensorsFile(path) if path.suffix == SUFFIX else CheckpointFile(path)
 
 
 @final
@@ -193,9 +212,9 @@ def _say_what_is_left(path: str, stays: Sequence[str], unused: Sequence[str]) ->
 
 
 def _shared(
-    group: ProcessGroup, key: str, array: np.ndarray | None, form: Form, start: int, shape: tuple[int, ...]
+    group: ProcessGroup, root: int, key: str, array: np.ndarray | None, form: Form, start: int, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Return on every rank the rows of rank 0's array from `start` that make up that shape. Collective."""
+    """Return on every rank the rows of the root's array from `start` that make up that shape. Collective."""
     dtype = form[1]
     with group.collective("restore", key, dtype, shape, start):
         if array is None:
@@ -203,5 +222,5 @@ def _shared(
         else:
             rows = array[start : start + shape[0]] if shape else array
             value = np.ascontiguousarray(rows).reshape(shape)
-        group.broadcast(value, root=0)
+        group.broadcast(value, root)
     return value

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import explain
+from ..errors import ContextError, explain
 from .checkpoint import Checkpoint
 from .checkpoint_writer import Saving
 from .safetensors_file import SUFFIX
+from .snapshot import Snapshot
 
 if TYPE_CHECKING:
     from .extended import StrategyExtended
@@ -100,6 +101,62 @@ class Files(ABC):
         """
         self._begin_file("prepare_save", "")
         self._checkpoint.prepare()
+
+    def take_snapshot(self, step: int, extra: Mapping[str, Any]) -> None:
+        """Keep all variables, and all that optimizers keep, in memory of each node that outlives its ranks. Collective.
+
+        For a job that `mpistrat run --restarts` starts again; `ms.train.Checkpoints` does it. The memory is twice that of
+        variables and optimizers on each node, and is given back when the job has ended.
+
+        Args:
+            step: how many steps there were, 1 or more.
+            extra: as for `save`.
+
+        Raises:
+            ContextError: the job is not started again, or has parameter servers.
+            SharedMemoryError: on every rank, where the memory of any node is too small.
+            TypeError, CollectiveMismatchError: as `save`.
+        """
+        self._begin_snapshot("take_snapshot")
+        self._checkpoint.take_snapshot(step, extra)
+
+    def reach(self, step: int) -> None:
+        """Tell `mpistrat run --restarts` which step the job has reached: one at which ranks die again and again is given up.
+
+        Local; `ms.train.Checkpoints` calls it.
+        """
+        self._checkpoint.reach(step)
+
+    def newest_snapshot(self) -> Snapshot | None:
+        """Return the newest state that some node still has whole, as its step says; None where there is none. Collective.
+
+        Raises:
+            ContextError: as `take_snapshot`.
+        """
+        self._begin_snapshot("newest_snapshot")
+        return self._checkpoint.newest_snapshot()
+
+    def restore_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Restore what `newest_snapshot` has found; return what `take_snapshot` got as `extra`. Collective.
+
+        Raises:
+            OSError, ValueError: as `restore`.
+        """
+        self._begin_snapshot("restore_snapshot")
+        return self._checkpoint.restore_snapshot(snapshot)
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """Whether the job is started again when ranks die, and its state may be kept in memory."""
+        extended = self._extended
+        return bool(extended.process_group.environment.job) and extended.placement.store is None
+
+    def _begin_snapshot(self, function: str) -> None:
+        self._extended.require_cross(f"Strategy.{function}")
+        if not self.takes_snapshots:
+            expected = "a job that is started again, without parameter servers"
+            remedy = "mpistrat run --restarts 20 train.py"
+            raise ContextError(explain(f"Strategy.{function}", "", expected=expected, got="another", remedy=remedy))
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the variables alone, whole and by name, as safetensors, for other programs. Collective.

@@ -45,15 +45,18 @@ class Kept:
         """What slots are where there are none."""
         return 0.0 if self.optimizer is None else float(self.optimizer.slot_start)
 
-    def slots_here(self, writers: Collection[int] | None, all_else: bool) -> Iterator[SlotsHere]:
+    def slots_here(
+        self, writers: Collection[int] | None, all_else: bool, each_node: bool = False
+    ) -> Iterator[SlotsHere]:
         """Yield for each variable this rank's part of its slots, each element on one rank. Collective.
 
         Args:
             writers: the ranks that write; None for all, among whom nodes divide what they have alike.
             all_else: whether this rank gives what all ranks have alike.
+            each_node: whether the ranks of each node give all.
         """
         if self.optimizer is not None:
-            yield from self.optimizer.slots_here(writers, all_else)
+            yield from self.optimizer.slots_here(writers, all_else, each_node)
             return
         for name, slots in self.state.get("slots", {}).items():
             yield from waiting_slots(name, slots, all_else)

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from .._util.files import remove_dead
 from .._util.log import logger
-from ..errors import explain
+from ..errors import SharedMemoryError, explain
 from ..strategy.checkpoint_writer import Saving
 
 __all__ = ["Checkpoints", "checkpoints_iterator"]
@@ -43,6 +43,7 @@ class Checkpoints:
         every_steps: int | None = None,
         every_seconds: float | None = None,
         asynchronous: bool = True,
+        snapshot_seconds: float | None = 1.0,
     ) -> None:
         """Take a folder, which is made when the first file is written.
 
@@ -54,6 +55,8 @@ class Checkpoints:
             every_seconds: `step` saves when so much time has passed since the last file, by rank 0's clock.
             asynchronous: whether files are written while the program goes on, which takes memory for a copy of what is saved,
                 divided over the ranks; see `Strategy.begin_save`.
+            snapshot_seconds: under `mpistrat run --restarts`, `step` keeps the state in memory, too, when so much time has passed
+                since the last time; see `Strategy.take_snapshot`. None for never.
 
         Raises:
             ValueError: an argument is out of range.
@@ -73,19 +76,23 @@ class Checkpoints:
         for argument, value, least in (("keep", keep, 0), ("every_steps", every_steps, 1)):
             if value is not None and value < least:
                 raise ValueError(explain("Checkpoints", argument, expected=f"{least} or more", got=str(value)))
-        if every_seconds is not None and not every_seconds > 0:
-            raise ValueError(explain("Checkpoints", "every_seconds", expected="a number > 0", got=str(every_seconds)))
+        for argument, seconds in (("every_seconds", every_seconds), ("snapshot_seconds", snapshot_seconds)):
+            if seconds is not None and not seconds > 0:
+                raise ValueError(explain("Checkpoints", argument, expected="a number > 0", got=str(seconds)))
         self.folder = Path(folder)
-        self._strategy, self._keep, self._every, self._seconds = strategy, keep, every_steps, every_seconds
+        self._strategy, self._keep, self._every = strategy, keep, every_steps
         self._asynchronous, self._prepared = asynchronous, False
         self._saving: Saving | None = None
-        self._begun: tuple[int, float] | None = None  # the step of the last file, and rank 0's time then
-        self._next = 0  # the step at which the ranks look at the clock
+        self._period = None if every_seconds is None else _Period(strategy, every_seconds)
+        self._snapshots: _Period | None = None
+        if snapshot_seconds is not None and strategy.takes_snapshots:
+            self._snapshots = _Period(strategy, snapshot_seconds)
+        self._saved = False
 
     @property
     def periodic(self) -> bool:
         """Whether `step` saves."""
-        return self._every is not None or self._seconds is not None
+        return self._every is not None or self._period is not None
 
     def steps_until_due(self, step: int) -> int | None:
         """Return after how many more steps `step` may save; None if it never does.
@@ -93,8 +100,8 @@ class Checkpoints:
         For a loop whose ranks step by themselves, and meet to call it.
         """
         counts = [] if self._every is None else [self._every - step % self._every]
-        if self._seconds is not None:
-            counts.append(max(1, self._next - step))
+        if self._period is not None:
+            counts.append(max(1, self._period.next - step))
         return min(counts, default=None)
 
     def steps(self) -> list[int]:
@@ -121,10 +128,15 @@ class Checkpoints:
         Returns:
             The file, None where none is written.
         """
+        self._strategy.reach(step)
         if self._asynchronous and not self._prepared:
             self._prepared = True
             self._strategy.prepare_save()
-        if not self._due(step):
+        if self._snapshots is not None and self._snapshots.due(step):
+            self._snapshots = self._take_snapshot(self._snapshots, step, notes)
+        if not (self._every is not None and step % self._every == 0) and not (
+            self._period is not None and self._period.due(step)
+        ):
             return None
         try:
             return self.save(step, notes)
@@ -133,31 +145,15 @@ class Checkpoints:
                 logger.warning("Checkpoints: step %d is not saved, training goes on: %s", step, error)
             return None
 
-    def _due(self, step: int) -> bool:
-        if self._every is not None and step % self._every == 0:
-            return True
-        if self._seconds is None:
-            return False
-        if self._begun is None:
-            self._begun, self._next = (step, time.monotonic()), step + 1
-            return False
-        if step < self._next:
-            return False
-        self._next = self._strategy.broadcast_object(self._look(step))
-        return self._next <= step
-
-    def _look(self, step: int) -> int:
-        """Return the step to look at the clock again, or this one where it is time.
-
-        No rank asks another at each step: from the time that steps took so far, when the next file is due is estimated, but
-        never further ahead than twice as many steps.
-        """
-        assert self._begun is not None and self._seconds is not None
-        first, begun = self._begun
-        passed, done = time.monotonic() - begun, step - first
-        left = self._seconds - passed
-        each = passed / done
-        return step if left <= each / 2 else step + max(1, min(done, int(left / each)))
+    def _take_snapshot(self, period: _Period, step: int, notes: Any) -> _Period | None:
+        try:
+            self._strategy.take_snapshot(step, _with_step(notes, step))
+        except SharedMemoryError as error:
+            if self._strategy.rank == 0:
+                logger.warning("Checkpoints: training goes on without snapshots: %s", error)
+            return None
+        period.begin(step)
+        return period
 
     def save(self, step: int, notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> Path:
         """Save now, and remove what is older than the files to keep. Collective.
@@ -174,16 +170,17 @@ class Checkpoints:
         if strategy.rank == 0:
             with contextlib.suppress(OSError):  # which `Strategy.save` tells all ranks
                 self.folder.mkdir(parents=True, exist_ok=True)
-                if self._begun is None:
+                if not self._saved:
                     remove_dead(self.folder, _NAMES)
-        extra = {**((notes() if callable(notes) else notes) or {}), "step": step}
+        extra, self._saved = _with_step(notes, step), True
         if self._asynchronous:
             self._saving = strategy.begin_save(path, extra, then=self._remove_old)
         else:
             strategy.save(path, extra)
             if strategy.rank == 0:
                 self._remove_old()
-        self._begun, self._next = (step, time.monotonic()), step + 1
+        if self._period is not None:
+            self._period.begin(step)
         return path
 
     def wait(self) -> None:
@@ -204,9 +201,9 @@ class Checkpoints:
             logger.warning("Checkpoints: files that are too old stay: %s", error)
 
     def restore_latest(self) -> dict[str, Any] | None:
-        """Restore the newest file that can be read. Collective.
+        """Restore the newest file that can be read, or the snapshot that is in memory still. Collective.
 
-        It waits for one that is being written. A damaged one is passed over with a warning, and the one before taken.
+        It waits for a file that is being written. A damaged one is passed over with a warning, and the one before taken.
 
         Returns:
             Its notes and "step", None where there is no file.
@@ -217,6 +214,9 @@ class Checkpoints:
         """
         self.wait()
         steps = self._strategy.broadcast_object(self.steps())
+        snapshot = None if self._snapshots is None else self._strategy.newest_snapshot()
+        if snapshot is not None and snapshot.step >= max(steps, default=0):
+            return dict(self._strategy.restore_snapshot(snapshot))
         for step in reversed(steps):
             try:
                 return dict(self._strategy.restore(self.path(step)))
@@ -227,6 +227,51 @@ class Checkpoints:
             expected, got = "a file that can be read", f"{len(steps)} that cannot"
             raise OSError(explain("Checkpoints.restore_latest", str(self.folder), expected=expected, got=got))
         return None
+
+
+@final
+class _Period:
+    """When so much time has passed, by rank 0's clock; all ranks ask after the same steps.
+
+    Attributes:
+        next: the step after which the ranks look at the clock.
+    """
+
+    def __init__(self, strategy: Any, seconds: float) -> None:
+        self._strategy, self._seconds = strategy, seconds
+        self._begun: tuple[int, float] | None = None  # a step, and the time then
+        self.next = 0
+
+    def begin(self, step: int) -> None:
+        """Measure from now on."""
+        self._begun, self.next = (step, time.monotonic()), step + 1
+
+    def due(self, step: int) -> bool:
+        """Return whether the time has passed, the first step after which this is asked being its begin. Collective."""
+        if self._begun is None:
+            self.begin(step)
+            return False
+        if step < self.next:
+            return False
+        self.next = self._strategy.broadcast_object(self._look(step))
+        return self.next <= step
+
+    def _look(self, step: int) -> int:
+        """Return the step to look at the clock again, or this one where it is time.
+
+        No rank asks another at each step: from the time that steps took so far, when it is due is estimated, but never
+        further ahead than twice as many steps.
+        """
+        assert self._begun is not None
+        first, begun = self._begun
+        passed, done = time.monotonic() - begun, step - first
+        left = self._seconds - passed
+        each = passed / done
+        return step if left <= each / 2 else step + max(1, min(done, int(left / each)))
+
+
+def _with_step(notes: Any, step: int) -> dict[str, Any]:
+    return {**((notes() if callable(notes) else notes) or {}), "step": step}
 
 
 def checkpoints_iterator(

@@ -22,6 +22,7 @@ FOLDER = Path("/dev/shm")
 # What MPI libraries and NCCL call their files: MPICH, Open MPI 5 and 4, Intel MPI, MVAPICH, UCX, PSM, libfabric, Cray, NCCL.
 PATTERNS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "Intel_MPI_*", "shm-col-space-*", "cxshm*",
             "ucx_shm_posix_*", "psm2_shm.*", "psm3_shm.*", "fi_shm_*", "cray-shared-mem-*", "nccl-*", "mpistrat*")  # fmt: skip
+KEPT = "mpistrat-job-"  # what jobs find when they are started again; see ../job_files.py
 YOUNG = 60.0  # seconds: a file made just now may not have been mapped yet
 _LOOKS = (0.2, 0.5, 1.0, 2.0, 5.0)  # seconds between looks after the end of a launcher, whose ranks may end later
 
@@ -32,6 +33,8 @@ def of_this_user(folder: Path = FOLDER) -> Iterator[tuple[Path, os.stat_result]]
         for path in sorted(folder.glob(pattern)):
             with contextlib.suppress(OSError):
                 about = path.lstat()
+                if path.name.startswith(KEPT):
+                    continue
                 if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid():
                     yield path, about
 

@@ -1,0 +1,188 @@
+"""Files of a job in /dev/shm that stay when its ranks are killed, under the key that `mpistrat run --restarts` gives it.
+
+    mpistrat-job-UID-KEY.lock               locked while the job's supervisor lives
+    mpistrat-job-UID-KEY.g2.1.r0            snapshots of the ranks from 0 on, of the second restart; see strategy/snapshot.py
+    mpistrat-job-UID-KEY.begun, .done       rank 0 has begun; the program has ended as it should
+    mpistrat-job-UID-KEY.step               a word: the step that the job has reached since it was started last
+
+The supervisor removes them when the job has ended. What a supervisor that was killed has left, the next one removes: files whose
+lock nobody holds, and which nobody has touched for some minutes. Standard library only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .monitor import abort
+
+__all__ = [
+    "expect_end", "generation_of", "lock", "make_file", "map_file", "mark", "path_of", "paths", "remove", "remove_older",
+    "step_word", "sweep",
+]  # fmt: skip
+
+FOLDER = Path("/dev/shm")
+_ABANDONED = 600.0  # seconds
+_process = 0  # that has noted its begin
+_SNAPSHOT = re.compile(r"\.g(\d+)\.(\d+)\.r(\d+)$")
+
+
+def _prefix(job: str) -> str:
+    return f"mpistrat-job-{os.getuid()}-{job}"
+
+
+def mark(job: str, what: str) -> Path:
+    """Return the file that says something of a job: "lock", "begun" or "done"."""
+    return FOLDER / f"{_prefix(job)}.{what}"
+
+
+def path_of(job: str, generation: int, serial: int, first: int) -> Path:
+    """Return the file of the snapshots of a node's ranks, from rank `first` on."""
+    return FOLDER / f"{_prefix(job)}.g{generation}.{serial}.r{first}"
+
+
+def generation_of(path: Path) -> int:
+    """Return how often the job had been started again when a file of snapshots was made."""
+    match = _SNAPSHOT.search(path.name)
+    return int(match[1]) if match else 0
+
+
+def paths(job: str) -> list[Path]:
+    """Return the files of snapshots on this node."""
+    found = FOLDER.glob(f"{_prefix(job)}.g*") if FOLDER.is_dir() else ()
+    return sorted(path for path in found if _SNAPSHOT.search(path.name))
+
+
+def make_file(path: Path, head: bytes, nbytes: int) -> None:
+    """Make a file of so many bytes, whose memory is there, zeros behind the head; it has its name when it is complete.
+
+    Raises:
+        OSError: there is no room, or the file is there.
+    """
+    beside = path.with_name(f"{path.name}.part")
+    with contextlib.suppress(FileNotFoundError):
+        beside.unlink()  # of a rank that was killed
+    file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(file, 0, nbytes)  # a full /dev/shm is an error here, not a SIGBUS later
+        os.pwrite(file, head, 0)
+        os.rename(beside, path)
+    except BaseException:
+        beside.unlink()
+        raise
+    finally:
+        os.close(file)
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file of this user.
+
+    Raises:
+        OSError: it is not there, or another user's, or others may open it.
+    """
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        about = os.fstat(file)
+        if about.st_uid != os.getuid() or about.st_mode & 0o077:
+            raise PermissionError(f"{path} is another user's, or open to others")
+        return mmap.mmap(file, about.st_size)
+    finally:
+        os.close(file)
+
+
+def remove_older(job: str, path: Path) -> None:
+    """Remove the files of snapshots of earlier starts of the job, and those that this file has replaced."""
+    own = _SNAPSHOT.search(path.name)
+    assert own is not None
+    for other in paths(job):
+        found = _SNAPSHOT.search(other.name)
+        assert found is not None
+        replaced = found[1] == own[1] and found[3] == own[3] and int(found[2]) < int(own[2])
+        if int(found[1]) < int(own[1]) or replaced:
+            other.unlink(missing_ok=True)
+
+
+def expect_end(job: str) -> None:
+    """Note that the program has begun, and when it ends as it should, note that. For rank 0."""
+    global _process
+    if _process == os.getpid() or not mark(job, "lock").exists():
+        return  # where the supervisor is on another node, it believes the launcher
+    _process = os.getpid()
+    mark(job, "begun").touch(mode=0o600)
+    atexit.register(_at_exit, job, _process)
+
+
+def _at_exit(job: str, process: int) -> None:
+    failed = hasattr(sys, "last_value") or abort.ending or abort.exit_status()
+    if os.getpid() == process and not failed:
+        mark(job, "done").touch(mode=0o600)
+
+
+def step_word(job: str) -> memoryview:
+    """Return the word of the step that the job has reached, which is mapped; of memory alone on other nodes."""
+    try:
+        return memoryview(map_file(mark(job, "step"))).cast("q")
+    except OSError:
+        return memoryview(bytearray(8)).cast("q")
+
+
+# the supervisor's
+
+
+def lock(job: str) -> int:
+    """Lock a job's key while this process lives; return the file's number, to be kept open."""
+    file = os.open(mark(job, "lock"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    make_file(mark(job, "step"), b"", 8)
+    return file
+
+
+def remove(job: str) -> None:
+    """Remove all files of a job on this node."""
+    for path in FOLDER.glob(f"{_prefix(job)}.*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def sweep() -> list[str]:
+    """Remove this user's files of jobs whose supervisors are gone; return their keys."""
+    removed = []
+    for job in sorted(_keys()):
+        files = list(FOLDER.glob(f"{_prefix(job)}.*"))
+        with contextlib.suppress(OSError):
+            newest = max(path.stat().st_mtime for path in files)
+            if not _locked(job) and time.time() - newest > _ABANDONED:
+                remove(job)
+                removed.append(job)
+    return removed
+
+
+def _keys() -> Iterator[str]:
+    found = set()
+    for path in FOLDER.glob(f"mpistrat-job-{os.getuid()}-*"):
+        match = re.fullmatch(r"mpistrat-job-\d+-([0-9a-f]{16})\..*", path.name)
+        if match:
+            found.add(match[1])
+    yield from found
+
+
+def _locked(job: str) -> bool:
+    try:
+        file = os.open(mark(job, "lock"), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False

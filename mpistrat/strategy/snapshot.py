@@ -1,0 +1,281 @@
+"""Snapshots: the state of a strategy in memory of each node that outlives its ranks, for a job that is started again.
+
+Each node has all of it, in a file of /dev/shm that carries the job's key: two buffers, written in turn, with a word for each
+rank and buffer that says of which step this rank's part is. A buffer is whole when all its words say the same step. All ranks
+have copied, and said so, before any goes on; so while one buffer is written the other one is whole on every node, and
+whenever ranks are killed the newest whole one is the state after some step.
+
+A rank that is killed takes nothing along: what has a name stays until the job has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from .._util.files import PAGE
+from ..comm import job_files
+from ..comm.agree import as_told, together
+from ..comm.process_group import ProcessGroup
+from ..comm.shared_memory import ENLARGE
+from ..errors import SharedMemoryError
+from ..variables.values import parse_dtype
+from .checkpoint_file import ArrayForm, Form
+from .checkpoint_writer import Slice
+
+__all__ = ["Snapshot", "SnapshotFile", "Snapshots"]
+
+_LEAST_NOTES = 1 << 16  # bytes
+_WORD = 8
+
+
+class Snapshot(NamedTuple):
+    """A state that is whole on some node: the newest generation of ranks first, then the newest step."""
+
+    generation: int
+    step: int
+    root: int  # the first rank on such a node
+
+
+@final
+class SnapshotFile:
+    """A file of snapshots of this node, read as `CheckpointFile` reads its own.
+
+    Attributes:
+        path: the file.
+        generation: how often the job had been started again when it was made.
+        optimizers: of the buffer that is read: name, iterations and made of each.
+    """
+
+    weights_only = False
+
+    def __init__(self, path: Path) -> None:
+        """Map a file.
+
+        Raises:
+            OSError: it cannot be opened, or is another user's.
+            ValueError: it is no such file, or was not finished.
+        """
+        self.path, self.generation = path, job_files.generation_of(path)
+        self._memory = job_files.map_file(path)
+        size = int.from_bytes(self._memory[:_WORD], "little")
+        meta = json.loads(self._memory[_WORD : _WORD + size])
+        self.ranks, self.notes_bytes, self.forms_here = meta["ranks"], meta["notes"], meta["forms"]
+        self._buffer, self._notes = 0, dict[str, Any]()
+        self._words = np.frombuffer(self._memory, np.int64, 2 * self.ranks, _rounded(_WORD + size))
+        self._notes_at = _rounded(_WORD + size) + _rounded(2 * self.ranks * _WORD)
+        self._arrays_at = self._notes_at + 2 * _rounded(self.notes_bytes)
+        self._nbytes = meta["nbytes"]
+
+    @classmethod
+    def make(cls, path: Path, forms: Sequence[ArrayForm], ranks: int, notes_bytes: int) -> SnapshotFile:
+        """Make a file; all its memory is there then.
+
+        Raises:
+            OSError: there is no room.
+        """
+        table, nbytes = [], 0
+        for form in forms:
+            table.append([form.key, list(form.shape), form.dtype.name, nbytes])
+            nbytes += -(-form.nbytes // PAGE) * PAGE
+        meta = json.dumps({"ranks": ranks, "notes": notes_bytes, "nbytes": nbytes, "forms": table}).encode()
+        whole = _rounded(_WORD + len(meta)) + _rounded(2 * ranks * _WORD) + 2 * (_rounded(notes_bytes) + nbytes)
+        job_files.make_file(path, len(meta).to_bytes(_WORD, "little") + meta, whole)
+        return cls(path)
+
+    # writing
+
+    def begin(self, buffer: int, rank: int) -> None:
+        """Say that a rank of the node writes its part of a buffer."""
+        self._words[buffer * self.ranks + rank] = 0
+
+    def write(self, buffer: int, slices: Iterable[Slice]) -> None:
+        """Copy slices of arrays into a buffer."""
+        starts = {key: (start, dtype) for key, _, dtype, start in self.forms_here}
+        for part in slices:
+            start, dtype = starts[part.key]
+            size = part.array.size
+            at = self._arrays_at + buffer * self._nbytes + start + part.start * part.array.itemsize
+            np.copyto(np.frombuffer(self._memory, parse_dtype(dtype), size, at), part.array)
+
+    def write_notes(self, buffer: int, data: bytes) -> None:
+        """Write what belongs to a buffer beside the arrays."""
+        at = self._notes_at + buffer * _rounded(self.notes_bytes)
+        self._memory[at : at + _WORD + len(data)] = len(data).to_bytes(_WORD, "little") + data
+
+    def end(self, buffer: int, rank: int, step: int) -> None:
+        """Say that a rank of the node has written its part of a buffer, as it is after a step. A fence comes before it."""
+        self._words[buffer * self.ranks + rank] = step
+
+    # reading
+
+    def newest(self) -> int:
+        """Return the newest step of which a buffer is whole, 0 if none is; it is the one that is read."""
+        found = {}
+        for buffer in (0, 1):
+            words = self._words[buffer * self.ranks : (buffer + 1) * self.ranks]
+            if words[0] > 0 and (words == words[0]).all():
+                found[int(words[0])] = buffer
+        step = max(found, default=0)
+        if step:
+            self._buffer = found[step]
+            at = self._notes_at + self._buffer * _rounded(self.notes_bytes)
+            size = int.from_bytes(self._memory[at : at + _WORD], "little")
+            self._notes = json.loads(self._memory[at + _WORD : at + _WORD + size])
+        return step
+
+    @property
+    def optimizers(self) -> list[dict[str, Any]]:
+        return [{"made": None, **about} for about in self._notes["optimizers"]]
+
+    def extra(self) -> Any:
+        """Return what the program gave beside."""
+        return self._notes["extra"]
+
+    def names(self) -> list[str]:
+        """Return the links of all variables."""
+        return [key.removeprefix("variables/") for key, *_ in self.forms_here if key.startswith("variables/")]
+
+    def forms(self, names: Iterable[str]) -> dict[str, Form]:
+        """Return shape and dtype of the variables of these links, where they are there, and of their slots."""
+        wanted = set(names)
+        every = {key: (tuple(shape), dtype) for key, shape, dtype, _ in self.forms_here}
+        return {key: form for key, form in every.items() if key.split("/")[3 if key[0] == "o" else 1] in wanted}
+
+    def read(self, key: str, form: Form) -> np.ndarray:
+        """Return a copy of an array."""
+        shape, dtype = form
+        start = next(start for name, _, _, start in self.forms_here if name == key)
+        array = np.empty(shape, parse_dtype(dtype))
+        at = self._arrays_at + self._buffer * self._nbytes + start
+        array.reshape(-1)[...] = np.frombuffer(self._memory, array.dtype, array.size, at)
+        return array
+
+    def __enter__(self) -> SnapshotFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing: the memory is given back with the object."""
+
+
+@final
+class Snapshots:
+    """The snapshots of one strategy."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._job = group, group.environment.job
+        self._file: SnapshotFile | None = None
+        self._taken = self._serial = 0
+        self._reached: memoryview | None = None
+        if self._job and group.topology.rank == 0:
+            job_files.expect_end(self._job)
+            self._reached = job_files.step_word(self._job)
+
+    def reach(self, step: int) -> None:
+        """Tell the supervisor which step the job has reached: one at which it dies again and again is given up. Local."""
+        if self._reached is not None:
+            self._reached[0] = step
+
+    def take(self, step: int, forms: Sequence[ArrayForm], slices: Sequence[Slice], notes: Mapping[str, Any]) -> None:
+        """Keep the state after a step; of all ranks of a node all of it. Collective.
+
+        Args:
+            step: 1 or more.
+            forms: the arrays, the same on all ranks.
+            slices: this rank's part of them.
+            notes: what belongs to it beside, the same on all ranks.
+
+        Raises:
+            SharedMemoryError: on every rank, where the memory of any node is too small.
+        """
+        group, node = self._group, self._group.node
+        data = json.dumps(dict(notes)).encode()
+        table = [[form.key, list(form.shape), form.dtype.name] for form in forms]
+        file = self._file
+        if (
+            file is None
+            or len(data) + _WORD > file.notes_bytes
+            or [[key, shape, dtype] for key, shape, dtype, _ in file.forms_here] != table
+        ):
+            file = self._make(forms, max(_LEAST_NOTES, 4 * len(data)))
+        buffer = self._taken % 2
+        file.begin(buffer, node.rank)
+        node.sync()
+        file.write(buffer, slices)
+        if node.rank == 0:
+            file.write_notes(buffer, data)
+        node.sync()
+        file.end(buffer, node.rank, step)
+        group.barrier("snapshot")  # all have copied: arrays may change; and the other buffer may
+        self._taken += 1
+        if self._taken == 2 and node.rank == 0:  # every node has a whole one of this file
+            job_files.remove_older(self._job, file.path)
+
+    def _make(self, forms: Sequence[ArrayForm], notes_bytes: int) -> SnapshotFile:
+        group, node = self._group, self._group.node
+        self._serial, self._taken = self._serial + 1, 0
+        path = job_files.path_of(self._job, group.environment.generation, self._serial, node.ranks[0])
+        exchange = partial(group.exchange, "snapshot", detail=f"{len(forms)} arrays")
+
+        def attempt(call: Callable[[], SnapshotFile | None]) -> SnapshotFile | None:
+            with together(exchange, as_told):
+                try:
+                    return call()
+                except OSError as error:
+                    text = f"snapshots on the node of rank {group.topology.rank}: {error}"
+                    raise SharedMemoryError(
+                        f"{text}. Enlarge it: {ENLARGE}; or take none: snapshot_seconds=None"
+                    ) from None
+
+        leads = node.rank == 0
+        made = attempt(lambda: SnapshotFile.make(path, forms, node.size, notes_bytes) if leads else None)
+        self._file = attempt(lambda: made or SnapshotFile(path))
+        assert self._file is not None
+        return self._file
+
+    def newest(self) -> Snapshot | None:
+        """Return the newest state that is whole on some node; None where there is none. Collective."""
+        group, best = self._group, (0, 0)
+        if group.node.rank == 0:
+            best = max(((f.generation + 1, step) for f, step in self._here()), default=best)
+        with group.collective("snapshot", "newest"):
+            table = group.all_gather_int(best)
+        generation, step = max(map(tuple, table.tolist()))
+        if not step:
+            return None
+        return Snapshot(generation - 1, step, table.tolist().index([generation, step]))
+
+    def open(self, snapshot: Snapshot) -> SnapshotFile:
+        """Return the file that has a state, on its root.
+
+        Raises:
+            OSError: it is not there any more.
+        """
+        for file, step in self._here():
+            if (file.generation, step) == snapshot[:2]:
+                return file
+        raise OSError(f"the snapshot of step {snapshot.step} is not there any more")
+
+    def _here(self) -> list[tuple[SnapshotFile, int]]:
+        found = []
+        for path in job_files.paths(self._job):
+            try:
+                file = SnapshotFile(path)
+            except (OSError, ValueError):  # made by a rank that was killed then
+                continue
+            if step := file.newest():
+                found.append((file, step))
+        return found
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
