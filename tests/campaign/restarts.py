@@ -31,8 +31,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, EPOCHS, BATCH, ROWS = 60, 4, 8, 120
 LIMIT = 20.0  # seconds without a new step: it hangs
+LOST = 20  # steps that a kill may cost: snapshots are taken every few
 LIFE = 240.0  # seconds that a job with all its kills may take
-KINDS = ("line", "snapshot", "snapshot", "begin", "outside", "both")
+KINDS = ("line", "line", "snapshot", "snapshot", "begin", "outside")
 FAULTS = {  # what is put into the program, and how each is a mistake
     "words before the copy": """
 end = SnapshotFile.end
@@ -111,7 +112,7 @@ from mpistrat.strategy.snapshot import SnapshotFile, Snapshots
 latest = [0]
 exec(os.environ.get("FAULT", ""))
 rank = MPI.COMM_WORLD.rank
-victim = kill is not None and (kill["rank"] == rank or kill["kind"] == "both")
+victim = kill is not None and (kill["rank"] == rank or kill["both"])
 if victim and kill["kind"] == "begin":
     count(kill["lines"])
 open(f"pid-{{generation}}-{{rank}}", "w").write(str(os.getpid()))
@@ -140,7 +141,7 @@ class Watch(ms.train.Callback):
         time.sleep(0.004)
         global steps
         steps += 1
-        if victim and steps == kill["steps"] and kill["kind"] in ("line", "both", "snapshot"):
+        if victim and steps == kill["steps"] and kill["kind"] in ("line", "late", "snapshot"):
             count(kill["lines"])
 
 checkpoints = ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.02, every_steps=25)
@@ -169,12 +170,13 @@ def plan_of(rng: random.Random, kills: int, ranks: int) -> list[dict[str, object
     """Return what happens to each generation of a job."""
     plan: list[dict[str, object]] = []
     for _ in range(kills):
-        kind = rng.choice(KINDS)
-        if kind == "begin" and (not plan or plan[-1]["kind"] == "begin"):  # a job that never gets on is given up
-            kind = "line"
+        kind, early = rng.choice(KINDS), [one["kind"] in ("begin", "snapshot") for one in plan[-2:]]
+        if early == [True, True] or (kind == "begin" and not plan):  # a job that never gets on is given up
+            kind = "late"
         lines = rng.randrange(1, {"begin": 60_000, "snapshot": 250}.get(kind, 4_000))
         plan.append({
-            "kind": kind, "rank": rng.randrange(ranks), "steps": rng.randrange(1, 12), "lines": lines,
+            "kind": kind, "rank": rng.randrange(ranks), "both": rng.random() < 0.4, "lines": lines,
+            "steps": {"snapshot": 1, "late": rng.randrange(10, 16)}.get(kind, rng.randrange(1, 12)),
             "after": rng.uniform(0.0, 0.4),
         })  # fmt: skip
     return plan
@@ -227,7 +229,7 @@ def _kill_from_outside(folder: Path, number: int, kill: dict[str, object], done:
 
 
 def check_rows(folder: Path) -> list[str]:
-    """Return what is wrong with the rows of the generations that count."""
+    """Return what is wrong with the rows of the generations that count, and with where they went on."""
     by_step: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for path in folder.glob("record-*"):
         for line in path.read_text().splitlines():
@@ -236,7 +238,16 @@ def check_rows(folder: Path) -> list[str]:
             except ValueError:  # a rank was killed in its write
                 continue
             by_step[step][generation] += rows
-    wrong = [f"step {step} is missing" for step in range(1, STEPS + 1) if step not in by_step]
+    reached: dict[int, list[int]] = defaultdict(list)
+    for step, generations in by_step.items():
+        for generation in generations:
+            reached[generation].append(step)
+    wrong, last = [], 0
+    for generation in sorted(reached):
+        if min(reached[generation]) <= last - LOST:
+            wrong.append(f"start {generation} went on at step {min(reached[generation])}, {last} had been reached")
+        last = max(last, *reached[generation])
+    wrong += [f"step {step} is missing" for step in range(1, STEPS + 1) if step not in by_step]
     for epoch in range(EPOCHS):
         rows = []
         for step in range(epoch * STEPS // EPOCHS + 1, (epoch + 1) * STEPS // EPOCHS + 1):
@@ -314,7 +325,7 @@ def main() -> int:
                     os.path.abspath(python), options.kills, options.seed, options.each, options.ranks, fault=code
                 )
                 bad += not outcome.wrong
-                found = outcome.wrong[0].split("}]: ", 1)[-1].splitlines()[0] if outcome.wrong else "NOT FOUND"
+                found = outcome.wrong[0].split("}]: ", 1)[-1].strip().splitlines()[-1] if outcome.wrong else "NOT FOUND"
                 print(f"{fault}: after {outcome.kills} kills: {found}", flush=True)
             continue
         outcome = campaign(os.path.abspath(python), options.kills, options.seed, options.each, options.ranks, show=True)
