@@ -1,4 +1,4 @@
-"""Draw the plots of a folder of results: all-reduce, the training step, frameworks, HDF5 input, parameter servers, checkpoints, watching.
+"""Draw the plots of a folder of results: all-reduce, steps, frameworks, HDF5 input, parameter servers, checkpoints, watching.
 
 python benchmarks/plot.py benchmarks/results/2026-11-21
 """

@@ -87,8 +87,8 @@ class _Supervisor:
             _say(f"{told}: started again {where} ({generation} of {self._restarts})")
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on; after SIGTERM and Ctrl-C nothing is started again."""
-        self._stopping = self._stopping or number != signal.SIGUSR1
+        """Pass a signal on; after one nothing is started again."""
+        self._stopping = True
         if self._launcher is not None and number != signal.SIGINT:  # which the terminal sends to all of a job
             with contextlib.suppress(ProcessLookupError):
                 self._launcher.send_signal(number)

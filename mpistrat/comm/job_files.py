@@ -19,7 +19,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from .monitor import abort
@@ -27,6 +26,7 @@ from .monitor import abort
 __all__ = [
     "expect_end", "generation_of", "lock", "make_file", "map_file", "mark", "path_of", "paths", "remove", "remove_older",
     "step_word", "sweep",
+    "unsupervised",
 ]  # fmt: skip
 
 FOLDER = Path("/dev/shm")
@@ -155,23 +155,27 @@ def remove(job: str) -> None:
 def sweep() -> list[str]:
     """Remove this user's files of jobs whose supervisors are gone; return their keys."""
     removed = []
-    for job in sorted(_keys()):
-        files = list(FOLDER.glob(f"{_prefix(job)}.*"))
-        with contextlib.suppress(OSError):
-            newest = max(path.stat().st_mtime for path in files)
-            if not _locked(job) and time.time() - newest > _ABANDONED:
+    for job in unsupervised():
+        with contextlib.suppress(OSError, ValueError):
+            newest = max(path.stat().st_mtime for path in FOLDER.glob(f"{_prefix(job)}.*"))
+            if time.time() - newest > _ABANDONED:
                 remove(job)
                 removed.append(job)
     return removed
 
 
-def _keys() -> Iterator[str]:
+def unsupervised() -> list[str]:
+    """Return the keys of this user's jobs that have files here, and no supervisor that lives."""
+    return [job for job in sorted(_keys()) if not _locked(job)]
+
+
+def _keys() -> set[str]:
     found = set()
     for path in FOLDER.glob(f"mpistrat-job-{os.getuid()}-*"):
         match = re.fullmatch(r"mpistrat-job-\d+-([0-9a-f]{16})\..*", path.name)
         if match:
             found.add(match[1])
-    yield from found
+    return found
 
 
 def _locked(job: str) -> bool:

@@ -18,6 +18,7 @@ from ..strategy.checkpoint_writer import Saving
 __all__ = ["Checkpoints", "checkpoints_iterator"]
 
 _POLL_SECONDS = 1.0  # between looks at a folder
+_SHARE = 0.01  # of the time, that snapshots take at most
 _NAMES = r"step-(\d{10,})\.h5"
 
 
@@ -56,7 +57,7 @@ class Checkpoints:
             asynchronous: whether files are written while the program goes on, which takes memory for a copy of what is saved,
                 divided over the ranks; see `Strategy.begin_save`.
             snapshot_seconds: under `mpistrat run --restarts`, `step` keeps the state in memory, too, when so much time has passed
-                since the last time; see `Strategy.take_snapshot`. None for never.
+                since the last time, and a hundred times as much as it takes; see `Strategy.take_snapshot`. None for never.
 
         Raises:
             ValueError: an argument is out of range.
@@ -146,13 +147,14 @@ class Checkpoints:
             return None
 
     def _take_snapshot(self, period: _Period, step: int, notes: Any) -> _Period | None:
+        began = time.monotonic()
         try:
             self._strategy.take_snapshot(step, _with_step(notes, step))
         except SharedMemoryError as error:
             if self._strategy.rank == 0:
                 logger.warning("Checkpoints: training goes on without snapshots: %s", error)
             return None
-        period.begin(step)
+        period.begin(step, time.monotonic() - began)
         return period
 
     def save(self, step: int, notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> Path:
@@ -216,10 +218,13 @@ class Checkpoints:
         steps = self._strategy.broadcast_object(self.steps())
         snapshot = None if self._snapshots is None else self._strategy.newest_snapshot()
         if snapshot is not None and snapshot.step >= max(steps, default=0):
+            self._strategy.reach(snapshot.step)
             return dict(self._strategy.restore_snapshot(snapshot))
         for step in reversed(steps):
             try:
-                return dict(self._strategy.restore(self.path(step)))
+                notes = dict(self._strategy.restore(self.path(step)))
+                self._strategy.reach(step)
+                return notes
             except OSError as error:
                 if self._strategy.rank == 0:
                     logger.warning("Checkpoints: step %d is passed over: %s", step, error)
@@ -240,11 +245,12 @@ class _Period:
     def __init__(self, strategy: Any, seconds: float) -> None:
         self._strategy, self._seconds = strategy, seconds
         self._begun: tuple[int, float] | None = None  # a step, and the time then
+        self._least = 0.0
         self.next = 0
 
-    def begin(self, step: int) -> None:
-        """Measure from now on."""
-        self._begun, self.next = (step, time.monotonic()), step + 1
+    def begin(self, step: int, cost: float = 0.0) -> None:
+        """Measure from now on; what cost so many seconds shall take a hundredth of the time at most."""
+        self._begun, self.next, self._least = (step, time.monotonic()), step + 1, cost / _SHARE
 
     def due(self, step: int) -> bool:
         """Return whether the time has passed, the first step after which this is asked being its begin. Collective."""
@@ -265,7 +271,7 @@ class _Period:
         assert self._begun is not None
         first, begun = self._begun
         passed, done = time.monotonic() - begun, step - first
-        left = self._seconds - passed
+        left = max(self._seconds, self._least) - passed
         each = passed / done
         return step if left <= each / 2 else step + max(1, min(done, int(left / each)))
 

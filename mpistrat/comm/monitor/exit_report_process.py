@@ -214,7 +214,10 @@ class Connections:
                 idle = max(self.monitor.until - time.monotonic(), 0.0)
             ready = self.events.poll(idle)  # in the order in which it happened
             if self.monitor.deaths and time.monotonic() >= self.monitor.until:
+                died = any(death.status != 0 for death in self.monitor.deaths)
                 self.monitor.finish()
+                if died and os.environ.get("MPISTRAT_JOB"):  # the launcher has not ended them: the job is started again
+                    self.end_ranks()
             for descriptor, _ in ready:
                 if descriptor == self.listener.fileno():
                     self.accept()
@@ -222,6 +225,12 @@ class Connections:
                     self.receive(descriptor)
         self.monitor.finish()
         self.clean()
+
+    def end_ranks(self) -> None:
+        """Kill the ranks that live: each would wait for the one that has died."""
+        for rank in self.ranks.values():
+            with contextlib.suppress(OSError):
+                os.kill(rank.pid, signal.SIGKILL)
 
     def clean(self) -> None:
         """Remove what ranks that were killed, or that ended the job, left in shared memory."""

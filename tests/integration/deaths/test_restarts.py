@@ -1,0 +1,149 @@
+"""Jobs that `mpistrat run --restarts` starts again: a sample of the campaign, and how it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher import ROOT, job_environment
+
+sys.path.append(str(ROOT / "tests" / "campaign"))
+import restarts
+
+PROGRAM = """
+import os, signal, sys, time
+import numpy as np
+import mpistrat as ms
+ms.catch_stop_signals()
+strategy = ms.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    w = ms.Variable(np.zeros(4), name="w", aggregation=ms.VariableAggregation.SUM)
+checkpoints = ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.01)
+notes = checkpoints.restore_latest() or {"step": 0}
+how, generation = sys.argv[1], int(os.environ["MPISTRAT_GENERATION"])
+if strategy.rank == 0:
+    print("from", generation, notes["step"], w.numpy()[0], flush=True)
+for step in range(notes["step"] + 1, 41):
+    if how == "same" and step == 7 and strategy.rank == 1:
+        raise ValueError("it always fails here")
+    strategy.run(lambda: w.assign_add(np.ones(4)))
+    checkpoints.step(step)
+    time.sleep(0.01)
+    if how == "stop" and step == 5:
+        print("ready", flush=True)
+        while not strategy.should_stop():
+            time.sleep(0.01)
+        sys.exit(ms.RESTART_EXIT_CODE)
+    if how == "often" and strategy.rank == 0 and step > notes["step"] + 4 + generation:
+        os._exit(3)
+    if how == "shared" and generation == 0 and step == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+if strategy.rank == 0:
+    print("end", w.numpy()[0] / strategy.size, flush=True)
+if how == "late":
+    sys.exit(17)
+"""
+
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def start(mpi, tmp_path):
+    """Start `mpistrat run --restarts` on the program; it is killed at the end."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    started = []
+
+    def run(how, restarts="9", **env):
+        words = [mpi.python, "-m", "mpistrat", "run", "-n", "2", "--restarts", restarts, "train.py", how]
+        environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin", **env})
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(words, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+    assert not restarts.left_behind()
+
+
+@pytest.mark.timeout(300)
+def test_jobs_end_with_the_bits_of_an_undisturbed_one(mpi):
+    outcome = restarts.campaign(mpi.python, kills=6, seed=int(time.time()) // 86400, each=6)
+    assert outcome.kills >= 4
+    assert not outcome.wrong
+
+
+def test_a_step_that_always_fails_is_given_up(start):
+    process = start("same")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, 42)
+    assert "it always fails here" in err
+    assert "3 times after step 6: given up" in err
+    assert out.count("from ") == 3
+
+
+def test_it_is_started_so_often_and_not_more(start):
+    process = start("often", restarts="2")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, 42)
+    assert "were started again 2 times: given up" in err
+    froms = [line.split() for line in out.splitlines() if line.startswith("from")]
+    assert [int(words[1]) for words in froms] == [0, 1, 2]
+    steps = [int(words[2]) for words in froms]
+    assert 0 < steps[1] < steps[2]
+    assert [float(words[3]) for words in froms] == [2.0 * step for step in steps]
+
+
+def test_both_ranks_die_and_the_job_goes_on(start):
+    process = start("shared")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1] == "end 40.0"
+    assert re.search(r"started again from step 1\d in memory \(1 of 9\)|started again from step 20 in memory", err)
+
+
+def test_nobody_is_started_again_after_a_stop(start):
+    process = start("stop")
+    while "ready" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGUSR1)  # which MPICH and Open MPI forward
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 42, err
+    assert "started again" not in err
+
+
+def test_an_error_after_the_end_is_told(start):
+    process = start("late", restarts="3")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, 42)
+    assert "given up" in err
+
+
+def test_a_full_dev_shm_leaves_training_to_go_on(start, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import errno, os\n"
+        "def full(*args):\n"
+        "    raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "if 'MPISTRAT_GENERATION' in os.environ:\n"
+        "    os.posix_fallocate = full\n"
+    )
+    path = os.pathsep.join([str(tmp_path), job_environment("none", tmp_path, {})["PYTHONPATH"]])
+    process = start("none", PYTHONPATH=path)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1] == "end 40.0"
+    assert err.count("training goes on without snapshots") == 1
+    assert "No space left on device" in err
+    assert Path("/dev/shm").is_dir()

@@ -1,0 +1,135 @@
+"""A snapshot in memory: whatever moment ranks die at, the newest whole one is the state after some step."""
+
+import os
+import stat
+
+import numpy as np
+import pytest
+
+from mpistrat.comm import job_files
+from mpistrat.strategy.checkpoint_file import ArrayForm
+from mpistrat.strategy.checkpoint_writer import Slice
+from mpistrat.strategy.snapshot import SnapshotFile
+
+KEY = "0123456789abcdef"
+RANKS, SIZE = 2, 6
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(job_files, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def made(generation=0, serial=1, first=0):
+    path = job_files.path_of(KEY, generation, serial, first)
+    return SnapshotFile.make(path, [ArrayForm("variables/w", (SIZE,), np.dtype("float64"))], RANKS, 4096)
+
+
+def part(rank, step):
+    low, high = rank * SIZE // RANKS, (rank + 1) * SIZE // RANKS
+    return Slice("variables/w", low, np.full(high - low, float(step)))
+
+
+def operations(file, rank, number, step, buffers=2):
+    """What a rank does for a snapshot, in its order."""
+    buffer = number % buffers
+    first, second = part(rank, step), part(rank, step)
+    yield lambda: file.begin(buffer, rank)
+    yield lambda: file.write(buffer, [first._replace(array=first.array[:1])])
+    yield lambda: file.write(buffer, [second._replace(start=second.start + 1, array=second.array[1:])])
+    if rank == 0:
+        yield lambda: file.write_notes(buffer, b'{"extra": {"step": %d}, "optimizers": []}' % step)
+    yield lambda: file.end(buffer, rank, step)
+
+
+def states(buffers=2, words_first=False):
+    """Take three snapshots, and stop after each possible number of operations of each rank; yield what is read then."""
+    for last in range(3):
+        lengths = [len(list(operations(made(9), rank, 0, 1))) for rank in range(RANKS)]
+        job_files.path_of(KEY, 9, 1, 0).unlink()
+        for stops in np.ndindex(*(length + 1 for length in lengths)):
+            file = made()
+            for number in range(last + 1):
+                for rank in range(RANKS):
+                    todo = list(operations(file, rank, number, 10 * (number + 1), buffers))
+                    todo = [todo[-1], *todo[1:-1]] if words_first else todo
+                    for operation in todo[: stops[rank]] if number == last else todo:
+                        operation()
+            again = SnapshotFile(file.path)
+            try:
+                step = again.newest()
+            except ValueError:  # no notes
+                step = -1
+            yield (
+                last,
+                stops == tuple(lengths),
+                step,
+                step > 0 and again.read("variables/w", ((SIZE,), "float64")),
+                again,
+            )
+            file.path.unlink()
+
+
+def test_what_is_whole_is_the_state_of_its_step():
+    seen = set()
+    for last, complete, step, array, file in states():
+        assert step == 10 * (last + complete)
+        if step:
+            assert array.tolist() == [step] * SIZE
+            assert file.extra() == {"step": step}
+        seen.add(step)
+    assert seen == {0, 10, 20, 30}
+
+
+@pytest.mark.parametrize("mistake", [{"buffers": 1}, {"words_first": True}])
+def test_mistakes_would_be_seen(mistake):
+    assert any(
+        step != 10 * (last + complete) or (step > 0 and array.tolist() != [step] * SIZE)
+        for last, complete, step, array, _ in states(**mistake)
+    )
+
+
+def test_files_are_this_users_alone_and_complete():
+    file = made()
+    about = os.stat(file.path)
+    assert stat.S_IMODE(about.st_mode) == 0o600
+    assert about.st_blocks * 512 >= about.st_size  # the memory is there
+    file.path.chmod(0o640)
+    with pytest.raises(PermissionError, match="open to others"):
+        SnapshotFile(file.path)
+
+
+def test_older_ones_are_removed_and_others_stay(folder):
+    old, replaced, other, new = made(0), made(1, 1), made(1, 1, first=2), made(1, 2)
+    (folder / f"mpistrat-job-{os.getuid()}-ffffffffffffffff.g0.1.r0").touch()
+    job_files.remove_older(KEY, new.path)
+    assert set(job_files.paths(KEY)) == {other.path, new.path}
+    assert not old.path.exists() and not replaced.path.exists()
+    assert len(list(folder.iterdir())) == 3
+    assert [job_files.generation_of(path) for path in job_files.paths(KEY)] == [1, 1]
+
+
+def test_what_nobody_supervises_is_swept_after_some_minutes(folder):
+    held = job_files.lock(KEY)
+    file = made()
+    old = 1e9
+    for path in folder.iterdir():
+        os.utime(path, (old, old))
+    assert job_files.sweep() == []  # it is locked
+    os.close(held)
+    os.utime(file.path)
+    assert job_files.sweep() == []  # it is young
+    os.utime(file.path, (old, old))
+    assert job_files.sweep() == [KEY]
+    assert list(folder.iterdir()) == []
+
+
+def test_a_disk_that_is_full_leaves_nothing(folder, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        made()
+    assert list(folder.iterdir()) == []
