@@ -110,20 +110,32 @@ def remove_older(job: str, path: Path) -> None:
             other.unlink(missing_ok=True)
 
 
-def expect_end(job: str) -> None:
-    """Note that the program has begun, and when it ends as it should, note that. For rank 0."""
+def expect_end(job: str, first: bool) -> None:
+    """Tell the supervisor that the program has begun, and that it has ended as it should. For the first rank of each node.
+
+    Where the supervisor is on another node, which then believes the launcher, the files here are removed at a good end.
+
+    Args:
+        job: the key.
+        first: whether this is rank 0.
+    """
     global _process
-    if _process == os.getpid() or not mark(job, "lock").exists():
-        return  # where the supervisor is on another node, it believes the launcher
-    _process = os.getpid()
-    mark(job, "begun").touch(mode=0o600)
-    atexit.register(_at_exit, job, _process)
+    if _process == os.getpid():
+        return
+    _process, supervised = os.getpid(), mark(job, "lock").exists()
+    if first and supervised:
+        mark(job, "begun").touch(mode=0o600)
+    if first or not supervised:
+        atexit.register(_at_exit, job, _process, supervised)
 
 
-def _at_exit(job: str, process: int) -> None:
-    failed = hasattr(sys, "last_value") or abort.ending or abort.exit_status()
-    if os.getpid() == process and not failed:
+def _at_exit(job: str, process: int, supervised: bool) -> None:
+    if os.getpid() != process or hasattr(sys, "last_value") or abort.ending or abort.exit_status():
+        return
+    if supervised:
         mark(job, "done").touch(mode=0o600)
+    else:
+        remove(job)
 
 
 def step_word(job: str) -> memoryview:

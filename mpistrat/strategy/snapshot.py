@@ -176,8 +176,9 @@ class Snapshots:
         self._file: SnapshotFile | None = None
         self._taken = self._serial = 0
         self._reached: memoryview | None = None
+        if self._job and group.node.rank == 0:
+            job_files.expect_end(self._job, group.topology.rank == 0)
         if self._job and group.topology.rank == 0:
-            job_files.expect_end(self._job)
             self._reached = job_files.step_word(self._job)
 
     def reach(self, step: int) -> None:
