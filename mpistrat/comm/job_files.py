@@ -6,7 +6,7 @@
     mpistrat-job-UID-KEY.step               a word: the step that the job has reached since it was started last
 
 The supervisor removes them when the job has ended. What a supervisor that was killed has left, the next one removes: files whose
-lock nobody holds, and which nobody has touched for some minutes. Standard library only.
+lock nobody holds, and which nobody has touched for some minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import mmap
 import os
 import re
 import sys
@@ -22,11 +21,11 @@ import time
 from pathlib import Path
 
 from .monitor import abort
+from .shared_memory import map_file
 
 __all__ = [
-    "expect_end", "generation_of", "lock", "make_file", "map_file", "mark", "path_of", "paths", "remove", "remove_older",
-    "step_word", "sweep",
-    "unsupervised",
+    "expect_end", "generation_of", "lock", "make_file", "mark", "path_of", "paths", "remove", "remove_older",
+    "step_word", "sweep", "unsupervised",
 ]  # fmt: skip
 
 FOLDER = Path("/dev/shm")
@@ -78,22 +77,6 @@ def make_file(path: Path, head: bytes, nbytes: int) -> None:
     except BaseException:
         beside.unlink()
         raise
-    finally:
-        os.close(file)
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """Map a file of this user.
-
-    Raises:
-        OSError: it is not there, or another user's, or others may open it.
-    """
-    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        about = os.fstat(file)
-        if about.st_uid != os.getuid() or about.st_mode & 0o077:
-            raise PermissionError(f"{path} is another user's, or open to others")
-        return mmap.mmap(file, about.st_size)
     finally:
         os.close(file)
 

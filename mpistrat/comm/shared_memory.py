@@ -25,7 +25,7 @@ from .._util.text import binary_size
 from ..errors import SharedMemoryError
 from .agree import as_told, gather_text, together
 
-__all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "free_space"]
+__all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "free_space", "map_file"]
 
 SHARED_FOLDER = Path("/dev/shm")
 ENLARGE = (
@@ -104,7 +104,7 @@ def allocate_shared(node: Any, world: Any, nbytes: Sequence[int], what: str) -> 
             if problem is not None:
                 raise problem
             if node.rank and path:
-                memory = _open(path)
+                memory = map_file(Path(path))
         except OSError as error:
             raise SharedMemoryError(
                 f"no memory can be shared for {what} on the node of rank {world.rank}: {error}. Look whether"
@@ -136,7 +136,12 @@ def _make(nbytes: int) -> tuple[str, Any]:
         os.close(file)
 
 
-def _open(path: str) -> Any:
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file of this user.
+
+    Raises:
+        OSError: it is not there, or another user's, or others may open it.
+    """
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         about = os.fstat(file)

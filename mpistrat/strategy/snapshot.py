@@ -24,7 +24,7 @@ from .._util.files import PAGE
 from ..comm import job_files
 from ..comm.agree import as_told, together
 from ..comm.process_group import ProcessGroup
-from ..comm.shared_memory import ENLARGE
+from ..comm.shared_memory import ENLARGE, map_file
 from ..errors import SharedMemoryError
 from ..variables.values import parse_dtype
 from .checkpoint_file import ArrayForm, Form
@@ -64,7 +64,7 @@ class SnapshotFile:
             ValueError: it is no such file, or was not finished.
         """
         self.path, self.generation = path, job_files.generation_of(path)
-        self._memory = job_files.map_file(path)
+        self._memory = map_file(path)
         size = int.from_bytes(self._memory[:_WORD], "little")
         meta = json.loads(self._memory[_WORD : _WORD + size])
         self.ranks, self.notes_bytes, self.forms_here = meta["ranks"], meta["notes"], meta["forms"]

@@ -121,7 +121,7 @@ def test_memory_that_a_rank_cannot_map_is_an_error_on_every_rank(group, monkeypa
 
     rank = range(group.topology.size)[who]
     if group.topology.rank == rank and group.node.shared:
-        monkeypatch.setattr(shared_memory, "_open" if rank else "_make", refuse)
+        monkeypatch.setattr(shared_memory, "map_file" if rank else "_make", refuse)
     if not group.node.shared:
         return
     with pytest.raises(
@@ -146,8 +146,8 @@ def test_a_file_that_others_may_read_is_not_taken(tmp_path):
     path.write_bytes(b"0" * 4096)
     path.chmod(0o604)
     with pytest.raises(PermissionError, match="open to others"):
-        shared_memory._open(str(path))
+        shared_memory.map_file(path)
     link = tmp_path / "link"
     link.symlink_to(path)
     with pytest.raises(OSError):
-        shared_memory._open(str(link))
+        shared_memory.map_file(link)
