@@ -289,6 +289,8 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         os.makedirs(args.log_dir, exist_ok=True)
     start.environment |= _terminal(bar=not args.tag and args.log_dir is None)
     if args.restarts:
+        if start.command[0] != "srun":
+            _clean_up_after(os.getpid())
         return supervise.supervise(start.command, start.environment, args.restarts)
     return _become(start)
 
