@@ -147,3 +147,24 @@ def test_a_full_dev_shm_leaves_training_to_go_on(start, tmp_path):
     assert err.count("training goes on without snapshots") == 1
     assert "No space left on device" in err
     assert Path("/dev/shm").is_dir()
+
+
+def test_ranks_that_a_launcher_leaves_waiting_are_ended(mpi, tmp_path):
+    if "MPICH" not in mpi.vendor:
+        pytest.skip("only MPICH's mpiexec can be told to leave them")
+    (tmp_path / "waits.py").write_text(
+        "import os, signal, time\n"
+        "import mpistrat as ms\n"
+        "strategy = ms.MultiWorkerMirroredStrategy()\n"
+        "strategy.barrier()\n"
+        "if strategy.rank == 0:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(50)\n"
+    )
+    environment = job_environment("none", tmp_path, {"MPISTRAT_JOB": "0123456789abcdef"})
+    command = [*mpi.mpiexec, "-disable-auto-cleanup", "-n", "2", mpi.python, "waits.py"]
+    began = time.monotonic()
+    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=45)
+    assert process.returncode
+    assert time.monotonic() - began < 20
+    assert "rank 0 of 2" in process.stderr
