@@ -12,8 +12,9 @@ from typing import Any, final
 
 from .._util.files import remove_dead
 from .._util.log import logger
-from ..errors import SharedMemoryError, explain
+from ..errors import ContextError, SharedMemoryError, explain
 from ..strategy.checkpoint_writer import Saving
+from .random_states import gather_states, hand_back
 
 __all__ = ["Checkpoints", "checkpoints_iterator"]
 
@@ -201,6 +202,69 @@ class Checkpoints:
                 self.path(old).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("Checkpoints: files that are too old stay: %s", error)
+
+    def batches(self, data: Any, epochs: int = 1, **lists: list[Any]) -> Iterator[Any]:
+        """Yield the batches of some epochs, from where the newest checkpoint was taken, and save as `step` does. Collective.
+
+        For a loop of your own. What the loop has done with a batch is done when it asks for the next one: then files and
+        snapshots have the position in the data, too, and the states of random generators. It ends when `should_stop` says so,
+        with a file of that step.
+
+        Args:
+            data: a distributed dataset, the same number of batches on all ranks.
+            epochs: how many in all, over all runs.
+            lists: what the loop fills, numbers, text and lists of them, the same on all ranks, by a name in the file: at the
+                begin they get what they had been then.
+
+        Raises:
+            ContextError: under parameter servers, whose workers have batches of their own.
+            OSError, ValueError: as `restore_latest`.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
+            ...     data = strategy.distribute_dataset(ms.data.from_arrays(np.arange(6.0)).batch(2))
+            ...     for epochs in (1, 2):
+            ...         sums = []
+            ...         checkpoints = ms.train.Checkpoints(strategy, folder)
+            ...         for x in checkpoints.batches(data, epochs, sums=sums):
+            ...             sums.append(float(x.sum()))
+            ...     sums
+            [1.0, 5.0, 9.0, 1.0, 5.0, 9.0]
+        """
+        strategy = self._strategy
+        if strategy.extended.placement.store is not None:
+            expected, got = "a strategy whose ranks have the same batches", "one of parameter servers"
+            raise ContextError(explain("Checkpoints.batches", "strategy", expected=expected, got=got))
+        notes = self.restore_latest() or {"step": 0, "epoch": 0, "position": None, "lists": {}, "random": ()}
+        step, first, position = notes["step"], notes["epoch"], notes["position"]
+        for name, values in lists.items():
+            values[:] = notes["lists"].get(name, ())
+        hand_back(strategy, notes["random"])
+        if first < epochs and hasattr(data, "set_epoch"):
+            data.set_epoch(first)
+        for epoch in range(first, epochs):
+            iterator = iter(data)
+            if position is not None:
+                iterator.restore(position)
+
+            def now(epoch: int = epoch, iterator: Any = iterator) -> dict[str, Any]:
+                about = {"epoch": epoch, "position": iterator.state(), "lists": lists}
+                return {**about, "random": gather_states(strategy)}
+
+            for batch in iterator:
+                yield batch
+                step += 1
+                self.step(step, now)
+                if strategy.should_stop():
+                    self.save(step, now)
+                    self.wait()
+                    iterator.close()
+                    return
+            position = None
+        if first < epochs:
+            self.save(step, {"epoch": epochs, "position": None, "lists": lists, "random": gather_states(strategy)})
+            self.wait()
 
     def restore_latest(self) -> dict[str, Any] | None:
         """Restore the newest file that can be read, or the snapshot that is in memory still. Collective.

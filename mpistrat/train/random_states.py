@@ -5,12 +5,25 @@ from __future__ import annotations
 import base64
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["get_states", "set_states"]
+__all__ = ["gather_states", "get_states", "hand_back", "set_states"]
+
+_RANKS = 256  # up to so many the states are saved, 5 KB each
+
+
+def gather_states(strategy: Any) -> list[dict[str, Any]]:
+    """Return the states of all ranks; none where these are very many. Collective."""
+    return list(strategy.all_gather_object(get_states())) if strategy.size <= _RANKS else []
+
+
+def hand_back(strategy: Any, states: Sequence[Mapping[str, Any]]) -> None:
+    """Let each rank go on from its states among those of `gather_states`; on another number of ranks it does nothing."""
+    if len(states) == strategy.size:
+        set_states(states[strategy.rank])
 
 
 def get_states() -> dict[str, Any]:

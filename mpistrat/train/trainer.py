@@ -13,11 +13,9 @@ from ..errors import ContextError, explain
 from .callbacks import Callback, Loop
 from .checkpoints import Checkpoints
 from .metric import Metric, results
-from .random_states import get_states, set_states
+from .random_states import gather_states, hand_back
 
 __all__ = ["Trainer"]
-
-_RANDOM = 256  # up to so many ranks the states of random generators are saved, 5 KB each
 
 
 @final
@@ -196,13 +194,12 @@ class Trainer:
         inside = (self._taken or self._endless) and hasattr(self._batches, "state")
         state = self._batches.state() if inside else None
         mine = {"taken": self._taken, "position": state}
-        states = self.strategy.all_gather_object(get_states()) if self.strategy.size <= _RANDOM else []
         return {
             "epoch": loop.epoch + next_epoch,
             "alone": self._servers,  # whether each reader has batches of its own
             "readers": self.strategy.all_gather_object(mine) if self._servers else [mine],
             "history": {name: np.asarray(values).tolist() for name, values in self.history.items()},
-            "random": states,
+            "random": gather_states(self.strategy),
             "rate": loop.rate(),
             "stopped": loop.stop_training,
             "callbacks": [callback.state() for callback in self._callbacks],
@@ -219,8 +216,7 @@ class Trainer:
             loop.set_rate(notes["rate"])
         for callback, state in zip(self._callbacks, notes["callbacks"], strict=False):
             callback.load(state)
-        if len(notes.get("random", ())) == self.strategy.size:  # on other ranks there is nothing to go on with
-            set_states(notes["random"][self.strategy.rank])
+        hand_back(self.strategy, notes.get("random", ()))
         readers, epoch = notes["readers"], notes["epoch"]
         if notes["alone"] == self._servers and (not self._servers or len(readers) == self.strategy.size):
             mine = readers[self.strategy.rank if self._servers else 0]
