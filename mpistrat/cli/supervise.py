@@ -22,6 +22,7 @@ from .._util.text import counted
 from ..comm import job_files
 from ..strategy.preemption import RESTART_EXIT_CODE
 from ..strategy.snapshot import SnapshotFile
+from .command import PROBLEM
 
 __all__ = ["supervise"]
 
@@ -37,6 +38,9 @@ def supervise(command: Sequence[str], environment: dict[str, str], restarts: int
         environment: what is added to this process's.
         restarts: how often it is started again.
     """
+    if not job_files.FOLDER.is_dir():
+        _say(f"--restarts keeps a job's state in {job_files.FOLDER}, which is not there")
+        return PROBLEM
     swept = job_files.sweep()
     if swept:
         _say(f"removed what {counted(len(swept), 'job')} had left in {job_files.FOLDER}")
