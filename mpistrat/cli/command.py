@@ -61,5 +61,6 @@ ROOT = Group(
         "doctor": "doctor:COMMAND",
         "top": "watch:TOP",
         "stacks": "watch:STACKS",
+        "resize": "supervise:COMMAND",
     },
 )

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -270,10 +271,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
-        start = plan(
-            _program(args), args.ranks, args.strategy, args.ps,
-            evaluator=args.evaluator, tag=args.tag, log_dir=args.log_dir,
-        )  # fmt: skip
+        start = _plan(args, args.ranks)
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return PROBLEM
@@ -287,12 +285,24 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         print(f"mpistrat run: {note}", file=sys.stderr)
     if args.log_dir is not None:
         os.makedirs(args.log_dir, exist_ok=True)
-    start.environment |= _terminal(bar=not args.tag and args.log_dir is None)
     if args.restarts:
         if start.command[0] != "srun":
             _clean_up_after(os.getpid())
-        return supervise.supervise(start.command, start.environment, args.restarts)
+        return supervise.supervise(partial(_words, args), args.restarts)
+    start.environment |= _terminal(bar=not args.tag and args.log_dir is None)
     return _become(start)
+
+
+def _plan(args: argparse.Namespace, ranks: int | None) -> Start:
+    return plan(
+        _program(args), ranks, args.strategy, args.ps, evaluator=args.evaluator, tag=args.tag, log_dir=args.log_dir
+    )
+
+
+def _words(args: argparse.Namespace, ranks: int | None) -> tuple[list[str], dict[str, str]]:
+    """Return a command and what is added to the environment, for another number of ranks than the arguments say, or None."""
+    start = _plan(args, args.ranks if ranks is None else ranks)
+    return start.command, start.environment | _terminal(bar=not args.tag and args.log_dir is None)
 
 
 def _terminal(*, bar: bool) -> dict[str, str]:

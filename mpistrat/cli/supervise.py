@@ -6,6 +6,7 @@ ranks that are started find the state of those before in memory (strategy/snapsh
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import secrets
@@ -13,30 +14,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
 from .._util.text import counted
 from ..comm import job_files
+from ..comm.agree import Ranks
 from ..strategy.preemption import RESTART_EXIT_CODE
 from ..strategy.snapshot import SnapshotFile
-from .command import PROBLEM
+from .command import DONE, PROBLEM, Command
 
-__all__ = ["supervise"]
+__all__ = ["COMMAND", "supervise"]
+
+Start = Callable[[int | None], tuple[list[str], dict[str, str]]]
 
 _TRIES = 3  # at one step, before it is given up
 _ENDING = 10.0  # seconds that ranks have to end after their launcher
 
 
-def supervise(command: Sequence[str], environment: dict[str, str], restarts: int) -> int:
-    """Start a command until its program has ended, or was told to stop, or has died too often; return the exit status.
+def supervise(start: Start, restarts: int) -> int:
+    """Start ranks until their program has ended, or was told to stop, or has died too often; return the exit status.
 
     Args:
-        command: a launcher's words, with the program's.
-        environment: what is added to this process's.
-        restarts: how often it is started again.
+        start: returns a launcher's words, with the program's, and what is added to this process's environment, for another
+            number of ranks than was asked for, or None.
+        restarts: how often they are started again.
     """
     if not job_files.FOLDER.is_dir():
         _say(f"--restarts keeps a job's state in {job_files.FOLDER}, which is not there")
@@ -47,7 +51,7 @@ def supervise(command: Sequence[str], environment: dict[str, str], restarts: int
     job = secrets.token_hex(8)
     held = job_files.lock(job)
     try:
-        return _Supervisor(command, {**os.environ, **environment, "MPISTRAT_JOB": job}, job, restarts).run()
+        return _Supervisor(start, job, restarts).run()
     finally:
         job_files.remove(job)
         os.close(held)
@@ -55,40 +59,49 @@ def supervise(command: Sequence[str], environment: dict[str, str], restarts: int
 
 @final
 class _Supervisor:
-    def __init__(self, command: Sequence[str], environment: dict[str, str], job: str, restarts: int) -> None:
-        self._command, self._environment, self._job, self._restarts = list(command), environment, job, restarts
+    def __init__(self, start: Start, job: str, restarts: int) -> None:
+        self._start, self._job, self._restarts = start, job, restarts
         self._launcher: subprocess.Popen[Any] | None = None
-        self._stopping = False
+        self._stopping = self._resizing = False
+        self._ranks_wanted: int | None = None
 
     def run(self) -> int:
         """Start the ranks, and start them again."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._forward)
-        generation, reached, word = 0, [-1] * _TRIES, job_files.step_word(self._job)
+        signal.signal(job_files.RESIZE, self._resize)
+        generation = died = 0
+        reached, word = [-1] * _TRIES, job_files.step_word(self._job)
         while True:
             began, word[0] = time.monotonic(), 0
-            self._environment["MPISTRAT_GENERATION"] = str(generation)
-            self._launcher = subprocess.Popen(self._command, env=self._environment)
+            command, environment = self._start(self._ranks_wanted)
+            environment |= {"MPISTRAT_JOB": self._job, "MPISTRAT_GENERATION": str(generation)}
+            self._launcher = subprocess.Popen(command, env={**os.environ, **environment})
             status = self._launcher.wait()
             status = 128 - status if status < 0 else status
             done = job_files.mark(self._job, "done").exists()
             if done or (status == 0 and not job_files.mark(self._job, "begun").exists()):
-                return status if done and status == RESTART_EXIT_CODE else 0
-            if self._stopping or status == RESTART_EXIT_CODE:
+                return 0
+            if self._stopping or (status == RESTART_EXIT_CODE and not self._resizing):
                 return status
             self._end_ranks()
+            generation += 1
+            if self._resizing:
+                self._resizing = False
+                _say(f"started again on {counted(self._ranks_wanted or 0, 'rank')}")
+                continue
             reached = [*reached[1:], word[0]]
             told = f"the ranks have ended with status {status} after {time.monotonic() - began:.0f} s"
-            if generation >= self._restarts:
-                _say(f"{told}, and were started again {counted(generation, 'time')}: given up")
+            if died >= self._restarts:
+                _say(f"{told}, and were started again {counted(died, 'time')}: given up")
                 return status or 1
             if len(set(reached)) == 1:
                 _say(f"{told}, {_TRIES} times after step {reached[0]}: given up")
                 return status or 1
-            generation += 1
+            died += 1
             kept = self._step()
             where = f"from step {kept} in memory" if kept else "from the newest checkpoint"
-            _say(f"{told}: started again {where} ({generation} of {self._restarts})")
+            _say(f"{told}: started again {where} ({died} of {self._restarts})")
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on; after one nothing is started again."""
@@ -96,6 +109,14 @@ class _Supervisor:
         if self._launcher is not None and number != signal.SIGINT:  # which the terminal sends to all of a job
             with contextlib.suppress(ProcessLookupError):
                 self._launcher.send_signal(number)
+
+    def _resize(self, number: int, frame: FrameType | None) -> None:
+        """Have the ranks stop at a step's end, to start as many as `mpistrat resize` has written."""
+        with contextlib.suppress(OSError, ValueError):
+            self._ranks_wanted = int(job_files.mark(self._job, "size").read_text())
+            self._resizing = True
+            if self._launcher is not None:
+                self._launcher.send_signal(signal.SIGUSR1)
 
     def _step(self) -> int:
         """Return the newest step that is whole in memory on this node; 0 without one."""
@@ -125,3 +146,42 @@ class _Supervisor:
 
 def _say(text: str) -> None:
     print(f"mpistrat run: {text}", file=sys.stderr, flush=True)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "job", nargs="?", type=int, metavar="JOB",
+        help="the process of `mpistrat run --restarts`; default the only one of yours on this machine",
+    )  # fmt: skip
+    parser.add_argument("ranks", type=int, metavar="N", help="how many ranks go on")
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    jobs = job_files.supervisors()
+    if args.ranks < 1:
+        print(f"error: expected a number of ranks ≥ 1, got {args.ranks}", file=sys.stderr)
+        return PROBLEM
+    if args.job is None and len(jobs) == 1:
+        args.job = next(iter(jobs))
+    if args.job not in jobs:
+        here = f"here are {', '.join(map(str, jobs))}" if jobs else "there is none here"
+        asked = "name one job" if args.job is None else f"process {args.job} is no `mpistrat run --restarts` of yours"
+        print(f"error: {asked}: {here}", file=sys.stderr)
+        return PROBLEM
+    job_files.ask_for_size(jobs[args.job], args.ranks)
+    os.kill(args.job, job_files.RESIZE)
+    print(f"the job goes on with {counted(args.ranks, 'rank')} when its ranks have stopped")
+    return DONE
+
+
+COMMAND = Command(
+    summary="have a running job go on with another number of ranks",
+    text="""\
+Have a job that `mpistrat run --restarts` started go on with more ranks, or fewer. Its ranks are told to stop, as before a
+time limit: a program that saves then, and ends with status 42 (ms.RESTART_EXIT_CODE), goes on where it was. Results are
+those of the same global batches.""",
+    examples=("mpistrat resize 4", "mpistrat resize 12345 2"),
+    arguments=_arguments,
+    run=_run,
+    collective=False,
+)

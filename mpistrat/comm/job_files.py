@@ -3,6 +3,7 @@
     mpistrat-job-UID-KEY.lock               locked while the job's supervisor lives
     mpistrat-job-UID-KEY.g2.1.r0            snapshots of the ranks from 0 on, of the second restart; see strategy/snapshot.py
     mpistrat-job-UID-KEY.begun, .done       rank 0 has begun; the program has ended as it should
+    mpistrat-job-UID-KEY.size               with how many ranks it shall go on
     mpistrat-job-UID-KEY.step               a word: the step that the job has reached since it was started last
 
 The supervisor removes them when the job has ended. What a supervisor that was killed has left, the next one removes: files whose
@@ -16,6 +17,7 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,11 +26,12 @@ from .monitor import abort
 from .shared_memory import map_file
 
 __all__ = [
-    "expect_end", "generation_of", "lock", "make_file", "mark", "path_of", "paths", "remove", "remove_older",
-    "step_word", "sweep", "unsupervised",
+    "RESIZE", "ask_for_size", "expect_end", "generation_of", "lock", "make_file", "mark", "path_of", "paths", "remove",
+    "remove_older", "step_word", "supervisors", "sweep", "unsupervised",
 ]  # fmt: skip
 
 FOLDER = Path("/dev/shm")
+RESIZE = signal.SIGUSR2
 _ABANDONED = 600.0  # seconds
 _process = 0  # that has noted its begin
 _SNAPSHOT = re.compile(r"\.g(\d+)\.(\d+)\.r(\d+)$")
@@ -136,6 +139,7 @@ def lock(job: str) -> int:
     """Lock a job's key while this process lives; return the file's number, to be kept open."""
     file = os.open(mark(job, "lock"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
+    os.write(file, f"{os.getpid()}\n".encode())
     make_file(mark(job, "step"), b"", 8)
     return file
 
@@ -157,6 +161,23 @@ def sweep() -> list[str]:
                 remove(job)
                 removed.append(job)
     return removed
+
+
+def supervisors() -> dict[int, str]:
+    """Return the processes of this user's supervisors on this machine, and their jobs' keys."""
+    found = {}
+    for job in sorted(_keys()):
+        with contextlib.suppress(OSError, ValueError):
+            if _locked(job):
+                found[int(mark(job, "lock").read_text())] = job
+    return found
+
+
+def ask_for_size(job: str, ranks: int) -> None:
+    """Write with how many ranks a job shall go on; its supervisor looks there when it gets the signal `RESIZE`."""
+    path = mark(job, "size")
+    path.unlink(missing_ok=True)
+    make_file(path, str(ranks).encode(), len(str(ranks)))
 
 
 def unsupervised() -> list[str]:

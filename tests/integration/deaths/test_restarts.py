@@ -27,7 +27,7 @@ checkpoints = ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.0
 notes = checkpoints.restore_latest() or {"step": 0}
 how, generation = sys.argv[1], int(os.environ["MPISTRAT_GENERATION"])
 if strategy.rank == 0:
-    print("from", generation, notes["step"], w.numpy()[0], flush=True)
+    print("from", generation, notes["step"], w.numpy()[0], strategy.size, flush=True)
 for step in range(notes["step"] + 1, 41):
     if how == "same" and step == 7 and strategy.rank == 1:
         raise ValueError("it always fails here")
@@ -39,6 +39,13 @@ for step in range(notes["step"] + 1, 41):
         while not strategy.should_stop():
             time.sleep(0.01)
         sys.exit(ms.RESTART_EXIT_CODE)
+    if how == "resize" and generation == 0 and step > 4:
+        print("ready" if step == 5 else "", flush=True)
+        time.sleep(0.05)
+        if strategy.should_stop():
+            checkpoints.save(step)
+            checkpoints.wait()
+            sys.exit(ms.RESTART_EXIT_CODE)
     if how == "often" and strategy.rank == 0 and step > notes["step"] + 4 + generation:
         os._exit(3)
     if how == "shared" and generation == 0 and step == 20:
@@ -122,6 +129,23 @@ def test_nobody_is_started_again_after_a_stop(start):
     _, err = process.communicate(timeout=30)
     assert process.returncode == 42, err
     assert "started again" not in err
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_job_goes_on_with_more_ranks_or_fewer(start, ranks):
+    process = start("resize")
+    while "ready" not in process.stdout.readline():
+        pass
+    words = [sys.executable, "-m", "mpistrat", "resize", str(process.pid), str(ranks)]
+    assert subprocess.run(words, capture_output=True, text=True, timeout=30).returncode == 0
+    out, err = process.communicate(timeout=40)
+    assert process.returncode == 0, err
+    assert f"started again on {ranks} rank" in err
+    _, generation, step, value, size = next(line.split() for line in out.splitlines() if line.startswith("from"))
+    assert (generation, size) == ("1", str(ranks))
+    assert int(step) >= 5 and float(value) == 2 * int(step)
+    steps = 40 - int(step)
+    assert out.splitlines()[-1] == f"end {(2 * int(step) + ranks * steps) / ranks}"
 
 
 def test_an_error_after_the_end_is_told(start):
