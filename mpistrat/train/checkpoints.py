@@ -20,6 +20,7 @@ __all__ = ["Checkpoints", "checkpoints_iterator"]
 
 _POLL_SECONDS = 1.0  # between looks at a folder
 _SHARE = 0.01  # of the time, that snapshots take at most
+_COSTS = 4  # last ones that are looked at
 _NAMES = r"step-(\d{10,})\.h5"
 
 
@@ -309,12 +310,16 @@ class _Period:
     def __init__(self, strategy: Any, seconds: float) -> None:
         self._strategy, self._seconds = strategy, seconds
         self._begun: tuple[int, float] | None = None  # a step, and the time then
-        self._least = 0.0
+        self._costs: list[float] = []
         self.next = 0
 
     def begin(self, step: int, cost: float = 0.0) -> None:
-        """Measure from now on; what cost so many seconds shall take a hundredth of the time at most."""
-        self._begun, self.next, self._least = (step, time.monotonic()), step + 1, cost / _SHARE
+        """Measure from now on; what cost so many seconds shall take a hundredth of the time at most.
+
+        The first time does not count, which takes memory, and of the last ones the shortest does: ranks wait for each other.
+        """
+        self._begun, self.next = (step, time.monotonic()), step + 1
+        self._costs = [*self._costs[-_COSTS - 1 :], cost]  # of the begin, of the first, …
 
     def due(self, step: int) -> bool:
         """Return whether the time has passed, the first step after which this is asked being its begin. Collective."""
@@ -335,7 +340,7 @@ class _Period:
         assert self._begun is not None
         first, begun = self._begun
         passed, done = time.monotonic() - begun, step - first
-        left = max(self._seconds, self._least) - passed
+        left = max(self._seconds, min(self._costs[2:], default=0.0) / _SHARE) - passed
         each = passed / done
         return step if left <= each / 2 else step + max(1, min(done, int(left / each)))
 
