@@ -219,10 +219,10 @@ class Checkpoint:
         """Keep the state in memory of each node. Collective. See `Strategy.take_snapshot`."""
         with RECORDER.span("s", "snapshot"):
             self._warn_of_unsaved()
-            _agree_extra(self._group, "", extra)
+            text = _agree_extra(self._group, "", extra)
             forms, slices = self._slices(range(self._group.topology.size), each_node=True)
             optimizers = [kept.about() for kept in self._states.kept()]
-            self._snapshots.take(step, forms, slices, {"extra": _plain(extra, "extra"), "optimizers": optimizers})
+            self._snapshots.take(step, forms, slices, {"extra": json.loads(text or "{}"), "optimizers": optimizers})
 
     def reach(self, step: int) -> None:
         """Tell the supervisor which step the job has reached. Local."""

@@ -51,6 +51,7 @@ class SnapshotFile:
     Attributes:
         path: the file.
         generation: how often the job had been started again when it was made.
+        arrays: the form of each array, and where it begins in a buffer.
         optimizers: of the buffer that is read: name, iterations and made of each.
     """
 
@@ -67,7 +68,10 @@ class SnapshotFile:
         self._memory = map_file(path)
         size = int.from_bytes(self._memory[:_WORD], "little")
         meta = json.loads(self._memory[_WORD : _WORD + size])
-        self.ranks, self.notes_bytes, self.forms_here = meta["ranks"], meta["notes"], meta["forms"]
+        self.ranks, self.notes_bytes = meta["ranks"], meta["notes"]
+        self.arrays: dict[str, tuple[Form, int]] = {
+            key: ((tuple(shape), dtype), start) for key, shape, dtype, start in meta["forms"]
+        }
         self._buffer, self._notes = 0, dict[str, Any]()
         self._words = np.frombuffer(self._memory, np.int64, 2 * self.ranks, _rounded(_WORD + size))
         self._notes_at = _rounded(_WORD + size) + _rounded(2 * self.ranks * _WORD)
@@ -98,12 +102,15 @@ class SnapshotFile:
 
     def write(self, buffer: int, slices: Iterable[Slice]) -> None:
         """Copy slices of arrays into a buffer."""
-        starts = {key: (start, dtype) for key, _, dtype, start in self.forms_here}
         for part in slices:
-            start, dtype = starts[part.key]
-            size = part.array.size
-            at = self._arrays_at + buffer * self._nbytes + start + part.start * part.array.itemsize
-            np.copyto(np.frombuffer(self._memory, parse_dtype(dtype), size, at), part.array)
+            np.copyto(self._part(buffer, part.key, part.start, part.array.size), part.array)
+
+    def _part(self, buffer: int, key: str, first: int, size: int) -> np.ndarray:
+        """Return elements of an array in a buffer."""
+        (_, dtype), start = self.arrays[key]
+        kind = parse_dtype(dtype)
+        at = self._arrays_at + buffer * self._nbytes + start + first * kind.itemsize
+        return np.frombuffer(self._memory, kind, size, at)
 
     def write_notes(self, buffer: int, data: bytes) -> None:
         """Write what belongs to a buffer beside the arrays."""
@@ -141,21 +148,19 @@ class SnapshotFile:
 
     def names(self) -> list[str]:
         """Return the links of all variables."""
-        return [key.removeprefix("variables/") for key, *_ in self.forms_here if key.startswith("variables/")]
+        return [key.removeprefix("variables/") for key in self.arrays if key.startswith("variables/")]
 
     def forms(self, names: Iterable[str]) -> dict[str, Form]:
         """Return shape and dtype of the variables of these links, where they are there, and of their slots."""
         wanted = set(names)
-        every = {key: (tuple(shape), dtype) for key, shape, dtype, _ in self.forms_here}
-        return {key: form for key, form in every.items() if key.split("/")[3 if key[0] == "o" else 1] in wanted}
+        links = {key: key.split("/")[1 if key.startswith("variables/") else 3] for key in self.arrays}
+        return {key: form for key, (form, _) in self.arrays.items() if links[key] in wanted}
 
     def read(self, key: str, form: Form) -> np.ndarray:
         """Return a copy of an array."""
         shape, dtype = form
-        start = next(start for name, _, _, start in self.forms_here if name == key)
         array = np.empty(shape, parse_dtype(dtype))
-        at = self._arrays_at + self._buffer * self._nbytes + start
-        array.reshape(-1)[...] = np.frombuffer(self._memory, array.dtype, array.size, at)
+        array.reshape(-1)[...] = self._part(self._buffer, key, 0, array.size)
         return array
 
     def __enter__(self) -> SnapshotFile:
@@ -200,12 +205,12 @@ class Snapshots:
         """
         group, node = self._group, self._group.node
         data = json.dumps(dict(notes)).encode()
-        table = [[form.key, list(form.shape), form.dtype.name] for form in forms]
+        wanted = {form.key: (form.shape, form.dtype.name) for form in forms}
         file = self._file
         if (
             file is None
             or len(data) + _WORD > file.notes_bytes
-            or [[key, shape, dtype] for key, shape, dtype, _ in file.forms_here] != table
+            or {key: form for key, (form, _) in file.arrays.items()} != wanted
         ):
             file = self._make(forms, max(_LEAST_NOTES, 4 * len(data)))
         buffer = self._taken % 2

@@ -292,7 +292,9 @@ class Trainer:
             if checkpoints is None or due is None:
                 break
             more = found == due and drawn != wanted
-            if strategy.should_stop() or not any(strategy.all_gather_object(more)):
+            if strategy.should_stop():
+                return drawn if wanted is None else wanted  # the data have not ended
+            if not any(strategy.all_gather_object(more)):
                 break
             loop.step = step + due
             checkpoints.step(loop.step, self._notes)

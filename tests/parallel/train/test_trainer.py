@@ -117,6 +117,19 @@ def test_workers_of_servers_read_on_in_the_next_epoch(mpi_tmp_path):
     np.testing.assert_array_equal(run("parts", [4, 10]), run("whole", [10]))
 
 
+@pytest.mark.ranks(3)
+def test_workers_of_servers_stop_between_saves(mpi_tmp_path, monkeypatch):
+    """One worker is told within its steps; the other one hears of it where all meet, in the middle of a counted epoch."""
+    with ms.ParameterServerStrategy(num_ps=1) as strategy:
+        checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path, every_steps=2)
+        work, _ = trainer(strategy, 0.05, checkpoints=checkpoints)
+        told = strategy.rank == 0
+        monkeypatch.setattr(type(strategy._stop_request), "__bool__", lambda self: told and work.loop.step >= 1)
+        work.fit(strategy.distribute_dataset(dataset().repeat()), 2, steps_per_epoch=8)
+        assert strategy.should_stop()
+        assert checkpoints.steps() == [1]
+
+
 @pytest.mark.ranks(1)
 def test_what_is_missing_is_named():
     with ms.OneDeviceStrategy() as strategy:
