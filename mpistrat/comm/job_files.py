@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 from .monitor import abort
+from .monitor.leftovers import FOLDER, KEPT
 from .shared_memory import map_file
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "remove_older", "step_word", "supervisors", "sweep", "unsupervised",
 ]  # fmt: skip
 
-FOLDER = Path("/dev/shm")
 RESIZE = signal.SIGUSR2
 _ABANDONED = 600.0  # seconds
 _process = 0  # that has noted its begin
@@ -38,7 +38,7 @@ _SNAPSHOT = re.compile(r"\.g(\d+)\.(\d+)\.r(\d+)$")
 
 
 def _prefix(job: str) -> str:
-    return f"mpistrat-job-{os.getuid()}-{job}"
+    return f"{KEPT}{os.getuid()}-{job}"
 
 
 def mark(job: str, what: str) -> Path:
@@ -187,8 +187,8 @@ def unsupervised() -> list[str]:
 
 def _keys() -> set[str]:
     found = set()
-    for path in FOLDER.glob(f"mpistrat-job-{os.getuid()}-*"):
-        match = re.fullmatch(r"mpistrat-job-\d+-([0-9a-f]{16})\..*", path.name)
+    for path in FOLDER.glob(_prefix("*")):
+        match = re.match(_prefix("([0-9a-f]{16})[.]"), path.name)
         if match:
             found.add(match[1])
     return found

@@ -16,7 +16,17 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["FOLDER", "PATTERNS", "mapped_by", "of_this_user", "remove_since", "remove_these", "remove_unused", "unused"]
+__all__ = [
+    "FOLDER",
+    "KEPT",
+    "PATTERNS",
+    "mapped_by",
+    "of_this_user",
+    "remove_since",
+    "remove_these",
+    "remove_unused",
+    "unused",
+]
 
 FOLDER = Path("/dev/shm")
 # What MPI libraries and NCCL call their files: MPICH, Open MPI 5 and 4, Intel MPI, MVAPICH, UCX, PSM, libfabric, Cray, NCCL.
