@@ -39,6 +39,7 @@ from .cross_device.hierarchical import HierarchicalAllReduce, HierarchicalCopyAl
 from .cross_device.mpi import MpiAllReduce
 from .cross_device.nccl import NcclAllReduce
 from .cross_device.ops import CrossDeviceOps
+from .cross_device.ordered import OrderedAllReduce
 from .cross_device.to_one import ReductionToOneDevice
 from .data import InputContext, InputOptions, InputReplicationMode
 from .distributed_values import DistributedValues, Mirrored, PerReplica
@@ -61,6 +62,7 @@ from .strategy import (
     strategy_from_environment,
 )
 from .train.monitor import Monitor as monitor
+from .train.survive import survive
 from .types import (
     CommunicationImplementation,
     IndexedSlices,
@@ -117,6 +119,7 @@ __all__ = [
     "HierarchicalCopyAllReduce",
     "MpiAllReduce",
     "NcclAllReduce",
+    "OrderedAllReduce",
     "ReduceOp",
     "ReductionToOneDevice",
     # the rest
@@ -140,6 +143,7 @@ __all__ = [
     "random",
     "rng",
     "show_config",
+    "survive",
     "timeline",
     "train",
     # TensorFlow's other names

@@ -20,6 +20,7 @@ __all__ = [
     "MissingDependencyError",
     "MpistratError",
     "PeerExitError",
+    "RanksLostError",
     "ShardError",
     "SharedMemoryError",
     "explain",
@@ -72,6 +73,10 @@ class PeerExitError(MpistratError, RuntimeError):
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
         self.status = status
+
+
+class RanksLostError(MpistratError, RuntimeError):
+    """Ranks died, and MPI goes on without them; `ms.survive` catches it, and calls the program's function again."""
 
 
 class SharedMemoryError(MpistratError, MemoryError):

@@ -23,6 +23,7 @@ from ..cluster.devices import count_gpus
 from ..cluster.launcher_variables import RANK_VARIABLES, launched_size
 from ..cluster.launchers import USER, MPILibrary, choose_launcher, find_launchers, loaded_library, mismatch
 from ..cluster.pmi import fitting_pmi, offered_pmis, srun_environment, unset_variable
+from ..cluster.world import UNSAFE
 from ..comm.agree import Ranks
 from ..comm.monitor import leftovers
 from ..environment import STRATEGIES
@@ -63,6 +64,7 @@ def plan(
     servers: int | None,
     *,
     evaluator: bool = False,
+    survive: bool = False,
     tag: bool = False,
     log_dir: str | None = None,
 ) -> Start:
@@ -74,11 +76,12 @@ def plan(
         strategy: for MPISTRAT_STRATEGY.
         servers: for MPISTRAT_NUM_PS.
         evaluator: for MPISTRAT_EVALUATOR: the last rank evaluates.
+        survive: MPI goes on when a rank dies.
         tag: each line that a rank prints begins with its number.
         log_dir: folder for a file of each rank; without `tag` nothing else shows what they print.
 
     Raises:
-        ClusterError: mpi4py finds no MPI, or no launcher here belongs to it.
+        ClusterError: mpi4py finds no MPI, or one that cannot survive, or no launcher here belongs to it.
         ValueError: the counts contradict each other, or a launcher started this process with others.
     """
     launched = launched_size()
@@ -98,7 +101,12 @@ def plan(
             explain("mpistrat run", option, expected="a worker besides", got=got, remedy="Start more ranks")
         )
     library = loaded_library()
-    start = _by_srun(library, ranks) if in_slurm else _by_mpiexec(library, ranks, _threads(ranks))
+    if in_slurm and not survive:
+        start = _by_srun(library, ranks)
+    else:
+        start = _by_mpiexec(library, ranks, _threads(ranks))
+    if survive:
+        _let_survive(start, library)
     if strategy is not None:
         start.environment["MPISTRAT_STRATEGY"] = strategy
     if servers is not None:
@@ -112,6 +120,19 @@ def plan(
         start.environment.setdefault("PYTHONUNBUFFERED", os.environ.get("PYTHONUNBUFFERED") or "1")
     start.command += program
     return start
+
+
+def _let_survive(start: Start, library: MPILibrary) -> None:
+    """Have Open MPI go on when a rank dies."""
+    if library.family != "openmpi" or int(library.version.split(".")[0]) < 5:
+        remedy = "Leave --survive out: with --restarts the job goes on, too, under any MPI"
+        expected = "Open MPI 5 or newer, which goes on when a rank dies"
+        raise ClusterError(explain("mpistrat run", "--survive", expected=expected, got=str(library), remedy=remedy))
+    start.command += ["--with-ft", "ulfm"]
+    setting = os.environ.get("OMPI_MCA_coll", "^")  # noqa: SIM112
+    if setting.startswith("^"):  # names of what is left out
+        names = [*filter(None, setting[1:].split(",")), *UNSAFE]
+        start.environment["OMPI_MCA_coll"] = "^" + ",".join(dict.fromkeys(names))
 
 
 def _others(servers: int | None, evaluator: bool) -> list[str]:
@@ -236,7 +257,7 @@ def _count(text: str) -> int:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--evaluator] [--restarts N] [--tag] [--log-dir DIR] "
+        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--evaluator] [--restarts N] [--survive] [--tag] [--log-dir DIR] "
         "[--dry-run | --json] (PROGRAM | -m MODULE) [ARGUMENT …]"
     )
     parser.add_argument(
@@ -255,6 +276,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restarts", type=_count, metavar="N",
         help="start the ranks again when one dies, at most so many times: from their state in memory, or a checkpoint",
+    )  # fmt: skip
+    parser.add_argument(
+        "--survive", action="store_true",
+        help="programs of ms.survive go on, without being started again, when a rank dies: needs Open MPI 5",
     )  # fmt: skip
     parser.add_argument("--tag", action="store_true", help="each line begins with its rank, and no line is torn")
     parser.add_argument("--log-dir", metavar="DIR", help="what rank N prints goes into DIR/rank-N.txt; with --tag, too")
@@ -285,18 +310,17 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         print(f"mpistrat run: {note}", file=sys.stderr)
     if args.log_dir is not None:
         os.makedirs(args.log_dir, exist_ok=True)
-    if args.restarts:
+    if args.restarts or args.survive:
         if start.command[0] != "srun":
             _clean_up_after(os.getpid())
-        return supervise.supervise(partial(_words, args), args.restarts)
+        return supervise.supervise(partial(_words, args), args.restarts or 0)
     start.environment |= _terminal(bar=not args.tag and args.log_dir is None)
     return _become(start)
 
 
 def _plan(args: argparse.Namespace, ranks: int | None) -> Start:
-    return plan(
-        _program(args), ranks, args.strategy, args.ps, evaluator=args.evaluator, tag=args.tag, log_dir=args.log_dir
-    )
+    options = {"evaluator": args.evaluator, "survive": args.survive, "tag": args.tag, "log_dir": args.log_dir}
+    return plan(_program(args), ranks, args.strategy, args.ps, **options)
 
 
 def _words(args: argparse.Namespace, ranks: int | None) -> tuple[list[str], dict[str, str]]:

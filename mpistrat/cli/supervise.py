@@ -71,9 +71,9 @@ class _Supervisor:
             signal.signal(number, self._forward)
         signal.signal(job_files.RESIZE, self._resize)
         generation = died = 0
-        reached, word = [-1] * _TRIES, job_files.step_word(self._job)
+        reached, word = [-1] * _TRIES, job_files.progress(self._job)
         while True:
-            began, word[0] = time.monotonic(), 0
+            began, word[0], word[1] = time.monotonic(), 0, generation
             command, environment = self._start(self._ranks_wanted)
             environment |= {"MPISTRAT_JOB": self._job, "MPISTRAT_GENERATION": str(generation)}
             self._launcher = subprocess.Popen(command, env={**os.environ, **environment})
@@ -85,7 +85,7 @@ class _Supervisor:
             if self._stopping or (status == RESTART_EXIT_CODE and not self._resizing):
                 return status
             self._end_ranks()
-            generation += 1
+            generation = word[1] + 1  # ranks may have gone on without some, too
             if self._resizing:
                 self._resizing = False
                 _say(f"started again on {counted(self._ranks_wanted or 0, 'rank')}")

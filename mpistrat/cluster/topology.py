@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from .._util.partition import block
 from ..comm.agree import as_told, gather_text, together
 from ..errors import ClusterError, DeviceError, LayoutError, explain
 from .cores import count_node_cores, usable_cores
@@ -16,6 +17,7 @@ from .devices import check_devices, default_devices
 from .launcher_variables import check_launcher, check_size
 from .rendezvous import wait_for_ranks
 from .start import import_mpi
+from .world import world
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -88,6 +90,7 @@ class Topology:
         comm: MPI.Intracomm | None = None,
         devices: Sequence[str] | str | None = None,
         function: str = "Topology.create",
+        replicas: int | None = None,
     ) -> Topology:
         """Find out where the ranks of a communicator are. Collective over `comm`; starts MPI if it is not running.
 
@@ -95,6 +98,7 @@ class Topology:
             comm: an intracommunicator, duplicated here; default COMM_WORLD.
             devices: this rank's devices; default: see `devices.default_devices`. Ranks may differ.
             function: the public caller to name in errors.
+            replicas: how many all ranks have together, on their CPUs: blocks of nearly equal size; instead of devices.
 
         Raises:
             LayoutError: `comm` is no intracommunicator, is null, or MPI is not running.
@@ -111,28 +115,32 @@ class Topology:
         own.Set_errhandler(mpi.ERRORS_RETURN)
         intra = own.Split_type(mpi.COMM_TYPE_SHARED, key=own.rank)
         try:
-            return cls._exchange(mpi, own, intra, devices, function)
+            return cls._exchange(mpi, own, intra, devices, function, replicas)
         except DeviceError:  # raised on every rank, so that they can free together
             intra.Free()
             own.Free()
             raise
 
     @classmethod
-    def _exchange(cls, mpi: Any, own: Any, intra: Any, devices: Sequence[str] | str | None, function: str) -> Topology:
+    def _exchange(
+        cls, mpi: Any, own: Any, intra: Any, devices: Sequence[str] | str | None, function: str, replicas: int | None
+    ) -> Topology:
         leader = np.array([own.rank], np.int64)
         intra.Bcast(leader, root=0)
         with together(partial(gather_text, own), as_told):
+            if replicas is not None:
+                devices = _logical_devices(replicas, own.rank, own.size, devices, function)
             mine = _own_devices(devices, own.rank, intra, function)
         table = np.empty((own.size, 2), np.int64)
         own.Allgather(np.array([leader[0], len(mine)], np.int64), table)
-        replicas: list[int] = table[:, 1].tolist()
+        counts: list[int] = table[:, 1].tolist()
         # np.unique sorts: nodes are numbered by their smallest rank.
         node_of: list[int] = np.unique(table[:, 0], return_inverse=True)[1].ravel().tolist()
         inter = _make_inter(mpi, own, intra, node_of)
         return cls(
             own.rank,
             node_of,
-            replicas,
+            counts,
             mine,
             comm=own,
             intra=intra,
@@ -189,6 +197,20 @@ class Topology:
         )
 
 
+def _logical_devices(
+    replicas: int, rank: int, size: int, devices: Sequence[str] | str | None, function: str
+) -> tuple[str, ...]:
+    """Return a device for each replica of a rank, of so many that all ranks have."""
+    if devices is not None:
+        expected, got = "devices or replicas", f"devices={devices!r} and replicas={replicas!r}"
+        raise DeviceError(explain(function, "replicas", expected=expected, got=got))
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < size:
+        expected, remedy = f"a number of at least {size}, that of the ranks", "Each rank needs one: start fewer ranks"
+        raise DeviceError(explain(function, "replicas", expected=expected, got=repr(replicas), remedy=remedy))
+    low, high = block(replicas, size, rank)
+    return tuple(f"cpu:{index}" for index in range(high - low))
+
+
 def _own_devices(devices: Sequence[str] | str | None, rank: int, intra: Any, function: str) -> tuple[str, ...]:
     try:
         return default_devices(intra.rank, intra.size) if devices is None else check_devices(devices, function)
@@ -231,7 +253,7 @@ def running_mpi(function: str) -> Any:
 
 
 def check_comm(mpi: Any, comm: Any, function: str) -> Any:
-    """Return the communicator to work on, COMM_WORLD for None.
+    """Return the communicator to work on; for None COMM_WORLD, or what `ms.survive` has left of it.
 
     Raises:
         LayoutError: `comm` is no intracommunicator, or is null.
@@ -239,7 +261,7 @@ def check_comm(mpi: Any, comm: Any, function: str) -> Any:
     """
     expected = "an intracommunicator of mpi4py"
     if comm is None:
-        comm = mpi.COMM_WORLD
+        comm = world(mpi)
     if not isinstance(comm, mpi.Comm):
         raise LayoutError(explain(function, "comm", expected=expected, got=f"a {type(comm).__name__}"))
     if comm == mpi.COMM_NULL:

@@ -12,7 +12,8 @@ from typing import Any, final
 
 import numpy as np
 
-from ..errors import CollectiveMismatchError, ContextError, explain
+from ..cluster.world import is_loss
+from ..errors import CollectiveMismatchError, ContextError, RanksLostError, explain
 from .agree import gather_text, mismatch
 from .call import Call
 from .draws import Draws
@@ -73,6 +74,7 @@ class Collective(Call):
             monitor.fail(error, True)
             monitor.current = self._outer
             monitor.acting.release()
+            self._refuse_where_lost(error)
             raise
         return self
 
@@ -84,6 +86,19 @@ class Collective(Call):
             RECORDER.end(self._event)
             monitor.current, self._outer = self._outer, None
             monitor.acting.release()
+            if error is not None:
+                self._refuse_where_lost(error)
+
+    def _refuse_where_lost(self, error: BaseException) -> None:
+        """Where a rank of the group has died, raise what says so, and make the next collectives do so, too.
+
+        Raises:
+            RanksLostError: it has.
+        """
+        monitor = self._monitor
+        if is_loss(error) and not isinstance(error, RanksLostError):
+            monitor.refusal = RanksLostError(f"ranks were lost while rank {monitor.rank} was in {self.text}")
+            raise monitor.refusal from error
 
 
 @final

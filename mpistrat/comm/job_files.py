@@ -4,7 +4,8 @@
     mpistrat-job-UID-KEY.g2.1.r0            snapshots of the ranks from 0 on, of the second restart; see strategy/snapshot.py
     mpistrat-job-UID-KEY.begun, .done       rank 0 has begun; the program has ended as it should
     mpistrat-job-UID-KEY.size               with how many ranks it shall go on
-    mpistrat-job-UID-KEY.step               a word: the step that the job has reached since it was started last
+    mpistrat-job-UID-KEY.step               words: the step that the job has reached since it was started last, and how
+                                            often it has gone on since without some of its ranks
 
 The supervisor removes them when the job has ended. What a supervisor that was killed has left, the next one removes: files whose
 lock nobody holds, and which nobody has touched for some minutes.
@@ -21,6 +22,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from .monitor import abort
 from .monitor.leftovers import FOLDER, KEPT
@@ -28,12 +30,12 @@ from .shared_memory import map_file
 
 __all__ = [
     "RESIZE", "ask_for_size", "expect_end", "generation_of", "lock", "make_file", "mark", "path_of", "paths", "remove",
-    "remove_older", "step_word", "supervisors", "sweep", "unsupervised",
+    "remove_older", "progress", "supervisors", "sweep", "unsupervised",
 ]  # fmt: skip
 
 RESIZE = signal.SIGUSR2
 _ABANDONED = 600.0  # seconds
-_process = 0  # that has noted its begin
+_end: _End | None = None
 _SNAPSHOT = re.compile(r"\.g(\d+)\.(\d+)\.r(\d+)$")
 
 
@@ -105,31 +107,39 @@ def expect_end(job: str, first: bool) -> None:
         job: the key.
         first: whether this is rank 0.
     """
-    global _process
-    if _process == os.getpid():
-        return
-    _process, supervised = os.getpid(), mark(job, "lock").exists()
+    global _end
+    supervised = mark(job, "lock").exists()
     if first and supervised:
         mark(job, "begun").touch(mode=0o600)
-    if first or not supervised:
-        atexit.register(_at_exit, job, _process, supervised)
+    if _end is None or _end.process != os.getpid():
+        atexit.register(_at_exit)
+    _end = _End(os.getpid(), job, first, supervised)
 
 
-def _at_exit(job: str, process: int, supervised: bool) -> None:
-    if os.getpid() != process or hasattr(sys, "last_value") or abort.ending or abort.exit_status():
+class _End(NamedTuple):
+    """What a process does at its end, with the arguments of `expect_end`."""
+
+    process: int
+    job: str
+    first: bool
+    supervised: bool
+
+
+def _at_exit() -> None:
+    if _end is None or os.getpid() != _end.process or hasattr(sys, "last_value") or abort.ending or abort.exit_status():
         return
-    if supervised:
-        mark(job, "done").touch(mode=0o600)
-    else:
-        remove(job)
+    if not _end.supervised:
+        remove(_end.job)
+    elif _end.first:
+        mark(_end.job, "done").touch(mode=0o600)
 
 
-def step_word(job: str) -> memoryview:
-    """Return the word of the step that the job has reached, which is mapped; of memory alone on other nodes."""
+def progress(job: str) -> memoryview:
+    """Return the two words of how far the job is, which are mapped; of memory alone on other nodes."""
     try:
         return memoryview(map_file(mark(job, "step"))).cast("q")
     except OSError:
-        return memoryview(bytearray(8)).cast("q")
+        return memoryview(bytearray(16)).cast("q")
 
 
 # the supervisor's
@@ -140,7 +150,7 @@ def lock(job: str) -> int:
     file = os.open(mark(job, "lock"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
     os.write(file, f"{os.getpid()}\n".encode())
-    make_file(mark(job, "step"), b"", 8)
+    make_file(mark(job, "step"), b"", 16)
     return file
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from .._util import log
 from ..cluster.topology import Topology
 from ..environment import Environment
-from ..errors import ClosedError, CollectiveMismatchError, by_rank
+from ..errors import ClosedError, CollectiveMismatchError, RanksLostError, by_rank
 from . import agree
 from .call import describe
 from .contract import Collective, Comparison
@@ -26,7 +26,7 @@ from .monitor.rank_monitor import RankMonitor, monitored
 from .node import Node
 from .recorder import RECORDER
 
-__all__ = ["Attachment", "ProcessGroup"]
+__all__ = ["Attachment", "ProcessGroup", "abandon"]
 
 _CHUNK = 1 << 30  # bytes in one MPI call: Open MPI refuses counts of 2^31
 _KEPT_CALLS = 4096
@@ -268,6 +268,14 @@ class ProcessGroup:
             self.node.close()
             self._private.Free()
 
+    def abandon(self) -> None:
+        """Make every later collective raise RanksLostError, and free nothing. Local; for `ms.survive`."""
+        self.closed = True
+        _groups.discard(self)
+        self.monitor.refusal = RanksLostError("ranks were lost: the strategy is of no more use")
+        Watchdog.remove(self.monitor)
+        self._attached = []
+
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has left the program, as far as this one knows."""
         if rank in self.node.ranks:
@@ -299,6 +307,12 @@ def _mpi_ended() -> bool:
     from mpi4py import MPI
 
     return MPI.Is_finalized()
+
+
+def abandon() -> None:
+    """Leave all groups of this process behind, of which ranks were lost: what they share is given back with its last user."""
+    for group in list(_groups):
+        group.abandon()
 
 
 _groups: set[ProcessGroup] = set()  # not closed; the end of one that was dropped is reported, too

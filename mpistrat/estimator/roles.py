@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cluster.resolvers.tf_config import TFConfigClusterResolver
 from ..cluster.start import import_mpi
+from ..cluster.world import world as world_of
 from ..environment import Environment
 from ..errors import ClusterError, explain
 
@@ -50,7 +51,7 @@ def split_evaluator(comm: MPI.Intracomm | None = None) -> EvaluatorSplit:
         >>> split.comm.size, split.is_evaluator
         (1, False)
     """
-    world: MPI.Intracomm = import_mpi().COMM_WORLD if comm is None else comm
+    world: MPI.Intracomm = world_of(import_mpi()) if comm is None else comm
     task = TFConfigClusterResolver().task_type if os.environ.get("TF_CONFIG") else None
     last = Environment.read().evaluator and world.size > 1 and world.rank == world.size - 1
     evaluates = world.allgather(bool(last) if task is None else task == "evaluator")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import Any, TypeVar, final
 
 from .._util import log
@@ -17,8 +18,9 @@ from ..comm.monitor import abort
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
 from ..cross_device.ops import CrossDeviceOps
+from ..cross_device.ordered import OrderedAllReduce
 from ..environment import Environment
-from ..errors import ClusterError, CollectiveTimeoutError, LayoutError, PeerExitError, explain
+from ..errors import ClusterError, CollectiveTimeoutError, LayoutError, PeerExitError, RanksLostError, explain
 from ..options import CommunicationOptions
 from .extended import StrategyExtended
 
@@ -109,6 +111,7 @@ def assemble(
     check: Callable[[Topology], None] | None = None,
     make_sync_group: Callable[[ProcessGroup], ProcessGroup] | None = None,
     order: Callable[[Topology], Sequence[int]] | None = None,
+    replicas: int | None = None,
 ) -> StrategyExtended:
     """Return the inner parts of a new strategy. Collective over `comm`.
 
@@ -123,13 +126,15 @@ def assemble(
         check: what else this rank checks; what it raises is raised on every rank.
         make_sync_group: returns the ranks whose replicas step together, where these are not all; collective.
         order: returns the ranks in their order, none to leave them as in `comm`, or raises, on every rank alike; collective.
+        replicas: of all ranks, on their CPUs, whose sums do not depend on who has them; instead of devices.
 
     Raises:
         LayoutError: on every rank, when the strategy does not accept the ranks and nodes.
         ClusterError: on every rank, when the launcher or the resolver contradict MPI.
         DeviceError: on every rank, for a device that is not there.
     """
-    topology = Topology.create(comm, devices, kind.name)
+    make_topology = partial(Topology.create, devices=devices, function=kind.name, replicas=replicas)
+    topology = make_topology(comm)
     try:
         if comm is None:
             _check_evaluator(kind, topology)
@@ -138,7 +143,7 @@ def assemble(
         topology.close()
         raise
     if order is not None:
-        topology = _in_order(topology, order, devices, kind.name)
+        topology = _in_order(topology, order, make_topology)
     abort.install(topology.rank, topology.size)  # from here on one rank's exception must not leave the others waiting
     environment = Environment.read()
     log.set_rank(topology.rank)
@@ -146,14 +151,19 @@ def assemble(
     set_blas_threads(topology.local_size, topology.num_local_replicas, topology.node_cores)
     group = ProcessGroup.create(topology, environment)
 
-    settings = options, parameter_device
+    settings = options, parameter_device, replicas
 
     def finish() -> tuple[CrossDeviceOps, Sequence[str] | None]:
         given: object = options
         if given is not None and not isinstance(given, CommunicationOptions):
             expected, got = "CommunicationOptions", repr(given)
             raise TypeError(explain(kind.name, "communication_options", expected=expected, got=got))
-        implementation = None if options is None else options.implementation
+        implementation: Any = None if options is None else options.implementation
+        if replicas is not None:
+            if not isinstance(cross_device_ops or implementation, (OrderedAllReduce, NoneType)):
+                expected, got = "no algorithm besides: OrderedAllReduce sums", repr(cross_device_ops or implementation)
+                raise ValueError(explain(kind.name, "replicas", expected=expected, got=got))
+            implementation = OrderedAllReduce()
         ops = make_cross_device_ops(implementation if cross_device_ops is None else cross_device_ops)
         if check is not None:
             check(topology)
@@ -192,8 +202,7 @@ def _check_evaluator(kind: StrategyKind, topology: Topology) -> None:
 def _in_order(
     topology: Topology,
     order: Callable[[Topology], Sequence[int]],
-    devices: Sequence[str] | str | None,
-    name: str,
+    make_topology: Callable[[Any], Topology],
 ) -> Topology:
     """Return the topology of the same ranks in another order, or this one if that is its order. Collective."""
     try:
@@ -205,7 +214,7 @@ def _in_order(
         return topology
     comm = topology.comm.Split(0, ranks.index(topology.rank))
     topology.close()
-    ordered = Topology.create(comm, devices, name)
+    ordered = make_topology(comm)
     comm.Free()
     return ordered
 
@@ -216,7 +225,7 @@ def _agree(group: ProcessGroup, kind: StrategyKind, settings: tuple[Any, ...], a
     try:
         with together(partial(group.exchange, kind.name, detail=detail)):
             return act()
-    except (PeerExitError, CollectiveTimeoutError):  # some are not here to free it with
+    except (PeerExitError, RanksLostError, CollectiveTimeoutError):  # some are not here to free it with
         raise
     except Exception:
         group.close()

@@ -25,6 +25,7 @@ import numpy as np
 
 from .._util.files import PAGE, digest_of_array
 from ..comm.process_group import ProcessGroup
+from ..errors import RanksLostError
 from .checkpoint_file import ArrayForm, Digests, about_slice, stored
 
 __all__ = ["Layout", "Saving", "Slice", "check_space"]
@@ -257,8 +258,8 @@ class Saving:
                     records += report
                     missing.remove(rank)
                     pause, last = 0.001, time.monotonic()
-            if self._lost:
-                raise OSError(self._lost)
+            if self._lost or isinstance(self._group.monitor.refusal, RanksLostError):
+                raise OSError(self._lost or "ranks were lost")
             if missing and time.monotonic() - last > _PATIENCE:
                 raise OSError(f"rank {min(missing)} has not written its part in {_PATIENCE:.0f} s")
             if missing:

@@ -184,7 +184,7 @@ class Snapshots:
         if self._job and group.node.rank == 0:
             job_files.expect_end(self._job, group.topology.rank == 0)
         if self._job and group.topology.rank == 0:
-            self._reached = job_files.step_word(self._job)
+            self._reached = job_files.progress(self._job)
 
     def reach(self, step: int) -> None:
         """Tell the supervisor which step the job has reached: one at which it dies again and again is given up. Local."""

@@ -72,6 +72,9 @@ class MirroredStrategy(Strategy):
         cross_device_ops: how values are reduced, such as `ms.NcclAllReduce()`; default: the chooser's table.
         comm: communicator, duplicated here; default COMM_WORLD.
         num_gpus: instead of devices: this rank's first so many GPUs, 0 for the CPU.
+        replicas: instead of devices: so many on the CPUs of all ranks together. Sums are in the order of replicas, so
+            results are the same bits on any number of ranks, as after `ms.survive` or `mpistrat resize`; all but those of
+            gradients clipped by their norm.
 
     Raises:
         ValueError: both devices and num_gpus.
@@ -86,13 +89,14 @@ class MirroredStrategy(Strategy):
         comm: MPI.Intracomm | None = None,
         *,
         num_gpus: int | None = None,
+        replicas: int | None = None,
     ) -> None:
         if num_gpus is not None:
             if devices is not None:
                 got = f"devices={devices!r} and num_gpus={num_gpus!r}"
                 raise ValueError(explain("MirroredStrategy", "num_gpus", expected="devices or num_gpus", got=got))
             devices = [f"gpu:{index}" for index in range(num_gpus)] or "cpu:0"
-        super().__init__(assemble(self, MIRRORED, comm, devices, cross_device_ops))
+        super().__init__(assemble(self, MIRRORED, comm, devices, cross_device_ops, replicas=replicas))
 
 
 @final
@@ -135,7 +139,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: bytes_per_pack, timeout_seconds, implementation of every reduction, unless a call says
             otherwise.
         comm: communicator, duplicated here; default COMM_WORLD.
-        devices, cross_device_ops: as for MirroredStrategy.
+        devices, cross_device_ops, replicas: as for MirroredStrategy; on several nodes, too.
 
     Raises:
         ClusterError: on every rank, when the resolver's cluster does not fit the ranks, or differs between them, or two
@@ -150,6 +154,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         comm: MPI.Intracomm | None = None,
         devices: Sequence[str] | str | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        replicas: int | None = None,
     ) -> None:
         resolver = cluster_resolver
 
@@ -167,8 +173,11 @@ class MultiWorkerMirroredStrategy(Strategy):
             return tuple(ranks_by_task(MULTI_WORKER_MIRRORED.name, tasks, resolver, jobs).values())
 
         super().__init__(
-            assemble(self, MULTI_WORKER_MIRRORED, comm, devices, cross_device_ops, communication_options, order=order)
-        )
+            assemble(
+                self, MULTI_WORKER_MIRRORED, comm, devices, cross_device_ops, communication_options,
+                order=order, replicas=replicas,
+            )
+        )  # fmt: skip
         self.cluster_resolver = resolver or MPIClusterResolver(self.comm)
 
 

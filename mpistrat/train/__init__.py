@@ -35,6 +35,7 @@ from .metrics import (
     TopKCategoricalAccuracy,
 )
 from .monitor import Monitor
+from .survive import Job, survive
 from .trainer import Trainer
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "checkpoints_iterator",
     "EarlyStopping",
     "JSONLogger",
+    "Job",
     "LearningRateScheduler",
     "ModelCheckpoint",
     "Loop",
@@ -74,4 +76,5 @@ __all__ = [
     "TopKCategoricalAccuracy",
     "Trainer",
     "results",
+    "survive",
 ]

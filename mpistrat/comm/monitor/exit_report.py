@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..._util import log
+from ...cluster.world import survives
 from ..recorder import RECORDER
 
 if TYPE_CHECKING:
@@ -68,12 +69,13 @@ def begin(topology: Topology) -> None:
         name[:] = np.frombuffer(_name, np.uint8)
     if topology.intra is not None:
         topology.intra.Bcast(name)
+    who = f"rank {topology.rank} of {topology.size} (worker {topology.rank}) on {topology.hostname}"
     if _line is None and name.any():
         _name = name.tobytes()
-        _connect(
-            f"rank {topology.rank} of {topology.size} (worker {topology.rank}) on {topology.hostname}",
-            topology.num_nodes,
-        )
+        _connect(who, topology.num_nodes)
+    if survives():
+        register_rank(who)
+        _send("survives")
 
 
 def _listen() -> socket.socket | None:

@@ -129,6 +129,7 @@ class ExitMonitor:
 
     def __init__(self) -> None:
         self.nodes, self.quiet, self.left = 1, False, time.monotonic() - LEAVING
+        self.survives = False  # whether the others go on
         self.deaths: list[Death] = []  # in their order
         self.living: dict[int, Rank] = {}
         self.until = 0.0  # when the first death is reported, though not all have ended
@@ -141,6 +142,8 @@ class ExitMonitor:
             self.nodes = int(rest)
         elif kind == "told" and not self.deaths:  # the ranks report why the job ends; after a death, that is why
             self.quiet = True
+        elif kind == "survives":
+            self.survives = True
         elif kind == "bye":
             rank.ended, self.left = True, time.monotonic()
 
@@ -149,6 +152,10 @@ class ExitMonitor:
         if rank.ended or self.quiet:
             return
         death = Death(rank)
+        if self.survives:
+            if not death.asked:
+                self.report(death, [rank])
+            return
         if not self.deaths:
             if death.killed and time.monotonic() - self.left < LEAVING:
                 self.quiet = True

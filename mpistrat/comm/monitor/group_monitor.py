@@ -17,6 +17,7 @@ from typing import Any, final
 
 from ..._util import log
 from ..._util.text import named
+from ...cluster.world import is_loss
 from ..agree import fingerprint, only_differences
 from ..call import Call
 from ..mailbox import Mailbox
@@ -347,6 +348,10 @@ class Watchdog:
             group = max(instance._groups, key=lambda group: group.monitor.size)
             what = f"the job ends because of rank {group.monitor.rank}: {reason}"
             return group.report_end(failure_key(text), what.encode()[:_LONGEST])
+        except Exception as error:
+            if is_loss(error):
+                return ""
+            raise
         finally:
             instance.lock.release()
 
@@ -366,12 +371,21 @@ class Watchdog:
             exit_report.answer(self._position)
             if self.lock.acquire(timeout=POLL):
                 try:
-                    for group in self._groups:
-                        group.look()
+                    for group in list(self._groups):
+                        self._look(group)
                 finally:
                     self.lock.release()
             else:
                 self._judge_alone()
+
+    def _look(self, group: GroupMonitor) -> None:
+        """Look after a group; no more where ranks were lost, which those who call MPI hear, too."""
+        try:
+            group.look()
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            self._groups.remove(group)
 
     def _position(self) -> str:
         """Where this rank is in the largest of its groups."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from mpistrat.comm import job_files
 job, generation = os.environ["MPISTRAT_JOB"], int(os.environ["MPISTRAT_GENERATION"])
 job_files.mark(job, "begun").touch()
-job_files.step_word(job)[0] = generation if "on" in sys.argv else 7
+job_files.progress(job)[0] = generation if "on" in sys.argv else 7
 print(generation, flush=True)
 if "stop" in sys.argv:
     sys.exit(42)

@@ -1,0 +1,124 @@
+"""Sums in the order of replicas, the left fold ((v0 + v1) + v2) + …, whatever ranks and nodes these are on: the same bits.
+
+Values are gathered, and folded by every rank. Gradients in arenas are not: on a node each rank folds its slice of all
+replicas; between nodes a sum so far travels from the first node to the last, each of which goes on with its own replicas, and the
+total travels back. Many blocks are under way at once, so every link carries each slice once in each direction, as much as in
+a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from .._util.partition import blocks
+from ..comm.arrays import is_gpu, mpi_datatype
+from ..comm.process_group import ProcessGroup
+from ..types import ReduceOp
+from .arena import BLOCK, ArenaSum, Consume, GradientArena
+from .arithmetic import Arithmetic, combine, finish
+from .flat import FlatAllReduce
+
+__all__ = ["OrderedAllReduce"]
+
+_CHUNK = 1 << 20  # bytes of all replicas together that are gathered at a time
+_ONWARD, _BACK = 8, 9  # tags
+
+
+@final
+class OrderedAllReduce(FlatAllReduce):
+    """Sums over the replicas from the first to the last, so that the same replicas on other ranks and nodes give the same bits.
+
+    Strategies with `replicas=` use it. Gradients of variables cost about what they cost otherwise; other values go to
+    every rank from each replica. Where a node's ranks are not next to each other, gradients are such values, too.
+    float16 and bfloat16 are folded in float32.
+    """
+
+    def bind(self, group: ProcessGroup) -> None:
+        super().bind(group)
+        self._arenas = ArenaSum(group)
+        nodes = group.topology.node_of
+        self._chained = not group.environment.shared_memory or list(nodes) == sorted(nodes)
+
+    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
+        size, replicas = arrays[0].size, self.group.topology.num_replicas
+        total = np.empty(size, how.accumulate)
+        step = max(1, _CHUNK // (replicas * how.accumulate.itemsize))
+        for low in range(0, size, step):
+            chunk = [array[low : low + step] for array in arrays]
+            combine(how.ufunc, self._gathered(chunk, how.accumulate), total[low : low + step])
+        return finish(total, how)
+
+    def _gathered(self, arrays: Sequence[np.ndarray], dtype: np.dtype) -> Sequence[np.ndarray]:
+        """Return the arrays of all replicas in their order. Collective."""
+        topology, size = self.group.topology, arrays[0].size
+        if topology.size == 1:
+            return [array.astype(dtype, copy=False) for array in arrays]
+        out = np.empty((topology.num_replicas, size), dtype)
+        first = topology.replica_offset
+        for index, array in enumerate(arrays):
+            out[first + index] = array
+        from mpi4py import MPI
+
+        counts = [replicas * size for replicas in topology.replicas_per_rank]
+        topology.comm.Allgatherv(MPI.IN_PLACE, [out, counts, None, mpi_datatype(dtype)])
+        return list(out)
+
+    def reduce_arena(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
+        if is_gpu(arena.local[0]) or not self._chained:
+            super().reduce_arena(arena, ranges, consume)
+            return
+        how = self.arithmetic(ReduceOp.SUM, arena.dtype)
+        if self.group.num_nodes == 1:
+            self._arenas.hand_out(arena, arena.owned(ranges), how, consume)
+        elif self.group.inter is not None:
+            self._fold_over_nodes(arena, arena.owned(ranges), how, consume)
+
+    def _fold_over_nodes(
+        self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
+    ) -> None:
+        """Go on with the sum of the nodes before, and hand out the total. Collective over `group.inter`."""
+        inter: Any = self.group.inter
+        kind = mpi_datatype(how.accumulate)
+        arrays = arena.local if arena.node is None else arena.node
+        node, last = inter.rank, inter.size - 1
+        chunks = blocks(ranges, BLOCK)
+        depth = min(2 * inter.size + 2, len(chunks))  # chunks under way
+        memory = np.empty((depth + 1, BLOCK), how.accumulate)
+        scratch = memory[depth]
+        sending: list[Any] = [None] * depth
+
+        def hand_out(index: int, total: np.ndarray) -> None:
+            low, high = chunks[index]
+            if node > 0:
+                sending[index % depth] = inter.Isend([total, kind], node - 1, _BACK)
+                np.copyto(scratch[: high - low], total)
+                total = scratch[: high - low]
+            consume(low, high, total)
+
+        for turn in range(len(chunks) + depth):
+            if turn >= depth and sending[turn % depth] is not None:
+                sending[turn % depth].Wait()
+            if turn >= depth and node < last:
+                low, high = chunks[turn - depth]
+                total = memory[turn % depth][: high - low]
+                inter.Recv([total, kind], node + 1, _BACK)
+                hand_out(turn - depth, total)
+                if node > 0:
+                    sending[turn % depth].Wait()
+            if turn >= len(chunks):
+                continue
+            low, high = chunks[turn]
+            total, own = memory[turn % depth][: high - low], [array[low:high] for array in arrays]
+            if node == 0:
+                combine(how.ufunc, own, total)
+            else:
+                inter.Recv([total, kind], node - 1, _ONWARD)
+                for part in own:
+                    how.ufunc(total, part, out=total, dtype=total.dtype)
+            if node < last:
+                sending[turn % depth] = inter.Isend([total, kind], node + 1, _ONWARD)
+            else:
+                hand_out(turn, total)

@@ -1,0 +1,152 @@
+"""Going on in place, with the ranks that are left, when some are lost: under Open MPI with ULFM; see `cluster/world.py`.
+
+Nothing of the old strategy is repaired. The program's function is called again, and makes strategy, variables and datasets
+anew for fewer ranks; `Checkpoints` finds the state in memory of the nodes, as after a restart.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import secrets
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, final
+
+import numpy as np
+
+from .._util.log import logger
+from .._util.text import counted, named
+from ..cluster import world
+from ..cluster.topology import running_mpi
+from ..comm import job_files
+from ..comm.monitor import abort
+from ..comm.process_group import abandon
+from ..environment import Environment
+from ..errors import ClusterError, LayoutError, explain
+
+__all__ = ["Job", "survive"]
+
+T = TypeVar("T")
+
+
+@final
+class Job(NamedTuple):
+    """The ranks that `survive` calls a function on.
+
+    Attributes:
+        comm: their communicator, which strategies take by default.
+        generation: how often the job has been started again, or has gone on without some ranks.
+        lost: the numbers in COMM_WORLD of the ranks that were lost since it was started last.
+    """
+
+    comm: Any
+    generation: int
+    lost: tuple[int, ...]
+
+
+def survive(train: Callable[[Job], T]) -> T:
+    """Return what a function returns, calling it again with the ranks that are left when some die. Collective over COMM_WORLD.
+
+    Each time the function makes its strategy, variables and datasets, and goes on where `Checkpoints` restores to. It must not
+    keep these elsewhere. Strategies take the ranks that are left by default. Where the program was not started for it
+    (`mpistrat run --survive`, Open MPI), the function is called once, and a rank that dies ends the job.
+
+    An exception of the function's own ends the job as ever; RanksLostError must pass through it.
+
+    Args:
+        train: called with a `Job`; what it returns must not depend on how often.
+
+    Raises:
+        ClusterError: MPI was started for it, but with collectives that miss failures.
+        LayoutError: in a call of `survive`.
+
+    Example:
+        >>> def train(job):
+        ...     with ms.OneDeviceStrategy() as strategy, strategy.scope():
+        ...         return ms.Variable(2.0).numpy() + job.generation
+        >>> float(ms.survive(train))
+        2.0
+    """
+    mpi = running_mpi("survive")
+    if world.survives():
+        raise LayoutError(explain("survive", "", expected="one call at a time", got="one in another"))
+    if not world.loses_ranks():
+        return train(Job(world.world(mpi), Environment.read().generation, ()))
+    unsafe = world.unsafe_collectives()
+    if unsafe:
+        expected, got = (
+            f"OMPI_MCA_coll=^{','.join(world.UNSAFE)}",
+            f"collectives by {', '.join(unsafe)}, which miss deaths",
+        )
+        remedy = "mpistrat run --survive sets it"
+        raise ClusterError(explain("survive", "environment", expected=expected, got=got, remedy=remedy))
+    return _Survival(world.track(world.world(mpi))).run(train)
+
+
+@final
+class _Survival:
+    """The state of one call of `survive`."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self._lost = comm, tuple[int, ...]()
+        self._generation = Environment.read().generation
+        self._noticed = 0.0
+        key = np.frombuffer(secrets.token_bytes(8), np.uint8).copy()
+        comm.Bcast(key)
+        os.environ.setdefault("MPISTRAT_JOB", key.tobytes().hex())
+
+    def run(self, train: Callable[[Job], T]) -> T:
+        while True:
+            result, problem = self._attempt(train)
+            if problem:
+                self._leave_groups()
+            if world.agree(not problem):
+                world.untrack()
+                assert result
+                return result[0]
+            self._leave_groups()
+            self._go_on(problem)
+
+    def _attempt(self, train: Callable[[Job], T]) -> tuple[list[T], str]:
+        """Return what the function returned, in a list; or the error by which ranks seem to be lost, in words."""
+        try:
+            self._enter()
+            return [train(Job(self._comm, self._generation, self._lost))], ""
+        except Exception as error:
+            if not world.is_loss(error):
+                raise
+            self._noticed = time.monotonic()
+            problem = "".join(traceback.format_exception(error))
+            logger.debug("ranks were lost:\n%s", problem)
+            return [], problem
+
+    def _enter(self) -> None:
+        """Agree on the generation. Collective."""
+        self._generation = world.highest(self._generation)
+        os.environ["MPISTRAT_GENERATION"] = str(self._generation)
+        if self._comm.rank == 0:
+            job_files.progress(os.environ["MPISTRAT_JOB"])[1] = self._generation
+        if self._noticed and self._comm.rank == 0:
+            ranks, seconds = counted(self._comm.size, "rank"), time.monotonic() - self._noticed
+            logger.warning("%s lost: %s go on, after %.2f s", named("rank", self._lost), ranks, seconds)
+
+    def _leave_groups(self) -> None:
+        """Leave whatever needs the ranks that were lost; who waits for this one leaves, too."""
+        world.revoke()
+        abandon()
+        abort.renumber()
+
+    def _go_on(self, problem: str) -> None:
+        """Make a world of the ranks that live. Collective over them."""
+        if not self._noticed:
+            self._noticed = time.monotonic()
+        size = self._comm.size
+        self._comm, self._lost = world.shrink()
+        if self._comm.size == size:
+            why = f"an error that was no loss of ranks:\n{problem}" if problem else "an error of another rank"
+            raise RuntimeError(f"rank {self._comm.rank}: survive: {why}")
+        self._generation += 1
+        abort.leave_without_mpi()
+        gc.collect()  # memory of the old strategy, in cycles
