@@ -31,7 +31,8 @@ __all__ = ["COMMAND", "supervise"]
 Start = Callable[[int | None], tuple[list[str], dict[str, str]]]
 
 _TRIES = 3  # at one step, before it is given up
-_ENDING = 10.0  # seconds that ranks have to end after their launcher
+_ENDING = 10.0  # seconds that ranks have to end after their launcher, and it after them
+_LOOK = 1.0  # seconds between two looks whether they have said why they end
 
 
 def supervise(start: Start, restarts: int) -> int:
@@ -76,8 +77,9 @@ class _Supervisor:
             began, word[0], word[1] = time.monotonic(), 0, generation
             command, environment = self._start(self._ranks_wanted)
             environment |= {"MPISTRAT_JOB": self._job, "MPISTRAT_GENERATION": str(generation)}
+            job_files.mark(self._job, "ended").unlink(missing_ok=True)
             self._launcher = subprocess.Popen(command, env={**os.environ, **environment})
-            status = self._launcher.wait()
+            status = self._wait(self._launcher)
             status = 128 - status if status < 0 else status
             done = job_files.mark(self._job, "done").exists()
             if done or (status == 0 and not job_files.mark(self._job, "begun").exists()):
@@ -93,7 +95,7 @@ class _Supervisor:
             reached = [*reached[1:], word[0]]
             told = f"the ranks have ended with status {status} after {time.monotonic() - began:.0f} s"
             if died >= self._restarts:
-                _say(f"{told}, and were started again {counted(died, 'time')}: given up")
+                _say(told + (f", and were started again {counted(died, 'time')}: given up" if died else ""))
                 return status or 1
             if len(set(reached)) == 1:
                 _say(f"{told}, {_TRIES} times after step {reached[0]}: given up")
@@ -102,6 +104,17 @@ class _Supervisor:
             kept = self._step()
             where = f"from step {kept} in memory" if kept else "from the newest checkpoint"
             _say(f"{told}: started again {where} ({died} of {self._restarts})")
+
+    def _wait(self, launcher: subprocess.Popen[Any]) -> int:
+        """Return a launcher's status; one that lives on when the ranks have told why the job ends is killed."""
+        ended = 0.0
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return launcher.wait(_LOOK)
+            if not ended and job_files.mark(self._job, "ended").exists():
+                ended = time.monotonic()
+            if ended and time.monotonic() - ended > _ENDING:
+                self._end_ranks()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on; after one nothing is started again."""

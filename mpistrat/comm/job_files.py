@@ -3,6 +3,7 @@
     mpistrat-job-UID-KEY.lock               locked while the job's supervisor lives
     mpistrat-job-UID-KEY.g2.1.r0            snapshots of the ranks from 0 on, of the second restart; see strategy/snapshot.py
     mpistrat-job-UID-KEY.begun, .done       rank 0 has begun; the program has ended as it should
+    mpistrat-job-UID-KEY.ended              ranks have said why the job ends
     mpistrat-job-UID-KEY.size               with how many ranks it shall go on
     mpistrat-job-UID-KEY.step               words: the step that the job has reached since it was started last, and how
                                             often it has gone on since without some of its ranks
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .monitor import abort
-from .monitor.leftovers import FOLDER, KEPT
+from .monitor.leftovers import FOLDER, KEPT, kept
 from .shared_memory import map_file
 
 __all__ = [
@@ -44,13 +45,13 @@ def _prefix(job: str) -> str:
 
 
 def mark(job: str, what: str) -> Path:
-    """Return the file that says something of a job: "lock", "begun" or "done"."""
-    return FOLDER / f"{_prefix(job)}.{what}"
+    """Return the file that says something of a job, such as "lock" or "done"."""
+    return kept(job, what)
 
 
 def path_of(job: str, generation: int, serial: int, first: int) -> Path:
     """Return the file of the snapshots of a node's ranks, from rank `first` on."""
-    return FOLDER / f"{_prefix(job)}.g{generation}.{serial}.r{first}"
+    return kept(job, f"g{generation}.{serial}.r{first}")
 
 
 def generation_of(path: Path) -> int:

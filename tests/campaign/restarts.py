@@ -5,10 +5,10 @@
     python tests/campaign/restarts.py --faults --mpi-env mpich=.venv/bin/python
 
 A rank is killed at the n-th line of the package that it runs in a step, a snapshot, a save, or while it begins and
-restores; or from outside, at a random moment; or two ranks at once. With `--survive` the others go on in place. Of each job is asserted: its weights and slots are, to
-the last bit, those of the undisturbed one; of each step the newest generation that took it had each row of its batch once;
-no file and no process is left. What is printed, and written as JSON, counts kills, jobs that were wrong, and how long it took
-from a kill to the next step. The exit status is 1 where anything was wrong.
+restores; or from outside, at a random moment; or two ranks at once. With `--survive` the others go on in place. Of each
+job is asserted: its weights and slots are, to the last bit, those of the undisturbed one; of each step the newest generation
+that took it had each row of its batch once; no file and no process is left. What is printed, and written as JSON, counts
+kills, jobs that were wrong, and how long it took from a kill to the next step. The exit status is 1 where anything was wrong.
 
 With `--faults` mistakes are put into the package, one at a time: each must be found, or the campaign proves nothing.
 """
@@ -347,7 +347,8 @@ def main() -> int:
         bad += len(outcome.wrong)
         times = sorted(outcome.recoveries)
         result = {
-            "campaign": "in place" if options.survive else "restarts", "mpi": name, "date": time.strftime("%Y-%m-%d"), "seed": options.seed, "ranks": options.ranks,
+            "campaign": "in place" if options.survive else "restarts", "mpi": name, "date": time.strftime("%Y-%m-%d"),
+            "seed": options.seed, "ranks": options.ranks,
             "jobs": outcome.jobs, "kills": outcome.kills, "planned": dict(outcome.by_kind), "wrong": outcome.wrong,
             "recovery_seconds": {"median": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))]},
             "seconds": round(time.monotonic() - began),

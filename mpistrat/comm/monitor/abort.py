@@ -26,6 +26,7 @@ from typing import Any, NoReturn, final
 from ..._util.text import plural, ranges
 from ...cluster import start
 from ...cluster.launcher_variables import launched_rank, launched_size
+from ...cluster.world import loses_ranks
 from ...environment import Environment
 from . import exit_report
 
@@ -33,6 +34,7 @@ __all__ = [
     "KEY_BYTES",
     "Failures",
     "end_job",
+    "end_where_nobody_does",
     "exit_status",
     "failure_key",
     "format_exception",
@@ -87,6 +89,13 @@ def end_job(text: str, code: int = 1, reason: str = "") -> None:
     elif "mpi4py.MPI" not in sys.modules or not sys.modules["mpi4py.MPI"].Is_finalized():
         time.sleep(_FORWARDING)
         start.end_before_mpi(code)
+
+
+def end_where_nobody_does() -> None:
+    """End this rank, which knows that the job ends, where MPI goes on when ranks do."""
+    if loses_ranks():
+        time.sleep(_FORWARDING)
+        os._exit(1)
 
 
 def print_text(text: str) -> None:
@@ -165,6 +174,9 @@ def _exit_ends_the_job() -> bool:
     without end for messages of the ranks beside the aborting one. A rank that exits with an error before MPI is finalised makes
     PRRTE end the others, and itself, wherever they are; see also `_let_exits_win`. So there is one way for one host and
     for many. srun, which starts ranks itself, sets no such variable.
+
+    Where ranks may die an exit with an error is no end of the job for PRRTE, and Abort one that may hang. There each rank
+    that is told of the end exits; see `end_where_nobody_does`.
     """
     return os.environ.get("PRTE_LAUNCHED") == "1"
 

@@ -132,17 +132,21 @@ def _connect(who: str, nodes: int) -> None:
             socket.send_fds(line, [b"events\n"], [RECORDER.descriptor])
 
 
-def answer(position: Callable[[], str]) -> None:
-    """Send the stacks of all threads, if the process asks for them. The watchdog calls it now and then.
+def answer(position: Callable[[], str], end: Callable[[str], None]) -> None:
+    """Do what the process asks for: send the stacks of all threads, or end the job. The watchdog calls it now and then.
 
     Args:
         position: returns where this rank is, in words.
+        end: called with the line about a rank that has ended with an error, which MPI does not notice where ranks may die.
     """
     line = _line
     if line is None or not select.select([line], [], [], 0)[0]:
         return
     with contextlib.suppress(OSError):
-        if b"stacks" not in line.recv(4096):
+        words = line.recv(4096)
+        if words.startswith(b"ended "):
+            end(words[6:].decode(errors="replace").partition("\n")[0])
+        if b"stacks" not in words:
             return
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = {

@@ -15,6 +15,10 @@ import struct
 import sys
 import time
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 FIRST_RANK = 60.0  # seconds in which the first rank must come, if the one that started this lives so long
 PARENT = 0.2  # seconds between two looks whether it does
 ALL_ENDS = 2.0  # seconds in which the other ranks of the node end once one has: launchers end them
@@ -105,6 +109,23 @@ def last_events(descriptor: int, at: float, count: int = 4) -> str:
     return "; ".join(words)
 
 
+def mark_end() -> None:
+    """Tell the supervisor of `mpistrat run --restarts`, if it is on this node, that the ranks end by themselves."""
+    job = os.environ.get("MPISTRAT_JOB")
+    if job:
+        kept = run_leftovers()["kept"]
+        with contextlib.suppress(OSError):
+            if kept(job, "lock").exists():
+                kept(job, "ended").touch(mode=0o600)
+
+
+def run_leftovers() -> dict[str, Any]:
+    """Return what `leftovers.py` defines; late, for it is seldom needed, and this process has to start fast."""
+    import runpy
+
+    return runpy.run_path(os.path.join(os.path.dirname(__file__), "leftovers.py"))
+
+
 class Death:
     """A rank's end without a message, and how it ended as far as the system shows it."""
 
@@ -130,6 +151,7 @@ class ExitMonitor:
     def __init__(self) -> None:
         self.nodes, self.quiet, self.left = 1, False, time.monotonic() - LEAVING
         self.survives = False  # whether the others go on
+        self.kill_at = 0.0  # when ranks are killed that do not end with the job: no launcher does it
         self.deaths: list[Death] = []  # in their order
         self.living: dict[int, Rank] = {}
         self.until = 0.0  # when the first death is reported, though not all have ended
@@ -140,8 +162,11 @@ class ExitMonitor:
             rank.who = rest
         elif kind == "nodes":
             self.nodes = int(rest)
-        elif kind == "told" and not self.deaths:  # the ranks report why the job ends; after a death, that is why
-            self.quiet = True
+        elif kind == "told":  # the ranks report why the job ends
+            mark_end()
+            self.quiet = self.quiet or not self.deaths  # after a death, that is why
+            if self.survives and not self.kill_at:
+                self.kill_at = time.monotonic() + ALL_ENDS
         elif kind == "survives":
             self.survives = True
         elif kind == "bye":
@@ -155,6 +180,16 @@ class ExitMonitor:
         if self.survives:
             if not death.asked:
                 self.report(death, [rank])
+            if (
+                death.status is not None and death.status > 0xFF
+            ):  # an exit, which no MPI that goes on without it notices
+                self.quiet = True
+                text = (
+                    f"{rank.who}, process {rank.pid}, ended with status {death.status >> 8}: the others can not go on"
+                )
+                for other in self.living.values():
+                    with contextlib.suppress(OSError):
+                        other.line.sendall(f"ended {text}\n".encode())
             return
         if not self.deaths:
             if death.killed and time.monotonic() - self.left < LEAVING:
@@ -217,9 +252,12 @@ class Connections:
         """Serve until the last rank has ended."""
         while self.ranks or (time.monotonic() < self.until and os.getppid() == self.parent):
             idle = -1.0 if self.ranks else PARENT
-            if self.monitor.deaths:
-                idle = max(self.monitor.until - time.monotonic(), 0.0)
+            if self.monitor.deaths or self.monitor.kill_at:
+                until = self.monitor.until if self.monitor.deaths else self.monitor.kill_at
+                idle = max(until - time.monotonic(), 0.0)
             ready = self.events.poll(idle)  # in the order in which it happened
+            if 0 < self.monitor.kill_at <= time.monotonic():
+                self.end_ranks()
             if self.monitor.deaths and time.monotonic() >= self.monitor.until:
                 died = any(death.status != 0 for death in self.monitor.deaths)
                 self.monitor.finish()
@@ -242,9 +280,7 @@ class Connections:
     def clean(self) -> None:
         """Remove what ranks that were killed, or that ended the job, left in shared memory."""
         if any(map(os.path.exists, self.files)):
-            import runpy  # late: seldom needed, and this process has to start fast
-
-            runpy.run_path(os.path.join(os.path.dirname(__file__), "leftovers.py"))["remove_these"](self.files)
+            run_leftovers()["remove_these"](self.files)
 
     def accept(self) -> None:
         with contextlib.suppress(OSError):

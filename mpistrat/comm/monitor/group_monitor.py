@@ -127,6 +127,7 @@ class GroupMonitor:
         exit_report.report_exit()
         if not abort.ending:
             abort.print_text(f"rank {self.monitor.rank} of {self.monitor.size}: {data.decode(errors='replace')}")
+            abort.end_where_nobody_does()
 
     def _receive_for(self, seconds: float, until: Callable[[], bool] = bool) -> None:
         backoff, deadline = Backoff(POLL / 10), Deadline(seconds)
@@ -368,7 +369,7 @@ class Watchdog:
         while not self._stop.wait(POLL):
             if MPI.Is_finalized():
                 return
-            exit_report.answer(self._position)
+            exit_report.answer(self._position, abort.end_job)
             if self.lock.acquire(timeout=POLL):
                 try:
                     for group in list(self._groups):

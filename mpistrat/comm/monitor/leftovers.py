@@ -20,6 +20,7 @@ __all__ = [
     "FOLDER",
     "KEPT",
     "PATTERNS",
+    "kept",
     "mapped_by",
     "of_this_user",
     "remove_since",
@@ -79,6 +80,11 @@ def remove_since(start: float, end: float) -> list[tuple[Path, int]]:
     """
     within = {path for path, about in of_this_user() if start <= about.st_mtime <= end}
     return remove_these([str(path) for path, _ in unused(age=0.0) if path in within]) if within else []
+
+
+def kept(job: str, what: str) -> Path:
+    """Return a file of a job in shared memory that outlives its ranks; see `comm.job_files`."""
+    return FOLDER / f"{KEPT}{os.getuid()}-{job}.{what}"
 
 
 def remove_these(paths: Iterable[str]) -> list[tuple[Path, int]]:

@@ -1,0 +1,371 @@
+"""Ranks that are left go on in place: `ms.survive` under Open MPI with ULFM, started by `mpistrat run --survive`."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from launcher import ROOT, job_environment
+
+sys.path.append(str(ROOT / "tests" / "campaign"))
+import restarts
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import mpistrat as ms
+from mpistrat.errors import RanksLostError
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+import mpistrat.train.checkpoints
+mpistrat.train.checkpoints._SHARE = 1.0  # as often as it says
+
+def make(job):
+    strategy = ms.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        w = ms.Variable(np.zeros(4), name="w", aggregation=ms.VariableAggregation.SUM)
+    return strategy, w, ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.005)
+
+def say(*words):
+    print(*words, flush=True)
+"""
+STEPS = """
+def train(job):
+    strategy, w, checkpoints = make(job)
+    notes = checkpoints.restore_latest() or {"step": 0}
+    if strategy.rank == 0:
+        say("from", job.generation, notes["step"], strategy.size, *job.lost)
+    for step in range(notes["step"] + 1, 61):
+        strategy.run(lambda: w.assign_add(np.ones(4)))
+        checkpoints.step(step)
+        time.sleep(0.005)
+        at(job, strategy, step)
+    value = w.numpy()[0]
+    strategy.close()
+    return value
+
+value = ms.survive(train)
+say("end", value)
+"""
+
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def to_the_end(words, environment, folder, limit=60):
+    """Run a command, whose process group ends with it."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        words,
+        env=environment,
+        cwd=folder,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=limit)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+@pytest.fixture
+def run(mpi, tmp_path):
+    """Run a program under `mpistrat run --survive`; return the ended process, and check what it has left."""
+    if "Open MPI" not in mpi.vendor:
+        pytest.skip("only Open MPI goes on when a rank dies")
+
+    def run(program, ranks=3, *options, status=0, limit=60, **env):
+        (tmp_path / "train.py").write_text(HEAD + program)
+        words = [mpi.python, "-m", "mpistrat", "run", "-n", str(ranks), "--survive", *options, "train.py"]
+        environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin", **env})
+        before = restarts.left_behind()
+        done = to_the_end(words, environment, tmp_path, limit)
+        assert done.returncode == status if status >= 0 else done.returncode, done.stderr
+        assert restarts.left_behind() == before
+        return done
+
+    return run
+
+
+def froms(done):
+    return [[int(word) for word in line.split()[1:]] for line in done.stdout.splitlines() if line.startswith("from")]
+
+
+def ends(done):
+    return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("end")]
+
+
+@pytest.mark.timeout(300)
+def test_jobs_end_with_the_bits_of_an_undisturbed_one(mpi):
+    if "Open MPI" not in mpi.vendor:
+        pytest.skip("only Open MPI goes on when a rank dies")
+    seed = int(time.time()) // 86400
+    outcome = restarts.campaign(mpi.python, kills=6, seed=seed, each=6, ranks=4, survive=True)
+    assert outcome.kills >= 4
+    assert not outcome.wrong
+
+
+def test_two_ranks_die_one_after_the_other(run):
+    done = run(
+        """
+def at(job, strategy, step):
+    if (step, job.generation) in ((20, 0), (40, 1)) and strategy.rank == 1:
+        die()
+"""
+        + STEPS,
+        4,
+    )
+    first, second, third = froms(done)
+    assert first == [0, 0, 4]
+    assert second[0:3:2] == [1, 3] and 0 < second[1] <= 20 and second[3:] == [1]
+    assert third[0:3:2] == [2, 2] and 20 < third[1] <= 40 and third[3:] == [1, 2]
+    steps = [second[1], third[1] - second[1], 60 - third[1]]
+    assert ends(done) == [4.0 * steps[0] + 3.0 * steps[1] + 2.0 * steps[2]] * 2
+    assert re.search(r"rank 1 lost: 3 ranks go on, after 0\.\d\d s", done.stderr)
+    assert re.search(r"rank 1 of 4 .* was ended by SIGKILL", done.stderr)
+    assert re.search(r"rank 1 of 3 .* was ended by SIGKILL", done.stderr)
+
+
+def test_rank_0_dies(run):
+    done = run(
+        """
+def at(job, strategy, step):
+    if step == 20 and job.generation == 0 and strategy.rank == 0:
+        die()
+"""
+        + STEPS,
+    )
+    assert [words[0:3:2] + words[3:] for words in froms(done)] == [[0, 3], [1, 2, 0]]
+    assert len(ends(done)) == 2
+
+
+def test_while_ranks_come_back_another_dies(run):
+    done = run(
+        """
+generations = []
+def at(job, strategy, step):
+    if step == 20 and job.generation == 0 and strategy.rank == 1:
+        die()
+
+before = make
+def make(job):
+    if job.generation == 1 and job.comm.rank == 2:
+        die()
+    return before(job)
+"""
+        + STEPS,
+        4,
+    )
+    assert froms(done)[-1][2] == 2
+    assert len(ends(done)) == 2
+
+
+def test_all_ranks_die_and_the_job_is_started_again(run):
+    done = run(
+        """
+def at(job, strategy, step):
+    if step == 20 and job.generation == 0 and strategy.rank == 1:
+        die()
+    if step == 40 and job.generation == 1:
+        die()
+"""
+        + STEPS,
+        3,
+        "--restarts",
+        "2",
+    )
+    assert [words[0] for words in froms(done)] == [0, 1, 2]
+    assert [words[2] for words in froms(done)] == [3, 2, 3]
+    assert froms(done)[2][1] > 20
+    assert len(ends(done)) == 3
+    assert "started again from step" in done.stderr
+
+
+def test_without_restarts_the_status_tells_that_all_have_died(run):
+    done = run("def at(job, strategy, step):\n    step == 20 and die()\n" + STEPS, 2, status=-1)
+    assert "the ranks have ended with status" in done.stderr
+
+
+def test_an_error_of_the_program_ends_the_job(run):
+    done = run(
+        """
+def at(job, strategy, step):
+    if step == 20 and strategy.rank == 1:
+        raise ValueError("this is wrong")
+"""
+        + STEPS,
+        status=-1,
+    )
+    assert "ValueError: this is wrong" in done.stderr
+    assert len(froms(done)) == 1 and not ends(done)
+
+
+def test_a_rank_that_exits_with_an_error_ends_the_job(run):
+    done = run(
+        "def at(job, strategy, step):\n    step == 20 and strategy.rank == 1 and os._exit(5)\n" + STEPS, status=-1
+    )
+    assert re.search(r"rank 1 of 3 .* ended with status 5: the others can not go on", done.stderr)
+    assert len(froms(done)) == 1 and not ends(done)
+
+
+def test_an_error_after_a_loss_ends_the_job(run):
+    done = run(
+        """
+def at(job, strategy, step):
+    if step == 20 and job.generation == 0 and strategy.rank == 1:
+        die()
+    if step == 40 and strategy.rank == 1:
+        raise ValueError("this is wrong")
+"""
+        + STEPS,
+        status=-1,
+    )
+    assert "ValueError: this is wrong" in done.stderr
+    assert len(froms(done)) == 2 and not ends(done)
+
+
+def test_an_error_of_mpi_without_a_loss_ends_the_job(run):
+    done = run(
+        """
+from mpi4py import MPI
+def at(job, strategy, step):
+    if step == 20 and strategy.rank == 1:
+        job.comm.Recv(np.zeros(1), source=17)
+"""
+        + STEPS,
+        status=-1,
+    )
+    assert "an error that was no loss of ranks" in done.stderr
+    assert "MPI_ERR_RANK" in done.stderr
+    assert len(froms(done)) == 1 and not ends(done)
+
+
+def test_who_catches_the_error_gets_it_again(run):
+    done = run(
+        """
+def at(job, strategy, step):
+    if step == 20 and job.generation == 0:
+        if strategy.rank == 1:
+            die()
+        for attempt in range(3):
+            try:
+                strategy.barrier()
+            except RanksLostError as error:
+                print("caught", flush=True)
+                if attempt == 2:
+                    strategy.close()
+                    raise
+"""
+        + STEPS,
+    )
+    assert done.stdout.count("caught") == 2 * 3
+    assert [words[0] for words in froms(done)] == [0, 1]
+    assert len(ends(done)) == 2
+
+
+def test_a_rank_that_only_computes_comes_later(run):
+    done = run(
+        """
+def at(job, strategy, step):
+    if step == 20 and job.generation == 0:
+        if strategy.rank == 1:
+            die()
+        if strategy.rank == 2:
+            time.sleep(2)
+"""
+        + STEPS,
+    )
+    assert [words[0] for words in froms(done)] == [0, 1]
+    assert len(ends(done)) == 2
+
+
+def test_an_asynchronous_save_is_given_up(run, tmp_path):
+    done = run(
+        """
+from mpistrat.strategy.checkpoint_writer import Saving
+write = Saving.write
+def slow(self):
+    time.sleep(60 if os.environ["MPISTRAT_GENERATION"] == "0" and self._rank == 1 else 0)
+    write(self)
+Saving.write = slow
+before = make
+def make(job):
+    strategy, w, checkpoints = before(job)
+    checkpoints._every = 15
+    return strategy, w, checkpoints
+def at(job, strategy, step):
+    if step == 20 and job.generation == 0 and strategy.rank == 1:
+        die()
+"""
+        + STEPS,
+    )
+    assert len(ends(done)) == 2
+    assert (
+        sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.suffix == ".h5")[-1]
+        == "step-0000000060.h5"
+    )
+
+
+def test_ranks_stop_together_after_a_loss(run):
+    done = run(
+        """
+def at(job, strategy, step):
+    if step == 20 and job.generation == 0 and strategy.rank == 1:
+        die()
+    if step == 40:
+        sys.exit(ms.RESTART_EXIT_CODE)
+"""
+        + STEPS,
+        status=42,
+    )
+    assert len(froms(done)) == 2 and not ends(done)
+
+
+def test_collectives_that_miss_deaths_are_refused(mpi, tmp_path):
+    if "Open MPI" not in mpi.vendor:
+        pytest.skip("only Open MPI goes on when a rank dies")
+    (tmp_path / "train.py").write_text("import mpistrat as ms\nms.survive(print)\n")
+    command = [
+        *mpi.mpiexec,
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--with-ft",
+        "ulfm",
+        "-n",
+        "2",
+        mpi.python,
+        "train.py",
+    ]
+    environment = job_environment("openmpi", tmp_path, {})
+    done = to_the_end(command, environment, tmp_path)
+    assert done.returncode
+    assert "expected OMPI_MCA_coll=^han,hcoll,portals4" in done.stderr
+    assert "mpistrat run --survive sets it" in done.stderr
+
+
+def test_other_mpis_are_refused(mpi, tmp_path):
+    if "MPICH" not in mpi.vendor:
+        pytest.skip("Open MPI can")
+    words = [mpi.python, "-m", "mpistrat", "run", "-n", "2", "--survive", "train.py"]
+    (tmp_path / "train.py").write_text("import mpistrat as ms\nms.survive(print)\n")
+    environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin"})
+    done = to_the_end(words, environment, tmp_path)
+    assert done.returncode == 1
+    assert "--survive: expected Open MPI 5" in done.stderr and "--restarts" in done.stderr
+    words.remove("--survive")
+    done = to_the_end(words, environment, tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.count("generation=0, lost=()") == 2
