@@ -14,6 +14,7 @@ from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 from mpistrat.cross_device.mpi import MpiAllReduce
 from mpistrat.cross_device.nccl import NcclAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.ordered import OrderedAllReduce
 from mpistrat.cross_device.to_one import ReductionToOneDevice
 from mpistrat.distributed_values import PerReplica
 from mpistrat.errors import CollectiveMismatchError
@@ -42,6 +43,7 @@ OPS = {
     "hierarchical": HierarchicalAllReduce,
     "one_device": ReductionToOneDevice,
     "one_device_function": lambda: ReductionToOneDevice("cpu:0", accumulation_fn=lambda parts: sum(parts)),
+    "ordered": OrderedAllReduce,
     "users": LeftFold,
     "nccl": NcclAllReduce,
 }
