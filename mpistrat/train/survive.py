@@ -96,6 +96,7 @@ class _Survival:
         key = np.frombuffer(secrets.token_bytes(8), np.uint8).copy()
         comm.Bcast(key)
         os.environ.setdefault("MPISTRAT_JOB", key.tobytes().hex())
+        abort.leave_without_mpi(lambda: world.agree(True))
 
     def run(self, train: Callable[[Job], T]) -> T:
         while True:
@@ -148,5 +149,4 @@ class _Survival:
             why = f"an error that was no loss of ranks:\n{problem}" if problem else "an error of another rank"
             raise RuntimeError(f"rank {self._comm.rank}: survive: {why}")
         self._generation += 1
-        abort.leave_without_mpi()
         gc.collect()  # memory of the old strategy, in cycles

@@ -293,6 +293,7 @@ def campaign(
         (Path(name) / "alone").mkdir()
         expected, wrong = run_job(python, [], ranks, Path(name) / "alone")
         outcome.wrong += wrong
+        known = set(left_behind())
         while outcome.kills < kills and expected and not (fault and outcome.wrong):
             folder = Path(name) / f"job-{outcome.jobs}"
             folder.mkdir()
@@ -301,7 +302,8 @@ def campaign(
             if not wrong and found != expected:
                 wrong.append(f"other bits: {found[:16]} instead of {expected[:16]}")
             wrong += [] if wrong else check_rows(folder)
-            wrong += [f"left: {path}" for path in left_behind()]
+            wrong += [f"left: {path}" for path in left_behind() if path not in known]
+            known |= set(left_behind())
             outcome.jobs += 1
             outcome.kills += len((folder / "killed").read_text().split()) if (folder / "killed").exists() else 0
             outcome.recoveries += recoveries(folder)

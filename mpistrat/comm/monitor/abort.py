@@ -60,7 +60,7 @@ agree_who_prints: Callable[[str, str], str | None] | None = None
 
 _rank: tuple[int, int] | None = None  # this rank and the number of ranks, once there is a strategy
 _process: int | None = None  # in which the hooks hold
-_without_mpi = False  # whether this process leaves without MPI's end
+_wait_at_end: Callable[[], object] | None = None  # and then leave without MPI's end
 _exit_status: int | None = None  # what sys.exit was called with
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
@@ -225,10 +225,10 @@ def install(rank: int, size: int) -> None:
     _hook()
 
 
-def leave_without_mpi() -> None:
-    """Have this process end without MPI's end, which would wait for ranks that were lost."""
-    global _without_mpi
-    _without_mpi = True
+def leave_without_mpi(wait: Callable[[], object]) -> None:
+    """Have this process end without MPI's end, which would wait for a rank that dies in it; `wait` waits for those that live."""
+    global _wait_at_end
+    _wait_at_end = wait
 
 
 def renumber() -> None:
@@ -269,7 +269,8 @@ def _at_exit() -> None:
     start.mark_finished()
     if exit_status() and not ending and (mpi is None or not mpi.Is_initialized()):
         end_job(f"{_who()}: the job ends: it called sys.exit({exit_status()}) before MPI was started", exit_status())
-    if _without_mpi:
+    if _wait_at_end is not None and not ending:
+        _wait_at_end()
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):

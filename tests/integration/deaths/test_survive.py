@@ -319,6 +319,22 @@ def at(job, strategy, step):
     )
 
 
+def test_a_rank_dies_in_its_end(run):
+    done = run(
+        """
+import atexit
+def train(job):
+    return make(job)[0].rank
+
+if ms.survive(train) == 2:
+    atexit.register(lambda: (time.sleep(0.5), die()))
+say("end", 1)
+"""
+    )
+    assert ends(done) == [1.0] * 3
+    assert re.search(r"rank 2 of 3 .* was ended by SIGKILL", done.stderr)
+
+
 def test_ranks_stop_together_after_a_loss(run):
     done = run(
         """
