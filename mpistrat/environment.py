@@ -30,7 +30,9 @@ from dataclasses import dataclass
 
 from .errors import explain
 
-__all__ = ["STRATEGIES", "Environment"]
+__all__ = ["RESTART_EXIT_CODE", "STRATEGIES", "Environment"]
+
+RESTART_EXIT_CODE = 42  # of a program that has saved and wants to be put back into the queue, as TensorFlow's
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server")
 

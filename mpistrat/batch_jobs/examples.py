@@ -36,6 +36,7 @@ EXAMPLES: dict[str, tuple[Job, SiteProfile]] = {
     "slurm-array.sh": (dataclasses.replace(_CPU, nodes=1, array=_ARRAY), _SITE),
     "slurm-preemptible.sh": (_PREEMPTIBLE, _SITE),
     "slurm-preemptible-mpirun.sh": (_PREEMPTIBLE, _MPIRUN),
+    "slurm-restarts.sh": (dataclasses.replace(_CPU, restarts=20), _SITE),
     "slurm-apptainer.sh": (
         dataclasses.replace(_GPU, container="mpistrat.sif"),
         dataclasses.replace(_SITE, venv="", mpi="pmix"),

@@ -98,6 +98,8 @@ class Job:
             among `nodes * ranks_per_node`.
         container: image to run in; "" for none.
         array, preemption: for an array of jobs, and for a job that may be interrupted.
+        restarts: how often the ranks are started again, within the job, when one dies or a node is lost.
+        survive: programs of `ms.survive` go on without that; Open MPI.
         partition, account, qos: of the batch system; "" for its default.
         mail: who gets a message when the job ends.
 
@@ -125,6 +127,8 @@ class Job:
     container: str = ""
     array: Array | None = None
     preemption: Preemption | None = None
+    restarts: int = 0
+    survive: bool = False
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -139,6 +143,7 @@ class Job:
         whole("Job", "gpus_per_node", self.gpus_per_node, 0, 64)
         whole("Job", "num_ps", self.num_ps, 0, 100_000)
         whole("Job", "ps_nodes", self.ps_nodes, 0, 100_000)
+        whole("Job", "restarts", self.restarts, 0, 1000)
         if self.memory:
             matching("Job", "memory", self.memory, r"[1-9]\d{0,8}[MGT]", "a number with M, G or T, as in 64G")
         matching("Job", "time", self.time, r"(\d{1,3}-)?\d{1,4}:[0-5]\d:[0-5]\d", "[DAYS-]HOURS:MINUTES:SECONDS")

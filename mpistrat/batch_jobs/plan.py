@@ -11,7 +11,7 @@ __all__ = ["check", "gpus_per_rank", "launcher_of"]
 
 
 def launcher_of(site: SiteProfile) -> str:
-    """Return what starts the ranks."""
+    """Return what starts the ranks, without `mpistrat run` before it."""
     return SCHEDULERS[site.scheduler].launchers[0] if site.launcher == "auto" else site.launcher
 
 
@@ -42,6 +42,8 @@ def check(job: Job, site: SiteProfile) -> None:
     if job.ps_nodes and job.preemption:
         remedy = "Without ps_nodes the servers are among the ranks, and the job can be put back into the queue"
         raise _error("preemption", "a job of one component", f"{job.ps_nodes} nodes of servers", remedy)
+    if job.restarts or job.survive:
+        _check_restarts(job, site, launcher)
     _check_gpus(job, site)
     if site.scheduler == "lsf" and job.array and job.array.first < 1:
         raise _error("array", "indices from 1 under LSF", job.array.indices)
@@ -55,6 +57,19 @@ def _check_mpi(site: SiteProfile, launcher: str) -> None:
     legal = ("auto", "pmix") if launcher == "pals" else ("auto",)
     if launcher != "srun" and site.mpi not in legal:
         raise _error("mpi", f"one of {', '.join(legal)} with launcher {launcher}", site.mpi)
+
+
+def _check_restarts(job: Job, site: SiteProfile, launcher: str) -> None:
+    name = "restarts" if job.restarts else "survive"
+    for got, fits in (
+        (SCHEDULERS[site.scheduler].title, site.scheduler == "slurm"),
+        (f"launcher {launcher}", launcher == "srun"),
+        (f"mpi {site.mpi}", site.mpi == "auto"),
+        (f"{job.ps_nodes} nodes of servers", not job.ps_nodes),
+        (f"the image {job.container!r:.80}", not job.container),
+    ):
+        if not fits:
+            raise _error(name, "a job of SLURM that `mpistrat run` can start as it finds it, without an image", got)
 
 
 def _check_gpus(job: Job, site: SiteProfile) -> None:

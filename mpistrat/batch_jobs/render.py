@@ -10,15 +10,15 @@ from types import MappingProxyType
 from typing import Any
 
 from .._util.text import counted
+from ..environment import RESTART_EXIT_CODE
 from ..errors import MissingDependencyError
 from .job import Job
 from .plan import check, gpus_per_rank, launcher_of
 from .schedulers import SCHEDULERS
 from .site import SiteProfile
 
-__all__ = ["FOR_PMI2", "RESTART_EXIT_CODE", "render"]
+__all__ = ["FOR_PMI2", "render"]
 
-RESTART_EXIT_CODE = 42  # "stopped early, put me back into the queue"
 FOR_PMI2 = MappingProxyType(
     {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 )  # as cluster/pmi.py says of an MPI that may be a wheel's MPICH
@@ -49,6 +49,8 @@ def render(job: Job, site: SiteProfile, for_pmi2: Mapping[str, str] = FOR_PMI2) 
     check(job, site)
     template = _environment().get_template(f"{site.scheduler}.sh.jinja")
     launcher, scheduler = launcher_of(site), SCHEDULERS[site.scheduler]
+    if job.restarts or job.survive:
+        launcher = "mpistrat"  # which starts that
     text: str = template.render(
         job=job,
         site=site,
@@ -147,11 +149,12 @@ def _what(job: Job, launcher: str) -> str:
         workers = job.ranks - job.num_ps
         servers = f"{counted(job.num_ps, 'parameter server')}{nodes}"
         ranks = f"{counted(workers, 'worker')}, then {servers}"
-    parts = [f"{ranks}, started by {launcher}"]
+    parts = [f"{ranks}, started by {launcher.replace('mpistrat', 'mpistrat run')}"]
     parts += [f"{job.gpus_per_node} GPUs on each node"] * bool(job.gpus_per_node)
     parts += ["in a container"] * bool(job.container)
     parts += ["an array of jobs"] * bool(job.array)
     parts += ["may be interrupted and goes on"] * bool(job.preemption)
+    parts += ["goes on when a rank dies"] * bool(job.restarts or job.survive)
     return f"{', '.join(parts)}."
 
 

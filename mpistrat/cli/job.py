@@ -62,6 +62,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     kind(Preemption, "notice", "SECONDS", "before the time limit")
     kind(Preemption, "max_restarts", "N", "how often it is requeued")
+    kind(Job, "restarts", "N", "start the ranks again when one dies or a node is lost, N times at most")
+    kinds.add_argument(
+        "--survive", action="store_true", default=None, help="... in place, if a program of ms.survive can"
+    )
     kind(Job, "container", "IMAGE", "run in this image")
 
     queue = functools.partial(_add, parser.add_argument_group("for the batch system"), Job)

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from .._util.text import counted
+from .._util.text import counted, named
+from ..cluster.allocation import Allocation, allocation_of_job
 from ..cluster.cores import THREAD_VARIABLES, usable_cores
 from ..cluster.devices import count_gpus
 from ..cluster.launcher_variables import RANK_VARIABLES, launched_size
@@ -67,6 +68,7 @@ def plan(
     survive: bool = False,
     tag: bool = False,
     log_dir: str | None = None,
+    nodes: Allocation = Allocation(),
 ) -> Start:
     """Return how to start a program. Starts no MPI.
 
@@ -79,6 +81,7 @@ def plan(
         survive: MPI goes on when a rank dies.
         tag: each line that a rank prints begins with its number.
         log_dir: folder for a file of each rank; without `tag` nothing else shows what they print.
+        nodes: of a SLURM job; those that are lost are left out, with their share of the ranks.
 
     Raises:
         ClusterError: mpi4py finds no MPI, or one that cannot survive, or no launcher here belongs to it.
@@ -101,10 +104,11 @@ def plan(
             explain("mpistrat run", option, expected="a worker besides", got=got, remedy="Start more ranks")
         )
     library = loaded_library()
+    ranks = max(nodes.share(ranks), others + 1)
     if in_slurm and not survive:
-        start = _by_srun(library, ranks)
+        start = _by_srun(library, ranks, nodes)
     else:
-        start = _by_mpiexec(library, ranks, _threads(ranks))
+        start = _by_mpiexec(library, ranks, _threads(ranks), nodes)
     if survive:
         _let_survive(start, library)
     if strategy is not None:
@@ -168,7 +172,12 @@ def _threads(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))}
 
 
-def _by_mpiexec(library: MPILibrary, ranks: int, environment: dict[str, str]) -> Start:
+def _by_mpiexec(
+    library: MPILibrary,
+    ranks: int,
+    environment: dict[str, str],
+    nodes: Allocation = Allocation(),
+) -> Start:
     """Return the start by the mpiexec of mpi4py's MPI."""
     launchers = find_launchers(library)
     launcher = choose_launcher(library, launchers)
@@ -187,6 +196,10 @@ def _by_mpiexec(library: MPILibrary, ranks: int, environment: dict[str, str]) ->
             command.append("--oversubscribe")
         if "OMPI_MCA_osc" not in os.environ and not in_slurm and not _network_cards():
             environment["OMPI_MCA_osc"] = "^ucx"  # its one-sided calls fail where UCX finds no network card
+    if nodes.lost:
+        each = -(-ranks // len(nodes.living))
+        command += ["-host" if library.family == "openmpi" else "-hosts"]
+        command += [",".join(f"{name}:{each}" for name in nodes.living)]
     where = f" from {library.path}" if library.path else ""
     notes = [f"{library}{where}; {counted(ranks, 'rank')} on {usable_cores()} cores"]
     given = os.environ.get("MPIEXEC")
@@ -196,7 +209,7 @@ def _by_mpiexec(library: MPILibrary, ranks: int, environment: dict[str, str]) ->
     return Start([*command, "-n", str(ranks)], environment, notes)
 
 
-def _by_srun(library: MPILibrary, ranks: int) -> Start:
+def _by_srun(library: MPILibrary, ranks: int, nodes: Allocation) -> Start:
     """Return the start by srun in a SLURM allocation; by mpiexec where srun has no protocol for this MPI."""
     offered = offered_pmis()
     pmi = fitting_pmi(library, offered)
@@ -204,11 +217,13 @@ def _by_srun(library: MPILibrary, ranks: int) -> Start:
     chosen = any(os.environ.get(name) for name in THREAD_VARIABLES)
     environment = {"OMP_NUM_THREADS": cpus} if cpus.isdigit() and not chosen else {}
     if pmi is None:
-        start = _by_mpiexec(library, ranks, environment)
+        start = _by_mpiexec(library, ranks, environment, nodes)
         offers = f"offers {', '.join(offered)}" if offered else "does not answer --mpi=list"
         start.notes.append(f"srun {offers}: nothing for {library}, so its own mpiexec starts the ranks")
         return start
     command = ["srun", f"--ntasks={ranks}", f"--mpi={pmi}", "--kill-on-bad-exit=1"]
+    if nodes.lost:
+        command += [f"--nodes={min(len(nodes.living), ranks)}", f"--exclude={','.join(nodes.lost)}"]
     if cpus.isdigit():
         command.append(f"--cpus-per-task={cpus}")  # since 22.05 srun does not take it from the job
     notes = [f"{library}; {ranks} tasks in SLURM's job {os.environ['SLURM_JOB_ID']}"]
@@ -318,14 +333,25 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     return _become(start)
 
 
-def _plan(args: argparse.Namespace, ranks: int | None) -> Start:
-    options = {"evaluator": args.evaluator, "survive": args.survive, "tag": args.tag, "log_dir": args.log_dir}
+def _plan(args: argparse.Namespace, ranks: int | None, nodes: Allocation = Allocation()) -> Start:
+    options = {
+        "evaluator": args.evaluator,
+        "survive": args.survive,
+        "tag": args.tag,
+        "log_dir": args.log_dir,
+        "nodes": nodes,
+    }
     return plan(_program(args), ranks, args.strategy, args.ps, **options)
 
 
 def _words(args: argparse.Namespace, ranks: int | None) -> tuple[list[str], dict[str, str]]:
     """Return a command and what is added to the environment, for another number of ranks than the arguments say, or None."""
-    start = _plan(args, args.ranks if ranks is None else ranks)
+    nodes = allocation_of_job()
+    if nodes.lost:
+        print(
+            f"mpistrat run: {named('node', nodes.lost)} lost: the ranks are on the others", file=sys.stderr, flush=True
+        )
+    start = _plan(args, args.ranks if ranks is None else ranks, nodes)
     return start.command, start.environment | _terminal(bar=not args.tag and args.log_dir is None)
 
 

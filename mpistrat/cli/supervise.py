@@ -22,7 +22,8 @@ from typing import Any, final
 from .._util.text import counted
 from ..comm import job_files
 from ..comm.agree import Ranks
-from ..strategy.preemption import RESTART_EXIT_CODE
+from ..comm.monitor import leftovers
+from ..environment import RESTART_EXIT_CODE
 from ..strategy.snapshot import SnapshotFile
 from .command import DONE, PROBLEM, Command
 
@@ -43,12 +44,12 @@ def supervise(start: Start, restarts: int) -> int:
             number of ranks than was asked for, or None.
         restarts: how often they are started again.
     """
-    if not job_files.FOLDER.is_dir():
-        _say(f"--restarts keeps a job's state in {job_files.FOLDER}, which is not there")
+    if not leftovers.FOLDER.is_dir():
+        _say(f"--restarts keeps a job's state in {leftovers.FOLDER}, which is not there")
         return PROBLEM
     swept = job_files.sweep()
     if swept:
-        _say(f"removed what {counted(len(swept), 'job')} had left in {job_files.FOLDER}")
+        _say(f"removed what {counted(len(swept), 'job')} had left in {leftovers.FOLDER}")
     job = secrets.token_hex(8)
     held = job_files.lock(job)
     try:
@@ -77,13 +78,18 @@ class _Supervisor:
             began, word[0], word[1] = time.monotonic(), 0, generation
             command, environment = self._start(self._ranks_wanted)
             environment |= {"MPISTRAT_JOB": self._job, "MPISTRAT_GENERATION": str(generation)}
-            job_files.mark(self._job, "ended").unlink(missing_ok=True)
+            for what in ("ended", "stopped"):
+                job_files.mark(self._job, what).unlink(missing_ok=True)
             self._launcher = subprocess.Popen(command, env={**os.environ, **environment})
             status = self._wait(self._launcher)
             status = 128 - status if status < 0 else status
             done = job_files.mark(self._job, "done").exists()
             if done or (status == 0 and not job_files.mark(self._job, "begun").exists()):
                 return 0
+            if job_files.mark(
+                self._job, "stopped"
+            ).exists():  # the launcher may tell of ranks that it has killed after the first
+                status = RESTART_EXIT_CODE
             if self._stopping or (status == RESTART_EXIT_CODE and not self._resizing):
                 return status
             self._end_ranks()

@@ -3,6 +3,7 @@
     mpistrat-job-UID-KEY.lock               locked while the job's supervisor lives
     mpistrat-job-UID-KEY.g2.1.r0            snapshots of the ranks from 0 on, of the second restart; see strategy/snapshot.py
     mpistrat-job-UID-KEY.begun, .done       rank 0 has begun; the program has ended as it should
+    mpistrat-job-UID-KEY.stopped            it has stopped, to go on later
     mpistrat-job-UID-KEY.ended              ranks have said why the job ends
     mpistrat-job-UID-KEY.size               with how many ranks it shall go on
     mpistrat-job-UID-KEY.step               words: the step that the job has reached since it was started last, and how
@@ -25,8 +26,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from .monitor import abort
-from .monitor.leftovers import FOLDER, KEPT, kept
+from ..environment import RESTART_EXIT_CODE
+from .monitor import abort, leftovers
 from .shared_memory import map_file
 
 __all__ = [
@@ -41,17 +42,17 @@ _SNAPSHOT = re.compile(r"\.g(\d+)\.(\d+)\.r(\d+)$")
 
 
 def _prefix(job: str) -> str:
-    return f"{KEPT}{os.getuid()}-{job}"
+    return f"{leftovers.KEPT}{os.getuid()}-{job}"
 
 
 def mark(job: str, what: str) -> Path:
     """Return the file that says something of a job, such as "lock" or "done"."""
-    return kept(job, what)
+    return leftovers.kept(job, what)
 
 
 def path_of(job: str, generation: int, serial: int, first: int) -> Path:
     """Return the file of the snapshots of a node's ranks, from rank `first` on."""
-    return kept(job, f"g{generation}.{serial}.r{first}")
+    return leftovers.kept(job, f"g{generation}.{serial}.r{first}")
 
 
 def generation_of(path: Path) -> int:
@@ -62,7 +63,7 @@ def generation_of(path: Path) -> int:
 
 def paths(job: str) -> list[Path]:
     """Return the files of snapshots on this node."""
-    found = FOLDER.glob(f"{_prefix(job)}.g*") if FOLDER.is_dir() else ()
+    found = leftovers.FOLDER.glob(f"{_prefix(job)}.g*") if leftovers.FOLDER.is_dir() else ()
     return sorted(path for path in found if _SNAPSHOT.search(path.name))
 
 
@@ -127,9 +128,12 @@ class _End(NamedTuple):
 
 
 def _at_exit() -> None:
-    if _end is None or os.getpid() != _end.process or hasattr(sys, "last_value") or abort.ending or abort.exit_status():
+    if _end is None or os.getpid() != _end.process or hasattr(sys, "last_value") or abort.ending:
         return
-    if not _end.supervised:
+    if abort.exit_status():
+        if _end.first and _end.supervised and abort.exit_status() == RESTART_EXIT_CODE:
+            mark(_end.job, "stopped").touch(mode=0o600)
+    elif not _end.supervised:
         remove(_end.job)
     elif _end.first:
         mark(_end.job, "done").touch(mode=0o600)
@@ -157,7 +161,7 @@ def lock(job: str) -> int:
 
 def remove(job: str) -> None:
     """Remove all files of a job on this node."""
-    for path in FOLDER.glob(f"{_prefix(job)}.*"):
+    for path in leftovers.FOLDER.glob(f"{_prefix(job)}.*"):
         with contextlib.suppress(OSError):
             path.unlink()
 
@@ -167,7 +171,7 @@ def sweep() -> list[str]:
     removed = []
     for job in unsupervised():
         with contextlib.suppress(OSError, ValueError):
-            newest = max(path.stat().st_mtime for path in FOLDER.glob(f"{_prefix(job)}.*"))
+            newest = max(path.stat().st_mtime for path in leftovers.FOLDER.glob(f"{_prefix(job)}.*"))
             if time.time() - newest > _ABANDONED:
                 remove(job)
                 removed.append(job)
@@ -198,7 +202,7 @@ def unsupervised() -> list[str]:
 
 def _keys() -> set[str]:
     found = set()
-    for path in FOLDER.glob(_prefix("*")):
+    for path in leftovers.FOLDER.glob(_prefix("*")):
         match = re.match(_prefix("([0-9a-f]{16})[.]"), path.name)
         if match:
             found.add(match[1])

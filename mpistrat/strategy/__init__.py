@@ -1,9 +1,10 @@
 """The strategies, their contexts, and what they save and restore."""
 
+from ..environment import RESTART_EXIT_CODE
 from .contexts import ReplicaContext, ValueContext
 from .extended import StrategyExtended
 from .loss import compute_average_loss, scale_regularization_loss
-from .preemption import RESTART_EXIT_CODE, catch_stop_signals
+from .preemption import catch_stop_signals
 from .show_config import show_config
 from .strategy import Strategy
 from .synchronous import (

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ..comm.monitor.rank_monitor import RankMonitor
 
 __all__ = [
-    "RESTART_EXIT_CODE",
     "SIGNALS",
     "StopAgreement",
     "StopAtPasses",
@@ -41,7 +40,6 @@ __all__ = [
     "last_moment",
 ]
 
-RESTART_EXIT_CODE = 42  # of a program that has saved and wants to be put back into the queue, as TensorFlow's
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 # Seconds after which one more SIGTERM ends at once; launchers and schedulers may both pass on the same one.

@@ -83,7 +83,7 @@ def test_kills_at_random_moments(mpi_run, tmp_path):
 @pytest.mark.timeout(3600)
 def test_kills_before_each_call_of_the_system(mpi_run, tmp_path):
     """One of two ranks dies before a call that it makes in its saves: with MPISTRAT_KILLS=50 before each of the first 50."""
-    every = 1 if int(os.environ.get("MPISTRAT_KILLS", "3")) >= 50 else 25
+    every = 1 if int(os.environ.get("MPISTRAT_KILLS", "3")) >= 50 else 20
     found = [
         next_run(mpi_run, tmp_path, victim=victim, call=call)[0] for victim in (0, 1) for call in range(3, 51, every)
     ]

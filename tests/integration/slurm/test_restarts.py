@@ -1,6 +1,9 @@
-"""A job of a real SLURM over two hosts whose ranks are killed: it goes on from the memory of either host."""
+"""A job of a real SLURM over two hosts whose ranks are killed, or that loses a host: it goes on."""
+
+from pathlib import Path
 
 import pytest
+from slurm_jobs import render
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -55,3 +58,54 @@ def test_killed_ranks_of_two_hosts(slurm, slurm_mpi, tmp_path):
     assert "status 0" in out, job.tell("status")
     assert out.count("started again from step") == 3, job.tell("how often")
     assert out.splitlines()[-1] == "0", job.tell("files are left")
+
+
+SLOW = """
+import os, time
+import numpy as np
+import mpistrat as ms
+
+strategy = ms.MultiWorkerMirroredStrategy(replicas=4)
+with strategy.scope():
+    w = ms.Variable(np.zeros(100), name="w")
+    optimizer = ms.optimizers.SGD(0.01)
+data = strategy.distribute_dataset(ms.data.from_arrays(np.ones((80, 100))).batch(8))
+
+class Wait(ms.train.Callback):
+    def on_step_end(self, loop):
+        if loop.step == 20 and os.environ["MPISTRAT_GENERATION"] == "0":
+            if strategy.rank == 0:
+                open("lose a host", "w").close()
+            time.sleep(120)
+
+checkpoints = ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.02)
+step = lambda x: optimizer.apply_gradients([((w.numpy() - x).sum(0) / 8, w)])
+trainer = ms.train.Trainer(strategy, step, callbacks=[Wait()], checkpoints=checkpoints)
+trainer.fit(data, 4)
+if strategy.rank == 0:
+    print("ended", trainer.loop.step, strategy.size, strategy.extended.topology.num_nodes, w.numpy()[0], flush=True)
+"""
+
+
+def test_a_lost_host_is_left_out(slurm, slurm_mpi, tmp_path):
+    """`mpistrat job --restarts`: SLURM takes a host from the job, and the other one has its ranks from then on."""
+    (tmp_path / "train.py").write_text(SLOW)
+    environment = str(Path(slurm_mpi.python).parent.parent)
+    words = ["--venv", environment, "--nodes", "2", "--ranks-per-node", "2", "--cpus-per-rank", "1", "--restarts", "5"]
+    script = render(slurm_mpi, tmp_path, *words, "train.py")
+    assert "#SBATCH --no-kill" in script.read_text()
+    job = slurm.submit(script)
+    lost = slurm.hosts.names[1]
+    try:
+        job.wait_until("the twentieth step", (tmp_path / "lose a host").exists, 60)
+        slurm.ok("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+        job.wait(120)
+    finally:
+        slurm.run("scontrol", "update", f"nodename={lost}", "state=resume")  # where it has not come back by itself
+    out = job.output()
+    ended = [line.split() for line in out.splitlines() if line.startswith("ended")]
+    assert ended, job.tell("not ended")
+    assert ended[0][1:4] == ["40", "2", "1"], job.tell("steps, ranks, nodes")
+    assert float(ended[0][4]) == pytest.approx(1 - 0.99**40)
+    assert f"node {lost} lost" in out, job.tell("what was said")
+    assert job.fields()["JobState"] == "COMPLETED"

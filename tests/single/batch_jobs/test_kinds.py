@@ -8,9 +8,7 @@ import time
 
 import pytest
 
-import mpistrat.strategy
 from mpistrat.batch_jobs import Array, Job, Preemption, SiteProfile, render
-from mpistrat.batch_jobs.render import RESTART_EXIT_CODE
 from mpistrat.errors import LayoutError
 
 WORDS = ("train.py", "--name", "it's $HOME", "")
@@ -216,10 +214,6 @@ def test_the_program_s_status_is_the_job_s(machine):
     assert machine.run(render(job(preemption=Preemption()), SITE)).status == 3
 
 
-def test_the_restart_code_is_the_strategies_own():
-    assert mpistrat.strategy.preemption.RESTART_EXIT_CODE == RESTART_EXIT_CODE == 42
-
-
 @pytest.mark.parametrize("launcher", ["srun", "openmpi", "mpich"])
 @pytest.mark.parametrize(
     ("status", "restarts", "state", "requeued"),
@@ -284,6 +278,17 @@ done
 """
 
 
+def test_a_job_that_goes_on_when_a_rank_dies(machine):
+    script = render(job(restarts=7, survive=True, preemption=Preemption()), at(python="python"))
+    assert "--no-kill" in directives(script) and "--requeue" in directives(script)
+    machine.stub("python", "exit 42")
+    machine.stub("scontrol", "")
+    ran = machine.run(script)
+    assert ran.of("python") == [["python", "-m", "mpistrat", "run", "--restarts", "7", "--survive", "python", *WORDS]]
+    assert ran.of("scontrol")[-1][1] == "requeue"
+    assert "--no-kill" not in render(JOB, SITE)
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize(("launcher", "command"), [("openmpi", "mpirun"), ("mpich", "mpiexec")])
 def test_a_signal_to_the_script_reaches_the_launcher(machine, launcher, command, number):
@@ -338,6 +343,10 @@ def wait_for(path, process):
             {},
             "SLURM has no arrays of others",
         ),
+        ({"restarts": 3}, {"scheduler": "pbs"}, "restarts.*a job of SLURM.*got PBS"),
+        ({"restarts": 3}, {"launcher": "openmpi"}, "restarts.*got launcher openmpi"),
+        ({"survive": True}, {"mpi": "pmix"}, "survive.*got mpi pmix"),
+        ({"restarts": 3, "container": "a.sif"}, {}, "got the image 'a.sif'"),
         ({}, {"launcher": "jsrun"}, "one of srun, openmpi, mpich under SLURM"),
         ({}, {"launcher": "mpich", "mpi": "pmix"}, "mpi: expected one of auto with launcher mpich"),
         ({"program": ("a.py", "{{id}}")}, {"scheduler": "flux"}, "which replaces it"),

@@ -14,6 +14,7 @@ from launcher import ROOT
 from mpistrat.cli import run
 from mpistrat.cli.main import main
 from mpistrat.cli.run import Start, plan
+from mpistrat.cluster.allocation import Allocation
 from mpistrat.cluster.cores import THREAD_VARIABLES
 from mpistrat.cluster.launchers import Launcher, MPILibrary
 from mpistrat.errors import ClusterError
@@ -156,6 +157,23 @@ def test_in_a_slurm_job_srun_starts_the_tasks(machine):
     assert start.notes == ["MPICH 5.0.2; 6 tasks in SLURM's job 77"]
     machine.has(library=OPENMPI)
     assert plan(["a.py"], 2, None, None).command[:3] == ["srun", "--ntasks=2", "--mpi=pmix"]
+
+
+def test_lost_nodes_and_their_ranks_are_left_out(machine):
+    nodes = Allocation(("n1", "n3"), ("n2",))
+    machine.slurm(["pmi2", "pmix"])
+    start = plan(["a.py"], 12, None, None, nodes=nodes)
+    assert start.command == [
+        "srun", "--ntasks=8", "--mpi=pmi2", "--kill-on-bad-exit=1", "--nodes=2", "--exclude=n2", "a.py",
+    ]  # fmt: skip
+    machine.has(library=OPENMPI)
+    command = plan(["a.py"], 12, None, None, survive=True, nodes=nodes).command
+    assert command[command.index("-host") + 1] == "n1:4,n3:4"
+    assert command[command.index("-n") + 1] == "8"
+    assert (
+        plan(["a.py"], 4, "parameter_server", 1, nodes=Allocation(("n1",), ("n2", "n3", "n4"))).command[1]
+        == "--ntasks=2"
+    )
 
 
 def test_intel_mpi_is_told_of_its_variable(machine, monkeypatch):

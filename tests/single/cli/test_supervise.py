@@ -7,6 +7,7 @@ import time
 
 from mpistrat.cli import supervise
 from mpistrat.comm import job_files
+from mpistrat.comm.monitor import leftovers
 
 BEGUN = """
 import os, sys
@@ -96,6 +97,6 @@ def test_after_a_signal_nothing_is_started_again():
 
 
 def test_without_shared_memory_it_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(job_files, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(leftovers, "FOLDER", tmp_path / "none")
     assert supervise.supervise(lambda ranks: (["true"], {}), 3) == 1
     assert "which is not there" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpistrat.comm import job_files
+from mpistrat.comm.monitor import leftovers
 from mpistrat.strategy.checkpoint_file import ArrayForm
 from mpistrat.strategy.checkpoint_writer import Slice
 from mpistrat.strategy.snapshot import SnapshotFile
@@ -17,7 +18,7 @@ RANKS, SIZE = 2, 6
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(job_files, "FOLDER", tmp_path)
+    monkeypatch.setattr(leftovers, "FOLDER", tmp_path)
     return tmp_path
 
 
