@@ -377,7 +377,7 @@ class Optimizer(Rule):
         """
         store = self._store()
         if store is not None:
-            yield from store.slots_here(self, writers)
+            yield from store.slots_here(self, writers, each_node)
             return
         for name, slots in self._slots.pending.items():
             yield from waiting_slots(name, slots, all_else)

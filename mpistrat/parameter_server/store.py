@@ -201,15 +201,18 @@ class ServerStore(Store):
             having: list[int] = self.group.all_gather_int(mine).max(axis=0).tolist()
         return [variable for variable, has in zip(variables, having, strict=True) if has]
 
-    def slots_here(self, optimizer: Optimizer, writers: Collection[int] | None) -> Iterator[SlotsHere]:
-        """Yield this rank's part of the slots of each variable: where it lies, or else on rank 0. Collective."""
+    def slots_here(self, optimizer: Optimizer, writers: Collection[int] | None, each_node: bool) -> Iterator[SlotsHere]:
+        """Yield this rank's part of the slots of each variable: where it lies, or on rank 0, or on each node. Collective."""
+        topology = self.group.topology
+        leads = topology.local_rank == 0 if each_node else topology.rank == 0
+        at_home = writers is None and not (each_node and topology.num_nodes > 1)
         for variable in self._with_slots(optimizer):
             dtype = accumulation_dtype(variable.dtype)
-            if writers is None:
+            if at_home:
                 here, found = self._here(variable), self._slots_here(optimizer, variable)
                 slots = {name: found.get(name, np.zeros(variable.shape, dtype)) for name in optimizer.slot_names}
             else:
-                here, slots = self.group.topology.rank == 0, self._read(optimizer, variable)
+                here, slots = leads, self._read(optimizer, variable)
             parts = {name: [(0, array)] if here else [] for name, array in slots.items()}
             yield variable.name, variable.shape, dtype, parts
 

@@ -351,7 +351,8 @@ class ParameterServerStrategy(Strategy):
             ContextError: saving beside a coordinator's program.
         """
         super()._begin_file(function, path)
-        if function in ("begin_save", "prepare_save") and self._extended.coordination.leads:
+        apart = function in ("begin_save", "prepare_save", "take_snapshot", "newest_snapshot", "restore_snapshot")
+        if apart and self._extended.coordination.leads:
             expected, got = "a program that every rank runs", "a coordinator's"
             raise ContextError(explain(f"{_NAME}.{function}", "", expected=expected, got=got, remedy="Use save"))
         self._extended.coordination.announce(function, os.fspath(path), *more)

@@ -267,6 +267,7 @@ class Checkpoint:
         if each_node:
             share = node.rank, node.size
         ranges, store = ranges_of(self._placement), self._placement.store
+        served = store is not None and everywhere and not (each_node and self._group.topology.num_nodes > 1)
         forms: dict[str, ArrayForm] = {}
         slices: list[Slice] = []
 
@@ -285,7 +286,7 @@ class Checkpoint:
                     index, count = share
                     low, high = aligned_block(variable.size, count, index, PAGE // variable.dtype.itemsize)
                     parts = [(low, variable.arena.values[variable.offset + low : variable.offset + high])]
-            elif store is not None and everywhere and store.keeps(variable):
+            elif served and store is not None and store.keeps(variable):
                 value = store.value_here(variable)
                 parts = [] if value is None else [(0, value)]
             else:

@@ -113,7 +113,7 @@ class Files(ABC):
             extra: as for `save`.
 
         Raises:
-            ContextError: the job is not started again, or has parameter servers.
+            ContextError: the job is not started again; beside a coordinator.
             SharedMemoryError: on every rank, where the memory of any node is too small.
             TypeError, CollectiveMismatchError: as `save`.
         """
@@ -148,14 +148,12 @@ class Files(ABC):
     @property
     def takes_snapshots(self) -> bool:
         """Whether the job is started again when ranks die, and its state may be kept in memory."""
-        extended = self._extended
-        return bool(extended.process_group.environment.job) and extended.placement.store is None
+        return bool(self._extended.process_group.environment.job)
 
     def _begin_snapshot(self, function: str) -> None:
-        self._extended.require_cross(f"Strategy.{function}")
+        self._begin_file(function, "")
         if not self.takes_snapshots:
-            expected = "a job that is started again, without parameter servers"
-            remedy = "mpistrat run --restarts 20 train.py"
+            expected, remedy = "a job that is started again", "mpistrat run --restarts 20 train.py"
             raise ContextError(explain(f"Strategy.{function}", "", expected=expected, got="another", remedy=remedy))
 
     def export(self, path: str | os.PathLike[str]) -> None:

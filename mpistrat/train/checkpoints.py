@@ -103,8 +103,7 @@ class Checkpoints:
         For a loop whose ranks step by themselves, and meet to call it.
         """
         counts = [] if self._every is None else [self._every - step % self._every]
-        if self._period is not None:
-            counts.append(max(1, self._period.next - step))
+        counts += [max(1, period.next - step) for period in (self._period, self._snapshots) if period is not None]
         return min(counts, default=None)
 
     def steps(self) -> list[int]:
@@ -119,7 +118,12 @@ class Checkpoints:
         """Return the file of a step."""
         return _path(self.folder, step)
 
-    def step(self, step: int, notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> Path | None:
+    def step(
+        self,
+        step: int,
+        notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        met_after: float = 0.0,
+    ) -> Path | None:
         """Save after a step if it is time to. Collective; with the same step on all ranks.
 
         A disk that is full, or the like, is a warning: the files before stay, and training goes on.
@@ -127,6 +131,7 @@ class Checkpoints:
         Args:
             step: how many steps there were.
             notes: what `restore_latest` shall return, the same on all ranks; or a function that returns it.
+            met_after: seconds that ranks which step by themselves waited for each other, as a part of what a snapshot costs.
 
         Returns:
             The file, None where none is written.
@@ -136,7 +141,7 @@ class Checkpoints:
             self._prepared = True
             self._strategy.prepare_save()
         if self._snapshots is not None and self._snapshots.due(step):
-            self._snapshots = self._take_snapshot(self._snapshots, step, notes)
+            self._snapshots = self._take_snapshot(self._snapshots, step, notes, met_after)
         if not (self._every is not None and step % self._every == 0) and not (
             self._period is not None and self._period.due(step)
         ):
@@ -148,7 +153,7 @@ class Checkpoints:
                 logger.warning("Checkpoints: step %d is not saved, training goes on: %s", step, error)
             return None
 
-    def _take_snapshot(self, period: _Period, step: int, notes: Any) -> _Period | None:
+    def _take_snapshot(self, period: _Period, step: int, notes: Any, met_after: float) -> _Period | None:
         began = time.monotonic()
         try:
             self._strategy.take_snapshot(step, _with_step(notes, step))
@@ -156,7 +161,7 @@ class Checkpoints:
             if self._strategy.rank == 0:
                 logger.warning("Checkpoints: training goes on without snapshots: %s", error)
             return None
-        period.begin(step, time.monotonic() - began)
+        period.begin(step, met_after + time.monotonic() - began)
         return period
 
     def save(self, step: int, notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> Path:
@@ -318,7 +323,8 @@ class _Period:
 
         The first time does not count, which takes memory, and of the last ones the shortest does: ranks wait for each other.
         """
-        self._begun, self.next = (step, time.monotonic()), step + 1
+        done = 0 if self._begun is None else step - self._begun[0]
+        self._begun, self.next = (step, time.monotonic()), step + max(1, done // 4)  # as if steps took as long as before
         self._costs = [*self._costs[-_COSTS - 1 :], cost]  # of the begin, of the first, …
 
     def due(self, step: int) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
 import numpy as np
 
+from .._util import log
 from ..errors import ContextError, explain
 from .callbacks import Callback, Loop
 from .checkpoints import Checkpoints
@@ -16,6 +19,11 @@ from .metric import Metric, results
 from .random_states import gather_states, hand_back
 
 __all__ = ["Trainer"]
+
+_NOT_IN_TURN = (
+    "Trainer: there are other workers than when this was saved, and those had stopped at different steps: of epoch %d some "
+    "batches are taken twice, and others are left out"
+)
 
 
 @final
@@ -135,7 +143,7 @@ class Trainer:
                 if not any(reader["taken"] for reader in inside):
                     self._reset()
                 if inside:
-                    self._find(position, loop.step if self._endless else taken)
+                    self._find(position)
                 self._taken, taken = taken, 0
                 if steps_per_epoch and max_steps is not None:
                     count, reached = min(steps_per_epoch, max_steps - begun), begun + steps_per_epoch >= max_steps
@@ -197,6 +205,7 @@ class Trainer:
         return {
             "epoch": loop.epoch + next_epoch,
             "alone": self._servers,  # whether each reader has batches of its own
+            "dealt": self._dealt(),  # the readers among whom batches are dealt out
             "readers": self.strategy.all_gather_object(mine) if self._servers else [mine],
             "history": {name: np.asarray(values).tolist() for name, values in self.history.items()},
             "random": gather_states(self.strategy),
@@ -206,7 +215,7 @@ class Trainer:
         }
 
     def _go_on(self, notes: dict[str, Any]) -> tuple[int, int, Any]:
-        """Take over notes; return the epoch, how many batches of it this rank has taken, and where its iterator was.
+        """Take over notes; return the epoch, how many batches of it this rank has taken, and what `_find` shall find.
 
         What the first rank has taken of it is `_taken`.
         """
@@ -218,21 +227,34 @@ class Trainer:
             callback.load(state)
         hand_back(self.strategy, notes.get("random", ()))
         readers, epoch = notes["readers"], notes["epoch"]
+        before = notes["step"] - readers[loop.first if notes["alone"] and self._servers else 0]["taken"]
+        before = before if self._endless else 0  # batches of earlier epochs, of each reader
         if notes["alone"] == self._servers and (not self._servers or len(readers) == self.strategy.size):
             mine = readers[self.strategy.rank if self._servers else 0]
             self._taken = readers[loop.first if self._servers else 0]["taken"]
-            return epoch, mine["taken"], mine["position"]
-        # Other workers than then: each has taken an equal share of the epoch.
-        share = sum(reader["taken"] for reader in readers) // (len(self.strategy.workers) if self._servers else 1)
-        self._taken = share
-        return epoch, share, None
+            return epoch, mine["taken"], mine["position"] or before + mine["taken"]
+        # Other workers than then: what they have left is dealt out anew.
+        dealt = [readers[index]["taken"] for index in notes.get("dealt") or range(len(readers))]
+        total, past = sum(dealt), before * len(dealt)
+        if dealt != [_dealt_to(index, len(dealt), total) for index in range(len(dealt))]:
+            log.once(logging.WARNING, _NOT_IN_TURN % epoch)
+        count = len(self._dealt())
+        own = (self.strategy.worker_index or 0) // self.strategy.workers_in_sync if self._servers else 0
+        first, skipped = (_dealt_to(one, count, past + total) for one in (0, own))
+        self._taken = first - _dealt_to(0, count, past)
+        return epoch, skipped - _dealt_to(own, count, past), skipped
 
-    def _find(self, position: Any, taken: int) -> None:
-        """Put the iterator where it was."""
-        if position is not None and hasattr(self._batches, "restore"):
-            self._batches.restore(position)
+    def _dealt(self) -> list[int]:
+        """Return the rank of each worker, the first of those in sync, which batches are dealt out to in turn."""
+        return list(self.strategy.workers[:: self.strategy.workers_in_sync]) if self._servers else [0]
+
+    def _find(self, position: Any) -> None:
+        """Put the iterator where it was: at its own position, or behind so many batches."""
+        if hasattr(self._batches, "restore"):
+            known = isinstance(position, dict)
+            self._batches.restore(position if known else {**self._batches.state(), "next": position})
         else:
-            for _ in itertools.islice(self._batches, taken):
+            for _ in itertools.islice(self._batches, position):
                 pass
 
     def evaluate(self, data: Iterable[Any], steps: int | None = None) -> dict[str, Any]:
@@ -275,11 +297,12 @@ class Trainer:
     def _passes(self, wanted: int | None) -> Generator[Any, None, int]:
         """Draw from the batches of each worker; where it is time to save, all ranks leave the pass and meet."""
         loop, strategy, checkpoints = self.loop, self.strategy, self._checkpoints
-        drawn = 0
+        drawn, waited = 0, 0.0
         while True:
             step, found = loop.step, 0
             due = None if checkpoints is None else checkpoints.steps_until_due(step)
             left = None if wanted is None else wanted - drawn
+            arrived = time.monotonic()
             if strategy.is_server:
                 strategy.serve()
             else:
@@ -287,6 +310,7 @@ class Trainer:
                 try:
                     found = yield from self._draw(min((n for n in (left, due) if n is not None), default=None))
                 finally:
+                    arrived = time.monotonic()
                     strategy.suspend_pass()
             drawn += found
             if checkpoints is None or due is None:
@@ -294,10 +318,12 @@ class Trainer:
             more = found == due and drawn != wanted
             if strategy.should_stop():
                 return drawn if wanted is None else wanted  # the data have not ended
-            if not any(strategy.all_gather_object(more)):
+            met = strategy.all_gather_object((more, waited))
+            if not any(more for more, _ in met):
                 break
+            waited = 0.0 if strategy.is_server else time.monotonic() - arrived
             loop.step = step + due
-            checkpoints.step(loop.step, self._notes)
+            checkpoints.step(loop.step, self._notes, sum(seconds for _, seconds in met) / len(strategy.workers))
         return wanted if strategy.is_server and wanted is not None else drawn
 
     def _draw(self, wanted: int | None) -> Generator[Any, None, int]:
@@ -322,3 +348,8 @@ class Trainer:
         length = len(next(iter(self.history.values()), []))
         for name in {**self.history, **logs}:
             self.history.setdefault(name, [float("nan")] * length).append(logs.get(name, float("nan")))
+
+
+def _dealt_to(index: int, count: int, batches: int) -> int:
+    """Return how many of the first batches come to one of those to whom they are dealt out in turn."""
+    return max(0, -(-(batches - index) // count))

@@ -91,7 +91,7 @@ class Store(ABC):
         """Return a new array of a variable that lies on this rank; None on others."""
 
     @abstractmethod
-    def slots_here(self, optimizer: Any, writers: Collection[int] | None) -> Iterator[SlotsHere]:
+    def slots_here(self, optimizer: Any, writers: Collection[int] | None, each_node: bool) -> Iterator[SlotsHere]:
         """Yield this rank's part of the slots of each variable. Collective. See `optimizer_states.Kept.slots_here`."""
 
     @abstractmethod
