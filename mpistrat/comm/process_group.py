@@ -15,6 +15,7 @@ import numpy as np
 
 from .._util import log
 from ..cluster.topology import Topology
+from ..cluster.world import survives
 from ..environment import Environment
 from ..errors import ClosedError, CollectiveMismatchError, RanksLostError, by_rank
 from . import agree
@@ -43,6 +44,9 @@ class Attachment(Protocol):
 
         What it returns is called as the last thing before MPI ends: it may wait until all others have left, too.
         """
+
+    def abandon(self) -> None:
+        """End its threads without a word to the others, of whom some were lost. Local, and at once."""
 
 
 @final
@@ -274,13 +278,22 @@ class ProcessGroup:
         _groups.discard(self)
         self.monitor.refusal = RanksLostError("ranks were lost: the strategy is of no more use")
         Watchdog.remove(self.monitor)
-        self._attached = []
+        attached, self._attached = self._attached, []
+        for attachment in attached:
+            attachment.abandon()
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has left the program, as far as this one knows."""
         if rank in self.node.ranks:
             return self.node.has_left(self.node.ranks.index(rank))
         return rank in self.monitor.left
+
+    def look_for_losses(self) -> None:
+        """Raise what MPI says of lost ranks, where the program survives that. Local; waits without other calls of MPI do it."""
+        if survives():
+            if isinstance(self.monitor.refusal, RanksLostError):
+                raise self.monitor.refusal
+            self.topology.comm.Iprobe()
 
     def leave(self) -> None:
         """Report to the others, at the end of the program, that this rank takes part in nothing any more."""

@@ -122,6 +122,7 @@ class _Group(Protocol):
     @property
     def monitor(self) -> Any: ...
     def has_left(self, rank: int) -> bool: ...
+    def look_for_losses(self) -> None: ...
 
 
 @final
@@ -160,6 +161,7 @@ class PeerWait:
 
         Raises:
             PeerExitError: a rank that is waited for has left the program.
+            mpi4py.MPI.Exception, RanksLostError: ranks were lost, where the program survives that.
             CollectiveTimeoutError: the wait takes longer than `environment.abort_after`.
         """
         if self._backoff.pause() and monotonic() > self._next:
@@ -168,6 +170,7 @@ class PeerWait:
     def _check(self, now: float) -> None:
         self._next = now + _CHECK
         monitor, environment = self._group.monitor, self._group.environment
+        self._group.look_for_losses()
         gone = [rank for rank in self._ranks if self._group.has_left(rank)]
         if gone:
             raise PeerExitError(f"rank {gone[0]} left the program while rank {monitor.rank} was in {self._what}")

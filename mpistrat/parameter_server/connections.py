@@ -252,6 +252,13 @@ class ParameterServers:
             self.server.stop()
         self.server = self._comm = None
 
+    def abandon(self) -> None:
+        """See `comm.process_group.Attachment`."""
+        self.transports.clear()
+        if self.server is not None:
+            self.server.abandon()
+        self.server = self._comm = None
+
     def _check_open(self) -> None:
         if self._comm is None:
             raise ClosedError("ParameterServers: closed")

@@ -134,6 +134,9 @@ class Checkpoint:
         """See `comm.process_group.Attachment`."""
         return None if self._saving is None else self._saving.leave()
 
+    def abandon(self) -> None:
+        """Nothing: a part of a file that is being written needs nobody else."""
+
     def _prepare(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None, keeps: bool) -> Saving:
         """Agree on a file, and on who writes what of it. Collective.
 

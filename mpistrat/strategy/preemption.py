@@ -261,6 +261,10 @@ class StopTogether(StopAgreement):
         """See `Attachment.leave`."""
         return self._finish
 
+    def abandon(self) -> None:
+        """See `Attachment.abandon`."""
+        self._pending = None
+
     def _finish(self) -> None:
         """Finish the pending request, as MPI requires; a rank that is gone may prevent it."""
         pending, self._pending = self._pending, None

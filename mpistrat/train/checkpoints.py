@@ -324,7 +324,10 @@ class _Period:
         The first time does not count, which takes memory, and of the last ones the shortest does: ranks wait for each other.
         """
         done = 0 if self._begun is None else step - self._begun[0]
-        self._begun, self.next = (step, time.monotonic()), step + max(1, done // 4)  # as if steps took as long as before
+        self._begun, self.next = (
+            (step, time.monotonic()),
+            step + max(1, done // 4),
+        )  # as if steps took as long as before
         self._costs = [*self._costs[-_COSTS - 1 :], cost]  # of the begin, of the first, …
 
     def due(self, step: int) -> bool:

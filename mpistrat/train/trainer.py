@@ -242,6 +242,8 @@ class Trainer:
         own = (self.strategy.worker_index or 0) // self.strategy.workers_in_sync if self._servers else 0
         first, skipped = (_dealt_to(one, count, past + total) for one in (0, own))
         self._taken = first - _dealt_to(0, count, past)
+        if self._servers and self.strategy.is_server:
+            return epoch, 0, 0
         return epoch, skipped - _dealt_to(own, count, past), skipped
 
     def _dealt(self) -> list[int]:

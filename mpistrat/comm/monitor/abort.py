@@ -26,7 +26,7 @@ from typing import Any, NoReturn, final
 from ..._util.text import plural, ranges
 from ...cluster import start
 from ...cluster.launcher_variables import launched_rank, launched_size
-from ...cluster.world import loses_ranks
+from ...cluster.world import is_loss, loses_ranks, survives
 from ...environment import Environment
 from . import exit_report
 
@@ -349,6 +349,8 @@ class _ThreadHook:
             self._before(args)
             return
         if args.exc_type is SystemExit:  # as Python: it ends the thread only
+            return
+        if survives() and is_loss(args.exc_value):  # so will the program's own calls
             return
         name = args.thread.name if args.thread is not None else "a thread"
         plain = self._before is threading.__excepthook__

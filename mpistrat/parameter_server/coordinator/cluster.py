@@ -201,6 +201,12 @@ class Cluster(Coordination):
             self.dispatcher.leave()
         return None
 
+    def abandon(self) -> None:
+        """See `comm.process_group.Attachment`."""
+        if self.dispatcher is not None:
+            self.dispatcher.abandon()
+        self._comm = None
+
     def _unpack(self, data: bytes) -> Any:
         return loads(data, self.registry.resolve)
 

@@ -203,10 +203,14 @@ class Dispatcher:
         self.stop()
         self._tell(self.listeners, Kind.END, 1)
 
-    def stop(self) -> None:
-        """End the thread."""
+    def abandon(self) -> None:
+        """Have the thread end."""
         self._stopping = True
         self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self.abandon()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import numpy as np
 
 from ..._util import log
+from ...cluster.world import is_loss
 from ...comm.process_group import ProcessGroup
 from ...comm.waiting import Backoff, Deadline, PeerWait
 from ...errors import ContextError, PeerExitError, explain
@@ -216,6 +217,8 @@ class WorkerLoop:
                 self._flush()  # before the result is sent: it has been written by then
                 kind, answer = Kind.RESULT, dumps(result, self._registry.reduce_result)
         except Exception as error:
+            if is_loss(error):
+                raise
             kind, answer = Kind.FAILED, self._failure(error)
         finally:
             _running = None
@@ -282,6 +285,8 @@ class Commands:
         try:
             (own.get(name) or getattr(self._strategy, name))(*args)
         except Exception as error:
+            if is_loss(error):
+                raise
             log.logger.log(logging.WARNING, "%s, which the chief called: %s: %s", name, type(error).__name__, error)
 
     def _make_variable(self, what: dict[str, Any]) -> None:

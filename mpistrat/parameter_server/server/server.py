@@ -292,6 +292,10 @@ class Server(Rounds):
         """End the service: nothing is applied or answered any more."""
         self._service.stop()
 
+    def abandon(self) -> None:
+        """End the service, whatever is on its way."""
+        self._service.abandon()
+
     def close(self) -> None:
         """End the service, and release the memory."""
         self.stop()

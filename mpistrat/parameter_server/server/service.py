@@ -66,7 +66,7 @@ class Service:
         self._stats = stats
         self._rounds, self._back_off, self._threads = rounds, back_off, threads
         self._thread: threading.Thread | None = None
-        self._stop = False
+        self._stop = self._abandoned = False
         self._done: Callable[[], bool] = _never
         self._change = threading.Condition()
         self._error: BaseException | None = None
@@ -82,6 +82,10 @@ class Service:
         self._stop = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _LAST_SENDS)
+
+    def abandon(self) -> None:
+        """End the thread, whatever is on its way."""
+        self._stop = self._abandoned = True
 
     def wait(self, done: Callable[[], bool]) -> None:
         """Wait until something is done, which one of the rounds brings about.
@@ -141,7 +145,7 @@ class Service:
 
     def _finish(self) -> None:
         backoff, deadline = Backoff(self._back_off), Deadline(_LAST_SENDS)
-        while self._rounds.busy() and not deadline.passed:
+        while not self._abandoned and self._rounds.busy() and not deadline.passed:
             if not self._rounds.poll():
                 backoff.pause()
 

@@ -222,6 +222,10 @@ class WorkerAccess(Access):
         """Sign off for good at the end of the program. The group calls it."""
         self.leave_for_good()
 
+    def abandon(self) -> None:
+        """See `comm.process_group.Attachment`."""
+        self._left = True
+
     def leave_for_good(self) -> None:
         """Sign off for good: nothing is pushed after it."""
         if self._left:

@@ -1,10 +1,6 @@
 """Ranks that are left go on in place: `ms.survive` under Open MPI with ULFM, started by `mpistrat run --survive`."""
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
 import sys
 import time
 
@@ -59,45 +55,12 @@ say("end", value)
 pytestmark = pytest.mark.timeout(120)
 
 
-def to_the_end(words, environment, folder, limit=60):
-    """Run a command, whose process group ends with it."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        words,
-        env=environment,
-        cwd=folder,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=limit)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
-
-
 @pytest.fixture
-def run(mpi, tmp_path):
-    """Run a program under `mpistrat run --survive`; return the ended process, and check what it has left."""
+def run(mpi, mpistrat_run):
+    """Run a program under `mpistrat run --survive`."""
     if "Open MPI" not in mpi.vendor:
         pytest.skip("only Open MPI goes on when a rank dies")
-
-    def run(program, ranks=3, *options, status=0, limit=60, **env):
-        (tmp_path / "train.py").write_text(HEAD + program)
-        words = [mpi.python, "-m", "mpistrat", "run", "-n", str(ranks), "--survive", *options, "train.py"]
-        environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin", **env})
-        before = restarts.left_behind()
-        done = to_the_end(words, environment, tmp_path, limit)
-        assert done.returncode == status if status >= 0 else done.returncode, done.stderr
-        assert restarts.left_behind() == before
-        return done
-
-    return run
+    return lambda program, ranks=3, *options, **how: mpistrat_run(HEAD + program, ranks, "--survive", *options, **how)
 
 
 def froms(done):
@@ -350,7 +313,7 @@ def at(job, strategy, step):
     assert len(froms(done)) == 2 and not ends(done)
 
 
-def test_collectives_that_miss_deaths_are_refused(mpi, tmp_path):
+def test_collectives_that_miss_deaths_are_refused(mpi, tmp_path, to_the_end):
     if "Open MPI" not in mpi.vendor:
         pytest.skip("only Open MPI goes on when a rank dies")
     (tmp_path / "train.py").write_text("import mpistrat as ms\nms.survive(print)\n")
@@ -372,7 +335,7 @@ def test_collectives_that_miss_deaths_are_refused(mpi, tmp_path):
     assert "mpistrat run --survive sets it" in done.stderr
 
 
-def test_other_mpis_are_refused(mpi, tmp_path):
+def test_other_mpis_are_refused(mpi, tmp_path, to_the_end):
     if "MPICH" not in mpi.vendor:
         pytest.skip("Open MPI can")
     words = [mpi.python, "-m", "mpistrat", "run", "-n", "2", "--survive", "train.py"]

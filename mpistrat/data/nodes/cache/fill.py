@@ -252,6 +252,8 @@ class FilledMemory:
     def leave(self) -> None:
         """Nothing: the system takes the memory."""
 
+    abandon = leave
+
 
 CHUNK_BYTES = 256 << 10  # read as a whole where the source has no chunks of its own
 

@@ -46,6 +46,9 @@ class RowTransport(Protocol):
     def leave(self) -> Callable[[], None] | None:
         """Tell the others that this rank wants nothing any more; return what waits for them."""
 
+    def abandon(self) -> None:
+        """End the thread, if there is one."""
+
 
 @final
 @dataclass(frozen=True)
@@ -310,3 +313,8 @@ class JobMemory:
     def leave(self) -> Callable[[], None] | None:
         """Tell the others that this rank wants nothing any more; return what waits for them."""
         return None if self._transport is None else self._transport.leave()
+
+    def abandon(self) -> None:
+        """See `comm.process_group.Attachment`."""
+        if self._transport is not None:
+            self._transport.abandon()

@@ -183,6 +183,10 @@ class RowMessages:
         self._leaving.set()
         return self._thread.join
 
+    def abandon(self) -> None:
+        """End the thread."""
+        self._stop.set()
+
 
 @final
 class RowGets:
@@ -250,3 +254,5 @@ class RowGets:
 
     def leave(self) -> None:
         """Nothing: the end of the program frees the window."""
+
+    abandon = leave

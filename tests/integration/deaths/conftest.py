@@ -1,0 +1,54 @@
+"""Fixtures of the tests in which ranks die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from launcher import ROOT, job_environment
+
+sys.path.append(str(ROOT / "tests" / "campaign"))
+import restarts
+
+
+@pytest.fixture
+def mpistrat_run(mpi, tmp_path):
+    """Run a program by `mpistrat run` to its end; return the ended process, and check its status and what it has left."""
+
+    def run(program, ranks, *options, status=0, limit=60, **env):
+        (tmp_path / "train.py").write_text(program)
+        words = [mpi.python, "-m", "mpistrat", "run", "-n", str(ranks), *options, "train.py"]
+        environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin", **env})
+        before = restarts.left_behind()
+        done = _to_the_end(words, environment, tmp_path, limit)
+        assert done.returncode == status if status >= 0 else done.returncode, done.stderr
+        assert restarts.left_behind() == before
+        return done
+
+    return run
+
+
+@pytest.fixture
+def to_the_end():
+    """The function that runs a command, with an environment, in a folder."""
+    return _to_the_end
+
+
+def _to_the_end(words, environment, folder, limit=60):
+    """Run a command, whose process group ends with it."""
+    process = subprocess.Popen(
+        words, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=limit)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
