@@ -31,6 +31,7 @@ from ..environment import STRATEGIES
 from ..errors import ClusterError, explain
 from . import rank_output, supervise
 from .command import DONE, PROBLEM, Command
+from .standby import words_of
 
 __all__ = ["COMMAND", "Start", "plan"]
 
@@ -272,8 +273,8 @@ def _count(text: str) -> int:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--evaluator] [--restarts N] [--survive] [--tag] [--log-dir DIR] "
-        "[--dry-run | --json] (PROGRAM | -m MODULE) [ARGUMENT …]"
+        f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--evaluator] [--restarts N [--standby]] [--survive] [--tag] "
+        "[--log-dir DIR] [--dry-run | --json] (PROGRAM | -m MODULE) [ARGUMENT …]"
     )
     parser.add_argument(
         "-n", "--ranks", type=_count, metavar="N",
@@ -292,6 +293,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--restarts", type=_count, metavar="N",
         help="start the ranks again when one dies, at most so many times: from their state in memory, or a checkpoint",
     )  # fmt: skip
+    parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="with --restarts: the next ranks are there before, having imported what the program imports",
+    )
     parser.add_argument(
         "--survive", action="store_true",
         help="programs of ms.survive go on, without being started again, when a rank dies: needs Open MPI 5",
@@ -315,6 +321,8 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return PROBLEM
+    if args.standby:
+        _check_standby(args, start)
     if args.json:
         print(json.dumps({"command": start.command, "environment": start.environment, "notes": start.notes}, indent=1))
         return DONE
@@ -328,12 +336,26 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.restarts or args.survive:
         if start.command[0] != "srun":
             _clean_up_after(os.getpid())
-        return supervise.supervise(partial(_words, args), args.restarts or 0)
+        return supervise.supervise(partial(_words, args), args.restarts or 0, args.standby)
     start.environment |= _terminal(bar=not args.tag and args.log_dir is None)
     return _become(start)
 
 
-def _plan(args: argparse.Namespace, ranks: int | None, nodes: Allocation = Allocation()) -> Start:
+def _check_standby(args: argparse.Namespace, start: Start) -> None:
+    expected, got = "", ""
+    if not args.restarts:
+        expected, got = "--restarts with it", "none"
+    elif start.command[0] == "srun":
+        expected, got = "ranks on this machine", "a SLURM job, whose steps would wait for each other"
+    elif words_of(_program(args)) is None:
+        expected, got = "a program of Python", _program(args)[0]
+    if expected:
+        raise ValueError(explain("mpistrat run", "--standby", expected=expected, got=got))
+
+
+def _plan(
+    args: argparse.Namespace, ranks: int | None, nodes: Allocation = Allocation(), standby: bool = False
+) -> Start:
     options = {
         "evaluator": args.evaluator,
         "survive": args.survive,
@@ -341,17 +363,24 @@ def _plan(args: argparse.Namespace, ranks: int | None, nodes: Allocation = Alloc
         "log_dir": args.log_dir,
         "nodes": nodes,
     }
-    return plan(_program(args), ranks, args.strategy, args.ps, **options)
+    program = _program(args)
+    return plan((standby and words_of(program)) or program, ranks, args.strategy, args.ps, **options)
 
 
-def _words(args: argparse.Namespace, ranks: int | None) -> tuple[list[str], dict[str, str]]:
-    """Return a command and what is added to the environment, for another number of ranks than the arguments say, or None."""
+def _words(args: argparse.Namespace, ranks: int | None, standby: bool) -> tuple[list[str], dict[str, str]]:
+    """Return a command and what is added to the environment.
+
+    Args:
+        args: of the command line.
+        ranks: another number of ranks than they say, or None.
+        standby: whether the ranks wait until they are needed.
+    """
     nodes = allocation_of_job()
     if nodes.lost:
         print(
             f"mpistrat run: {named('node', nodes.lost)} lost: the ranks are on the others", file=sys.stderr, flush=True
         )
-    start = _plan(args, args.ranks if ranks is None else ranks, nodes)
+    start = _plan(args, args.ranks if ranks is None else ranks, nodes, standby)
     return start.command, start.environment | _terminal(bar=not args.tag and args.log_dir is None)
 
 
@@ -406,7 +435,8 @@ What killed ranks leave in /dev/shm is removed after the end.
 
 With --restarts the ranks are started again when one is killed or fails, until the program has ended. One with
 ms.train.Checkpoints goes on with its state of a second ago, which is kept in each node's memory, or with the newest
-file. Ranks that die three times after the same step are given up.
+file. Ranks that die three times after the same step are given up. With --standby the next ranks are there before: they have
+imported what the program's file imports, have begun MPI, and wait. That takes their memory, and saves most of the start.
 
 Without it, the launcher takes this process's place. It ends the program on Ctrl-C, passes SIGUSR1 on to the ranks, and on SIGTERM
 does the latter (MPICH) or the former (Open MPI).""",
@@ -415,7 +445,7 @@ does the latter (MPICH) or the former (Open MPI).""",
         "mpistrat run -n 4 train.py --epochs 3",
         "mpistrat run -n 4 --ps 1 train.py",
         "mpistrat run -n 5 --evaluator train.py",
-        "mpistrat run -n 4 --restarts 20 train.py",
+        "mpistrat run -n 4 --restarts 20 --standby train.py",
         "mpistrat run -n 2 -m mpistrat.examples.digits --epochs 2",
         "mpistrat run -n 4 --tag --log-dir logs train.py",
         "mpistrat run -n 4 --dry-run train.py",

@@ -26,23 +26,25 @@ from ..comm.monitor import leftovers
 from ..environment import RESTART_EXIT_CODE
 from ..strategy.snapshot import SnapshotFile
 from .command import DONE, PROBLEM, Command
+from .standby import NUMBER, Standby
 
 __all__ = ["COMMAND", "supervise"]
 
-Start = Callable[[int | None], tuple[list[str], dict[str, str]]]
+Start = Callable[[int | None, bool], tuple[list[str], dict[str, str]]]
 
 _TRIES = 3  # at one step, before it is given up
 _ENDING = 10.0  # seconds that ranks have to end after their launcher, and it after them
 _LOOK = 1.0  # seconds between two looks whether they have said why they end
 
 
-def supervise(start: Start, restarts: int) -> int:
+def supervise(start: Start, restarts: int, standby: bool = False) -> int:
     """Start ranks until their program has ended, or was told to stop, or has died too often; return the exit status.
 
     Args:
         start: returns a launcher's words, with the program's, and what is added to this process's environment, for another
-            number of ranks than was asked for, or None.
+            number of ranks than was asked for, or None; and of ranks that wait to be the next ones, or not.
         restarts: how often they are started again.
+        standby: whether the next ranks are there before they are needed.
     """
     if not leftovers.FOLDER.is_dir():
         _say(f"--restarts keeps a job's state in {leftovers.FOLDER}, which is not there")
@@ -53,7 +55,7 @@ def supervise(start: Start, restarts: int) -> int:
     job = secrets.token_hex(8)
     held = job_files.lock(job)
     try:
-        return _Supervisor(start, job, restarts).run()
+        return _Supervisor(start, job, restarts, standby).run()
     finally:
         job_files.remove(job)
         os.close(held)
@@ -61,14 +63,23 @@ def supervise(start: Start, restarts: int) -> int:
 
 @final
 class _Supervisor:
-    def __init__(self, start: Start, job: str, restarts: int) -> None:
+    def __init__(self, start: Start, job: str, restarts: int, standby: bool) -> None:
         self._start, self._job, self._restarts = start, job, restarts
+        self._has_standby, self._made = standby, 0
+        self._standby: Standby | None = None
         self._launcher: subprocess.Popen[Any] | None = None
         self._stopping = self._resizing = False
         self._ranks_wanted: int | None = None
 
     def run(self) -> int:
         """Start the ranks, and start them again."""
+        try:
+            return self._run()
+        finally:
+            if self._standby is not None:
+                self._standby.end()
+
+    def _run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._forward)
         signal.signal(job_files.RESIZE, self._resize)
@@ -76,19 +87,16 @@ class _Supervisor:
         reached, word = [-1] * _TRIES, job_files.progress(self._job)
         while True:
             began, word[0], word[1] = time.monotonic(), 0, generation
-            command, environment = self._start(self._ranks_wanted)
-            environment |= {"MPISTRAT_JOB": self._job, "MPISTRAT_GENERATION": str(generation)}
             for what in ("ended", "stopped"):
                 job_files.mark(self._job, what).unlink(missing_ok=True)
-            self._launcher = subprocess.Popen(command, env={**os.environ, **environment})
+            self._launcher = self._launch({"MPISTRAT_JOB": self._job, "MPISTRAT_GENERATION": str(generation)})
             status = self._wait(self._launcher)
             status = 128 - status if status < 0 else status
             done = job_files.mark(self._job, "done").exists()
             if done or (status == 0 and not job_files.mark(self._job, "begun").exists()):
                 return 0
-            if job_files.mark(
-                self._job, "stopped"
-            ).exists():  # the launcher may tell of ranks that it has killed after the first
+            # The launcher may tell of ranks that it has killed after the first.
+            if job_files.mark(self._job, "stopped").exists():
                 status = RESTART_EXIT_CODE
             if self._stopping or (status == RESTART_EXIT_CODE and not self._resizing):
                 return status
@@ -111,12 +119,30 @@ class _Supervisor:
             where = f"from step {kept} in memory" if kept else "from the newest checkpoint"
             _say(f"{told}: started again {where} ({died} of {self._restarts})")
 
+    def _launch(self, environment: dict[str, str]) -> subprocess.Popen[Any]:
+        """Start the ranks, or have those begin that wait for it."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            if standby.launcher.poll() is None and self._start(self._ranks_wanted, True)[0] == standby.command:
+                return standby.release(environment)
+            standby.end()
+        command, own = self._start(self._ranks_wanted, False)
+        return subprocess.Popen(command, env={**os.environ, **own, **environment})
+
+    def _stand_by(self) -> None:
+        """Have the next ranks wait, once those of now have begun."""
+        if self._has_standby and self._standby is None and job_files.mark(self._job, "begun").exists():
+            self._made += 1
+            command, own = self._start(self._ranks_wanted, True)
+            self._standby = Standby(command, own | {"MPISTRAT_JOB": self._job}, self._made)
+
     def _wait(self, launcher: subprocess.Popen[Any]) -> int:
         """Return a launcher's status; one that lives on when the ranks have told why the job ends is killed."""
         ended = 0.0
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return launcher.wait(_LOOK)
+            self._stand_by()
             if not ended and job_files.mark(self._job, "ended").exists():
                 ended = time.monotonic()
             if ended and time.monotonic() - ended > _ENDING:
@@ -155,10 +181,14 @@ class _Supervisor:
             time.sleep(0.01)
 
     def _ranks(self) -> list[int]:
-        mark, found = f"MPISTRAT_JOB={self._job}".encode(), []
+        mark, waiting = f"MPISTRAT_JOB={self._job}".encode(), b""
+        if self._standby is not None:
+            waiting = f"{NUMBER}={self._standby.number}".encode()
+        found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
-                if mark in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
+                words = path.read_bytes().split(b"\0")
+                if mark in words and not (waiting and waiting in words) and int(path.parent.name) != os.getpid():
                     found.append(int(path.parent.name))
         return found
 

@@ -44,7 +44,7 @@ LIMIT = 20.0  # seconds without a new step: it hangs
 LOST = 20  # steps that a kill may cost: snapshots are taken every few
 LIFE = 240.0  # seconds that a job with all its kills may take
 KINDS = ("line", "line", "snapshot", "snapshot", "begin", "outside")
-FAULTS = {  # what is put into the program; that one buffer would not do tests/single/strategy/test_snapshot.py sees
+FAULTS = {  # what is put into the program
     "words before the copy": """
 end = SnapshotFile.end
 SnapshotFile.begin = lambda self, buffer, rank: end(self, buffer, rank, latest[0])
@@ -70,6 +70,30 @@ SnapshotFile.write_notes = late
 os.environ["MPISTRAT_GENERATION"] = "0"
 """,
 }
+ONE_BUFFER = """
+for name in ("begin", "write", "write_notes", "end"):
+    def method(self, buffer, *args, plain=getattr(SnapshotFile, name)):
+        plain(self, 0, *args)
+    setattr(SnapshotFile, name, method)
+"""
+FAULTS_IN_PLACE = {
+    "words before the copy": FAULTS["words before the copy"],
+    "old files removed early": FAULTS["old files removed early"],
+    "position of another snapshot": FAULTS["position of another snapshot"],
+    "one buffer": ONE_BUFFER,
+    "generation not grown": """
+import mpistrat.cluster.world
+mpistrat.cluster.world.highest = lambda value: 0
+""",
+    "no revoke": """
+import mpistrat.cluster.world
+mpistrat.cluster.world.revoke = lambda: None
+""",
+    "han on": """
+os.environ["OMPI_MCA_coll"] = "^hcoll,portals4"
+""",
+}
+FAULTS["one buffer"] = ONE_BUFFER
 
 PROGRAM = f"""
 import hashlib, json, os, signal, sys, time
@@ -124,7 +148,8 @@ def train(job):
     open(f"pid-{{generation}}-{{rank}}", "w").write(str(os.getpid()))
     servers = int(os.environ["SERVERS"])
     if servers:
-        strategy = ms.ParameterServerStrategy(num_ps=min(servers, size - 1))
+        workers = size - min(servers, size - 1)
+        strategy = ms.ParameterServerStrategy(num_ps=size - workers, workers_in_sync=2 - workers % 2)
     else:
         strategy = ms.MultiWorkerMirroredStrategy(replicas={REPLICAS})
     with strategy.scope():
@@ -360,7 +385,7 @@ def main() -> int:
         name, _, python = word.partition("=")
         began = time.monotonic()
         if options.faults:
-            for fault, code in FAULTS.items():
+            for fault, code in (FAULTS_IN_PLACE if options.survive else FAULTS).items():
                 outcome = campaign(
                     os.path.abspath(python), options.kills, options.seed, options.each, options.ranks,
                     fault=code, survive=options.survive, servers=options.servers,

@@ -28,6 +28,7 @@ notes = checkpoints.restore_latest() or {"step": 0}
 how, generation = sys.argv[1], int(os.environ["MPISTRAT_GENERATION"])
 if strategy.rank == 0:
     print("from", generation, notes["step"], w.numpy()[0], strategy.size, flush=True)
+    print("waited", os.environ.get("MPISTRAT_STANDBY"), flush=True)
 for step in range(notes["step"] + 1, 41):
     if how == "same" and step == 7 and strategy.rank == 1:
         raise ValueError("it always fails here")
@@ -48,6 +49,10 @@ for step in range(notes["step"] + 1, 41):
             sys.exit(ms.RESTART_EXIT_CODE)
     if how == "often" and strategy.rank == 0 and step > notes["step"] + 4 + generation:
         os._exit(3)
+    if how == "slow":
+        time.sleep(0.15)
+        if generation < 2 and step == 13 * (generation + 1) and strategy.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
     if how == "shared" and generation == 0 and step == 20:
         os.kill(os.getpid(), signal.SIGKILL)
 if strategy.rank == 0:
@@ -66,8 +71,8 @@ def start(mpi, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     started = []
 
-    def run(how, restarts="9", **env):
-        words = [mpi.python, "-m", "mpistrat", "run", "-n", "2", "--restarts", restarts, "train.py", how]
+    def run(how, restarts="9", options=(), **env):
+        words = [mpi.python, "-m", "mpistrat", "run", "-n", "2", "--restarts", restarts, *options, "train.py", how]
         environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin", **env})
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(words, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True))
@@ -111,6 +116,17 @@ def test_it_is_started_so_often_and_not_more(start):
     steps = [int(words[2]) for words in froms]
     assert 0 < steps[1] < steps[2]
     assert [float(words[3]) for words in froms] == [2.0 * step for step in steps]
+
+
+def test_ranks_wait_to_be_the_next_ones(start):
+    process = start("slow", options=["--standby"])
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1] == "end 40.0"
+    waited = [line.split()[1] for line in out.splitlines() if line.startswith("waited")]
+    assert waited == ["None", "1", "2"]
+    assert err.count("started again from step") == 2
+    assert "Traceback" not in err
 
 
 def test_both_ranks_die_and_the_job_goes_on(start):

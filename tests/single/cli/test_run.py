@@ -273,6 +273,8 @@ def test_programs_and_their_arguments(machine, capsys, monkeypatch, tmp_path):
         (["-n", "two", "a.py"], "expected a number ≥ 1, got 'two'"),
         (["--strategy", "best", "a.py"], "invalid choice: 'best'"),
         (["--epochs", "3"], "--epochs"),
+        (["--standby", "sh"], "--standby: expected --restarts with it, got none"),
+        (["--restarts", "2", "--standby", "sh"], "--standby: expected a program of Python, got /"),
     ],
 )
 def test_wrong_use(machine, capsys, monkeypatch, tmp_path, words, said):

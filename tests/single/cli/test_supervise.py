@@ -31,7 +31,7 @@ def run(*words, restarts=5):
     code = f"""
 import sys
 from mpistrat.cli.supervise import supervise
-sys.exit(supervise(lambda ranks: ([sys.executable, "-c", {BEGUN!r}, *{list(words)!r}], {{}}), {restarts}))
+sys.exit(supervise(lambda *how: ([sys.executable, "-c", {BEGUN!r}, *{list(words)!r}], {{}}), {restarts}))
 """
     reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert not [job for job in job_files.unsupervised() if str(reply.stdout).find(job) >= 0]
@@ -62,7 +62,7 @@ def test_who_was_told_to_stop_is_not_started_again():
 
 def test_a_program_without_strategies_ends_with_its_status():
     code = (
-        "import sys; from mpistrat.cli.supervise import supervise; sys.exit(supervise(lambda ranks: (['true'], {}), 3))"
+        "import sys; from mpistrat.cli.supervise import supervise; sys.exit(supervise(lambda *how: (['true'], {}), 3))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
@@ -79,7 +79,7 @@ def test_what_outlives_the_launcher_is_killed():
         "job_files.mark(os.environ['MPISTRAT_JOB'], 'done').touch()\n"
     )
     words = [sys.executable, "-c", launcher]
-    code = f"from mpistrat.cli.supervise import supervise; supervise(lambda ranks: ({words!r}, {{}}), 3)"
+    code = f"from mpistrat.cli.supervise import supervise; supervise(lambda *how: ({words!r}, {{}}), 3)"
     # It returns when nobody has its standard output any more, the sleeping process included.
     reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert reply.stdout.strip().isdigit()
@@ -87,7 +87,7 @@ def test_what_outlives_the_launcher_is_killed():
 
 
 def test_after_a_signal_nothing_is_started_again():
-    code = "import sys; from mpistrat.cli.supervise import supervise; sys.exit(supervise(lambda ranks: (['sleep', '50'], {}), 3))"
+    code = "import sys; from mpistrat.cli.supervise import supervise; sys.exit(supervise(lambda *how: (['sleep', '50'], {}), 3))"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     time.sleep(1.5)
     process.send_signal(signal.SIGTERM)
@@ -98,5 +98,5 @@ def test_after_a_signal_nothing_is_started_again():
 
 def test_without_shared_memory_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(leftovers, "FOLDER", tmp_path / "none")
-    assert supervise.supervise(lambda ranks: (["true"], {}), 3) == 1
+    assert supervise.supervise(lambda *how: (["true"], {}), 3) == 1
     assert "which is not there" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""Ranks in reserve: processes that have imported what the program imports, have begun MPI, and wait to run the program.
+
+`mpistrat run --restarts N --standby` starts them beside the job, by a launcher of their own: they are a world of their own.
+Each connects to the supervisor, and waits there: a message that comes before it listens is not lost, and a supervisor that
+has died is an end of the connection.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+from typing import Any, final
+
+__all__ = ["NUMBER", "Standby", "main", "words_of"]
+
+NUMBER = "MPISTRAT_STANDBY"  # tells those that wait from the ranks, and names none to which a rank belongs
+_PLACE = "MPISTRAT_STANDBY_AT"
+_ALWAYS = ("numpy", "h5py", "mpistrat", "mpistrat.train")
+_SETTINGS = b"mpi4py.rc"  # a program that has some must begin MPI itself
+_LOOK, _ENDING = 0.02, 5.0  # seconds: between two looks for a message; that a launcher has to end
+
+
+@final
+class Standby:
+    """A launcher whose processes wait to be the ranks of a program.
+
+    Args:
+        command: its words, made of `words_of` the program's.
+        environment: for it, besides this process's.
+        number: which of the job's it is, from 1.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], number: int) -> None:
+        self.command, self.number = command, number
+        self._message, self._ended = b"", False
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self._listener.settimeout(_LOOK)
+        own = {_PLACE: str(self._listener.getsockname()[1]), NUMBER: str(number)}
+        self.launcher = subprocess.Popen(command, env={**os.environ, **environment, **own})
+        self._thread = threading.Thread(target=self._serve, name="mpistrat-standby", daemon=True)
+        self._thread.start()
+
+    def release(self, environment: dict[str, str]) -> subprocess.Popen[Any]:
+        """Have the processes run the program, with this added to the environment; return their launcher."""
+        self._message = json.dumps(environment).encode() + b"\n"
+        return self.launcher
+
+    def end(self) -> None:
+        """End the processes, which wait still."""
+        self._ended = True
+        try:
+            self.launcher.wait(_ENDING)
+        except subprocess.TimeoutExpired:
+            self.launcher.kill()
+            self.launcher.wait()
+
+    def _serve(self) -> None:
+        """Hold connections until there is a message for them, or none will come; some come later."""
+        waiting: list[socket.socket] = []
+        with self._listener:
+            while self.launcher.poll() is None:
+                with contextlib.suppress(TimeoutError):
+                    waiting.append(self._listener.accept()[0])
+                while waiting and (self._message or self._ended):
+                    with contextlib.suppress(OSError), waiting.pop() as connection:
+                        connection.sendall(self._message)
+
+
+def words_of(program: list[str]) -> list[str] | None:
+    """Return the words of a process that waits to run a program of Python; None of another program."""
+    if program[0] != sys.executable or len(program) < 2:
+        return None
+    return [sys.executable, "-m", "mpistrat.cli.standby", *program[1:]]
+
+
+def main(words: list[str]) -> None:
+    """Wait as one of them, and then run a program, whose words come behind the interpreter's."""
+    with socket.create_connection(("127.0.0.1", int(os.environ[_PLACE]))) as connection:
+        sys.path[0] = os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
+        _import_ahead(words)
+        message = connection.makefile("rb").readline()
+    if not message:
+        return  # the supervisor has died, or the job has ended
+    os.environ.update(json.loads(message))
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _import_ahead(words: list[str]) -> None:
+    """Import the libraries that the program's own file imports; it may do more when it imports its own modules."""
+    names, begins = list(_ALWAYS), True
+    with contextlib.suppress(OSError, SyntaxError, ImportError, AttributeError):
+        if words[0] == "-m":
+            spec = importlib.util.find_spec(words[1])
+            path = Path(spec.origin) if spec is not None and spec.origin else None
+        else:
+            path = Path(words[0])
+        if path is not None:
+            names += _imports_of(path)
+            begins = _SETTINGS not in path.read_bytes()
+    for name in [*names, *(["mpi4py.MPI"] if begins else [])]:
+        if begins or not name.startswith("mpi4py"):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
+def _imports_of(path: Path) -> list[str]:
+    """Return the installed modules that a file imports where it begins."""
+    names = []
+    for statement in ast.parse(path.read_bytes()).body:
+        if isinstance(statement, ast.Import):
+            names += [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            names.append(statement.module)
+    installed = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
+    found = []
+    for name in names:
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name.partition(".")[0])
+            if spec is not None and (spec.origin or "").startswith(installed):
+                found.append(name)
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
