@@ -15,6 +15,7 @@
 | MPISTRAT_STOP_BEFORE | | seconds before that at which `should_stop` says so; default 60, but at most a tenth of the time left |
 | MPISTRAT_JOB | | key of the job under which snapshots of its state are kept; `mpistrat run --restarts` sets it |
 | MPISTRAT_GENERATION | 0 | how often the job has been started again; `mpistrat run --restarts` sets it |
+| MPISTRAT_UNTIL | | the step at which `train.Checkpoints` saves and ends the program; `mpistrat replay` sets it |
 | MPISTRAT_LOG | warning | level of the package's log: debug, info, warning, error |
 | MPISTRAT_TERMINAL | | which of stdout and stderr, `stdout,stderr`, a launcher shows on a terminal; `mpistrat run` sets it |
 | MPISTRAT_EVENTS | 16384 | so many of a rank's last events are kept for reports and the timeline; 32 bytes each; 0 for none |
@@ -82,6 +83,7 @@ class Environment:
     evaluator: bool = False
     job: str = ""
     generation: int = 0
+    until: int = 0
     log: str = "warning"
     traceback: str = "short"
     events: int = 16384
@@ -129,6 +131,7 @@ class Environment:
             evaluator=evaluator == "1",
             job=_key(env),
             generation=int(_number(env, "MPISTRAT_GENERATION", 0, 0)),
+            until=int(_number(env, "MPISTRAT_UNTIL", 0, 0)),
             log=level,
             events=int(_number(env, "MPISTRAT_EVENTS", 16384, 0)),
             terminal=tuple(filter(None, env.get("MPISTRAT_TERMINAL", "").split(","))),

@@ -62,5 +62,6 @@ ROOT = Group(
         "top": "watch:TOP",
         "stacks": "watch:STACKS",
         "resize": "supervise:COMMAND",
+        "replay": "replay:COMMAND",
     },
 )

@@ -33,7 +33,7 @@ from . import rank_output, supervise
 from .command import DONE, PROBLEM, Command
 from .standby import words_of
 
-__all__ = ["COMMAND", "Start", "plan"]
+__all__ = ["COMMAND", "Start", "plan", "program_of"]
 
 _INFINIBAND = Path("/sys/class/infiniband")  # its network cards, and those of its relatives
 _MOST_RANKS = 1 << 16
@@ -242,7 +242,7 @@ def _network_cards() -> bool:
     return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 
-def _program(args: argparse.Namespace) -> list[str]:
+def program_of(args: argparse.Namespace) -> list[str]:
     """Return the program's words: a module or file of Python behind this interpreter, any other program as it is."""
     if args.module:
         if args.program:
@@ -347,8 +347,8 @@ def _check_standby(args: argparse.Namespace, start: Start) -> None:
         expected, got = "--restarts with it", "none"
     elif start.command[0] == "srun":
         expected, got = "ranks on this machine", "a SLURM job, whose steps would wait for each other"
-    elif words_of(_program(args)) is None:
-        expected, got = "a program of Python", _program(args)[0]
+    elif words_of(program_of(args)) is None:
+        expected, got = "a program of Python", program_of(args)[0]
     if expected:
         raise ValueError(explain("mpistrat run", "--standby", expected=expected, got=got))
 
@@ -363,7 +363,7 @@ def _plan(
         "log_dir": args.log_dir,
         "nodes": nodes,
     }
-    program = _program(args)
+    program = program_of(args)
     return plan((standby and words_of(program)) or program, ranks, args.strategy, args.ps, **options)
 
 
@@ -436,7 +436,7 @@ What killed ranks leave in /dev/shm is removed after the end.
 With --restarts the ranks are started again when one is killed or fails, until the program has ended. One with
 ms.train.Checkpoints goes on with its state of a second ago, which is kept in each node's memory, or with the newest
 file. Ranks that die three times after the same step are given up. With --standby the next ranks are there before: they have
-imported what the program's file imports, have begun MPI, and wait. That takes their memory, and saves most of the start.
+imported what the first ones have, have begun MPI, and wait. That takes their memory, and saves most of the start.
 
 Without it, the launcher takes this process's place. It ends the program on Ctrl-C, passes SIGUSR1 on to the ranks, and on SIGTERM
 does the latter (MPICH) or the former (Open MPI).""",

@@ -7,7 +7,6 @@ has died is an end of the connection.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import importlib.util
@@ -22,12 +21,12 @@ import threading
 from pathlib import Path
 from typing import Any, final
 
+from ..comm import job_files
+
 __all__ = ["NUMBER", "Standby", "main", "words_of"]
 
 NUMBER = "MPISTRAT_STANDBY"  # tells those that wait from the ranks, and names none to which a rank belongs
 _PLACE = "MPISTRAT_STANDBY_AT"
-_ALWAYS = ("numpy", "h5py", "mpistrat", "mpistrat.train")
-_SETTINGS = b"mpi4py.rc"  # a program that has some must begin MPI itself
 _LOOK, _ENDING = 0.02, 5.0  # seconds: between two looks for a message; that a launcher has to end
 
 
@@ -88,7 +87,7 @@ def main(words: list[str]) -> None:
     """Wait as one of them, and then run a program, whose words come behind the interpreter's."""
     with socket.create_connection(("127.0.0.1", int(os.environ[_PLACE]))) as connection:
         sys.path[0] = os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
-        _import_ahead(words)
+        _import_ahead()
         message = connection.makefile("rb").readline()
     if not message:
         return  # the supervisor has died, or the job has ended
@@ -101,40 +100,19 @@ def main(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _import_ahead(words: list[str]) -> None:
-    """Import the libraries that the program's own file imports; it may do more when it imports its own modules."""
-    names, begins = list(_ALWAYS), True
-    with contextlib.suppress(OSError, SyntaxError, ImportError, AttributeError):
-        if words[0] == "-m":
-            spec = importlib.util.find_spec(words[1])
-            path = Path(spec.origin) if spec is not None and spec.origin else None
-        else:
-            path = Path(words[0])
-        if path is not None:
-            names += _imports_of(path)
-            begins = _SETTINGS not in path.read_bytes()
-    for name in [*names, *(["mpi4py.MPI"] if begins else [])]:
-        if begins or not name.startswith("mpi4py"):
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
-
-
-def _imports_of(path: Path) -> list[str]:
-    """Return the installed modules that a file imports where it begins."""
-    names = []
-    for statement in ast.parse(path.read_bytes()).body:
-        if isinstance(statement, ast.Import):
-            names += [alias.name for alias in statement.names]
-        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            names.append(statement.module)
+def _import_ahead() -> None:
+    """Import what rank 0 has imported, as far as it is installed: it may do more when the program's own modules are imported."""
     installed = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
-    found = []
-    for name in names:
-        with contextlib.suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(name.partition(".")[0])
-            if spec is not None and (spec.origin or "").startswith(installed):
-                found.append(name)
-    return found
+    own = str(Path(__file__).parents[2])  # where this package is, if it was installed to be edited
+    for name in job_files.mark(os.environ["MPISTRAT_JOB"], "modules").read_text().split("\n"):
+        if name in sys.modules or name == "__main__" or name.startswith("mpi4py"):
+            continue
+        with contextlib.suppress(Exception):
+            spec = importlib.util.find_spec(name)
+            if spec is not None and (spec.origin or "").startswith((*installed, own)):
+                importlib.import_module(name)
+    with contextlib.suppress(Exception):
+        importlib.import_module("mpi4py.MPI")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, final
 
 from .._util.text import counted
+from ..cluster.allocation import allocation_of_job
 from ..comm import job_files
 from ..comm.agree import Ranks
 from ..comm.monitor import leftovers
@@ -34,6 +35,7 @@ Start = Callable[[int | None, bool], tuple[list[str], dict[str, str]]]
 
 _TRIES = 3  # at one step, before it is given up
 _ENDING = 10.0  # seconds that ranks have to end after their launcher, and it after them
+_REMOVING = 20.0  # seconds that nodes have to remove files
 _LOOK = 1.0  # seconds between two looks whether they have said why they end
 
 
@@ -58,7 +60,20 @@ def supervise(start: Start, restarts: int, standby: bool = False) -> int:
         return _Supervisor(start, job, restarts, standby).run()
     finally:
         job_files.remove(job)
+        _remove_on_other_nodes(job)
         os.close(held)
+
+
+def _remove_on_other_nodes(job: str) -> None:
+    """Remove what ranks that did not end by themselves have left on the other nodes of a SLURM job."""
+    nodes = allocation_of_job()
+    count = len(nodes.living)
+    if count > 1:
+        command = ["srun", "--quiet", "--overlap", "--mpi=none", f"--nodes={count}", f"--ntasks={count}"]
+        command += ["--ntasks-per-node=1", *([f"--exclude={','.join(nodes.lost)}"] if nodes.lost else [])]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            words = ["sh", "-c", f"rm -f {job_files.mark(job, '')}*"]
+            subprocess.run([*command, *words], timeout=_REMOVING, capture_output=True, check=False)
 
 
 @final
@@ -130,8 +145,8 @@ class _Supervisor:
         return subprocess.Popen(command, env={**os.environ, **own, **environment})
 
     def _stand_by(self) -> None:
-        """Have the next ranks wait, once those of now have begun."""
-        if self._has_standby and self._standby is None and job_files.mark(self._job, "begun").exists():
+        """Have the next ranks wait, once those of now have told what they have imported."""
+        if self._has_standby and self._standby is None and job_files.mark(self._job, "modules").exists():
             self._made += 1
             command, own = self._start(self._ranks_wanted, True)
             self._standby = Standby(command, own | {"MPISTRAT_JOB": self._job}, self._made)

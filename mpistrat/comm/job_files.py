@@ -3,6 +3,7 @@
     mpistrat-job-UID-KEY.lock               locked while the job's supervisor lives
     mpistrat-job-UID-KEY.g2.1.r0            snapshots of the ranks from 0 on, of the second restart; see strategy/snapshot.py
     mpistrat-job-UID-KEY.begun, .done       rank 0 has begun; the program has ended as it should
+    mpistrat-job-UID-KEY.modules            what rank 0 has imported
     mpistrat-job-UID-KEY.stopped            it has stopped, to go on later
     mpistrat-job-UID-KEY.ended              ranks have said why the job ends
     mpistrat-job-UID-KEY.size               with how many ranks it shall go on
@@ -31,8 +32,8 @@ from .monitor import abort, leftovers
 from .shared_memory import map_file
 
 __all__ = [
-    "RESIZE", "ask_for_size", "expect_end", "generation_of", "lock", "make_file", "mark", "path_of", "paths", "remove",
-    "remove_older", "progress", "supervisors", "sweep", "unsupervised",
+    "RESIZE", "ask_for_size", "expect_end", "generation_of", "lock", "make_file", "mark", "note_modules", "path_of", "paths",
+    "progress", "remove", "remove_older", "supervisors", "sweep", "unsupervised",
 ]  # fmt: skip
 
 RESIZE = signal.SIGUSR2
@@ -116,6 +117,16 @@ def expect_end(job: str, first: bool) -> None:
     if _end is None or _end.process != os.getpid():
         atexit.register(_at_exit)
     _end = _End(os.getpid(), job, first, supervised)
+
+
+def note_modules(job: str) -> None:
+    """Write what this process has imported, once, for ranks that wait to be the next ones; see `cli/standby.py`."""
+    path = mark(job, "modules")
+    if mark(job, "lock").exists() and not path.exists():
+        names = [name for name, module in list(sys.modules.items()) if getattr(module, "__spec__", None) is not None]
+        data = "\n".join(names).encode()
+        with contextlib.suppress(OSError):
+            make_file(path, data, len(data))
 
 
 class _End(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -182,6 +183,8 @@ class Snapshots:
         self._taken = self._serial = 0
         self._reached: memoryview | None = None
         if self._job and group.node.rank == 0:
+            if not job_files.mark(self._job, "lock").exists():  # no supervisor begins on this node
+                job_files.sweep()
             job_files.expect_end(self._job, group.topology.rank == 0)
         if self._job and group.topology.rank == 0:
             self._reached = job_files.progress(self._job)
@@ -219,10 +222,13 @@ class Snapshots:
         file.write(buffer, slices)
         if node.rank == 0:
             file.write_notes(buffer, data)
+            os.utime(file.path)  # memory that is written says nothing of when; see `job_files.sweep`
         node.sync()
         file.end(buffer, node.rank, step)
         group.barrier("snapshot")  # all have copied: arrays may change; and the other buffer may
         self._taken += 1
+        if self._taken == 1 and group.topology.rank == 0:
+            job_files.note_modules(self._job)
         if self._taken == 2 and node.rank == 0:  # every node has a whole one of this file
             job_files.remove_older(self._job, file.path)
 

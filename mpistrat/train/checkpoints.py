@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, final
 
 from .._util.files import remove_dead
 from .._util.log import logger
+from ..environment import RESTART_EXIT_CODE
 from ..errors import ContextError, SharedMemoryError, explain
 from ..strategy.checkpoint_writer import Saving
 from .random_states import gather_states, hand_back
@@ -21,6 +23,7 @@ __all__ = ["Checkpoints", "checkpoints_iterator"]
 _POLL_SECONDS = 1.0  # between looks at a folder
 _SHARE = 0.01  # of the time, that snapshots take at most
 _COSTS = 4  # last ones that are looked at
+_LAYOUTS = "layouts"  # in the notes
 _NAMES = r"step-(\d{10,})\.h5"
 
 
@@ -91,6 +94,16 @@ class Checkpoints:
         if snapshot_seconds is not None and strategy.takes_snapshots:
             self._snapshots = _Period(strategy, snapshot_seconds)
         self._saved = False
+        group = strategy.extended.process_group
+        self._until, self._layouts = group.environment.until, [(0, group.topology.ranks_per_node)]
+
+    @property
+    def layouts(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The layouts of the run so far, those of earlier starts included: after which step, and how many ranks on each node.
+
+        `mpistrat replay` makes a run with the same ones.
+        """
+        return list(self._layouts)
 
     @property
     def periodic(self) -> bool:
@@ -140,6 +153,10 @@ class Checkpoints:
         if self._asynchronous and not self._prepared:
             self._prepared = True
             self._strategy.prepare_save()
+        if step == self._until:
+            self.save(step, notes)
+            self.wait()
+            sys.exit(RESTART_EXIT_CODE)
         if self._snapshots is not None and self._snapshots.due(step):
             self._snapshots = self._take_snapshot(self._snapshots, step, notes, met_after)
         if not (self._every is not None and step % self._every == 0) and not (
@@ -156,7 +173,7 @@ class Checkpoints:
     def _take_snapshot(self, period: _Period, step: int, notes: Any, met_after: float) -> _Period | None:
         began = time.monotonic()
         try:
-            self._strategy.take_snapshot(step, _with_step(notes, step))
+            self._strategy.take_snapshot(step, self._with_step(notes, step))
         except SharedMemoryError as error:
             if self._strategy.rank == 0:
                 logger.warning("Checkpoints: training goes on without snapshots: %s", error)
@@ -181,7 +198,7 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if not self._saved:
                     remove_dead(self.folder, _NAMES)
-        extra, self._saved = _with_step(notes, step), True
+        extra, self._saved = self._with_step(notes, step), True
         if self._asynchronous:
             self._saving = strategy.begin_save(path, extra, then=self._remove_old)
         else:
@@ -288,13 +305,10 @@ class Checkpoints:
         steps = self._strategy.broadcast_object(self.steps())
         snapshot = None if self._snapshots is None else self._strategy.newest_snapshot()
         if snapshot is not None and snapshot.step >= max(steps, default=0):
-            self._strategy.reach(snapshot.step)
-            return dict(self._strategy.restore_snapshot(snapshot))
+            return self._taken_over(self._strategy.restore_snapshot(snapshot))
         for step in reversed(steps):
             try:
-                notes = dict(self._strategy.restore(self.path(step)))
-                self._strategy.reach(step)
-                return notes
+                return self._taken_over(self._strategy.restore(self.path(step)))
             except OSError as error:
                 if self._strategy.rank == 0:
                     logger.warning("Checkpoints: step %d is passed over: %s", step, error)
@@ -302,6 +316,20 @@ class Checkpoints:
             expected, got = "a file that can be read", f"{len(steps)} that cannot"
             raise OSError(explain("Checkpoints.restore_latest", str(self.folder), expected=expected, got=got))
         return None
+
+    def _with_step(self, notes: Any, step: int) -> dict[str, Any]:
+        about = (notes() if callable(notes) else notes) or {}
+        return {**about, "step": step, _LAYOUTS: [[begin, list(ranks)] for begin, ranks in self._layouts]}
+
+    def _taken_over(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the notes of what was restored; that step, and the layouts before it, are this run's."""
+        notes, own = dict(saved), self._layouts[-1][1]
+        step = notes["step"]
+        self._layouts = [(begin, tuple(ranks)) for begin, ranks in notes.pop(_LAYOUTS, [])]
+        if not self._layouts or self._layouts[-1][1] != own:
+            self._layouts.append((step, own))
+        self._strategy.reach(step)
+        return notes
 
 
 @final
@@ -352,10 +380,6 @@ class _Period:
         left = max(self._seconds, min(self._costs[2:], default=0.0) / _SHARE) - passed
         each = passed / done
         return step if left <= each / 2 else step + max(1, min(done, int(left / each)))
-
-
-def _with_step(notes: Any, step: int) -> dict[str, Any]:
-    return {**((notes() if callable(notes) else notes) or {}), "step": step}
 
 
 def checkpoints_iterator(
