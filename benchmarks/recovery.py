@@ -12,9 +12,11 @@ the first step behind the one at which the rank died, work that is done again in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
+LIMIT = 60.0  # seconds that a job has
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """
 import os, signal, time
@@ -109,12 +112,26 @@ dist.destroy_process_group()
 
 
 def run(command: list[str], program: str) -> float:
-    """Return the seconds from the kill to the next new step."""
+    """Return the seconds from the kill to the next new step; infinite where the job has not ended after a minute."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as name, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         folder = Path(name)
         (folder / "train.py").write_text(HEAD + program)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "STATE": f"{memory}/state"}
-        subprocess.run([*command, "train.py"], cwd=folder, env=env, check=True, capture_output=True, timeout=120)
+        job = subprocess.Popen(
+            [*command, "train.py"], cwd=folder, env=env, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            if job.wait(LIMIT):
+                raise RuntimeError(f"{' '.join(command)}: status {job.returncode}")
+        except subprocess.TimeoutExpired:
+            if not (folder / "killed").exists():
+                raise
+            return float("inf")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
         moment, step = map(float, (folder / "killed").read_text().split())
         lines = [line.split() for path in folder.glob("steps-*") for line in path.read_text().splitlines()]
         return min(float(at) for at, number in lines if float(number) > step and float(at) > moment) - moment
@@ -150,7 +167,10 @@ def main() -> int:
     result = {
         "benchmark": "recovery", "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(),
         "cores": os.cpu_count(), "load": os.getloadavg()[0], "ranks": 2,
-        "seconds": {way: {"median": statistics.median(s), "all": [round(x, 3) for x in s]} for way, s in found.items()},
+        "seconds": {
+            way: {"median": statistics.median(s), "all": [round(x, 3) if x < LIMIT else "not ended" for x in s]}
+            for way, s in found.items()
+        },
     }  # fmt: skip
     print(json.dumps(result, indent=1))
     if options.output is not None:

@@ -12,7 +12,7 @@ import pytest
 from mpistrat.comm import waiting
 from mpistrat.comm.waiting import Backoff, Deadline, PeerWait, wait_until
 from mpistrat.environment import Environment
-from mpistrat.errors import CollectiveTimeoutError, PeerExitError
+from mpistrat.errors import CollectiveTimeoutError, PeerExitError, RanksLostError
 
 
 @pytest.fixture
@@ -67,12 +67,24 @@ def test_a_wait_with_a_limit_ends_at_it(slept):
 def group(left: tuple[int, ...] = ()) -> Any:
     monitor = types.SimpleNamespace(rank=0, where=lambda ranks: f" for {ranks}")
     settings = dataclasses.replace(Environment(), abort_after=3.0, warn_after=1.0)
-    return types.SimpleNamespace(environment=settings, monitor=monitor, has_left=left.__contains__)
+    return types.SimpleNamespace(
+        environment=settings, monitor=monitor, has_left=left.__contains__, look_for_losses=lambda: None
+    )
 
 
 def pause_until_error(wait: PeerWait) -> None:
     for _ in range(10_000):
         wait.pause()
+
+
+def test_a_wait_ends_where_ranks_were_lost(slept):
+    def lost() -> None:
+        raise RanksLostError("ranks were lost")
+
+    waited_for = group()
+    waited_for.look_for_losses = lost
+    with pytest.raises(RanksLostError):
+        pause_until_error(PeerWait(waited_for, "flush", (1,)))
 
 
 def test_a_wait_for_a_rank_that_left_ends(slept):
