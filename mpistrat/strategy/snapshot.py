@@ -10,6 +10,7 @@ A rank that is killed takes nothing along: what has a name stays until the job h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from .._util.files import PAGE
+from .._util.log import logger
 from ..comm import job_files
 from ..comm.agree import as_told, together
 from ..comm.process_group import ProcessGroup
@@ -210,8 +212,14 @@ class Snapshots:
         data = json.dumps(dict(notes)).encode()
         wanted = {form.key: (form.shape, form.dtype.name) for form in forms}
         file = self._file
+        with group.collective("snapshot", "file"):
+            there = group.agree(int(file is not None and file.path.exists()), "min")
+        if file is not None and not there and node.rank == 0 and not file.path.exists():
+            text = "somebody has removed %s: it is made again. systemd's RemoveIPC=yes does so when its user logs out"
+            logger.warning(text, file.path)
         if (
             file is None
+            or not there
             or len(data) + _WORD > file.notes_bytes
             or {key: form for key, (form, _) in file.arrays.items()} != wanted
         ):
@@ -222,7 +230,8 @@ class Snapshots:
         file.write(buffer, slices)
         if node.rank == 0:
             file.write_notes(buffer, data)
-            os.utime(file.path)  # memory that is written says nothing of when; see `job_files.sweep`
+            with contextlib.suppress(OSError):
+                os.utime(file.path)  # memory that is written says nothing of when; see `job_files.sweep`
         node.sync()
         file.end(buffer, node.rank, step)
         group.barrier("snapshot")  # all have copied: arrays may change; and the other buffer may

@@ -1,0 +1,66 @@
+"""Snapshots in memory: what any rank finds there, and files that somebody removes."""
+
+import logging
+import secrets
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.comm import job_files
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """A key of a job, the same on all ranks; its files are removed."""
+    from mpi4py import MPI
+
+    key = MPI.COMM_WORLD.bcast(secrets.token_hex(8))
+    monkeypatch.setenv("MPISTRAT_JOB", key)
+    yield key
+    MPI.COMM_WORLD.Barrier()
+    job_files.remove(key)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_file_that_somebody_removes_is_made_again(job, caplog):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            w = ms.Variable(np.zeros(1000), name="w")
+        for step in range(1, 7):
+            w.assign(np.full(1000, float(step)))
+            with caplog.at_level(logging.WARNING):
+                strategy.take_snapshot(step, {"step": step})
+            strategy.barrier()
+            if step == 3 and strategy.rank == 0:
+                for path in job_files.paths(job):
+                    path.unlink()
+            strategy.barrier()
+        assert caplog.text.count("it is made again") == (strategy.rank == 0)
+        w.assign(np.zeros(1000))
+        snapshot = strategy.newest_snapshot()
+        assert snapshot is not None and snapshot.step == 6
+        assert strategy.restore_snapshot(snapshot) == {"step": 6}
+        assert (w.numpy() == 6).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_servers_have_snapshots(job):
+    with ms.ParameterServerStrategy(num_ps=1) as strategy:
+        with strategy.scope():
+            w = ms.Variable(np.zeros(1000), name="w")
+            optimizer = ms.optimizers.Adagrad(0.5)
+        data = strategy.distribute_dataset(ms.data.from_arrays(np.ones(8)).batch(1))
+        for _ in data:
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(1000), w)]))
+        strategy.take_snapshot(1, {"who": "servers"})
+        if not strategy.is_server:
+            value = w.numpy()
+        for _ in data:
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(1000), w)]))
+        snapshot = strategy.newest_snapshot()
+        assert strategy.restore_snapshot(snapshot) == {"who": "servers"}
+        slots = optimizer.slots(w)
+        assert (next(iter(slots.values())) == 8 + 0.1).all()  # Adagrad's accumulator begins with 0.1
+        if not strategy.is_server:
+            np.testing.assert_array_equal(w.numpy(), value)
