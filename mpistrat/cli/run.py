@@ -129,7 +129,7 @@ def plan(
 
 def _let_survive(start: Start, library: MPILibrary) -> None:
     """Have Open MPI go on when a rank dies."""
-    if library.family != "openmpi" or int(library.version.split(".")[0]) < 5:
+    if not library.survives:
         remedy = "Leave --survive out: with --restarts the job goes on, too, under any MPI"
         expected = "Open MPI 5 or newer, which goes on when a rank dies"
         raise ClusterError(explain("mpistrat run", "--survive", expected=expected, got=str(library), remedy=remedy))

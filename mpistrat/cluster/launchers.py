@@ -86,6 +86,16 @@ class MPILibrary:
         return _FAMILIES.get(self.name, "other")
 
     @property
+    def survives(self) -> bool:
+        """Whether it can go on when a rank dies (ULFM), as Open MPI does since version 5, unless it was built without.
+
+        Example:
+            >>> MPILibrary("Open MPI", "5.0.11", "").survives, MPILibrary("MPICH", "5.0.2", "").survives
+            (True, False)
+        """
+        return self.family == "openmpi" and int(self.version.split(".")[0]) >= 5
+
+    @property
     def netmods(self) -> tuple[str, ...]:
         """The network layers that it was built with, the default one first; () where it is unknown.
 

@@ -49,9 +49,13 @@ def alone(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def check_library(library: MPILibrary) -> Iterator[Finding]:
-    """Yield which MPI mpi4py loads."""
+    """Yield which MPI mpi4py loads, and what it can do about ranks that die."""
     where = f" from {library.path}" if library.path else ""
     yield ok("MPI library", f"{library}{where}, loaded by mpi4py {library.mpi4py}")
+    ways = "mpistrat run --restarts 20 has the job go on"
+    if library.survives:
+        ways += "; with --survive programs of ms.survive go on without being started again"
+    yield ok("death of a rank", ways)
 
 
 def check_start(outcome: Outcome, library: MPILibrary, gpu_needed: bool) -> Iterator[Finding]:

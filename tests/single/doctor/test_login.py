@@ -53,6 +53,7 @@ def test_a_healthy_machine_has_nothing(mpi):
     } <= found.names()
     assert found.names() <= documented("On a login node")
     assert mpi.vendor in found.finding("MPI library")["what"] and "libmpi" in found.finding("MPI library")["what"]
+    assert ("--survive" in found.finding("death of a rank")["what"]) == ("Open MPI" in mpi.vendor)
     assert time.monotonic() - start < 60  # about 2 s where nothing else runs
 
 
