@@ -1,6 +1,7 @@
 """Jobs with an evaluator of its own, as `mpistrat run --evaluator` starts them: stopped, gone on, and with a rank that dies."""
 
 import json
+import re
 
 import pytest
 
@@ -81,4 +82,6 @@ def test_stopped_and_gone_on(mpi_run, program):
 def test_a_trainer_that_dies_ends_the_job(mpi_run, program):
     result = start(mpi_run, program, "kill", 35)
     assert result.returncode not in (0, None), result
-    assert "was ended by SIGKILL" in result.stderr
+    assert re.search(
+        "was ended by SIGKILL|ended without a word", result.stderr
+    )  # as what the launcher leaves of it says

@@ -1,5 +1,6 @@
 """A job of a real SLURM over two hosts whose ranks are killed, or that loses a host: it goes on."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,25 @@ def test_a_lost_host_is_left_out(slurm, slurm_mpi, tmp_path):
     assert float(ended[0][4]) == pytest.approx(1 - 0.99**40)
     assert f"node {lost} lost" in out, job.tell("what was said")
     assert job.fields()["JobState"] == "COMPLETED"
+
+
+def test_a_cut_beyond_the_time_limit_of_a_collective(slurm, slurm_mpi, tmp_path):
+    """The ranks that wait end, the others are ended when their host is back, and all are started again."""
+    if slurm_mpi.name != "mpich":
+        pytest.skip("one MPI is enough")
+    (tmp_path / "train.py").write_text(SLOW.replace("time.sleep(120)", "time.sleep(3)"))
+    environment = str(Path(slurm_mpi.python).parent.parent)
+    words = ["--venv", environment, "--nodes", "2", "--ranks-per-node", "2", "--cpus-per-rank", "1", "--restarts", "5"]
+    script = render(slurm_mpi, tmp_path, *words, "--env", "MPISTRAT_ABORT_AFTER=4", "train.py")
+    job = slurm.submit(script)
+    job.wait_until("the twentieth step", (tmp_path / "lose a host").exists, 60)
+    slurm.hosts.inside("head", "ip", "link", "set", "veth2", "down")
+    try:
+        time.sleep(12)
+    finally:
+        slurm.hosts.inside("head", "ip", "link", "set", "veth2", "up")
+    out = job.completed(120)
+    assert "CollectiveTimeoutError" in out and "started again from step" in out, job.tell("what was said")
+    (ended,) = [line.split() for line in out.splitlines() if line.startswith("ended")]
+    assert ended[1:4] == ["40", "4", "2"], job.tell("steps, ranks, nodes")
+    assert float(ended[4]) == pytest.approx(1 - 0.99**40)
