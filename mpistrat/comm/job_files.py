@@ -7,8 +7,8 @@
     mpistrat-job-UID-KEY.stopped            it has stopped, to go on later
     mpistrat-job-UID-KEY.ended              ranks have said why the job ends
     mpistrat-job-UID-KEY.size               with how many ranks it shall go on
-    mpistrat-job-UID-KEY.step               words: the step that the job has reached since it was started last, and how
-                                            often it has gone on since without some of its ranks
+    mpistrat-job-UID-KEY.step               words: the step that the job has reached since it was started last, and its
+                                            generation; where rank 0 is, or was
 
 The supervisor removes them when the job has ended. What a supervisor that was killed has left, the next one removes: files whose
 lock nobody holds, and which nobody has touched for some minutes.
@@ -32,12 +32,13 @@ from .monitor import abort, leftovers
 from .shared_memory import map_file
 
 __all__ = [
-    "RESIZE", "ask_for_size", "expect_end", "generation_of", "lock", "make_file", "mark", "note_modules", "path_of", "paths",
-    "progress", "remove", "remove_older", "supervisors", "sweep", "unsupervised",
+    "RESIZE", "ask_for_size", "expect_end", "generation_of", "least_generation", "lock", "make_file", "mark", "note_modules",
+    "path_of", "paths", "progress", "remove", "remove_older", "supervisors", "sweep", "unsupervised",
 ]  # fmt: skip
 
 RESIZE = signal.SIGUSR2
 _ABANDONED = 600.0  # seconds
+_WORDS = 16  # bytes
 _end: _End | None = None
 _SNAPSHOT = re.compile(r"\.g(\d+)\.(\d+)\.r(\d+)$")
 
@@ -151,11 +152,23 @@ def _at_exit() -> None:
 
 
 def progress(job: str) -> memoryview:
-    """Return the two words of how far the job is, which are mapped; of memory alone on other nodes."""
+    """Return the two words of how far the job is, which are mapped: on a supervisor's node it reads them."""
+    path = mark(job, "step")
     try:
-        return memoryview(map_file(mark(job, "step"))).cast("q")
-    except OSError:
-        return memoryview(bytearray(16)).cast("q")
+        if not path.exists():
+            make_file(path, b"", _WORDS)
+        return memoryview(map_file(path)).cast("q")
+    except OSError:  # no room
+        return memoryview(bytearray(_WORDS)).cast("q")
+
+
+def least_generation(job: str, told: int) -> int:
+    """Return how often the job had gone on at least, as this node knows it, where a supervisor has told a number.
+
+    Ranks of this node may have gone on without those of the supervisor's, which then does not know how often.
+    """
+    path = mark(job, "step")
+    return told if mark(job, "lock").exists() or not path.exists() else max(told, progress(job)[1] + 1)
 
 
 # the supervisor's
@@ -166,7 +179,7 @@ def lock(job: str) -> int:
     file = os.open(mark(job, "lock"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
     os.write(file, f"{os.getpid()}\n".encode())
-    make_file(mark(job, "step"), b"", 16)
+    make_file(mark(job, "step"), b"", _WORDS)
     return file
 
 

@@ -6,14 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 
-from launcher import ROOT, job_environment
+from launcher import job_environment
 
-sys.path.append(str(ROOT / "tests" / "campaign"))
-import restarts
+from mpistrat.comm import job_files
 
 
 @pytest.fixture
@@ -24,10 +22,10 @@ def mpistrat_run(mpi, tmp_path):
         (tmp_path / "train.py").write_text(program)
         words = [mpi.python, "-m", "mpistrat", "run", "-n", str(ranks), *options, "train.py"]
         environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin", **env})
-        before = restarts.left_behind()
+        before = job_files.unsupervised()
         done = _to_the_end(words, environment, tmp_path, limit)
         assert done.returncode == status if status >= 0 else done.returncode, done.stderr
-        assert restarts.left_behind() == before
+        assert job_files.unsupervised() == before
         return done
 
     return run

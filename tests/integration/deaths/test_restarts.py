@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import ROOT, job_environment
+from kills import sample
+from launcher import job_environment
 
-sys.path.append(str(ROOT / "tests" / "campaign"))
-import restarts
+from mpistrat.comm import job_files
 
 PROGRAM = """
 import os, signal, sys, time
@@ -87,13 +87,13 @@ def start(mpi, tmp_path):
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-    assert not restarts.left_behind()
+    assert not job_files.unsupervised()
 
 
 @pytest.mark.timeout(300)
 def test_jobs_end_with_the_bits_of_an_undisturbed_one(mpi):
-    outcome = restarts.campaign(mpi.python, kills=6, seed=int(time.time()) // 86400, each=6)
-    assert outcome.kills >= 4
+    outcome = sample(mpi.python, kills=6, seed=int(time.time()) // 86400)
+    assert len(outcome.kills) >= 4
     assert not outcome.wrong
 
 

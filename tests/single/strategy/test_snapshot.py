@@ -134,3 +134,14 @@ def test_a_disk_that_is_full_leaves_nothing(folder, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         made()
     assert list(folder.iterdir()) == []
+
+
+def test_a_node_without_the_supervisor_remembers_its_generation(folder):
+    """Its ranks may have gone on without those of the supervisor's node, which then tells a number that they have had."""
+    assert job_files.least_generation(KEY, 2) == 2
+    job_files.progress(KEY)[1] = 3
+    assert [job_files.least_generation(KEY, told) for told in (2, 3, 4, 5)] == [4, 4, 4, 5]
+    job_files.remove(KEY)
+    os.close(job_files.lock(KEY))
+    job_files.progress(KEY)[1] = 3
+    assert job_files.least_generation(KEY, 2) == 2  # the supervisor has read it
