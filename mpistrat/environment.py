@@ -31,9 +31,11 @@ from dataclasses import dataclass
 
 from .errors import explain
 
-__all__ = ["RESTART_EXIT_CODE", "STRATEGIES", "Environment"]
+__all__ = ["RANK_PROCESS", "RESTART_EXIT_CODE", "STRATEGIES", "Environment"]
 
 RESTART_EXIT_CODE = 42  # of a program that has saved and wants to be put back into the queue, as TensorFlow's
+
+RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process, so that its children do not take themselves for it
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server")
 
@@ -65,7 +67,7 @@ def _key(env: Mapping[str, str]) -> str:
     key = env.get("MPISTRAT_JOB", "")
     if key and not re.fullmatch("[0-9a-f]{16}", key):
         raise ValueError(explain("environment", "MPISTRAT_JOB", expected="16 hexadecimal digits", got=repr(key)))
-    return key
+    return key if env.get(RANK_PROCESS) in (None, str(os.getpid())) else ""
 
 
 @dataclass(frozen=True)

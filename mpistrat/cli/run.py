@@ -336,7 +336,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.restarts or args.survive:
         if start.command[0] != "srun":
             _clean_up_after(os.getpid())
-        return supervise.supervise(partial(_words, args), args.restarts or 0, args.standby)
+        return supervise.supervise(partial(_words, args), args.restarts or 0, args.standby, args.survive)
     start.environment |= _terminal(bar=not args.tag and args.log_dir is None)
     return _become(start)
 
@@ -345,7 +345,7 @@ def _check_standby(args: argparse.Namespace, start: Start) -> None:
     expected, got = "", ""
     if not args.restarts:
         expected, got = "--restarts with it", "none"
-    elif start.command[0] == "srun":
+    elif os.environ.get("SLURM_JOB_ID"):
         expected, got = "ranks on this machine", "a SLURM job, whose steps would wait for each other"
     elif words_of(program_of(args)) is None:
         expected, got = "a program of Python", program_of(args)[0]

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from pathlib import Path
 from typing import Any, final
 
@@ -27,6 +28,7 @@ __all__ = ["NUMBER", "Standby", "main", "words_of"]
 
 NUMBER = "MPISTRAT_STANDBY"  # tells those that wait from the ranks, and names none to which a rank belongs
 _PLACE = "MPISTRAT_STANDBY_AT"
+_GIVEN = "MPISTRAT_STANDBY_GIVEN"  # what the environment had where the program had put something else, as JSON
 _LOOK, _ENDING = 0.02, 5.0  # seconds: between two looks for a message; that a launcher has to end
 
 
@@ -37,16 +39,22 @@ class Standby:
     Args:
         command: its words, made of `words_of` the program's.
         environment: for it, besides this process's.
+        put: what the program has put into its environment, which modules look at when they are imported.
         number: which of the job's it is, from 1.
+        ranks: how many were asked for, None for as many as at the begin.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str], number: int) -> None:
-        self.command, self.number = command, number
+    def __init__(
+        self, command: list[str], environment: dict[str, str], put: dict[str, str], number: int, ranks: int | None
+    ) -> None:
+        self.number, self.ranks = number, ranks
         self._message, self._ended = b"", False
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._listener.settimeout(_LOOK)
+        given = {**os.environ, **environment}
         own = {_PLACE: str(self._listener.getsockname()[1]), NUMBER: str(number)}
-        self.launcher = subprocess.Popen(command, env={**os.environ, **environment, **own})
+        own[_GIVEN] = json.dumps({name: given.get(name) for name in put})
+        self.launcher = subprocess.Popen(command, env={**given, **put, **own})
         self._thread = threading.Thread(target=self._serve, name="mpistrat-standby", daemon=True)
         self._thread.start()
 
@@ -69,8 +77,12 @@ class Standby:
         waiting: list[socket.socket] = []
         with self._listener:
             while self.launcher.poll() is None:
-                with contextlib.suppress(TimeoutError):
+                try:
                     waiting.append(self._listener.accept()[0])
+                except TimeoutError:
+                    pass
+                except OSError:  # too many open files: what waits is released first
+                    time.sleep(_LOOK)
                 while waiting and (self._message or self._ended):
                     with contextlib.suppress(OSError), waiting.pop() as connection:
                         connection.sendall(self._message)
@@ -91,6 +103,7 @@ def main(words: list[str]) -> None:
         message = connection.makefile("rb").readline()
     if not message:
         return  # the supervisor has died, or the job has ended
+    _put_back()
     os.environ.update(json.loads(message))
     if words[0] == "-m":
         sys.argv = words[1:]
@@ -100,11 +113,22 @@ def main(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def _put_back() -> None:
+    """Take the variables out of the environment that the first rank 0's program had put there: this rank's puts its own."""
+    given: dict[str, str | None] = json.loads(os.environ.pop(_GIVEN, "{}"))
+    for name, value in given.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 def _import_ahead() -> None:
     """Import what rank 0 has imported, as far as it is installed: it may do more when the program's own modules are imported."""
     installed = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
     own = str(Path(__file__).parents[2])  # where this package is, if it was installed to be edited
-    for name in job_files.mark(os.environ["MPISTRAT_JOB"], "modules").read_text().split("\n"):
+    names, _ = job_files.imported(os.environ["MPISTRAT_JOB"])
+    for name in names:
         if name in sys.modules or name == "__main__" or name.startswith("mpi4py"):
             continue
         with contextlib.suppress(Exception):

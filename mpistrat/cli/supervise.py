@@ -1,13 +1,15 @@
 """`mpistrat run --restarts`: start a job's ranks again, in the same allocation, until its program has ended as it should.
 
-Launchers' statuses do not tell that (Open MPI's mpirun says 0 after a node was lost): rank 0 leaves a mark when it ends. The
-ranks that are started find the state of those before in memory (strategy/snapshot.py), or in the newest checkpoint.
+Launchers' statuses do not tell that alone (Open MPI's mpirun says 0 after a node was lost, and whatever happens where ranks
+survive): rank 0 says when it has ended as it should, and ranks say when they end the job by themselves. The ranks that are
+started find the state of those before in memory (strategy/snapshot.py), or in the newest checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import secrets
 import signal
@@ -24,7 +26,8 @@ from ..cluster.allocation import allocation_of_job
 from ..comm import job_files
 from ..comm.agree import Ranks
 from ..comm.monitor import leftovers
-from ..environment import RESTART_EXIT_CODE
+from ..environment import RANK_PROCESS, RESTART_EXIT_CODE
+from ..errors import MpistratError
 from ..strategy.snapshot import SnapshotFile
 from .command import DONE, PROBLEM, Command
 from .standby import NUMBER, Standby
@@ -33,13 +36,18 @@ __all__ = ["COMMAND", "supervise"]
 
 Start = Callable[[int | None, bool], tuple[list[str], dict[str, str]]]
 
+_PR_SET_PDEATHSIG = 1  # Linux's prctl(2)
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up before a fork
+
 _TRIES = 3  # at one step, before it is given up
 _ENDING = 10.0  # seconds that ranks have to end after their launcher, and it after them
 _REMOVING = 20.0  # seconds that nodes have to remove files
 _LOOK = 1.0  # seconds between two looks whether they have said why they end
+_BRIEF = 60.0  # seconds: who lives longer, and tells of no steps, may go on somewhere else
+_BEGINNING = 30.0  # seconds that ranks have to begin before a signal that came between two starts is passed on
 
 
-def supervise(start: Start, restarts: int, standby: bool = False) -> int:
+def supervise(start: Start, restarts: int, standby: bool = False, survive: bool = False) -> int:
     """Start ranks until their program has ended, or was told to stop, or has died too often; return the exit status.
 
     Args:
@@ -47,6 +55,7 @@ def supervise(start: Start, restarts: int, standby: bool = False) -> int:
             number of ranks than was asked for, or None; and of ranks that wait to be the next ones, or not.
         restarts: how often they are started again.
         standby: whether the next ranks are there before they are needed.
+        survive: whether ranks go on without those that die.
     """
     if not leftovers.FOLDER.is_dir():
         _say(f"--restarts keeps a job's state in {leftovers.FOLDER}, which is not there")
@@ -57,7 +66,7 @@ def supervise(start: Start, restarts: int, standby: bool = False) -> int:
     job = secrets.token_hex(8)
     held = job_files.lock(job)
     try:
-        return _Supervisor(start, job, restarts, standby).run()
+        return _Supervisor(start, job, restarts, standby, survive).run()
     finally:
         job_files.remove(job)
         _remove_on_other_nodes(job)
@@ -78,12 +87,15 @@ def _remove_on_other_nodes(job: str) -> None:
 
 @final
 class _Supervisor:
-    def __init__(self, start: Start, job: str, restarts: int, standby: bool) -> None:
+    def __init__(self, start: Start, job: str, restarts: int, standby: bool, survive: bool) -> None:
         self._start, self._job, self._restarts = start, job, restarts
-        self._has_standby, self._made = standby, 0
+        self._has_standby, self._survives, self._made = standby, survive, 0
         self._standby: Standby | None = None
         self._launcher: subprocess.Popen[Any] | None = None
-        self._stopping = self._resizing = False
+        self._state = job_files.state(job)
+        self._signal = 0  # that told to stop; then nothing is started again
+        self._waits = False  # it came between two starts, and the ranks will be told
+        self._resizing = False
         self._ranks_wanted: int | None = None
 
     def run(self) -> int:
@@ -99,84 +111,103 @@ class _Supervisor:
             signal.signal(number, self._forward)
         signal.signal(job_files.RESIZE, self._resize)
         generation = died = 0
-        reached, word = [-1] * _TRIES, job_files.progress(self._job)
+        reached, word = [(-1, 0.0)] * _TRIES, self._state
         while True:
-            began, word[0], word[1] = time.monotonic(), 0, generation
-            for what in ("ended", "stopped"):
-                job_files.mark(self._job, what).unlink(missing_ok=True)
+            began, word[job_files.STEP], word[job_files.GENERATION] = time.monotonic(), 0, generation
             self._launcher = self._launch({"MPISTRAT_JOB": self._job, "MPISTRAT_GENERATION": str(generation)})
-            status = self._wait(self._launcher)
+            status = self._wait(self._launcher, generation)
+            self._launcher = None
             status = 128 - status if status < 0 else status
-            done = job_files.mark(self._job, "done").exists()
-            if done or (status == 0 and not job_files.mark(self._job, "begun").exists()):
+            if self._ended_well(generation, status):
+                self._end_ranks(children=False)
                 return 0
             # The launcher may tell of ranks that it has killed after the first.
-            if job_files.mark(self._job, "stopped").exists():
+            if word[job_files.STOPPED] > generation:
                 status = RESTART_EXIT_CODE
-            if self._stopping or (status == RESTART_EXIT_CODE and not self._resizing):
-                return status
             self._end_ranks()
-            generation = word[1] + 1  # ranks may have gone on without some, too
+            if (self._signal and not self._waits) or (status == RESTART_EXIT_CODE and not self._resizing):
+                return status
+            lived = time.monotonic() - began
+            generation = word[job_files.GENERATION] + 1  # ranks may have gone on without some, too
             if self._resizing:
                 self._resizing = False
                 _say(f"started again on {counted(self._ranks_wanted or 0, 'rank')}")
                 continue
-            reached = [*reached[1:], word[0]]
-            told = f"the ranks have ended with status {status} after {time.monotonic() - began:.0f} s"
+            reached = [*reached[1:], (word[job_files.STEP], lived)]
+            told = f"the ranks have ended with status {status} after {lived:.0f} s"
             if died >= self._restarts:
                 _say(told + (f", and were started again {counted(died, 'time')}: given up" if died else ""))
                 return status or 1
-            if len(set(reached)) == 1:
-                _say(f"{told}, {_TRIES} times after step {reached[0]}: given up")
+            steps = {step for step, _ in reached}
+            if len(steps) == 1 and (steps != {0} or all(0 < seconds < _BRIEF for _, seconds in reached)):
+                _say(f"{told}, {_TRIES} times after step {reached[0][0]}: given up")
                 return status or 1
             died += 1
             kept = self._step()
             where = f"from step {kept} in memory" if kept else "from the newest checkpoint"
             _say(f"{told}: started again {where} ({died} of {self._restarts})")
 
+    def _ended_well(self, generation: int, status: int) -> bool:
+        """Return whether the program has ended as it should: what its ranks say, and its launcher where ranks are not lost."""
+        begun, done, ended = (self._state[word] > generation for word in (job_files.BEGUN, job_files.DONE, job_files.ENDED))
+        return (status == 0 and not begun) or (done and (not ended if self._survives else status == 0))
+
     def _launch(self, environment: dict[str, str]) -> subprocess.Popen[Any]:
         """Start the ranks, or have those begin that wait for it."""
         standby, self._standby = self._standby, None
         if standby is not None:
-            if standby.launcher.poll() is None and self._start(self._ranks_wanted, True)[0] == standby.command:
+            if standby.launcher.poll() is None and standby.ranks == self._ranks_wanted:
                 return standby.release(environment)
             standby.end()
         command, own = self._start(self._ranks_wanted, False)
-        return subprocess.Popen(command, env={**os.environ, **own, **environment})
+        return subprocess.Popen(command, env={**os.environ, **own, **environment}, preexec_fn=_end_with_this)
 
     def _stand_by(self) -> None:
         """Have the next ranks wait, once those of now have told what they have imported."""
         if self._has_standby and self._standby is None and job_files.mark(self._job, "modules").exists():
             self._made += 1
             command, own = self._start(self._ranks_wanted, True)
-            self._standby = Standby(command, own | {"MPISTRAT_JOB": self._job}, self._made)
+            put = dict[str, str]()
+            with contextlib.suppress(OSError, ValueError):
+                _, put = job_files.imported(self._job)
+            self._standby = Standby(command, {**own, "MPISTRAT_JOB": self._job}, put, self._made, self._ranks_wanted)
 
-    def _wait(self, launcher: subprocess.Popen[Any]) -> int:
+    def _wait(self, launcher: subprocess.Popen[Any], generation: int) -> int:
         """Return a launcher's status; one that lives on when the ranks have told why the job ends is killed."""
-        ended = 0.0
+        ended, began = 0.0, time.monotonic()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return launcher.wait(_LOOK)
+            begun = self._state[job_files.BEGUN] > generation
+            if self._waits and (begun or time.monotonic() - began > _BEGINNING):
+                self._waits = False
+                launcher.send_signal(self._signal)
             self._stand_by()
-            if not ended and job_files.mark(self._job, "ended").exists():
+            if not ended and self._state[job_files.ENDED] > generation:
                 ended = time.monotonic()
             if ended and time.monotonic() - ended > _ENDING:
                 self._end_ranks()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on; after one nothing is started again."""
-        self._stopping = True
-        if self._launcher is not None and number != signal.SIGINT:  # which the terminal sends to all of a job
+        """Pass a signal on; after one nothing is started again, but for ranks that are told to save."""
+        self._signal = number
+        if self._launcher is None:
+            self._waits = number == signal.SIGUSR1
+        elif not (number == signal.SIGINT and _in_foreground()):  # a terminal sends it to all of a job
             with contextlib.suppress(ProcessLookupError):
                 self._launcher.send_signal(number)
 
     def _resize(self, number: int, frame: FrameType | None) -> None:
         """Have the ranks stop at a step's end, to start as many as `mpistrat resize` has written."""
-        with contextlib.suppress(OSError, ValueError):
-            self._ranks_wanted = int(job_files.mark(self._job, "size").read_text())
-            self._resizing = True
-            if self._launcher is not None:
-                self._launcher.send_signal(signal.SIGUSR1)
+        try:
+            wanted = job_files.asked_size(self._job)
+            self._start(wanted, False)
+        except (OSError, ValueError, MpistratError) as error:
+            _say(f"the job goes on with as many ranks as before: {error}")
+            return
+        self._ranks_wanted, self._resizing = wanted, True
+        if self._launcher is not None:
+            self._launcher.send_signal(signal.SIGUSR1)
 
     def _step(self) -> int:
         """Return the newest step that is whole in memory on this node; 0 without one."""
@@ -186,16 +217,16 @@ class _Supervisor:
                 newest = max(newest, SnapshotFile(path).newest())
         return newest
 
-    def _end_ranks(self) -> None:
-        """Kill the ranks on this node that have outlived their launcher: they must not write any more."""
+    def _end_ranks(self, children: bool = True) -> None:
+        """Kill the ranks on this node that have outlived their launcher, and their children: they must not write any more."""
         deadline = time.monotonic() + _ENDING
-        while (left := self._ranks()) and time.monotonic() < deadline:
+        while (left := self._ranks(children)) and time.monotonic() < deadline:
             for pid in left:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
 
-    def _ranks(self) -> list[int]:
+    def _ranks(self, children: bool) -> list[int]:
         mark, waiting = f"MPISTRAT_JOB={self._job}".encode(), b""
         if self._standby is not None:
             waiting = f"{NUMBER}={self._standby.number}".encode()
@@ -203,9 +234,30 @@ class _Supervisor:
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 words = path.read_bytes().split(b"\0")
-                if mark in words and not (waiting and waiting in words) and int(path.parent.name) != os.getpid():
+                child = any(word.startswith(f"{RANK_PROCESS}=".encode()) for word in words)
+                if mark in words and not (waiting and waiting in words) and (children or not child):
                     found.append(int(path.parent.name))
-        return found
+        return [pid for pid in found if pid != os.getpid()]
+
+
+def _end_with_this() -> None:
+    """Have a launcher, which calls this before it begins, end when this process is killed: nobody would look after it."""
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _in_foreground() -> bool:
+    """Return whether a terminal's Ctrl-C reaches this process's group."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _say(text: str) -> None:

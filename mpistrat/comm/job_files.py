@@ -1,17 +1,14 @@
 """Files of a job in /dev/shm that stay when its ranks are killed, under the key that `mpistrat run --restarts` gives it.
 
     mpistrat-job-UID-KEY.lock               locked while the job's supervisor lives
-    mpistrat-job-UID-KEY.g2.1.r0            snapshots of the ranks from 0 on, of the second restart; see strategy/snapshot.py
-    mpistrat-job-UID-KEY.begun, .done       rank 0 has begun; the program has ended as it should
-    mpistrat-job-UID-KEY.modules            what rank 0 has imported
-    mpistrat-job-UID-KEY.stopped            it has stopped, to go on later
-    mpistrat-job-UID-KEY.ended              ranks have said why the job ends
+    mpistrat-job-UID-KEY.s5e21.g2.1.r0      snapshots of a run (a hash of its name), of the second restart, of the ranks of a
+                                            node, from 0 on; see strategy/snapshot.py
+    mpistrat-job-UID-KEY.state              words, of which these are the numbers below: what the ranks tell the supervisor
+    mpistrat-job-UID-KEY.modules            what rank 0 has imported, and put into its environment
     mpistrat-job-UID-KEY.size               with how many ranks it shall go on
-    mpistrat-job-UID-KEY.step               words: the step that the job has reached since it was started last, and its
-                                            generation; where rank 0 is, or was
 
 The supervisor removes them when the job has ended. What a supervisor that was killed has left, the next one removes: files whose
-lock nobody holds, and which nobody has touched for some minutes.
+lock nobody holds, which no rank has open, and which nobody has touched for some minutes.
 """
 
 from __future__ import annotations
@@ -19,11 +16,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,41 +32,59 @@ from .monitor import abort, leftovers
 from .shared_memory import map_file
 
 __all__ = [
-    "RESIZE", "ask_for_size", "expect_end", "generation_of", "least_generation", "lock", "make_file", "mark", "note_modules",
-    "path_of", "paths", "progress", "remove", "remove_older", "supervisors", "sweep", "unsupervised",
+    "BEGUN", "DONE", "ENDED", "GENERATION", "RESIZE", "STEP", "STOPPED", "ask_for_size", "asked_size", "expect_end", "generation_of",
+    "hold", "imported", "least_generation", "lock", "make_file", "mark", "note_modules", "path_of", "paths", "remove",
+    "remove_older", "state", "supervisors", "sweep", "unsupervised",
 ]  # fmt: skip
 
 RESIZE = signal.SIGUSR2
+STEP = 0  # that the job has reached since it was started last
+GENERATION = 1  # how often it has been started again, or has gone on without some ranks
+BEGUN, DONE, STOPPED = 2, 3, 4  # in which generation, from 1, rank 0 has begun, has ended as it should, has stopped to go on later
+ENDED = leftovers.ENDED
+_BYTES = 64  # of the words
 _ABANDONED = 600.0  # seconds
-_WORDS = 16  # bytes
+_OF_LAUNCHERS = ("MPISTRAT_", "OMPI_", "PMI", "PRTE_", "HYDRA_", "MPI", "SLURM_")
 _end: _End | None = None
-_SNAPSHOT = re.compile(r"\.g(\d+)\.(\d+)\.r(\d+)$")
-
-
-def _prefix(job: str) -> str:
-    return f"{leftovers.KEPT}{os.getuid()}-{job}"
+_SNAPSHOT = re.compile(r"\.s([0-9a-f]{8})\.g(\d+)\.(\d+)\.r(\d+)$")
 
 
 def mark(job: str, what: str) -> Path:
-    """Return the file that says something of a job, such as "lock" or "done"."""
+    """Return a file of a job, such as "lock"."""
     return leftovers.kept(job, what)
 
 
-def path_of(job: str, generation: int, serial: int, first: int) -> Path:
-    """Return the file of the snapshots of a node's ranks, from rank `first` on."""
-    return leftovers.kept(job, f"g{generation}.{serial}.r{first}")
+def path_of(job: str, run: str, generation: int, serial: int, first: int) -> Path:
+    """Return the file of the snapshots of a run by a node's ranks, from rank `first` on."""
+    return mark(job, f"s{_hash(run)}.g{generation}.{serial}.r{first}")
+
+
+def _hash(run: str) -> str:
+    return hashlib.blake2b(run.encode(errors="replace"), digest_size=4).hexdigest()
 
 
 def generation_of(path: Path) -> int:
     """Return how often the job had been started again when a file of snapshots was made."""
     match = _SNAPSHOT.search(path.name)
-    return int(match[1]) if match else 0
+    return int(match[2]) if match else 0
 
 
-def paths(job: str) -> list[Path]:
-    """Return the files of snapshots on this node."""
-    found = leftovers.FOLDER.glob(f"{_prefix(job)}.g*") if leftovers.FOLDER.is_dir() else ()
+def paths(job: str, run: str | None = None) -> list[Path]:
+    """Return the files of snapshots on this node: of one run, or of all."""
+    part = "s*" if run is None else f"s{_hash(run)}.*"
+    found = leftovers.FOLDER.glob(mark(job, part).name) if leftovers.FOLDER.is_dir() else ()
     return sorted(path for path in found if _SNAPSHOT.search(path.name))
+
+
+def hold(path: Path) -> int:
+    """Have a file open, so that no sweep removes it; return its number.
+
+    Raises:
+        OSError: it is not there.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
 
 
 def make_file(path: Path, head: bytes, nbytes: int) -> None:
@@ -91,43 +109,67 @@ def make_file(path: Path, head: bytes, nbytes: int) -> None:
 
 
 def remove_older(job: str, path: Path) -> None:
-    """Remove the files of snapshots of earlier starts of the job, and those that this file has replaced."""
+    """Remove the files of snapshots of a run's earlier starts, and those that this file has replaced."""
     own = _SNAPSHOT.search(path.name)
     assert own is not None
     for other in paths(job):
         found = _SNAPSHOT.search(other.name)
         assert found is not None
-        replaced = found[1] == own[1] and found[3] == own[3] and int(found[2]) < int(own[2])
-        if int(found[1]) < int(own[1]) or replaced:
+        replaced = found[2] == own[2] and found[4] == own[4] and int(found[3]) < int(own[3])
+        if found[1] == own[1] and (int(found[2]) < int(own[2]) or replaced):
             other.unlink(missing_ok=True)
 
 
-def expect_end(job: str, first: bool) -> None:
+def expect_end(job: str, generation: int, first: bool) -> None:
     """Tell the supervisor that the program has begun, and that it has ended as it should. For the first rank of each node.
 
     Where the supervisor is on another node, which then believes the launcher, the files here are removed at a good end.
 
     Args:
         job: the key.
+        generation: of the ranks.
         first: whether this is rank 0.
     """
     global _end
     supervised = mark(job, "lock").exists()
     if first and supervised:
-        mark(job, "begun").touch(mode=0o600)
+        state(job)[BEGUN] = generation + 1
     if _end is None or _end.process != os.getpid():
         atexit.register(_at_exit)
-    _end = _End(os.getpid(), job, first, supervised)
+    _end = _End(os.getpid(), job, generation, first, supervised)
 
 
 def note_modules(job: str) -> None:
-    """Write what this process has imported, once, for ranks that wait to be the next ones; see `cli/standby.py`."""
+    """Write what this process has imported, and put into its environment, for ranks that wait to be the next ones.
+
+    Once; see `cli/standby.py`.
+    """
     path = mark(job, "modules")
     if mark(job, "lock").exists() and not path.exists():
         names = [name for name, module in list(sys.modules.items()) if getattr(module, "__spec__", None) is not None]
-        data = "\n".join(names).encode()
+        data = json.dumps({"modules": names, "environment": _environment_put()}).encode()
         with contextlib.suppress(OSError):
             make_file(path, data, len(data))
+
+
+def _environment_put() -> dict[str, str]:
+    """Return the variables that this process has put into its environment, by name."""
+    given = dict[bytes, bytes]()
+    with contextlib.suppress(OSError):
+        words = Path("/proc/self/environ").read_bytes().split(b"\0")
+        given = dict((word.split(b"=", 1)[0], word) for word in words if b"=" in word)
+    put = ((name, value) for name, value in os.environ.items() if given.get(os.fsencode(name)) != os.fsencode(f"{name}={value}"))
+    return {name: value for name, value in put if given and not name.startswith(_OF_LAUNCHERS)}
+
+
+def imported(job: str) -> tuple[list[str], dict[str, str]]:
+    """Return what `note_modules` has written: names of modules, and variables.
+
+    Raises:
+        OSError, ValueError: it has not, or it is another user's.
+    """
+    about = json.loads(bytes(map_file(mark(job, "modules"))))
+    return about["modules"], about["environment"]
 
 
 class _End(NamedTuple):
@@ -135,6 +177,7 @@ class _End(NamedTuple):
 
     process: int
     job: str
+    generation: int
     first: bool
     supervised: bool
 
@@ -142,24 +185,22 @@ class _End(NamedTuple):
 def _at_exit() -> None:
     if _end is None or os.getpid() != _end.process or hasattr(sys, "last_value") or abort.ending:
         return
-    if abort.exit_status():
-        if _end.first and _end.supervised and abort.exit_status() == RESTART_EXIT_CODE:
-            mark(_end.job, "stopped").touch(mode=0o600)
-    elif not _end.supervised:
+    status = abort.exit_status()
+    if _end.supervised and _end.first and status in (0, RESTART_EXIT_CODE):
+        state(_end.job)[STOPPED if status else DONE] = _end.generation + 1
+    elif not _end.supervised and status in (0, RESTART_EXIT_CODE):  # what stops has saved a file
         remove(_end.job)
-    elif _end.first:
-        mark(_end.job, "done").touch(mode=0o600)
 
 
-def progress(job: str) -> memoryview:
-    """Return the two words of how far the job is, which are mapped: on a supervisor's node it reads them."""
-    path = mark(job, "step")
+def state(job: str) -> memoryview:
+    """Return the words of what the ranks tell, which are mapped: on a supervisor's node it reads them."""
+    path = mark(job, "state")
     try:
         if not path.exists():
-            make_file(path, b"", _WORDS)
+            make_file(path, b"", _BYTES)
         return memoryview(map_file(path)).cast("q")
     except OSError:  # no room
-        return memoryview(bytearray(_WORDS)).cast("q")
+        return memoryview(bytearray(_BYTES)).cast("q")
 
 
 def least_generation(job: str, told: int) -> int:
@@ -167,8 +208,9 @@ def least_generation(job: str, told: int) -> int:
 
     Ranks of this node may have gone on without those of the supervisor's, which then does not know how often.
     """
-    path = mark(job, "step")
-    return told if mark(job, "lock").exists() or not path.exists() else max(told, progress(job)[1] + 1)
+    if mark(job, "lock").exists() or not mark(job, "state").exists():
+        return told
+    return max(told, state(job)[GENERATION] + 1)
 
 
 # the supervisor's
@@ -179,27 +221,40 @@ def lock(job: str) -> int:
     file = os.open(mark(job, "lock"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
     os.write(file, f"{os.getpid()}\n".encode())
-    make_file(mark(job, "step"), b"", _WORDS)
+    make_file(mark(job, "state"), b"", _BYTES)
     return file
 
 
 def remove(job: str) -> None:
     """Remove all files of a job on this node."""
-    for path in leftovers.FOLDER.glob(f"{_prefix(job)}.*"):
+    for path in leftovers.FOLDER.glob(mark(job, "*").name):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def sweep() -> list[str]:
-    """Remove this user's files of jobs whose supervisors are gone; return their keys."""
+def sweep(own: str = "") -> list[str]:
+    """Remove this user's files of jobs whose supervisors are gone, but not of this process's own; return their keys."""
     removed = []
     for job in unsupervised():
         with contextlib.suppress(OSError, ValueError):
-            newest = max(path.stat().st_mtime for path in leftovers.FOLDER.glob(f"{_prefix(job)}.*"))
-            if time.time() - newest > _ABANDONED:
+            files = list(leftovers.FOLDER.glob(mark(job, "*").name))
+            old = time.time() - max(path.stat().st_mtime for path in files) > _ABANDONED
+            if job != own and old and not _any_held(files):
                 remove(job)
                 removed.append(job)
     return removed
+
+
+def _any_held(files: Iterable[Path]) -> bool:
+    for path in files:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+    return False
 
 
 def supervisors() -> dict[int, str]:
@@ -219,6 +274,15 @@ def ask_for_size(job: str, ranks: int) -> None:
     make_file(path, str(ranks).encode(), len(str(ranks)))
 
 
+def asked_size(job: str) -> int:
+    """Return what `ask_for_size` has written.
+
+    Raises:
+        OSError, ValueError: it is not there, or another user's.
+    """
+    return int(bytes(map_file(mark(job, "size"))))
+
+
 def unsupervised() -> list[str]:
     """Return the keys of this user's jobs that have files here, and no supervisor that lives."""
     return [job for job in sorted(_keys()) if not _locked(job)]
@@ -226,8 +290,8 @@ def unsupervised() -> list[str]:
 
 def _keys() -> set[str]:
     found = set()
-    for path in leftovers.FOLDER.glob(_prefix("*")):
-        match = re.match(_prefix("([0-9a-f]{16})[.]"), path.name)
+    for path in leftovers.FOLDER.glob(mark("*", "*").name):
+        match = re.match(mark("([0-9a-f]{16})", "").name, path.name)
         if match:
             found.add(match[1])
     return found

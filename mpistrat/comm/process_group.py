@@ -86,7 +86,7 @@ class ProcessGroup:
             self.node = Node(self.monitor, topology.intra, topology.comm, ranks)
             self.num_nodes, self.slices, self.inter = topology.num_nodes, topology.slices, topology.inter
         else:
-            self.node = Node(self.monitor)
+            self.node = Node(self.monitor, ranks=ranks)
             self.num_nodes, self.slices, self.inter = topology.size, 1, self._comm
         self.slice_index = self.node.rank if self.node.rank < self.slices else None
         self.replicas_of_node = [topology.replicas_per_rank[rank] for rank in ranks]

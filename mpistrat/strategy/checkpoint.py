@@ -116,6 +116,7 @@ class Checkpoint:
                 if self._group.topology.rank == 0:
                     log.logger.warning("%s", error)
             self._forget()
+        self._snapshots.end()
 
     def _forget(self) -> None:
         self._seconds, self._saving = self.seconds, None
@@ -218,22 +219,23 @@ class Checkpoint:
             self._memory = np.full(end, 0, np.uint8)  # touched: the system has given all pages
         return begins
 
-    def take_snapshot(self, step: int, extra: Mapping[str, Any]) -> None:
+    def take_snapshot(self, step: int, extra: Mapping[str, Any], run: str) -> None:
         """Keep the state in memory of each node. Collective. See `Strategy.take_snapshot`."""
         with RECORDER.span("s", "snapshot"):
             self._warn_of_unsaved()
             text = _agree_extra(self._group, "", extra)
             forms, slices = self._slices(range(self._group.topology.size), each_node=True)
             optimizers = [kept.about() for kept in self._states.kept()]
-            self._snapshots.take(step, forms, slices, {"extra": json.loads(text or "{}"), "optimizers": optimizers})
+            notes = {"extra": json.loads(text or "{}"), "optimizers": optimizers}
+            self._snapshots.take(run, step, forms, slices, notes)
 
     def reach(self, step: int) -> None:
         """Tell the supervisor which step the job has reached. Local."""
         self._snapshots.reach(step)
 
-    def newest_snapshot(self) -> Snapshot | None:
-        """Return the newest state that is whole on some node. Collective."""
-        return self._snapshots.newest()
+    def newest_snapshot(self, run: str) -> Snapshot | None:
+        """Return the newest state of a run that is whole on some node. Collective."""
+        return self._snapshots.newest(run)
 
     def restore_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
         """Restore a state from memory; return what was added. Collective."""

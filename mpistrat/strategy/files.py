@@ -102,15 +102,16 @@ class Files(ABC):
         self._begin_file("prepare_save", "")
         self._checkpoint.prepare()
 
-    def take_snapshot(self, step: int, extra: Mapping[str, Any]) -> None:
+    def take_snapshot(self, step: int, extra: Mapping[str, Any], run: str = "") -> None:
         """Keep all variables, and all that optimizers keep, in memory of each node that outlives its ranks. Collective.
 
         For a job that `mpistrat run --restarts` starts again; `ms.train.Checkpoints` does it. The memory is twice that of
-        variables and optimizers on each node, and is given back when the job has ended.
+        variables and optimizers on each node, and is given back when the strategy is closed, or the job has ended.
 
         Args:
             step: how many steps there were, 1 or more.
             extra: as for `save`.
+            run: a name of what goes on from it, where a program has several runs; `Checkpoints` takes its folder.
 
         Raises:
             ContextError: the job is not started again; beside a coordinator.
@@ -118,7 +119,7 @@ class Files(ABC):
             TypeError, CollectiveMismatchError: as `save`.
         """
         self._begin_snapshot("take_snapshot")
-        self._checkpoint.take_snapshot(step, extra)
+        self._checkpoint.take_snapshot(step, extra, run)
 
     def reach(self, step: int) -> None:
         """Tell `mpistrat run --restarts` which step the job has reached: one at which ranks die again and again is given up.
@@ -127,14 +128,17 @@ class Files(ABC):
         """
         self._checkpoint.reach(step)
 
-    def newest_snapshot(self) -> Snapshot | None:
+    def newest_snapshot(self, run: str = "") -> Snapshot | None:
         """Return the newest state that some node still has whole, as its step says; None where there is none. Collective.
+
+        Args:
+            run: as for `take_snapshot`.
 
         Raises:
             ContextError: as `take_snapshot`.
         """
         self._begin_snapshot("newest_snapshot")
-        return self._checkpoint.newest_snapshot()
+        return self._checkpoint.newest_snapshot(run)
 
     def restore_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
         """Restore what `newest_snapshot` has found; return what `take_snapshot` got as `extra`. Collective.

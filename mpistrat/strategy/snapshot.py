@@ -5,7 +5,9 @@ rank and buffer that says of which step this rank's part is. A buffer is whole w
 have copied, and said so, before any goes on; so while one buffer is written the other one is whole on every node, and
 whenever ranks are killed the newest whole one is the state after some step.
 
-A rank that is killed takes nothing along: what has a name stays until the job has ended.
+A rank that is killed takes nothing along: what has a name stays until the job has ended, or the strategy is closed.
+
+A program may have several runs, as one for each fold of its data: a run has a name, and files of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import contextlib
 import json
 import mmap
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -40,8 +45,9 @@ _WORD = 8
 
 
 class Snapshot(NamedTuple):
-    """A state that is whole on some node: the newest generation of ranks first, then the newest step."""
+    """A state of a run that is whole on some node: the newest generation of ranks first, then the newest step."""
 
+    run: str
     generation: int
     step: int
     root: int  # the first rank on such a node
@@ -68,6 +74,7 @@ class SnapshotFile:
             ValueError: it is no such file, or was not finished.
         """
         self.path, self.generation = path, job_files.generation_of(path)
+        weakref.finalize(self, os.close, job_files.hold(path))
         self._memory = map_file(path)
         size = int.from_bytes(self._memory[:_WORD], "little")
         meta = json.loads(self._memory[_WORD : _WORD + size])
@@ -175,31 +182,42 @@ class SnapshotFile:
         """Nothing: the memory is given back with the object."""
 
 
+@dataclass
+class _Run:
+    """The files that a strategy has made for one run."""
+
+    file: SnapshotFile | None = None
+    serial: int = 0  # of the file
+    taken: int = 0  # snapshots in it
+
+
 @final
 class Snapshots:
     """The snapshots of one strategy."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._job = group, group.environment.job
-        self._file: SnapshotFile | None = None
-        self._taken = self._serial = 0
+        self._runs: dict[str, _Run] = {}
         self._reached: memoryview | None = None
         if self._job and group.node.rank == 0:
             if not job_files.mark(self._job, "lock").exists():  # no supervisor begins on this node
-                job_files.sweep()
-            job_files.expect_end(self._job, group.topology.rank == 0)
+                job_files.sweep(self._job)
+            job_files.expect_end(self._job, group.environment.generation, group.topology.rank == 0)
         if self._job and group.topology.rank == 0:
-            self._reached = job_files.progress(self._job)
+            self._reached = job_files.state(self._job)
 
     def reach(self, step: int) -> None:
         """Tell the supervisor which step the job has reached: one at which it dies again and again is given up. Local."""
         if self._reached is not None:
-            self._reached[0] = step
+            self._reached[job_files.STEP] = step
 
-    def take(self, step: int, forms: Sequence[ArrayForm], slices: Sequence[Slice], notes: Mapping[str, Any]) -> None:
-        """Keep the state after a step; of all ranks of a node all of it. Collective.
+    def take(
+        self, run: str, step: int, forms: Sequence[ArrayForm], slices: Sequence[Slice], notes: Mapping[str, Any]
+    ) -> None:
+        """Keep the state of a run after a step; of all ranks of a node all of it. Collective.
 
         Args:
+            run: its name.
             step: 1 or more.
             forms: the arrays, the same on all ranks.
             slices: this rank's part of them.
@@ -211,7 +229,8 @@ class Snapshots:
         group, node = self._group, self._group.node
         data = json.dumps(dict(notes)).encode()
         wanted = {form.key: (form.shape, form.dtype.name) for form in forms}
-        file = self._file
+        kept = self._runs.setdefault(run, _Run())
+        file = kept.file
         with group.collective("snapshot", "file"):
             there = group.agree(int(file is not None and file.path.exists()), "min")
         if file is not None and not there and node.rank == 0 and not file.path.exists():
@@ -223,8 +242,8 @@ class Snapshots:
             or len(data) + _WORD > file.notes_bytes
             or {key: form for key, (form, _) in file.arrays.items()} != wanted
         ):
-            file = self._make(forms, max(_LEAST_NOTES, 4 * len(data)))
-        buffer = self._taken % 2
+            file = self._make(run, kept, forms, max(_LEAST_NOTES, 4 * len(data)))
+        buffer = kept.taken % 2
         file.begin(buffer, node.rank)
         node.sync()
         file.write(buffer, slices)
@@ -235,23 +254,23 @@ class Snapshots:
         node.sync()
         file.end(buffer, node.rank, step)
         group.barrier("snapshot")  # all have copied: arrays may change; and the other buffer may
-        self._taken += 1
-        if self._taken == 1 and group.topology.rank == 0:
+        kept.taken += 1
+        if kept.taken == 1 and group.topology.rank == 0:
             job_files.note_modules(self._job)
-        if self._taken == 2 and node.rank == 0:  # every node has a whole one of this file
+        if kept.taken == 2 and node.rank == 0:  # every node has a whole one of this file
             job_files.remove_older(self._job, file.path)
 
-    def _make(self, forms: Sequence[ArrayForm], notes_bytes: int) -> SnapshotFile:
+    def _make(self, run: str, kept: _Run, forms: Sequence[ArrayForm], notes_bytes: int) -> SnapshotFile:
         group, node = self._group, self._group.node
-        self._serial, self._taken = self._serial + 1, 0
-        path = job_files.path_of(self._job, group.environment.generation, self._serial, node.ranks[0])
+        kept.serial, kept.taken = kept.serial + 1, 0
+        path = job_files.path_of(self._job, run, group.environment.generation, kept.serial, node.ranks[0])
         exchange = partial(group.exchange, "snapshot", detail=f"{len(forms)} arrays")
 
         def attempt(call: Callable[[], SnapshotFile | None]) -> SnapshotFile | None:
             with together(exchange, as_told):
                 try:
                     return call()
-                except OSError as error:
+                except (OSError, ValueError) as error:  # no room; or somebody has removed it, or changed it
                     text = f"snapshots on the node of rank {group.topology.rank}: {error}"
                     raise SharedMemoryError(
                         f"{text}. Enlarge it: {ENLARGE}; or take none: snapshot_seconds=None"
@@ -259,21 +278,21 @@ class Snapshots:
 
         leads = node.rank == 0
         made = attempt(lambda: SnapshotFile.make(path, forms, node.size, notes_bytes) if leads else None)
-        self._file = attempt(lambda: made or SnapshotFile(path))
-        assert self._file is not None
-        return self._file
+        kept.file = attempt(lambda: made or SnapshotFile(path))
+        assert kept.file is not None
+        return kept.file
 
-    def newest(self) -> Snapshot | None:
-        """Return the newest state that is whole on some node; None where there is none. Collective."""
+    def newest(self, run: str) -> Snapshot | None:
+        """Return the newest state of a run that is whole on some node; None where there is none. Collective."""
         group, best = self._group, (0, 0)
         if group.node.rank == 0:
-            best = max(((f.generation + 1, step) for f, step in self._here()), default=best)
+            best = max(((f.generation + 1, step) for f, step in self._here(run)), default=best)
         with group.collective("snapshot", "newest"):
             table = group.all_gather_int(best)
         generation, step = max(map(tuple, table.tolist()))
         if not step:
             return None
-        return Snapshot(generation - 1, step, table.tolist().index([generation, step]))
+        return Snapshot(run, generation - 1, step, table.tolist().index([generation, step]))
 
     def open(self, snapshot: Snapshot) -> SnapshotFile:
         """Return the file that has a state, on its root.
@@ -281,14 +300,23 @@ class Snapshots:
         Raises:
             OSError: it is not there any more.
         """
-        for file, step in self._here():
-            if (file.generation, step) == snapshot[:2]:
+        for file, step in self._here(snapshot.run):
+            if (file.generation, step) == (snapshot.generation, snapshot.step):
                 return file
         raise OSError(f"the snapshot of step {snapshot.step} is not there any more")
 
-    def _here(self) -> list[tuple[SnapshotFile, int]]:
+    def end(self) -> None:
+        """Give back the memory of runs that have ended, and not by an error. Local."""
+        if sys.exc_info()[0] is None and self._group.node.rank == 0:
+            for run in self._runs:
+                for path in job_files.paths(self._job, run):
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+        self._runs.clear()
+
+    def _here(self, run: str) -> list[tuple[SnapshotFile, int]]:
         found = []
-        for path in job_files.paths(self._job):
+        for path in job_files.paths(self._job, run):
             try:
                 file = SnapshotFile(path)
             except (OSError, ValueError):  # made by a rank that was killed then

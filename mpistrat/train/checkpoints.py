@@ -85,7 +85,7 @@ class Checkpoints:
         for argument, seconds in (("every_seconds", every_seconds), ("snapshot_seconds", snapshot_seconds)):
             if seconds is not None and not seconds > 0:
                 raise ValueError(explain("Checkpoints", argument, expected="a number > 0", got=str(seconds)))
-        self.folder = Path(folder)
+        self.folder, self._run = Path(folder), os.path.abspath(folder)
         self._strategy, self._keep, self._every = strategy, keep, every_steps
         self._asynchronous, self._prepared = asynchronous, False
         self._saving: Saving | None = None
@@ -173,7 +173,7 @@ class Checkpoints:
     def _take_snapshot(self, period: _Period, step: int, notes: Any, met_after: float) -> _Period | None:
         began = time.monotonic()
         try:
-            self._strategy.take_snapshot(step, self._with_step(notes, step))
+            self._strategy.take_snapshot(step, self._with_step(notes, step), self._run)
         except SharedMemoryError as error:
             if self._strategy.rank == 0:
                 logger.warning("Checkpoints: training goes on without snapshots: %s", error)
@@ -303,7 +303,9 @@ class Checkpoints:
         """
         self.wait()
         steps = self._strategy.broadcast_object(self.steps())
-        snapshot = None if self._snapshots is None else self._strategy.newest_snapshot()
+        snapshot = None
+        if self._snapshots is not None:
+            snapshot = self._strategy.newest_snapshot(self._run)
         if snapshot is not None and snapshot.step >= max(steps, default=0):
             return self._taken_over(self._strategy.restore_snapshot(snapshot))
         for step in reversed(steps):

@@ -91,8 +91,8 @@ class _Survival:
 
     def __init__(self, comm: Any) -> None:
         self._comm, self._lost = comm, tuple[int, ...]()
-        self._generation, self._noticed = Environment.read().generation, 0.0
-        self._job = os.environ.get("MPISTRAT_JOB", "")  # a supervisor's
+        environment, self._noticed = Environment.read(), 0.0
+        self._generation, self._job = environment.generation, environment.job  # a supervisor's key, if there is one
         if self._job:
             self._generation = job_files.least_generation(self._job, self._generation)
         key = np.frombuffer(secrets.token_bytes(8), np.uint8).copy()
@@ -130,7 +130,7 @@ class _Survival:
         self._generation = world.highest(self._generation)
         os.environ["MPISTRAT_GENERATION"] = str(self._generation)
         if self._job and self._comm.rank == 0:
-            job_files.progress(self._job)[1] = self._generation
+            job_files.state(self._job)[job_files.GENERATION] = self._generation
         if self._noticed and self._comm.rank == 0:
             ranks, seconds = counted(self._comm.size, "rank"), time.monotonic() - self._noticed
             logger.warning("%s lost: %s go on, after %.2f s", named("rank", self._lost), ranks, seconds)

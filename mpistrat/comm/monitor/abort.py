@@ -27,7 +27,7 @@ from ..._util.text import plural, ranges
 from ...cluster import start
 from ...cluster.launcher_variables import launched_rank, launched_size
 from ...cluster.world import is_loss, loses_ranks, survives
-from ...environment import Environment
+from ...environment import RANK_PROCESS, Environment
 from . import exit_report
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
 _FORWARDING = 0.2  # seconds that launchers get to pass on what was printed
 _PRINTING = 3.0  # seconds that another rank gets to print this one's text, and to end the job
 _ABORT_DELAY = 4  # seconds that a launcher gets to end the other ranks after one has exited
-_RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process, so that its children do not take themselves for it
 KEY_BYTES = 16
 _GATHER = 0.25  # seconds in which failures count as simultaneous
 ending = False  # this process is about to end the job, as opposed to leaving the program
@@ -201,10 +200,11 @@ def install_under_launcher() -> None:
     Before MPI has begun the others may already be waiting for this rank in it.
     """
     launched = launched_size()
-    if launched is None or launched[0] == 1:
+    several = launched is not None and launched[0] > 1
+    if not several and "MPISTRAT_JOB" not in os.environ:
         return
     process = str(os.getpid())
-    if os.environ.setdefault(_RANK_PROCESS, process) == process:
+    if os.environ.setdefault(RANK_PROCESS, process) == process and several:
         start.ranks_of_launcher()  # a first look at which ranks live now
         _hook()
 

@@ -111,12 +111,10 @@ def last_events(descriptor: int, at: float, count: int = 4) -> str:
 
 def mark_end() -> None:
     """Tell the supervisor of `mpistrat run --restarts`, if it is on this node, that the ranks end by themselves."""
-    job = os.environ.get("MPISTRAT_JOB")
+    job, generation = os.environ.get("MPISTRAT_JOB"), os.environ.get("MPISTRAT_GENERATION", "")
     if job:
-        kept = run_leftovers()["kept"]
-        with contextlib.suppress(OSError):
-            if kept(job, "lock").exists():
-                kept(job, "ended").touch(mode=0o600)
+        names = run_leftovers()
+        names["set_word"](job, names["ENDED"], 1 + int(generation) if generation.isdigit() else 1)
 
 
 def run_leftovers() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 __all__ = [
+    "ENDED",
     "FOLDER",
     "KEPT",
     "PATTERNS",
@@ -26,6 +27,7 @@ __all__ = [
     "remove_since",
     "remove_these",
     "remove_unused",
+    "set_word",
     "unused",
 ]
 
@@ -34,6 +36,7 @@ FOLDER = Path("/dev/shm")
 PATTERNS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "Intel_MPI_*", "shm-col-space-*", "cxshm*",
             "ucx_shm_posix_*", "psm2_shm.*", "psm3_shm.*", "fi_shm_*", "cray-shared-mem-*", "nccl-*", "mpistrat*")  # fmt: skip
 KEPT = "mpistrat-job-"  # what jobs find when they are started again; see ../job_files.py
+ENDED = 5  # the word that says in which generation, from 1, ranks have told why the job ends
 YOUNG = 60.0  # seconds: a file made just now may not have been mapped yet
 _LOOKS = (0.2, 0.5, 1.0, 2.0, 5.0)  # seconds between looks after the end of a launcher, whose ranks may end later
 
@@ -85,6 +88,17 @@ def remove_since(start: float, end: float) -> list[tuple[Path, int]]:
 def kept(job: str, what: str) -> Path:
     """Return a file of a job in shared memory that outlives its ranks; see `comm.job_files`."""
     return FOLDER / f"{KEPT}{os.getuid()}-{job}.{what}"
+
+
+def set_word(job: str, index: int, value: int) -> None:
+    """Set a word of a job's state, where it is on this node, and this user's; see `comm.job_files`."""
+    with contextlib.suppress(OSError):
+        file = os.open(kept(job, "state"), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(file).st_uid == os.getuid():
+                os.pwrite(file, value.to_bytes(8, "little"), 8 * index)
+        finally:
+            os.close(file)
 
 
 def remove_these(paths: Iterable[str]) -> list[tuple[Path, int]]:

@@ -17,8 +17,12 @@ from mpistrat.comm import job_files
 
 PROGRAM = """
 import os, signal, sys, time
+os.environ["OPENBLAS_NUM_THREADS"] = "2"  # a program's own, before it imports what looks at it
+waited = os.environ.get("MPISTRAT_STANDBY"), os.environ.pop("FROM_ELSEWHERE", None)
+os.environ["FROM_ELSEWHERE"] = "no"
 import numpy as np
 import mpistrat as ms
+from threadpoolctl import threadpool_info
 ms.catch_stop_signals()
 strategy = ms.MultiWorkerMirroredStrategy()
 with strategy.scope():
@@ -28,7 +32,7 @@ notes = checkpoints.restore_latest() or {"step": 0}
 how, generation = sys.argv[1], int(os.environ["MPISTRAT_GENERATION"])
 if strategy.rank == 0:
     print("from", generation, notes["step"], w.numpy()[0], strategy.size, flush=True)
-    print("waited", os.environ.get("MPISTRAT_STANDBY"), flush=True)
+    print("waited", *waited, *{pool["num_threads"] for pool in threadpool_info()}, flush=True)
 for step in range(notes["step"] + 1, 41):
     if how == "same" and step == 7 and strategy.rank == 1:
         raise ValueError("it always fails here")
@@ -123,10 +127,46 @@ def test_ranks_wait_to_be_the_next_ones(start):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out.splitlines()[-1] == "end 40.0"
-    waited = [line.split()[1] for line in out.splitlines() if line.startswith("waited")]
-    assert waited == ["None", "1", "2"]
+    waited = [line.split()[1:] for line in out.splitlines() if line.startswith("waited")]
+    assert waited == [["None", "None", "2"], ["1", "None", "2"], ["2", "None", "2"]]  # the environment is the first one's
     assert err.count("started again from step") == 2
     assert "Traceback" not in err
+
+
+FOLDS = """
+import os, signal, sys, time
+import numpy as np
+import mpistrat as ms
+import mpistrat.train.checkpoints
+mpistrat.train.checkpoints._SHARE = 1.0  # snapshots as often as it says
+for fold in range(2):
+    strategy = ms.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        w = ms.Variable(np.zeros(4), name="w", aggregation=ms.VariableAggregation.SUM)
+    checkpoints = ms.train.Checkpoints(strategy, f"folds/{fold}", snapshot_seconds=0.01)
+    data = strategy.distribute_dataset(ms.data.from_arrays(np.ones((40, 1))).batch(2))
+    for x in checkpoints.batches(data, 2):
+        strategy.run(lambda: w.assign_add(np.ones(4)))
+        time.sleep(0.01)
+        if w.numpy()[0] == 60 and fold == 1 and strategy.rank == 1 and os.environ["MPISTRAT_GENERATION"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    if strategy.rank == 0:
+        print("end", fold, w.numpy()[0], flush=True)
+    if "close" in sys.argv:
+        strategy.close()
+"""
+
+
+@pytest.mark.parametrize("close", ["close", "leave"])
+def test_two_runs_of_a_program(start, tmp_path, close):
+    """The second does not go on from the first one's snapshot, though it has more steps."""
+    (tmp_path / "train.py").write_text(FOLDS)
+    process = start(close)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    ends = [line.split()[1:] for line in out.splitlines() if line.startswith("end")]
+    assert ends[0] == ["0", "80.0"] and ends[-1] == ["1", "80.0"], out
+    assert err.count("started again from step") == 1
 
 
 def test_both_ranks_die_and_the_job_goes_on(start):

@@ -238,6 +238,24 @@ def at(job, strategy, step):
     assert len(ends(done)) == 2
 
 
+def test_who_waits_in_a_communicator_of_the_program_s_is_freed(run):
+    """Made of the strategy's; rank 2, for which rank 1 waits there, has left."""
+    done = run(
+        """
+def at(job, strategy, step):
+    if step == 20 and job.generation == 0:
+        own = strategy.comm.Dup()
+        if strategy.rank == 0:
+            die()
+        if strategy.rank == 1:
+            own.Recv(np.zeros(1), source=2)
+"""
+        + STEPS,
+    )
+    assert [words[0] for words in froms(done)] == [0, 1]
+    assert len(ends(done)) == 2
+
+
 def test_a_rank_that_only_computes_comes_later(run):
     done = run(
         """

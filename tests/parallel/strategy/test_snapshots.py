@@ -64,3 +64,40 @@ def test_servers_have_snapshots(job):
         assert (next(iter(slots.values())) == 8 + 0.1).all()  # Adagrad's accumulator begins with 0.1
         if not strategy.is_server:
             np.testing.assert_array_equal(w.numpy(), value)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_each_run_has_its_own(job, monkeypatch, shared):
+    """Also where each rank has memory of its own; what a closed strategy has kept is given back."""
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", shared)
+    for run in ("folds/0", "folds/1"):
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            with strategy.scope():
+                w = ms.Variable(np.zeros(1000), name="w")
+            checkpoints = ms.train.Checkpoints(strategy, run, snapshot_seconds=1e-9)
+            assert checkpoints.restore_latest() is None
+            for step in (1, 2, 3):
+                w.assign(np.full(1000, float(step)))
+                checkpoints.step(step, {"run": run})
+            w.assign(np.zeros(1000))
+            assert strategy.newest_snapshot("folds/another") is None
+            assert checkpoints.restore_latest() == {"run": run, "step": 3}
+            assert (w.numpy() == 3).all()
+            assert len(job_files.paths(job)) == (strategy.size if shared == "0" else 1)
+            strategy.barrier()
+        ms.MultiWorkerMirroredStrategy().close()
+        assert not job_files.paths(job)
+
+
+def test_what_an_error_ends_is_kept(job):
+    with pytest.raises(ValueError, match="mine"):
+        try:
+            strategy = ms.OneDeviceStrategy()
+            with strategy.scope():
+                ms.Variable(0.0, name="w")
+            strategy.take_snapshot(1, {})
+            raise ValueError("mine")
+        finally:
+            strategy.close()
+    assert len(job_files.paths(job)) == 1

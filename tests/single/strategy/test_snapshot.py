@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from mpistrat.strategy.checkpoint_file import ArrayForm
 from mpistrat.strategy.checkpoint_writer import Slice
 from mpistrat.strategy.snapshot import SnapshotFile
 
-KEY = "0123456789abcdef"
+KEY, RUN = "0123456789abcdef", "/scratch/run"
 RANKS, SIZE = 2, 6
 
 
@@ -23,7 +25,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def made(generation=0, serial=1, first=0):
-    path = job_files.path_of(KEY, generation, serial, first)
+    path = job_files.path_of(KEY, RUN, generation, serial, first)
     return SnapshotFile.make(path, [ArrayForm("variables/w", (SIZE,), np.dtype("float64"))], RANKS, 4096)
 
 
@@ -48,7 +50,7 @@ def states(buffers=2, words_first=False):
     """Take three snapshots, and stop after each possible number of operations of each rank; yield what is read then."""
     for last in range(3):
         lengths = [len(list(operations(made(9), rank, 0, 1))) for rank in range(RANKS)]
-        job_files.path_of(KEY, 9, 1, 0).unlink()
+        job_files.path_of(KEY, RUN, 9, 1, 0).unlink()
         for stops in np.ndindex(*(length + 1 for length in lengths)):
             file = made()
             for number in range(last + 1):
@@ -122,6 +124,9 @@ def test_what_nobody_supervises_is_swept_after_some_minutes(folder):
     os.utime(file.path)
     assert job_files.sweep() == []  # it is young
     os.utime(file.path, (old, old))
+    assert job_files.sweep() == []  # a rank has it open
+    del file
+    assert job_files.sweep(KEY) == []  # it is the own one
     assert job_files.sweep() == [KEY]
     assert list(folder.iterdir()) == []
 
@@ -139,9 +144,32 @@ def test_a_disk_that_is_full_leaves_nothing(folder, monkeypatch):
 def test_a_node_without_the_supervisor_remembers_its_generation(folder):
     """Its ranks may have gone on without those of the supervisor's node, which then tells a number that they have had."""
     assert job_files.least_generation(KEY, 2) == 2
-    job_files.progress(KEY)[1] = 3
+    job_files.state(KEY)[job_files.GENERATION] = 3
     assert [job_files.least_generation(KEY, told) for told in (2, 3, 4, 5)] == [4, 4, 4, 5]
     job_files.remove(KEY)
     os.close(job_files.lock(KEY))
-    job_files.progress(KEY)[1] = 3
+    job_files.state(KEY)[job_files.GENERATION] = 3
     assert job_files.least_generation(KEY, 2) == 2  # the supervisor has read it
+
+
+def test_a_run_does_not_see_another_one(folder):
+    for run, step in (("/scratch/fold-0", 7), ("/scratch/fold-1", 3)):
+        file = SnapshotFile.make(
+            job_files.path_of(KEY, run, 0, 1, 0), [ArrayForm("variables/w", (SIZE,), np.dtype("float64"))], 1, 4096
+        )
+        file.write_notes(0, b'{"extra": null, "optimizers": []}')
+        file.end(0, 0, step)
+    found = {run: [SnapshotFile(path).newest() for path in job_files.paths(KEY, run)]
+             for run in ("/scratch/fold-0", "/scratch/fold-1", "/scratch/fold-2")}  # fmt: skip
+    assert list(found.values()) == [[7], [3], []]
+    job_files.remove_older(KEY, job_files.path_of(KEY, "/scratch/fold-0", 1, 1, 0))
+    assert [len(job_files.paths(KEY, run)) for run in found] == [0, 1, 0]
+
+
+def test_a_child_of_a_rank_is_no_rank():
+    code = "from mpistrat.environment import Environment; print(repr(Environment.read().job))"
+    child = f"import subprocess, sys, mpistrat; {code}; sys.exit(subprocess.run([sys.executable, '-c', {code!r}]).returncode)"
+    reply = subprocess.run(
+        [sys.executable, "-c", child], env={**os.environ, "MPISTRAT_JOB": KEY}, capture_output=True, text=True, timeout=60
+    )
+    assert sorted(reply.stdout.split()) == ["''", repr(KEY)], reply.stderr
