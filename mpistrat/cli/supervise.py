@@ -149,7 +149,9 @@ class _Supervisor:
 
     def _ended_well(self, generation: int, status: int) -> bool:
         """Return whether the program has ended as it should: what its ranks say, and its launcher where ranks are not lost."""
-        begun, done, ended = (self._state[word] > generation for word in (job_files.BEGUN, job_files.DONE, job_files.ENDED))
+        begun, done, ended = (
+            self._state[word] > generation for word in (job_files.BEGUN, job_files.DONE, job_files.ENDED)
+        )
         return (status == 0 and not begun) or (done and (not ended if self._survives else status == 0))
 
     def _launch(self, environment: dict[str, str]) -> subprocess.Popen[Any]:

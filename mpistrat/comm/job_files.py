@@ -40,7 +40,11 @@ __all__ = [
 RESIZE = signal.SIGUSR2
 STEP = 0  # that the job has reached since it was started last
 GENERATION = 1  # how often it has been started again, or has gone on without some ranks
-BEGUN, DONE, STOPPED = 2, 3, 4  # in which generation, from 1, rank 0 has begun, has ended as it should, has stopped to go on later
+BEGUN, DONE, STOPPED = (
+    2,
+    3,
+    4,
+)  # in which generation, from 1, rank 0 has begun, has ended as it should, has stopped to go on later
 ENDED = leftovers.ENDED
 _BYTES = 64  # of the words
 _ABANDONED = 600.0  # seconds
@@ -158,7 +162,11 @@ def _environment_put() -> dict[str, str]:
     with contextlib.suppress(OSError):
         words = Path("/proc/self/environ").read_bytes().split(b"\0")
         given = dict((word.split(b"=", 1)[0], word) for word in words if b"=" in word)
-    put = ((name, value) for name, value in os.environ.items() if given.get(os.fsencode(name)) != os.fsencode(f"{name}={value}"))
+    put = (
+        (name, value)
+        for name, value in os.environ.items()
+        if given.get(os.fsencode(name)) != os.fsencode(f"{name}={value}")
+    )
     return {name: value for name, value in put if given and not name.startswith(_OF_LAUNCHERS)}
 
 

@@ -41,7 +41,7 @@ from typing import Any
 
 from faults import FAULTS, IN_PLACE
 from places import Here, Place, TwoHosts, processes_of
-from victim import BATCH, EPOCHS, ROWS, STEPS, Kill
+from victim import EPOCHS, ROWS, STEPS, Kill
 
 LIMIT = 15.0  # seconds without a new step: it hangs
 FIRST = 45.0  # the same before the first step
@@ -270,9 +270,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--each", type=int, default=6, help="kills of a job")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--servers", type=int, default=0, help="that many of the ranks are parameter servers")
-    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1, help="2: jobs of a real SLURM on two isolated hosts")
+    parser.add_argument(
+        "--hosts", type=int, choices=(1, 2), default=1, help="2: jobs of a real SLURM on two isolated hosts"
+    )
     parser.add_argument("--survive", action="store_true", help="the ranks that are left go on in place: Open MPI")
-    parser.add_argument("--sweep", action="store_true", help="first each line of a snapshot, of coming back, of leaving")
+    parser.add_argument(
+        "--sweep", action="store_true", help="first each line of a snapshot, of coming back, of leaving"
+    )
     parser.add_argument("--mpi-env", required=True, metavar="NAME=PYTHON")
     parser.add_argument("--faults", action="store_true", help="see whether mistakes in the package are found")
     parser.add_argument("--fault", choices=FAULTS, action="append", help="with --faults: this one only")
@@ -310,7 +314,11 @@ def main() -> int:
             bad = sum(not about["found"] for about in result["faults"].values())
         else:
             with Campaign(way, options.seed, options.each, lambda text: print(text, flush=True)) as campaign:
-                swept = {kind: campaign.at_each_line(kind) for kind in SWEPT if options.sweep and (way.survive or kind != "leave")}
+                swept = {
+                    kind: campaign.at_each_line(kind)
+                    for kind in SWEPT
+                    if options.sweep and (way.survive or kind != "leave")
+                }
                 campaign.at_random(options.kills)
             outcome = campaign.outcome
             times, bad = sorted(outcome.recoveries), len(outcome.wrong)

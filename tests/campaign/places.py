@@ -16,8 +16,8 @@ from typing import final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers" / "launch"))
 
-from hosts import Hosts  # noqa: E402
-from slurm import ENDED, Slurm  # noqa: E402
+from hosts import Hosts
+from slurm import ENDED, Slurm
 
 __all__ = ["Here", "Place", "Running", "TwoHosts", "processes_of"]
 
@@ -119,7 +119,9 @@ class TwoHosts(Place):
         subprocess.run(command, capture_output=True, timeout=30, check=False)
 
     def stacks(self, python: str) -> str:
-        return "\n".join(_said([*self._hosts.enter(name), python, "-m", "mpistrat", "stacks"]) for name in self._hosts.names)
+        return "\n".join(
+            _said([*self._hosts.enter(name), python, "-m", "mpistrat", "stacks"]) for name in self._hosts.names
+        )
 
     def files(self, key: str) -> list[str]:
         names = {host: self._hosts.inside(host, "ls", "/dev/shm").split() for host in self._hosts.names}

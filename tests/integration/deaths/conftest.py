@@ -10,7 +10,6 @@ import subprocess
 import pytest
 
 from launcher import job_environment
-
 from mpistrat.comm import job_files
 
 

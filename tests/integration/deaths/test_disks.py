@@ -3,6 +3,7 @@
 import re
 
 import pytest
+
 from hosts import why_no_hosts
 from launcher import job_environment
 
@@ -105,7 +106,9 @@ def test_a_slow_disk(run, tmp_path):
     )
     path = f"{tmp_path}:{job_environment('none', tmp_path, {})['PYTHONPATH']}"
     program = PROGRAM.replace("every_steps=10", "every_steps=20").replace("time.sleep(0.02)", "time.sleep(0.05)")
-    weight, files, begun, longest = ended(done := run("true", program.replace("sleep(0.3)", "sleep(0)"), PYTHONPATH=path))
+    weight, files, begun, longest = ended(
+        done := run("true", program.replace("sleep(0.3)", "sleep(0)"), PYTHONPATH=path)
+    )
     assert weight == WEIGHT
     assert files == [40]
     assert begun > 20

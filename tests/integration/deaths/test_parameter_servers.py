@@ -6,7 +6,6 @@ import pytest
 
 from kills import sample
 
-
 pytestmark = pytest.mark.timeout(120)
 
 EACH_BATCH_ONCE = """

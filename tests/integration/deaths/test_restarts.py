@@ -12,7 +12,6 @@ import pytest
 
 from kills import sample
 from launcher import job_environment
-
 from mpistrat.comm import job_files
 
 PROGRAM = """
@@ -128,7 +127,11 @@ def test_ranks_wait_to_be_the_next_ones(start):
     assert process.returncode == 0, err
     assert out.splitlines()[-1] == "end 40.0"
     waited = [line.split()[1:] for line in out.splitlines() if line.startswith("waited")]
-    assert waited == [["None", "None", "2"], ["1", "None", "2"], ["2", "None", "2"]]  # the environment is the first one's
+    assert waited == [
+        ["None", "None", "2"],
+        ["1", "None", "2"],
+        ["2", "None", "2"],
+    ]  # the environment is the first one's
     assert err.count("started again from step") == 2
     assert "Traceback" not in err
 

@@ -1,14 +1,12 @@
 """Ranks that are left go on in place: `ms.survive` under Open MPI with ULFM, started by `mpistrat run --survive`."""
 
 import re
-import sys
 import time
 
 import pytest
 
 from kills import sample
 from launcher import job_environment
-
 
 HEAD = """
 import os, signal, sys, time

@@ -170,6 +170,10 @@ def test_a_child_of_a_rank_is_no_rank():
     code = "from mpistrat.environment import Environment; print(repr(Environment.read().job))"
     child = f"import subprocess, sys, mpistrat; {code}; sys.exit(subprocess.run([sys.executable, '-c', {code!r}]).returncode)"
     reply = subprocess.run(
-        [sys.executable, "-c", child], env={**os.environ, "MPISTRAT_JOB": KEY}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", child],
+        env={**os.environ, "MPISTRAT_JOB": KEY},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert sorted(reply.stdout.split()) == ["''", repr(KEY)], reply.stderr
