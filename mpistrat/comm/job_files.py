@@ -32,20 +32,17 @@ from .monitor import abort, leftovers
 from .shared_memory import map_file
 
 __all__ = [
-    "BEGUN", "DONE", "ENDED", "GENERATION", "RESIZE", "STEP", "STOPPED", "ask_for_size", "asked_size", "expect_end", "generation_of",
-    "hold", "imported", "least_generation", "lock", "make_file", "mark", "note_modules", "path_of", "paths", "remove",
-    "remove_older", "state", "supervisors", "sweep", "unsupervised",
+    "BEGUN", "DONE", "ENDED", "GENERATION", "RESIZE", "STEP", "STOPPED", "ask_for_size", "asked_size", "expect_end",
+    "generation_of", "hold", "imported", "least_generation", "lock", "make_file", "mark", "note_modules", "path_of", "paths",
+    "remove", "remove_older", "state", "supervisors", "sweep", "unsupervised",
 ]  # fmt: skip
 
 RESIZE = signal.SIGUSR2
 STEP = 0  # that the job has reached since it was started last
 GENERATION = 1  # how often it has been started again, or has gone on without some ranks
-BEGUN, DONE, STOPPED = (
-    2,
-    3,
-    4,
-)  # in which generation, from 1, rank 0 has begun, has ended as it should, has stopped to go on later
-ENDED = leftovers.ENDED
+# In which generation, counted from 1, rank 0 has begun, has ended as it should, has stopped to go on later; and any rank has
+# told why the job ends.
+BEGUN, DONE, STOPPED, ENDED = 2, 3, 4, leftovers.ENDED
 _BYTES = 64  # of the words
 _ABANDONED = 600.0  # seconds
 _OF_LAUNCHERS = ("MPISTRAT_", "OMPI_", "PMI", "PRTE_", "HYDRA_", "MPI", "SLURM_")
@@ -161,13 +158,13 @@ def _environment_put() -> dict[str, str]:
     given = dict[bytes, bytes]()
     with contextlib.suppress(OSError):
         words = Path("/proc/self/environ").read_bytes().split(b"\0")
-        given = dict((word.split(b"=", 1)[0], word) for word in words if b"=" in word)
-    put = (
-        (name, value)
-        for name, value in os.environ.items()
-        if given.get(os.fsencode(name)) != os.fsencode(f"{name}={value}")
-    )
-    return {name: value for name, value in put if given and not name.startswith(_OF_LAUNCHERS)}
+        given = {word.split(b"=", 1)[0]: word for word in words if b"=" in word}
+    if not given:
+        return {}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    return {
+        name: value for name, value in own.items() if given.get(os.fsencode(name)) != os.fsencode(f"{name}={value}")
+    }
 
 
 def imported(job: str) -> tuple[list[str], dict[str, str]]:

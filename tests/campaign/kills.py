@@ -6,15 +6,16 @@
     python tests/campaign/kills.py --hosts 2 --ranks 4 --kills 50 --mpi-env mpich=.venv/bin/python
     python tests/campaign/kills.py --faults --mpi-env mpich=.venv/bin/python
 
-A rank of the job (victim.py) dies where it runs its n-th line of the package in a step, begins its n-th collective, or runs the
-n-th line of a snapshot, of its begin, of what it does to come back, or of leaving after another's death; or it gets SIGKILL from
-outside, at a random moment. It dies alone, with the next rank, or with all ranks of its host. With `--survive` the others go on in
-place, else all are started again. `--sweep` takes each line of a snapshot, of coming back and of leaving in turn, before chance.
+A rank of the job (victim.py) dies where it runs its n-th line of the package in a step, begins its n-th collective, or runs
+the n-th line of a snapshot, of its begin, of what it does to come back, or of leaving after another's death; or it gets
+SIGKILL from outside, at a random moment. It dies alone, with the next rank, or with all ranks of its host. With `--survive`
+the others go on in place, else all are started again. `--sweep` takes each line of a snapshot, of coming back and of leaving
+in turn, before chance.
 
-Of each job is asserted: its weights and slots are, to the last bit, those of the undisturbed one; of each step the newest generation
-that took it had each row of its batch once; it never stands still; no file and no process is left. What is printed, and
-written as JSON, counts kills, jobs that were wrong, and how long it took from a kill to the next step. The exit status is 1 where
-anything was wrong.
+Of each job is asserted: its weights and slots are, to the last bit, those of the undisturbed one; of each step the newest
+generation that took it had each row of its batch once; it never stands still; no file and no process is left. What is printed,
+and written as JSON, counts kills, jobs that were wrong, and how long it took from a kill to the next step. The exit status is
+1 where anything was wrong.
 
 With `--servers` the job has parameter servers, which are killed like workers. Of asynchronous training bits say nothing, but
 here each row of the data adds one to one element of the gradients: weights and Adagrad's accumulators are right if each row

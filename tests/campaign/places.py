@@ -57,7 +57,7 @@ class Place(abc.ABC):
     def files(self, key: str) -> list[str]:
         """Return the files of a job in shared memory."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Nothing more is started."""
 
 

@@ -1,7 +1,7 @@
 """The job of the campaign of kills (kills.py): it trains, and kills itself where KILL_PLAN says.
 
-KILL_PLAN has an entry for each generation of ranks: which rank dies, alone, with the next one, or with all of its host, and where.
-FAULT is code that puts a mistake into the package.
+KILL_PLAN has an entry for each generation of ranks: which rank dies, alone, with the next one, or with all of its host, and
+where. FAULT is code that puts a mistake into the package.
 """
 
 from __future__ import annotations

@@ -223,13 +223,14 @@ def lines(texts: dict[int, str]) -> str:
 
 def monitored(comm: Any, monitor: RankMonitor) -> Any:
     """Return the same communicator, as an Intracomm whose blocking calls are noted in `monitor`."""
-    own = _monitored_class(type(comm))(comm)
+    plain: Any = type(comm)
+    own = _monitored_class(plain)(comm)
     own.monitor = monitor
     return own
 
 
 @functools.cache
-def _monitored_class(plain: type[Any]) -> type[Any]:
+def _monitored_class(plain: Any) -> type[Any]:
     """Return a subclass of a communicator's class, which may note what is made of it (`cluster/world.py`)."""
     names = {name: _noted(getattr(plain, name)) for name in _BLOCKING if hasattr(plain, name)}
     return type("Intracomm", (plain,), {**names, "monitor": None, "__module__": __name__})
