@@ -109,7 +109,8 @@ class _Survival:
                 world.untrack()
                 assert result
                 return result[0]
-            self._leave_groups()
+            if not problem:
+                self._leave_groups()
             self._go_on(problem)
 
     def _attempt(self, train: Callable[[Job], T]) -> tuple[list[T], str]:

@@ -150,9 +150,10 @@ def _kill_from_outside(place: Place, folder: Path, number: int, kill: Kill, done
     words = path.read_text().split()
     if len(words) == 2:  # it is whole
         done.add(number)
-        with (folder / "killed").open("a") as file:
-            file.write(json.dumps({"time": time.time(), "kind": "outside", "nth": 0}) + "\n")
-        place.kill(words[0], int(words[1]))
+        at = time.time()
+        if place.kill(words[0], int(words[1])):
+            with (folder / "killed").open("a") as file:
+                file.write(json.dumps({"time": at, "kind": "outside", "nth": 0}) + "\n")
 
 
 def check_rows(folder: Path) -> list[str]:

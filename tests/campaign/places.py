@@ -46,8 +46,8 @@ class Place(abc.ABC):
         """Start a command in a folder; what it says is in `stderr` there."""
 
     @abc.abstractmethod
-    def kill(self, host: str, pid: int) -> None:
-        """Kill a rank, as whoever is no process of the job does."""
+    def kill(self, host: str, pid: int) -> bool:
+        """Kill a rank, as whoever is no process of the job does; return whether it lived."""
 
     @abc.abstractmethod
     def stacks(self, python: str) -> str:
@@ -73,9 +73,12 @@ class Here(Place):
             )  # fmt: skip
         return _Process(process)
 
-    def kill(self, host: str, pid: int) -> None:
-        with contextlib.suppress(OSError):
+    def kill(self, host: str, pid: int) -> bool:
+        try:
             os.kill(pid, signal.SIGKILL)
+        except OSError:
+            return False
+        return True
 
     def stacks(self, python: str) -> str:
         return _said([python, "-m", "mpistrat", "stacks"])
@@ -114,9 +117,9 @@ class TwoHosts(Place):
         (folder / "job.sh").write_text("\n".join(lines) + "\n")
         return _Batch(self._slurm.submit(folder / "job.sh", env=environment), folder)
 
-    def kill(self, host: str, pid: int) -> None:
+    def kill(self, host: str, pid: int) -> bool:
         command = [*self._hosts.enter(host, "/"), "kill", "-KILL", str(pid)]
-        subprocess.run(command, capture_output=True, timeout=30, check=False)
+        return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
 
     def stacks(self, python: str) -> str:
         return "\n".join(

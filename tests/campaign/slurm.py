@@ -194,12 +194,13 @@ def main() -> int:
                 for text in wrong[-1:] if bits != expected else []:
                     print(text, flush=True)
             remains = left(slurm)
+            wrong += [f"left: {what}" for what in remains]
     finally:
         slurm.close()
         hosts.close()
     result = {
         "campaign": "SLURM", "mpi": name, "date": time.strftime("%Y-%m-%d"), "seed": options.seed, "ranks": 4, "hosts": 2,
-        "jobs": jobs, "interruptions": dict(kinds), "wrong": wrong, "left": remains,
+        "jobs": jobs, "interruptions": dict(kinds), "wrong": wrong,
         "median_seconds_to_the_next_step": {kind: round(statistics.median(s), 2) for kind, s in recoveries.items() if s},
         "seconds": round(time.monotonic() - began),
     }  # fmt: skip
