@@ -248,6 +248,7 @@ def test_ranks_that_a_launcher_leaves_waiting_are_ended(mpi, tmp_path):
     command = [*mpi.mpiexec, "-disable-auto-cleanup", "-n", "2", mpi.python, "waits.py"]
     began = time.monotonic()
     process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=45)
+    job_files.remove("0123456789abcdef")
     assert process.returncode
     assert time.monotonic() - began < 20
     assert "rank 0 of 2" in process.stderr
