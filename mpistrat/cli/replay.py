@@ -15,13 +15,14 @@ from ..environment import RESTART_EXIT_CODE
 from ..errors import ClusterError, explain
 from ..strategy.checkpoint_file import CheckpointFile
 from .command import DONE, PROBLEM, Command
-from .run import plan, program_of
+from .run import plan, program_of, strategy_arguments
 
 __all__ = ["COMMAND"]
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = f"{parser.prog} FILE (PROGRAM | -m MODULE) [ARGUMENT …]"
+    parser.usage = f"{parser.prog} [--strategy NAME] [--ps N] FILE (PROGRAM | -m MODULE) [ARGUMENT …]"
+    strategy_arguments(parser)
     parser.add_argument("file", type=Path, metavar="FILE", help="a checkpoint of that run")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="start a module, as python -m does"
@@ -32,7 +33,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
         layouts = _layouts(args.file)
-        starts = [plan(program_of(args), number, None, None) for _, number in layouts]
+        starts = [plan(program_of(args), number, args.strategy, args.ps) for _, number in layouts]
     except (ClusterError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return PROBLEM

@@ -33,7 +33,7 @@ from . import rank_output, supervise
 from .command import DONE, PROBLEM, Command
 from .standby import words_of
 
-__all__ = ["COMMAND", "Start", "plan", "program_of"]
+__all__ = ["COMMAND", "Start", "plan", "program_of", "strategy_arguments"]
 
 _INFINIBAND = Path("/sys/class/infiniband")  # its network cards, and those of its relatives
 _MOST_RANKS = 1 << 16
@@ -271,6 +271,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def strategy_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that tell a program its strategy."""
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, metavar="NAME",
+        help=f"what ms.strategy_from_environment() makes: {', '.join(STRATEGIES)}",
+    )  # fmt: skip
+    parser.add_argument("--ps", type=_count, metavar="N", help="parameter servers among the ranks: the last ones")
+
+
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         f"{parser.prog} [-n N] [--strategy NAME] [--ps N] [--evaluator] [--restarts N [--standby]] [--survive] [--tag] "
@@ -280,11 +289,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "-n", "--ranks", type=_count, metavar="N",
         help="ranks, servers and evaluator included; default: SLURM's tasks in a SLURM job, else one for each GPU, or core",
     )  # fmt: skip
-    parser.add_argument(
-        "--strategy", choices=STRATEGIES, metavar="NAME",
-        help=f"what ms.strategy_from_environment() makes: {', '.join(STRATEGIES)}",
-    )  # fmt: skip
-    parser.add_argument("--ps", type=_count, metavar="N", help="parameter servers among the ranks: the last ones")
+    strategy_arguments(parser)
     parser.add_argument(
         "--evaluator", action="store_true",
         help="the last rank evaluates checkpoints beside the others, in programs of ms.estimator",

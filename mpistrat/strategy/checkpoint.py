@@ -116,6 +116,9 @@ class Checkpoint:
                 if self._group.topology.rank == 0:
                     log.logger.warning("%s", error)
             self._forget()
+
+    def end_runs(self) -> None:
+        """Give back the memory of snapshots. Local."""
         self._snapshots.end()
 
     def _forget(self) -> None:

@@ -370,6 +370,7 @@ class Strategy(RankCollectives, Files):
         """
         if not self._extended.closed:
             self._checkpoint.end()
+            self._checkpoint.end_runs()
         self._extended.close()
         self._stop_request.close()
 

@@ -68,7 +68,7 @@ def test_servers_have_snapshots(job):
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("shared", ["0", "1"])
-def test_each_run_has_its_own(job, monkeypatch, shared):
+def test_each_run_has_its_own(job, monkeypatch, mpi_tmp_path, shared):
     """Also where each rank has memory of its own; what a closed strategy has kept is given back."""
     monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", shared)
     for run in ("folds/0", "folds/1"):
@@ -80,6 +80,7 @@ def test_each_run_has_its_own(job, monkeypatch, shared):
             for step in (1, 2, 3):
                 w.assign(np.full(1000, float(step)))
                 checkpoints.step(step, {"run": run})
+            strategy.save(mpi_tmp_path / "another.h5")
             w.assign(np.zeros(1000))
             assert strategy.newest_snapshot("folds/another") is None
             assert checkpoints.restore_latest() == {"run": run, "step": 3}
