@@ -328,6 +328,10 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         return PROBLEM
     if args.standby:
         _check_standby(args, start)
+    if args.survive and os.environ.get("SLURM_JOB_ID") and not os.environ.get("SLURMD_NODENAME"):
+        expected, got = "a node of the SLURM job, whose ranks tell how it ends", "another machine"
+        remedy = "Start it in the batch script"
+        raise ValueError(explain("mpistrat run", "--survive", expected=expected, got=got, remedy=remedy))
     if args.json:
         print(json.dumps({"command": start.command, "environment": start.environment, "notes": start.notes}, indent=1))
         return DONE

@@ -282,6 +282,20 @@ def test_wrong_use(machine, capsys, monkeypatch, tmp_path, words, said):
     assert said in shown(capsys, "--dry-run", *words, status=2)
 
 
+def test_wrong_use_in_a_slurm_job(machine, capsys, monkeypatch, tmp_path):
+    """Outside of its nodes nothing tells how ranks that survive have ended: their launcher says 0 whatever happens."""
+    machine.slurm(["pmix"])
+    machine.has(library=OPENMPI)
+    monkeypatch.setattr(run, "allocation_of_job", Allocation)
+    said = shown(capsys, "--dry-run", "--survive", "sh", status=2)
+    assert "--survive: expected a node of the SLURM job" in said and "batch script" in said
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    assert "--with-ft ulfm" in shown(capsys, "--dry-run", "--survive", "sh")
+    (tmp_path / "a.py").touch()
+    said = shown(capsys, "--dry-run", "--restarts", "2", "--standby", str(tmp_path / "a.py"), status=2)
+    assert "--standby: expected ranks on this machine, got a SLURM job" in said
+
+
 def test_a_machine_without_a_launcher_is_a_problem(machine, capsys, monkeypatch):
     monkeypatch.setattr(run, "find_launchers", lambda library: [])
     assert "error: mpistrat run: launcher: expected an mpiexec that" in shown(capsys, "-n", "2", "sh", status=1)
