@@ -23,7 +23,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -244,22 +243,10 @@ def sweep(own: str = "") -> list[str]:
         with contextlib.suppress(OSError, ValueError):
             files = list(leftovers.FOLDER.glob(mark(job, "*").name))
             old = time.time() - max(path.stat().st_mtime for path in files) > _ABANDONED
-            if job != own and old and not _any_held(files):
+            if job != own and old and not any(map(_is_locked, files)):
                 remove(job)
                 removed.append(job)
     return removed
-
-
-def _any_held(files: Iterable[Path]) -> bool:
-    for path in files:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(file)
-    return False
 
 
 def supervisors() -> dict[int, str]:
@@ -267,7 +254,7 @@ def supervisors() -> dict[int, str]:
     found = {}
     for job in sorted(_keys()):
         with contextlib.suppress(OSError, ValueError):
-            if _locked(job):
+            if _is_locked(mark(job, "lock")):
                 found[int(mark(job, "lock").read_text())] = job
     return found
 
@@ -290,7 +277,7 @@ def asked_size(job: str) -> int:
 
 def unsupervised() -> list[str]:
     """Return the keys of this user's jobs that have files here, and no supervisor that lives."""
-    return [job for job in sorted(_keys()) if not _locked(job)]
+    return [job for job in sorted(_keys()) if not _is_locked(mark(job, "lock"))]
 
 
 def _keys() -> set[str]:
@@ -302,9 +289,9 @@ def _keys() -> set[str]:
     return found
 
 
-def _locked(job: str) -> bool:
+def _is_locked(path: Path) -> bool:
     try:
-        file = os.open(mark(job, "lock"), os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:
