@@ -83,7 +83,7 @@ def hold(path: Path) -> int:
         OSError: it is not there.
     """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_SH)  # who looks whether it is held locks it for a moment
     return file
 
 
