@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import socket
 from collections.abc import Sequence
 from functools import partial
@@ -74,15 +76,19 @@ class Topology:
         self.node_of = tuple(node_of)
         self.num_nodes = max(self.node_of) + 1
         self.node_index = self.node_of[rank]
-        self.ranks_per_node = tuple(self.node_of.count(node) for node in range(self.num_nodes))
-        self.local_rank = self.node_of[:rank].count(self.node_index)
+        members: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for other, node in enumerate(self.node_of):
+            members[node].append(other)
+        self._members = tuple(map(tuple, members))
+        self.ranks_per_node = tuple(map(len, self._members))
+        self.local_rank = self._members[self.node_index].index(rank)
         self.local_size = self.ranks_per_node[self.node_index]
         self.slices = min(self.ranks_per_node)
         self.devices = tuple(devices)
         self.num_local_replicas = len(self.devices)
         self.replicas_per_rank = tuple(replicas_per_rank)
-        self.num_replicas = sum(self.replicas_per_rank)
-        self.replica_offset = sum(self.replicas_per_rank[:rank])
+        self._replicas_before = list(itertools.accumulate(self.replicas_per_rank, initial=0))
+        self.num_replicas, self.replica_offset = self._replicas_before[-1], self._replicas_before[rank]
 
     @classmethod
     def create(
@@ -166,7 +172,17 @@ class Topology:
 
     def ranks_of_node(self, node: int) -> tuple[int, ...]:
         """Return the ranks of a node in ascending order."""
-        return tuple(rank for rank, where in enumerate(self.node_of) if where == node)
+        return self._members[node]
+
+    def rank_of_replica(self, replica: int) -> tuple[int, int]:
+        """Return the rank of a global replica, and its index among that rank's replicas.
+
+        Example:
+            >>> Topology.single(["cpu:0", "cpu:1"]).rank_of_replica(1)
+            (0, 1)
+        """
+        rank = bisect.bisect_right(self._replicas_before, replica) - 1
+        return rank, replica - self._replicas_before[rank]
 
     def close(self) -> None:
         """Free the communicators. Collective the first time; later calls, and calls after MPI's end, do nothing."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -260,18 +259,6 @@ def _all_gather(group: ProcessGroup, local: np.ndarray, flat: np.ndarray, border
 # broadcast
 
 
-def _rank_of_replica(replicas_per_rank: Sequence[int], replica: int) -> tuple[int, int]:
-    """Return the rank of a global replica and its index among that rank's replicas.
-
-    Example:
-        >>> _rank_of_replica([1, 2, 1], 2)
-        (1, 1)
-    """
-    offsets = list(itertools.accumulate(replicas_per_rank, initial=0))
-    rank = bisect_right(offsets, replica) - 1
-    return rank, replica - offsets[rank]
-
-
 def broadcast(group: ProcessGroup, values: Sequence[Any], root: int) -> Any:
     """Return global replica `root`'s array of those that the local replicas have, a new one. Collective, inside one.
 
@@ -280,7 +267,7 @@ def broadcast(group: ProcessGroup, values: Sequence[Any], root: int) -> Any:
     """
     like = values[0]
     check_movable(like.dtype, "broadcast")
-    rank, index = _rank_of_replica(group.topology.replicas_per_rank, root)
+    rank, index = group.topology.rank_of_replica(root)
     if rank == group.topology.rank:
         host = np.array(to_host(values[index]), order="C")
     else:

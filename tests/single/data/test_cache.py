@@ -336,9 +336,9 @@ def test_time_that_is_waited_for_another_thread_is_counted():
 
 
 def test_a_wait_has_an_end():
-    claims = Claims(np.zeros(3, np.int16), rank=4, timeout=0.05)
+    claims = Claims(np.zeros(3, np.int16), 1, (40_000, 40_001), timeout=0.05)
     assert claims.claim(np.array([1])).tolist() == [1]
-    with pytest.raises(TimeoutError, match=r"waited 0.05 s for rows that rank 4 reads"):
+    with pytest.raises(TimeoutError, match=r"waited 0.05 s for rows that rank 40001 reads"):
         claims.wait(np.array([1]))
     claims.release(np.array([1]), ready=True)
     assert claims.missing(np.array([1, 2, 1, 0, 2])).tolist() == [0, 2]

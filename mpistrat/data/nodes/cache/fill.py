@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Claims", "FilledMemory", "agree_memory", "node_memory", "provider"]
 
-_READY = -1  # else 0, or 1 + the rank that reads it: for the error of who waits
+_READY = -1  # else 0, or 1 + the number in the node of the rank that reads it: for the error of who waits
 _RETRY = 16  # looks between two tries to claim what another has claimed
 
 
@@ -46,7 +46,8 @@ class Claims:
 
     Args:
         state: an int16 for each chunk, 0 at first; shared if the chunks are.
-        rank: of this process, for the others' errors.
+        index: of this process among those that share the chunks.
+        ranks: theirs, for errors.
         file: descriptor of a file open in all processes that share the chunks; None where only threads do.
         sync: keeps loads and stores of shared memory apart.
         timeout: seconds to wait for another; None without end.
@@ -55,13 +56,14 @@ class Claims:
     def __init__(
         self,
         state: NDArray[np.int16],
-        rank: int = 0,
+        index: int = 0,
+        ranks: Sequence[int] = (0,),
         file: int | None = None,
         sync: Callable[[], None] = lambda: None,
         timeout: float | None = None,
     ) -> None:
         self._state = state
-        self._rank = rank
+        self._index, self._ranks = index, ranks
         self._file = file
         self._sync = sync
         self._timeout = timeout
@@ -88,7 +90,7 @@ class Claims:
                     self._give(self._file, chunk)
                 claimed = claimed[~ready]
                 self._busy.update(claimed.tolist())
-            self._state[claimed] = self._rank + 1
+            self._state[claimed] = self._index + 1
         return claimed
 
     def release(self, chunks: NDArray[np.int64], *, ready: bool) -> None:
@@ -118,7 +120,7 @@ class Claims:
                 if mine.size:
                     return mine
             if deadline.passed:
-                reader = int(self._state[chunks[0]]) - 1
+                reader = self._ranks[max(0, int(self._state[chunks[0]]) - 1)]
                 raise TimeoutError(f"waited {self._timeout:g} s for rows that rank {reader} reads")
             backoff.pause()
 
@@ -279,8 +281,8 @@ def node_memory(source: ParentRows, group: ProcessGroup, counters: StageStats) -
         file = _open_lock_file(group) if node.shared else None
     segment = block.segments[0]
     state = segment[rows_bytes : rows_bytes + 2 * chunks.count].view(np.int16)
-    rank = group.topology.rank
-    claims = Claims(state, rank, file, node.sync, group.environment.abort_after if node.shared else None)
+    timeout = group.environment.abort_after if node.shared else None
+    claims = Claims(state, node.rank, node.ranks, file, node.sync, timeout)
     where = f"shared memory of {counted(group.num_nodes, 'node')}" if node.shared else "memory"
     memory = FilledMemory(
         source,
@@ -289,7 +291,7 @@ def node_memory(source: ParentRows, group: ProcessGroup, counters: StageStats) -
         claims,
         counters,
         f"{decimal_size(rows_bytes)} in {where}",
-        provider(block, rank),
+        provider(block, group.topology.rank),
     )
     group.attach(memory)
     return memory
