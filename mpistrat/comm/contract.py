@@ -13,8 +13,8 @@ from typing import Any, final
 import numpy as np
 
 from ..cluster.world import is_loss
-from ..errors import CollectiveMismatchError, ContextError, RanksLostError, explain
-from .agree import gather_text, mismatch
+from ..errors import ContextError, RanksLostError, explain
+from .agree import all_alike, fingerprint, gather_text, mismatch
 from .call import Call
 from .draws import Draws
 from .monitor.rank_monitor import RankMonitor
@@ -112,7 +112,7 @@ class Comparison:
         from mpi4py import MPI
 
         self._draws = draws
-        self._comm, self._min = comm, MPI.MIN
+        self._comm, self._min, self._max = comm, MPI.MIN, MPI.MAX
         self._pair, self._least = np.empty(2, np.int64), np.empty(2, np.int64)
         self._recent: deque[tuple[int, str]] = deque(maxlen=every)  # number and text
         self._last: dict[str, int] = {}  # kind of each operation and name
@@ -147,32 +147,23 @@ class Comparison:
         before, self._compared = self._compared, monitor.number
         if self._least[0] == ~self._least[1]:
             return
-        mine = [(at, text) for at, text in self._recent if at > before]
+        own = {at: text for at, text in self._recent if at > before}
         self._rolling = 0
         self._last.clear()
-        words = "\n".join(f"{at} {text}" for at, text in mine)
-        calls = [
-            {int(at): what for at, _, what in (line.partition(" ") for line in text.split("\n"))}
-            for text in gather_text(self._comm, words)
-        ]
-        monitor.number = self._compared = max(max(own) for own in calls)
+        # Ranks whose calls failed, while others still wait in them, are ahead of these.
+        first, last = np.empty((2, 1), np.int64)
+        self._comm.Allreduce(np.array([min(own)]), first, self._max)
+        self._comm.Allreduce(np.array([max(own)]), last, self._max)
+        monitor.number = self._compared = int(last[0])
         if monitor.current is not None:
             monitor.current = (*monitor.current[:2], monitor.number)
         monitor.failures.clear()
-        raise _first_difference(calls) or self._draws.differ(self._comm, range(self._comm.size), mine[-1][1])
-
-
-def _first_difference(calls: list[dict[int, str]]) -> CollectiveMismatchError | None:
-    """Return the error about the first of some calls, by number, in which the ranks differ; None where they do not.
-
-    Ranks whose calls failed, while others still wait in them, are ahead of these.
-    """
-    last = max(max(own) for own in calls)
-    for number in range(max(min(own) for own in calls), last + 1):
-        texts = {rank: own.get(number, "nothing") for rank, own in enumerate(calls)}
-        if len(set(texts.values())) > 1:
-            return mismatch(texts, last - number)
-    return None
+        texts = [own.get(number, "nothing") for number in range(int(first[0]), monitor.number + 1)]
+        differ = np.flatnonzero(~all_alike(self._comm, [fingerprint(text) for text in texts]))
+        if not differ.size:
+            raise self._draws.differ(self._comm, range(self._comm.size), own[max(own)])
+        text = texts[int(differ[0])]
+        raise mismatch(dict(enumerate(gather_text(self._comm, text))), len(texts) - 1 - int(differ[0]))
 
 
 def _second_thread(text: str, monitor: RankMonitor) -> ContextError:

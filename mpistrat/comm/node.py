@@ -18,7 +18,7 @@ import numpy as np
 from .._util.text import binary_size, named
 from ..errors import CollectiveTimeoutError, PeerExitError
 from . import shared_memory
-from .agree import mismatch
+from .agree import first_rank, mismatch
 from .call import TEXT_BYTES, Call
 from .draws import Draws
 from .monitor.rank_monitor import ALL, RankMonitor
@@ -303,12 +303,11 @@ class Node:
         """
         if self._world is None:
             return
-        table = np.empty(self._world.size, np.int64)
-        free = shared_memory.free_space() or 0
-        self._world.Allgather(np.array([-1 if populated else free], np.int64), table)
-        for rank, left in enumerate(table.tolist()):
-            if left >= 0:
-                raise shared_memory.out_of_memory(what, rank, f"{binary_size(left)} are free")
+        rank = first_rank(self._world, not populated)
+        if rank is not None:
+            left = np.array([shared_memory.free_space() or 0], np.int64)
+            self._world.Bcast(left, rank)
+            raise shared_memory.out_of_memory(what, rank, f"{binary_size(int(left[0]))} are free")
 
     def locate(self, array: np.ndarray) -> tuple[SharedBlock, int, int] | None:
         """Return (block, rank of the node, byte offset) of an array that lies in a segment, else None."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from .._util.text import binary_size
 from ..errors import SharedMemoryError
-from .agree import as_told, gather_text, together
+from .agree import as_told, first_rank, gather_text, together
 
 __all__ = ["ENLARGE", "SharedBlock", "allocate_private", "allocate_shared", "free_space", "map_file"]
 
@@ -170,12 +170,12 @@ def check_space(world: Any, leader: bool, nbytes: int, what: str) -> None:
         SharedMemoryError: on every rank, with the numbers of the first node that cannot.
     """
     free = free_space() if leader else None
-    mine = np.array([nbytes, -1 if free is None else free], np.int64)
-    table = np.empty((world.size, 2), np.int64)
-    world.Allgather(mine, table)
-    for rank, (needed, available) in enumerate(table.tolist()):
-        if 0 <= available < needed:
-            raise out_of_memory(what, rank, f"{binary_size(needed)} are needed, {binary_size(available)} are free")
+    rank = first_rank(world, free is not None and free < nbytes)
+    if rank is not None:
+        numbers = np.array([nbytes, free or 0], np.int64)
+        world.Bcast(numbers, rank)
+        needed, available = map(binary_size, numbers.tolist())
+        raise out_of_memory(what, rank, f"{needed} are needed, {available} are free")
 
 
 def out_of_memory(what: str, rank: int, numbers: str) -> SharedMemoryError:

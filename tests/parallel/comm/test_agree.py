@@ -7,7 +7,8 @@ import functools
 import pytest
 from mpi4py import MPI
 
-from mpistrat.comm.agree import Ranks, as_told, gather_bytes, gather_text, same, together
+from mpistrat.comm import agree
+from mpistrat.comm.agree import Ranks, all_alike, as_told, first_rank, gather_bytes, gather_text, same, together
 from mpistrat.errors import CollectiveMismatchError, ShardError
 
 pytestmark = pytest.mark.ranks(2, 3)
@@ -48,10 +49,49 @@ def test_differences_are_told_by_rank(group):
             same(exchange, "ab"[group.topology.rank == last], ValueError)
 
 
-def test_texts_and_bytes_of_any_length(group):
+class Counting:
+    """A communicator that notes which collectives are called, and how many bytes each rank gives."""
+
+    def __init__(self, comm):
+        self._comm, self.calls = comm, []
+        self.rank, self.size = comm.rank, comm.size
+
+    def __getattr__(self, name):
+        def method(first, *args):
+            self.calls.append((name, first.nbytes))
+            return getattr(self._comm, name)(first, *args)
+
+        return method
+
+
+@pytest.mark.parametrize("few", [1, 8])
+def test_texts_and_bytes_of_any_length(group, monkeypatch, few):
+    """One by one where there are few different ones, and all at once."""
+    monkeypatch.setattr(agree, "_FEW", few)
     rank, size = group.topology.rank, group.topology.size
-    assert gather_bytes(MPI.COMM_WORLD, bytes([rank]) * 3 * rank) == [bytes([r]) * 3 * r for r in range(size)]
-    assert gather_text(MPI.COMM_WORLD, "é" * rank) == ["é" * r for r in range(size)]
+    for length in (3, 70_000):
+        expected = [bytes([r]) * length * r for r in range(size)]
+        assert gather_bytes(MPI.COMM_WORLD, bytes([rank]) * length * rank) == expected
+        assert gather_text(MPI.COMM_WORLD, "é" * length * rank) == ["é" * length * r for r in range(size)]
+    assert gather_text(MPI.COMM_WORLD, "last" * (rank == size - 1)) == [""] * (size - 1) + ["last"]
+
+
+def test_what_is_alike_is_not_sent(group):
+    comm = Counting(MPI.COMM_WORLD)
+    assert gather_text(comm, "settings" * 1000) == ["settings" * 1000] * comm.size
+    assert comm.calls == [("Allreduce", 16)]
+    comm.calls.clear()
+    text = "one" if comm.rank else "another"
+    assert gather_text(comm, text) == ["another"] + ["one"] * (comm.size - 1)
+    assert [name for name, _ in comm.calls] == ["Allreduce", "Allgather", "Bcast", "Bcast"]
+
+
+def test_numbers_that_are_alike_and_the_first_rank_of_a_condition(group):
+    rank, size = group.topology.rank, group.topology.size
+    assert all_alike(MPI.COMM_WORLD, [1, rank, -(1 << 62), -rank]).tolist() == [True, False, True, False]
+    assert first_rank(MPI.COMM_WORLD, False) is None
+    assert first_rank(MPI.COMM_WORLD, rank > 0) == 1
+    assert first_rank(MPI.COMM_WORLD, rank == size - 1) == size - 1
 
 
 def test_ranks_of_a_command(group):
