@@ -211,6 +211,27 @@ class ProcessGroup:
             self._comm.Allgather(mine, table)
         return table
 
+    def of_first_node(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the float64 numbers of the first node's owners of slices, a row each. Collective; inside `collective()`.
+
+        They are the same bits on every rank; what is sent does not grow with the number of ranks.
+        """
+        own = np.array(numbers, np.float64)
+        if self.inter is not None:
+            self.inter.Bcast(own, 0)
+        if not self.node.shared:
+            return own[np.newaxis]
+        table = np.empty((self.node.size, own.size))
+        self.topology.intra.Allgather(own, table)
+        return table[: self.slices]
+
+    def nodes_alike(self, numbers: Sequence[int]) -> bool:
+        """Return whether those that own a slice have the same numbers on all nodes. Collective; inside `collective()`."""
+        if self._comm is None:
+            return True
+        differ = self.inter is not None and not agree.all_alike(self.inter, numbers).all()
+        return agree.first_rank(self._comm, differ) is None
+
     def all_gather_text(self, text: str) -> list[str]:
         """Return every rank's text, by rank. Collective; inside `collective()`."""
         return [text] if self._comm is None else agree.gather_text(self._comm, text)

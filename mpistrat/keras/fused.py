@@ -214,8 +214,8 @@ class FusedUpdate:
 
     def _scales(self) -> list[float]:
         """Return by what each variable's sum is multiplied, so that norms are clipped. Collective, inside one."""
-        table = self._group.all_gather_int(self._squares.view(np.int64).tolist()).view(np.float64)
-        norms = np.sqrt(sum(table[rank] for rank in owners(self._arena)))
+        table = self._group.of_first_node(self._squares)
+        norms = np.sqrt(sum(table[: len(owners(self._arena))]))
         limit = self._optimizer.clipnorm
         if limit is None:
             limit, norms = self._optimizer.global_clipnorm, np.full(len(norms), math.sqrt(float((norms**2).sum())))

@@ -123,12 +123,7 @@ class FusedStep(UpdateRun):
             CollectiveMismatchError: they do not; on every rank, with what each has of the variables that differ.
         """
         group = self._group
-        mine = [step.digest() for step in self._arena_steps]
-        table = group.all_gather_int([-1 if group.slice_index is None else group.slice_index, *mine]).tolist()
-        owned: dict[int, set[tuple[int, ...]]] = {}
-        for index, *digests in table:
-            owned.setdefault(index, set()).add(tuple(digests))
-        if all(len(different) == 1 for index, different in owned.items() if index >= 0):
+        if group.nodes_alike([step.digest() for step in self._arena_steps]):
             return
         own = {variable.name: _shown(variable) for variable in self._variables}
         shown = [json.loads(text) for text in group.all_gather_text(json.dumps(own))]
@@ -157,15 +152,11 @@ class FusedStep(UpdateRun):
         """
         optimizer = self._optimizer
         squares = np.array([square for step in self._arena_steps for square in step.squares.values()])
-        table = self._group.all_gather_int(squares.view(np.int64).tolist()).view(np.float64).T
         sums: dict[str, float] = {}
-        column = iter(table)
+        column = iter(self._group.of_first_node(squares).T.tolist())
         for step in self._arena_steps:
-            ranks = owners(step.arena)
-            sums.update(
-                (name, sum(float(each[rank]) for rank in ranks))
-                for name, each in zip(step.squares, column, strict=False)
-            )
+            count = len(owners(step.arena))
+            sums.update((name, sum(each[:count])) for name, each in zip(step.squares, column, strict=False))
         if optimizer.check_numerics and not all(map(math.isfinite, sums.values())):
             self._refuse_numbers(number)
         if optimizer.clipnorm is not None:

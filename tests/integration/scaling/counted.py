@@ -1,0 +1,64 @@
+"""What each rank calls of MPI in each phase of a program: function, size of the communicator, calls, bytes, in a JSON file.
+
+Started by test_calls.py with count_mpi.c preloaded, and a folder for its files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpistrat as ms
+
+VARIABLES, STEPS = 8, 32
+counter = ctypes.CDLL(os.environ["LD_PRELOAD"])
+text = ctypes.create_string_buffer(1 << 18)
+phases: dict[str, list[tuple[str, int, int, int]]] = {}
+
+
+def phase(name: str, act: Callable[[], Any]) -> Any:
+    counter.count_mpi_begin()
+    result = act()
+    counter.count_mpi_write(text, ctypes.c_long(len(text)))
+    rows = (line.split() for line in text.value.decode().splitlines())
+    phases[name] = [(function, int(size), int(calls), int(count)) for function, size, calls, count in rows]
+    return result
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    strategy = phase("strategy", ms.MultiWorkerMirroredStrategy)
+    with strategy.scope():
+        makes = [lambda i=i: ms.Variable(np.zeros(4096, np.float32), name=f"w{i}") for i in range(VARIABLES)]
+        weights = phase("variables", lambda: [make() for make in makes])
+        plain, clipped = ms.optimizers.Adam(1e-3), ms.optimizers.Adam(1e-3, global_clipnorm=1.0)
+
+    def steps(optimizer: Any, count: int) -> None:
+        for _ in range(count):
+            strategy.run(lambda: optimizer.apply_gradients([(v.grad, v) for v in weights]))
+            strategy.reduce("SUM", strategy.run(lambda: np.float64(1)), axis=None)
+
+    phase("first step", lambda: steps(plain, 1))
+    phase("steps", lambda: steps(plain, STEPS))
+    steps(clipped, 1)
+    phase("clipped steps", lambda: steps(clipped, STEPS))
+    rows = ms.data.from_arrays(np.zeros((4096, 4), np.float32)).shuffle(seed=1).batch(64)
+    data = phase("dataset", lambda: strategy.distribute_dataset(rows))
+    phase("epoch", lambda: [steps(plain, 1) for _ in data])
+    phase("save", lambda: strategy.save(folder / "saved.h5"))
+    phase("restore", lambda: strategy.restore(folder / "saved.h5"))
+    topology = strategy.extended.topology
+    phase("leave", strategy.extended.process_group.leave)
+    (folder / f"rank-{topology.rank}.json").write_text(json.dumps({"nodes": topology.num_nodes, "phases": phases}))
+    strategy.comm.Barrier()
+
+
+if __name__ == "__main__":
+    main()

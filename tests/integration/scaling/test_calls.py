@@ -1,0 +1,121 @@
+"""What a rank calls of MPI does not grow with the number of ranks, nor with that of nodes: counted where the calls are made.
+
+Nodes are simulated: MPICH's cliques say which ranks share memory, and Open MPI's ranks are one node each, or one all. Of the
+ranks of a layout the one that calls most counts. What grows, and why, stands in GROWS: nothing else may.
+"""
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PHASES = (
+    "strategy",
+    "variables",
+    "first step",
+    "steps",
+    "clipped steps",
+    "dataset",
+    "epoch",
+    "save",
+    "restore",
+    "leave",
+)
+GROWS = {  # by phase and function: bytes of a rank for each rank, or messages for each node
+    ("strategy", "Allgather"): 160,  # where ranks and devices are, and the launcher's ranks, which every rank must know
+    ("first step", "Allgather"): 16,  # forms of a value, when they are new
+    ("epoch", "Allgather"): 16,
+    ("save", "Allgather"): 96,  # who writes, in how many pieces
+    ("restore", "Allgather"): 64,  # new digests
+    ("leave", "Isend"): 32,  # a message to each other node, where the program does not close its strategy
+}
+SLACK = 16  # bytes: of numbers in words
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs Linux and gcc"),
+    pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="passes arguments on in registers"),
+]
+
+
+@pytest.fixture
+def counter(mpi, tmp_path):
+    library = tmp_path / "count_mpi.so"
+    large = ["-DLARGE_COUNTS"] if "MPICH" in mpi.vendor else []
+    command = ["gcc", "-O1", "-Wall", *large, "-shared", "-fPIC", "-o", str(library), str(HERE / "count_mpi.c")]
+    subprocess.run([*command, "-ldl", "-lpthread"], check=True, timeout=60)
+    return library
+
+
+@pytest.fixture
+def count(mpi, mpi_run, counter, tmp_path):
+    """Run the program; return for each phase calls and bytes of the rank that has most, by function and communicator."""
+
+    def run(ranks, nodes):
+        folder = tmp_path / f"{ranks}-{nodes}"
+        folder.mkdir()
+        library = Path(mpi.python).parent.parent / "lib" / ("libmpi.so.12" if "MPICH" in mpi.vendor else "libmpi.so.40")
+        if not library.exists():
+            pytest.skip(f"needs {library}, of the MPI's wheel")
+        env = {"LD_PRELOAD": str(counter), "MPI_LIBRARY": str(library), "MPISTRAT_WARN_AFTER": "100"}
+        if "MPICH" in mpi.vendor:
+            env["MPIR_CVAR_NUM_CLIQUES"] = str(nodes)
+        elif nodes == ranks:
+            env["MPISTRAT_SHARED_MEMORY"] = "0"
+        result = mpi_run([str(HERE / "counted.py"), str(folder)], ranks, 120, env=env)
+        assert result.returncode == 0, result
+        told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+        assert told[0]["nodes"] == (nodes if "MPICH" in mpi.vendor else 1)
+        where = {1: "rank", ranks: "world", ranks // nodes: "node", nodes: "nodes"}
+        found = {phase: defaultdict(lambda: (0, 0)) for phase in PHASES}
+        for one in told:
+            for phase in PHASES:
+                for function, size, calls, nbytes in one["phases"][phase]:
+                    most = found[phase][function, where[size]]
+                    found[phase][function, where[size]] = max(most[0], calls), max(most[1], nbytes)
+        return found
+
+    return run
+
+
+def check(small, large, ranks, nodes):
+    """Compare two layouts, of which the larger has so many times the ranks, and the nodes."""
+    for phase in PHASES:
+        assert small[phase].keys() == large[phase].keys(), phase
+        for (function, where), (calls, nbytes) in small[phase].items():
+            more = large[phase][function, where]
+            what = f"{phase}: {function} of the {where}: {calls} calls, {nbytes} bytes; then {more[0]}, {more[1]}"
+            grows = GROWS.get((phase, function))
+            if grows is None or where == "node":
+                assert more[0] == calls, what
+                assert more[1] <= (nbytes + SLACK) * (ranks if where == "node" else 1), what
+            elif function == "Allgather":
+                assert more[0] == calls, what
+                assert more[1] <= nbytes * ranks and nbytes <= grows * calls * 8, what
+            else:
+                assert more[0] <= max(1, nodes * calls + 1), what
+
+
+def test_calls_do_not_grow(mpi, count):
+    if "MPICH" in mpi.vendor:
+        small = count(6, 2)
+        check(small, count(12, 2), 2, 1)
+        check(small, count(12, 4), 2, 2)
+    else:
+        check(count(2, 1), count(4, 1), 2, 1)
+        check(count(2, 2), count(4, 4), 2, 2)
+
+
+def test_agreements_are_short(mpi, count):
+    """Beside weights, gradients and files: half a kilobyte a collective of all ranks."""
+    if "MPICH" not in mpi.vendor:
+        pytest.skip("one MPI is enough")
+    for phase, found in count(6, 2).items():
+        for (function, where), (calls, nbytes) in found.items():
+            if where == "world" and function in ("Allreduce", "Allgather"):
+                assert nbytes <= 512 * calls, (phase, function, calls, nbytes)
