@@ -132,8 +132,10 @@ class Victim:
             return
         if kill["kind"] == "leave" and self._place == 1:
             Countdown(kill, kill["nth"], LEAVING, once=True).start()
-        elif kill["kind"] in ("line", "late", "leave"):
-            Countdown(kill, self._nth() if kill["kind"] != "leave" else 1).start()
+        elif kill["kind"] == "leave":
+            Countdown({**kill, "kind": "late"}, 1).start()  # it is the other one's lines that count
+        elif kill["kind"] in ("line", "late"):
+            Countdown(kill, self._nth()).start()
         elif kill["kind"] == "commit":
             Countdown(kill, self._nth(), COMMIT, once=True).start()
         elif kill["kind"] == "call":
