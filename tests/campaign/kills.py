@@ -65,6 +65,7 @@ class Way:
     survive: bool = False
     servers: int = 0
     fault: str = ""
+    kinds: tuple[str, ...] = KINDS
 
 
 @dataclass
@@ -81,7 +82,7 @@ def plan_of(rng: random.Random, kills: int, way: Way, kind: str = "", first: int
     """Return what happens to each generation of a job: by chance, or at lines from the first on of one kind."""
     plan: list[Kill] = []
     while len(plan) < kills:
-        chosen = kind or rng.choice([kind for kind in KINDS if way.survive or kind != "leave"])
+        chosen = kind or rng.choice([kind for kind in way.kinds if way.survive or kind != "leave"])
         if not plan or (plan[-1]["kind"] not in ("line", "call", "late", "outside") and not way.survive):
             chosen = "late"  # one that dies three times at one step is given up
         who = rng.choice(("one", "one", "two", *(["host"] if way.place.hosts > 1 else [])))
@@ -276,8 +277,9 @@ def _arguments() -> argparse.Namespace:
         "--hosts", type=int, choices=(1, 2), default=1, help="2: jobs of a real SLURM on two isolated hosts"
     )
     parser.add_argument("--survive", action="store_true", help="the ranks that are left go on in place: Open MPI")
+    parser.add_argument("--sweep", nargs="*", choices=SWEPT, help="first each line of these, by default of all")
     parser.add_argument(
-        "--sweep", action="store_true", help="first each line of a snapshot, of coming back, of leaving"
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="how ranks die, as often as it is said"
     )
     parser.add_argument("--mpi-env", required=True, metavar="NAME=PYTHON")
     parser.add_argument("--faults", action="store_true", help="see whether mistakes in the package are found")
@@ -303,7 +305,7 @@ def main() -> int:
     options = _arguments()
     name, _, python = options.mpi_env.partition("=")
     began, place = time.monotonic(), TwoHosts() if options.hosts > 1 else Here()
-    way = Way(os.path.abspath(python), place, options.ranks, options.survive, options.servers)
+    way = Way(os.path.abspath(python), place, options.ranks, options.survive, options.servers, "", tuple(options.kinds))
     word = ("in_place" if way.survive else "restarts") + ("_servers" if way.servers else "")
     result: dict[str, Any] = {
         "campaign": word, "mpi": name, "date": time.strftime("%Y-%m-%d"), "seed": options.seed, "ranks": way.ranks,
@@ -315,12 +317,10 @@ def main() -> int:
             result["faults"] = _look_for_faults(way, options)
             bad = sum(not about["found"] for about in result["faults"].values())
         else:
+            wanted = () if options.sweep is None else options.sweep or SWEPT
+            kinds = [kind for kind in wanted if way.survive or kind != "leave"]
             with Campaign(way, options.seed, options.each, lambda text: print(text, flush=True)) as campaign:
-                swept = {
-                    kind: campaign.at_each_line(kind)
-                    for kind in SWEPT
-                    if options.sweep and (way.survive or kind != "leave")
-                }
+                swept = {kind: campaign.at_each_line(kind) for kind in kinds}
                 campaign.at_random(options.kills)
             outcome = campaign.outcome
             times, bad = sorted(outcome.recoveries), len(outcome.wrong)
