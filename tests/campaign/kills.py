@@ -279,7 +279,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--survive", action="store_true", help="the ranks that are left go on in place: Open MPI")
     parser.add_argument("--sweep", nargs="*", choices=SWEPT, help="first each line of these, by default of all")
     parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="how ranks die, as often as it is said"
+        "--kinds", nargs="+", choices=sorted({*KINDS}), default=KINDS, help="how ranks die, as often as it is said"
     )
     parser.add_argument("--mpi-env", required=True, metavar="NAME=PYTHON")
     parser.add_argument("--faults", action="store_true", help="see whether mistakes in the package are found")
