@@ -323,14 +323,16 @@ class ProcessGroup:
         for attachment in reversed(self._attached):
             _note_leaving(attachment)
         self.node.leave(abort.exit_status())
-        domains: dict[int, list[int]] = {}
         shared = self.environment.shared_memory
-        for rank, node in enumerate(self.topology.node_of):
-            domains.setdefault(node if shared else rank, []).append(rank)
-        mine = self.topology.node_index if shared else self.topology.rank
-        # One rank of each other domain is enough: it will wait for this one in the next collective, and raise there.
-        informed = {r[self.node.rank % len(r)] for d, r in domains.items() if d != mine}
-        Watchdog.report_left(self.monitor, sorted(informed | (self.contacts - set(domains[mine]))))
+        mine, count = (
+            (self.topology.node_index, self.topology.num_nodes) if shared else (self.topology.rank, self.topology.size)
+        )
+        # One rank of another domain is enough: it waits for this one in the next collective, and raises there. Of those that have
+        # left, one is before a domain that has not, whose rank hears of it; more domains hear of it sooner.
+        told = {0, *((mine + (1 << power)) % count for power in range((count - 1).bit_length()))} - {mine}
+        ranks = [self.topology.ranks_of_node(domain) if shared else (domain,) for domain in sorted(told)]
+        informed = {domain[self.node.rank % len(domain)] for domain in ranks}
+        Watchdog.report_left(self.monitor, sorted(informed | (self.contacts - {*self.node.ranks})))
 
 
 def _different_settings(texts: Mapping[int, str]) -> CollectiveMismatchError:
