@@ -93,7 +93,7 @@ def plan_of(rng: random.Random, kills: int, way: Way, kind: str = "", first: int
             "kind": chosen, "nth": nth, "rank": rng.randrange(way.ranks), "who": "one" if chosen == "leave" else who,
             "steps": {"commit": 1, "late": rng.randrange(10, 16), "leave": rng.randrange(1, 12)}.get(
                 chosen, rng.randrange(1, 12)),
-            "less": rng.randrange(0, 30), "after": rng.uniform(0.0, 0.4),
+            "less": rng.randrange(0, 30), "after": rng.uniform(0.0, 0.35) + 0.35 * (not way.survive),
         })  # fmt: skip
     return plan
 
@@ -146,7 +146,7 @@ def _left(place: Place, folder: Path) -> list[str]:
 
 def _kill_from_outside(place: Place, folder: Path, number: int, kill: Kill, done: set[int]) -> None:
     path = folder / f"pid-{number}-{kill['rank']}"
-    if not path.exists() or time.time() - path.stat().st_mtime < kill["after"] + 0.3:
+    if not path.exists() or time.time() - path.stat().st_mtime < kill["after"]:
         return
     words = path.read_text().split()
     if len(words) == 2:  # it is whole
