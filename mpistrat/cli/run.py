@@ -31,7 +31,7 @@ from ..environment import STRATEGIES
 from ..errors import ClusterError, explain
 from . import rank_output, supervise
 from .command import DONE, PROBLEM, Command
-from .standby import words_of
+from .standby import environment_with, words_of
 
 __all__ = ["COMMAND", "Start", "plan", "program_of", "strategy_arguments"]
 
@@ -416,7 +416,7 @@ def _become(start: Start) -> NoReturn:
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the launcher would, too
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
-    os.execvpe(start.command[0], start.command, {**os.environ, **start.environment})
+    os.execvpe(start.command[0], start.command, environment_with(start.environment))
 
 
 def _clean_up_after(launcher: int) -> None:

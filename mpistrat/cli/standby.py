@@ -8,11 +8,13 @@ has died is an end of the connection.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -23,13 +25,31 @@ from pathlib import Path
 from typing import Any, final
 
 from ..comm import job_files
+from ..environment import RANK_PROCESS
 
-__all__ = ["NUMBER", "Standby", "main", "words_of"]
+__all__ = ["NUMBER", "Standby", "end_with_parent", "environment_with", "main", "words_of"]
 
 NUMBER = "MPISTRAT_STANDBY"  # tells those that wait from the ranks, and names none to which a rank belongs
+_PR_SET_PDEATHSIG = 1  # Linux's prctl(2)
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up before a fork
 _PLACE = "MPISTRAT_STANDBY_AT"
 _GIVEN = "MPISTRAT_STANDBY_GIVEN"  # what the environment had where the program had put something else, as JSON
 _LOOK, _ENDING = 0.02, 5.0  # seconds: between two looks for a message; that a launcher has to end
+
+
+def environment_with(*added: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a launcher: this process's, and what is added; its ranks are no children of another rank."""
+    whole = dict(os.environ)
+    for one in added:
+        whole |= one
+    whole.pop(RANK_PROCESS, None)
+    return whole
+
+
+def end_with_parent() -> None:
+    """Have a launcher, which calls this before it begins, end when its parent is killed: nobody would look after it."""
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @final
@@ -51,10 +71,10 @@ class Standby:
         self._message, self._ended = b"", False
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._listener.settimeout(_LOOK)
-        given = {**os.environ, **environment}
+        given = environment_with(environment)
         own = {_PLACE: str(self._listener.getsockname()[1]), NUMBER: str(number)}
         own[_GIVEN] = json.dumps({name: given.get(name) for name in put})
-        self.launcher = subprocess.Popen(command, env={**given, **put, **own})
+        self.launcher = subprocess.Popen(command, env={**given, **put, **own}, preexec_fn=end_with_parent)
         self._thread = threading.Thread(target=self._serve, name="mpistrat-standby", daemon=True)
         self._thread.start()
 

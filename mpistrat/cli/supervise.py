@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
@@ -30,21 +29,18 @@ from ..environment import RANK_PROCESS, RESTART_EXIT_CODE
 from ..errors import MpistratError
 from ..strategy.snapshot import SnapshotFile
 from .command import DONE, PROBLEM, Command
-from .standby import NUMBER, Standby
+from .standby import NUMBER, Standby, end_with_parent, environment_with
 
 __all__ = ["COMMAND", "supervise"]
 
 Start = Callable[[int | None, bool], tuple[list[str], dict[str, str]]]
-
-_PR_SET_PDEATHSIG = 1  # Linux's prctl(2)
-_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up before a fork
 
 _TRIES = 3  # at one step, before it is given up
 _ENDING = 10.0  # seconds that ranks have to end after their launcher, and it after them
 _REMOVING = 20.0  # seconds that nodes have to remove files
 _LOOK = 1.0  # seconds between two looks whether they have said why they end
 _BRIEF = 60.0  # seconds: who lives longer, and tells of no steps, may go on somewhere else
-_BEGINNING = 30.0  # seconds that ranks have to begin before a signal that came between two starts is passed on
+_BEGINNING = 30.0  # seconds that ranks have to take a step before a signal that came between two starts is passed on
 
 
 def supervise(start: Start, restarts: int, standby: bool = False, survive: bool = False) -> int:
@@ -94,7 +90,7 @@ class _Supervisor:
         self._launcher: subprocess.Popen[Any] | None = None
         self._state = job_files.state(job)
         self._signal = 0  # that told to stop; then nothing is started again
-        self._waits = False  # it came between two starts, and the ranks will be told
+        self._pending = 0  # a signal that came between two starts, and for which the ranks must have begun: they save
         self._resizing = False
         self._ranks_wanted: int | None = None
 
@@ -110,11 +106,13 @@ class _Supervisor:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._forward)
         signal.signal(job_files.RESIZE, self._resize)
-        generation = died = 0
+        generation = died = status = 0
         reached, word = [(-1, 0.0)] * _TRIES, self._state
-        while True:
+        while not self._signal or self._pending:
             began, word[job_files.STEP], word[job_files.GENERATION] = time.monotonic(), 0, generation
+            wanted = self._ranks_wanted
             self._launcher = self._launch({"MPISTRAT_JOB": self._job, "MPISTRAT_GENERATION": str(generation)})
+            self._catch_up(wanted)
             status = self._wait(self._launcher, generation)
             self._launcher = None
             status = 128 - status if status < 0 else status
@@ -124,9 +122,10 @@ class _Supervisor:
             # The launcher may tell of ranks that it has killed after the first.
             if word[job_files.STOPPED] > generation:
                 status = RESTART_EXIT_CODE
-            self._end_ranks()
-            if (self._signal and not self._waits) or (status == RESTART_EXIT_CODE and not self._resizing):
-                return status
+            stops = bool(self._signal and not self._pending) or (status == RESTART_EXIT_CODE and not self._resizing)
+            self._end_ranks(children=not stops)
+            if stops:
+                break
             lived = time.monotonic() - began
             generation = word[job_files.GENERATION] + 1  # ranks may have gone on without some, too
             if self._resizing:
@@ -146,6 +145,14 @@ class _Supervisor:
             kept = self._step()
             where = f"from step {kept} in memory" if kept else "from the newest checkpoint"
             _say(f"{told}: started again {where} ({died} of {self._restarts})")
+        return status or 128 + self._signal
+
+    def _catch_up(self, ranks: int | None) -> None:
+        """Pass on what came while the ranks, so many, were being started."""
+        if self._signal and not self._pending and self._launcher is not None:
+            self._launcher.send_signal(self._signal)
+        if self._ranks_wanted != ranks:
+            self._resizing, self._pending = True, signal.SIGUSR1
 
     def _ended_well(self, generation: int, status: int) -> bool:
         """Return whether the program has ended as it should: what its ranks say, and its launcher where ranks are not lost."""
@@ -162,7 +169,7 @@ class _Supervisor:
                 return standby.release(environment)
             standby.end()
         command, own = self._start(self._ranks_wanted, False)
-        return subprocess.Popen(command, env={**os.environ, **own, **environment}, preexec_fn=_end_with_this)
+        return subprocess.Popen(command, env=environment_with(own, environment), preexec_fn=end_with_parent)
 
     def _stand_by(self) -> None:
         """Have the next ranks wait, once those of now have told what they have imported."""
@@ -180,10 +187,9 @@ class _Supervisor:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return launcher.wait(_LOOK)
-            begun = self._state[job_files.BEGUN] > generation
-            if self._waits and (begun or time.monotonic() - began > _BEGINNING):
-                self._waits = False
-                launcher.send_signal(self._signal)
+            if self._pending and (self._state[job_files.STEP] or time.monotonic() - began > _BEGINNING):
+                launcher.send_signal(self._pending)
+                self._pending = 0
             self._stand_by()
             if not ended and self._state[job_files.ENDED] > generation:
                 ended = time.monotonic()
@@ -194,7 +200,7 @@ class _Supervisor:
         """Pass a signal on; after one nothing is started again, but for ranks that are told to save."""
         self._signal = number
         if self._launcher is None:
-            self._waits = number == signal.SIGUSR1
+            self._pending = number if number == signal.SIGUSR1 else 0
         elif not (number == signal.SIGINT and _in_foreground()):  # a terminal sends it to all of a job
             with contextlib.suppress(ProcessLookupError):
                 self._launcher.send_signal(number)
@@ -207,17 +213,18 @@ class _Supervisor:
         except (OSError, ValueError, MpistratError) as error:
             _say(f"the job goes on with as many ranks as before: {error}")
             return
-        self._ranks_wanted, self._resizing = wanted, True
+        self._ranks_wanted = wanted
         if self._launcher is not None:
+            self._resizing = True
             self._launcher.send_signal(signal.SIGUSR1)
 
     def _step(self) -> int:
-        """Return the newest step that is whole in memory on this node; 0 without one."""
-        newest = 0
+        """Return the step that is whole in the newest file of snapshots on this node; 0 without one."""
+        found = list[tuple[float, int]]()
         for path in job_files.paths(self._job):
             with contextlib.suppress(OSError, ValueError):
-                newest = max(newest, SnapshotFile(path).newest())
-        return newest
+                found.append((path.stat().st_mtime, SnapshotFile(path).newest()))
+        return max(((at, step) for at, step in found if step), default=(0.0, 0))[1]
 
     def _end_ranks(self, children: bool = True) -> None:
         """Kill the ranks on this node that have outlived their launcher, and their children: they must not write any more."""
@@ -240,12 +247,6 @@ class _Supervisor:
                 if mark in words and not (waiting and waiting in words) and (children or not child):
                     found.append(int(path.parent.name))
         return [pid for pid in found if pid != os.getpid()]
-
-
-def _end_with_this() -> None:
-    """Have a launcher, which calls this before it begins, end when this process is killed: nobody would look after it."""
-    if _PRCTL is not None:
-        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _in_foreground() -> bool:

@@ -91,7 +91,7 @@ def make_file(path: Path, head: bytes, nbytes: int) -> None:
     """Make a file of so many bytes, whose memory is there, zeros behind the head; it has its name when it is complete.
 
     Raises:
-        OSError: there is no room, or the file is there.
+        OSError: there is no room.
     """
     beside = path.with_name(f"{path.name}.part")
     with contextlib.suppress(FileNotFoundError):

@@ -118,8 +118,12 @@ class Checkpoint:
             self._forget()
 
     def end_runs(self) -> None:
-        """Give back the memory of snapshots. Local."""
+        """Give back the memory of snapshots that are not needed any more. Local."""
         self._snapshots.end()
+
+    def note_saved(self, run: str, step: int) -> None:
+        """Note that there is a complete checkpoint of a run after a step. Local."""
+        self._snapshots.note_saved(run, step)
 
     def _forget(self) -> None:
         self._seconds, self._saving = self.seconds, None

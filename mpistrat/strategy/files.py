@@ -106,7 +106,8 @@ class Files(ABC):
         """Keep all variables, and all that optimizers keep, in memory of each node that outlives its ranks. Collective.
 
         For a job that `mpistrat run --restarts` starts again; `ms.train.Checkpoints` does it. The memory is twice that of
-        variables and optimizers on each node, and is given back when the strategy is closed, or the job has ended.
+        variables and optimizers on each node, and is given back when the job has ended, or when the strategy is closed after
+        `note_saved`.
 
         Args:
             step: how many steps there were, 1 or more.
@@ -127,6 +128,14 @@ class Files(ABC):
         Local; `ms.train.Checkpoints` calls it.
         """
         self._checkpoint.reach(step)
+
+    def note_saved(self, step: int, run: str = "") -> None:
+        """Say that there is a complete checkpoint of a run after a step: snapshots before it are not needed any more. Local.
+
+        Args:
+            step, run: as for `take_snapshot`.
+        """
+        self._checkpoint.note_saved(run, step)
 
     def newest_snapshot(self, run: str = "") -> Snapshot | None:
         """Return the newest state that some node still has whole, as its step says; None where there is none. Collective.

@@ -184,11 +184,13 @@ class SnapshotFile:
 
 @dataclass
 class _Run:
-    """The files that a strategy has made for one run."""
+    """What a strategy has made for one run."""
 
     file: SnapshotFile | None = None
     serial: int = 0  # of the file
     taken: int = 0  # snapshots in it
+    newest: int = 0  # step
+    saved: int = -1  # the step of which there is a checkpoint, on a disk
 
 
 @final
@@ -254,7 +256,7 @@ class Snapshots:
         node.sync()
         file.end(buffer, node.rank, step)
         group.barrier("snapshot")  # all have copied: arrays may change; and the other buffer may
-        kept.taken += 1
+        kept.taken, kept.newest = kept.taken + 1, step
         if kept.taken == 1 and group.topology.rank == 0:
             job_files.note_modules(self._job)
         if kept.taken == 2 and node.rank == 0:  # every node has a whole one of this file
@@ -292,6 +294,7 @@ class Snapshots:
         generation, step = max(map(tuple, table.tolist()))
         if not step:
             return None
+        self._runs.setdefault(run, _Run()).newest = step
         return Snapshot(run, generation - 1, step, table.tolist().index([generation, step]))
 
     def open(self, snapshot: Snapshot) -> SnapshotFile:
@@ -305,11 +308,16 @@ class Snapshots:
                 return file
         raise OSError(f"the snapshot of step {snapshot.step} is not there any more")
 
+    def note_saved(self, run: str, step: int) -> None:
+        """Note that there is a complete checkpoint of a run after a step. Local."""
+        if self._job:
+            self._runs.setdefault(run, _Run()).saved = step
+
     def end(self) -> None:
-        """Give back the memory of runs that have ended, and not by an error. Local."""
+        """Give back the memory of runs of whose newest state there is a checkpoint, where no error ends them. Local."""
         if sys.exc_info()[0] is None and self._group.node.rank == 0:
-            for run in self._runs:
-                for path in job_files.paths(self._job, run):
+            for run, kept in self._runs.items():
+                for path in job_files.paths(self._job, run) if kept.saved >= kept.newest else ():
                     with contextlib.suppress(OSError):
                         path.unlink()
         self._runs.clear()

@@ -93,7 +93,7 @@ class Checkpoints:
         self._snapshots: _Period | None = None
         if snapshot_seconds is not None and strategy.takes_snapshots:
             self._snapshots = _Period(strategy, snapshot_seconds)
-        self._saved = False
+        self._saved, self._saving_step = False, 0
         group = strategy.extended.process_group
         self._until, self._layouts = group.environment.until, [(0, group.topology.ranks_per_node)]
 
@@ -198,11 +198,12 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if not self._saved:
                     remove_dead(self.folder, _NAMES)
-        extra, self._saved = self._with_step(notes, step), True
+        extra, self._saved, self._saving_step = self._with_step(notes, step), True, step
         if self._asynchronous:
             self._saving = strategy.begin_save(path, extra, then=self._remove_old)
         else:
             strategy.save(path, extra)
+            strategy.note_saved(step, self._run)
             if strategy.rank == 0:
                 self._remove_old()
         if self._period is not None:
@@ -218,6 +219,7 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
+            self._strategy.note_saved(self._saving_step, self._run)
 
     def _remove_old(self) -> None:
         try:

@@ -29,6 +29,7 @@ from ..errors import ClusterError, LayoutError, explain
 __all__ = ["Job", "survive"]
 
 T = TypeVar("T")
+_own_keys = set[str]()  # of jobs without a supervisor
 
 
 @final
@@ -92,12 +93,15 @@ class _Survival:
     def __init__(self, comm: Any) -> None:
         self._comm, self._lost = comm, tuple[int, ...]()
         environment, self._noticed = Environment.read(), 0.0
-        self._generation, self._job = environment.generation, environment.job  # a supervisor's key, if there is one
+        self._generation = environment.generation
+        self._job = "" if environment.job in _own_keys else environment.job  # a supervisor's, if there is one
         if self._job:
             self._generation = job_files.least_generation(self._job, self._generation)
         key = np.frombuffer(secrets.token_bytes(8), np.uint8).copy()
         comm.Bcast(key)
-        os.environ.setdefault("MPISTRAT_JOB", key.tobytes().hex())
+        if not environment.job:
+            _own_keys.add(key.tobytes().hex())
+            os.environ["MPISTRAT_JOB"] = key.tobytes().hex()
         abort.leave_without_mpi(lambda: world.agree(True))
 
     def run(self, train: Callable[[Job], T]) -> T:

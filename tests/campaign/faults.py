@@ -17,9 +17,8 @@ for name in ("begin", "write", "write_notes", "end"):
 """,
     "old files removed early": """
 make = Snapshots._make
-def early(self, forms, notes_bytes):
-    file = make(self, forms, notes_bytes)
-    self._taken = 0
+def early(self, run, kept, forms, notes_bytes):
+    file = make(self, run, kept, forms, notes_bytes)
     job_files.remove_older(self._job, file.path)
     return file
 Snapshots._make = early

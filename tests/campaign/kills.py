@@ -296,9 +296,15 @@ def _look_for_faults(way: Way, options: argparse.Namespace) -> dict[str, Any]:
             campaign.at_random(options.kills, until_wrong=True)
         outcome = campaign.outcome
         what = outcome.wrong[0].split("}]: ", 1)[-1].strip() if outcome.wrong else "NOT FOUND"
+        if "TypeError" in what or "AttributeError" in what:
+            raise RuntimeError(f"the mistake {name!r} does not fit the package any more: {what}")
         found[name] = {"kills": len(outcome.kills), "found": what.splitlines()[0] if outcome.wrong else None}
         print(f"{name}: after {len(outcome.kills)} kills: {what}", flush=True)
     return found
+
+
+def _spread(times: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))]} if times else {}
 
 
 def main() -> int:
@@ -328,7 +334,7 @@ def main() -> int:
                 "jobs": outcome.jobs, "kills": len(outcome.kills),
                 "by_kind": dict(Counter(kill["kind"] for kill in outcome.kills)), "lines_in_turn": swept,
                 "wrong": outcome.wrong,
-                "recovery_seconds": {"median": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))]},
+                "recovery_seconds": _spread(times),
             }  # fmt: skip
     finally:
         place.close()

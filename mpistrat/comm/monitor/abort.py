@@ -27,8 +27,8 @@ from ..._util.text import plural, ranges
 from ...cluster import start
 from ...cluster.launcher_variables import launched_rank, launched_size
 from ...cluster.world import is_loss, loses_ranks, survives
-from ...environment import RANK_PROCESS, Environment
-from . import exit_report
+from ...environment import RANK_PROCESS, RESTART_EXIT_CODE, Environment
+from . import exit_report, leftovers
 
 __all__ = [
     "KEY_BYTES",
@@ -269,6 +269,9 @@ def _at_exit() -> None:
     start.mark_finished()
     if exit_status() and not ending and (mpi is None or not mpi.Is_initialized()):
         end_job(f"{_who()}: the job ends: it called sys.exit({exit_status()}) before MPI was started", exit_status())
+    environment = Environment.read()
+    if environment.job and exit_status() not in (0, RESTART_EXIT_CODE):  # where ranks survive, no launcher tells of it
+        leftovers.set_word(environment.job, leftovers.ENDED, environment.generation + 1)
     if _wait_at_end is not None and not ending:
         _wait_at_end()
         logging.shutdown()

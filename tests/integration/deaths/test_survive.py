@@ -313,6 +313,18 @@ say("end", 1)
     assert re.search(r"rank 2 of 3 .* (was ended by SIGKILL|ended without a word)", done.stderr)
 
 
+def test_a_rank_that_ends_with_an_error_ends_the_job(run):
+    """After all that is common, and though its launcher says 0."""
+    done = run(
+        "def at(job, strategy, step):\n    pass\n"
+        + STEPS
+        + "from mpi4py import MPI\nsys.exit(3 if MPI.COMM_WORLD.rank == 1 else 0)\n",
+        status=-1,
+    )
+    assert len(ends(done)) == 3
+    assert "given up" in done.stderr or "have ended with status" in done.stderr
+
+
 def test_ranks_stop_together_after_a_loss(run):
     done = run(
         """

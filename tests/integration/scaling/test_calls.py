@@ -71,7 +71,7 @@ def count(mpi, mpi_run, counter, tmp_path):
         assert result.returncode == 0, result
         told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
         assert told[0]["nodes"] == (nodes if "MPICH" in mpi.vendor else 1)
-        where = {1: "rank", ranks: "world", ranks // nodes: "node", nodes: "nodes"}
+        where = {1: "rank", ranks // nodes: "node", nodes: "nodes", ranks: "world"}
         found = {phase: defaultdict(lambda: (0, 0)) for phase in PHASES}
         for one in told:
             for phase in PHASES:

@@ -56,6 +56,7 @@ def test_servers_have_snapshots(job):
         strategy.take_snapshot(1, {"who": "servers"})
         if not strategy.is_server:
             value = w.numpy()
+        strategy.barrier()  # before any worker pushes again
         for _ in data:
             strategy.run(lambda: optimizer.apply_gradients([(np.ones(1000), w)]))
         snapshot = strategy.newest_snapshot()
@@ -69,26 +70,29 @@ def test_servers_have_snapshots(job):
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("shared", ["0", "1"])
 def test_each_run_has_its_own(job, monkeypatch, mpi_tmp_path, shared):
-    """Also where each rank has memory of its own; what a closed strategy has kept is given back."""
+    """Also where each rank has memory of its own; closing gives back what a file has, and nothing else."""
     monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", shared)
-    for run in ("folds/0", "folds/1"):
+    for fold, left in ((0, 0), (1, 1), (2, 1)):
         with ms.MultiWorkerMirroredStrategy() as strategy:
             with strategy.scope():
                 w = ms.Variable(np.zeros(1000), name="w")
-            checkpoints = ms.train.Checkpoints(strategy, run, snapshot_seconds=1e-9)
+            checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path / f"{fold}", snapshot_seconds=1e-9)
             assert checkpoints.restore_latest() is None
             for step in (1, 2, 3):
                 w.assign(np.full(1000, float(step)))
-                checkpoints.step(step, {"run": run})
+                checkpoints.step(step, {"fold": fold})
             strategy.save(mpi_tmp_path / "another.h5")
             w.assign(np.zeros(1000))
-            assert strategy.newest_snapshot("folds/another") is None
-            assert checkpoints.restore_latest() == {"run": run, "step": 3}
+            assert strategy.newest_snapshot("another run") is None
+            assert checkpoints.restore_latest() == {"fold": fold, "step": 3}
             assert (w.numpy() == 3).all()
-            assert len(job_files.paths(job)) == (strategy.size if shared == "0" else 1)
+            if fold != 1:
+                checkpoints.save(3)
+                checkpoints.wait()
             strategy.barrier()
+            each = strategy.size if shared == "0" else 1
         ms.MultiWorkerMirroredStrategy().close()
-        assert not job_files.paths(job)
+        assert len(job_files.paths(job)) == left * each
 
 
 def test_what_an_error_ends_is_kept(job):

@@ -141,8 +141,9 @@ def test_after_a_signal_nothing_is_started_again():
     assert "started again" not in err
 
 
-def test_a_signal_between_two_starts_is_passed_on():
-    """The ranks that are started then hear of the end of the job's time, and can save."""
+@pytest.mark.parametrize(("number", "status", "told"), [("SIGUSR1", 42, ["told"]), ("SIGTERM", 143, [])])
+def test_a_signal_between_two_starts_is_passed_on(number, status, told):
+    """The ranks that are started then hear of the end of the job's time, and can save; or are ended."""
     rank = (
         "import os, signal, sys, time\n"
         "from mpistrat.comm import job_files\n"
@@ -153,20 +154,22 @@ def test_a_signal_between_two_starts_is_passed_on():
         "signal.signal(signal.SIGUSR1, stop)\n"
         "job_files.state(job)[job_files.BEGUN] = generation + 1\n"
         "generation or os._exit(9)\n"
+        "time.sleep(0.5)\n"
+        "job_files.state(job)[job_files.STEP] = 5\n"
         "time.sleep(30)\n"
     )
     code = (
         "import os, signal, sys\n"
         "from mpistrat.cli import supervise\n"
         "def start(*how):\n"
-        "    if supervise.Path('second').exists(): os.kill(os.getpid(), signal.SIGUSR1)\n"
+        f"    if supervise.Path('second').exists(): os.kill(os.getpid(), signal.{number})\n"
         "    supervise.Path('second').touch()\n"
         f"    return [sys.executable, '-c', {rank!r}], {{}}\n"
         "sys.exit(supervise.supervise(start, 3))\n"
     )
     with tempfile.TemporaryDirectory() as folder:
         reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=folder)
-    assert (reply.returncode, reply.stdout.split()) == (42, ["told"]), reply.stderr
+    assert (reply.returncode, reply.stdout.split()) == (status, told), reply.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

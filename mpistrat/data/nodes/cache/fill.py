@@ -120,8 +120,9 @@ class Claims:
                 if mine.size:
                     return mine
             if deadline.passed:
-                reader = self._ranks[max(0, int(self._state[chunks[0]]) - 1)]
-                raise TimeoutError(f"waited {self._timeout:g} s for rows that rank {reader} reads")
+                index = int(self._state[chunks[0]]) - 1
+                reader = f"rank {self._ranks[index]} reads" if index >= 0 else "another rank was reading"
+                raise TimeoutError(f"waited {self._timeout:g} s for rows that {reader}")
             backoff.pause()
 
     def _take(self, file: int, chunk: int) -> bool:
