@@ -24,6 +24,7 @@ from . import (
 )
 from ._version import __version__
 from .cluster import ClusterSpec
+from .comm.job_files import expect_end_under_launcher as _expect_end_under_launcher
 from .comm.monitor.abort import install_under_launcher as _install_under_launcher
 from .context import (
     get_replica_context,
@@ -154,6 +155,7 @@ __all__ = [
 ]
 
 _install_under_launcher()
+_expect_end_under_launcher()
 
 
 def __getattr__(name: str) -> Any:

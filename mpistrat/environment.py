@@ -31,11 +31,14 @@ from dataclasses import dataclass
 
 from .errors import explain
 
-__all__ = ["RANK_PROCESS", "RESTART_EXIT_CODE", "STRATEGIES", "Environment"]
+__all__ = ["RANK_PROCESS", "RESTART_EXIT_CODE", "STANDBY", "STRATEGIES", "Environment"]
 
 RESTART_EXIT_CODE = 42  # of a program that has saved and wants to be put back into the queue, as TensorFlow's
 
 RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process, so that its children do not take themselves for it
+STANDBY = (
+    "MPISTRAT_STANDBY"  # the number, among those of a job, of the ranks in reserve that a process belongs to, or has
+)
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server")
 

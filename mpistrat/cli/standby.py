@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any, final
 
 from ..comm import job_files
-from ..environment import RANK_PROCESS
+from ..environment import RANK_PROCESS, STANDBY
 
-__all__ = ["NUMBER", "Standby", "end_with_parent", "environment_with", "main", "words_of"]
+__all__ = ["Standby", "end_with_parent", "environment_with", "main", "words_of"]
 
-NUMBER = "MPISTRAT_STANDBY"  # tells those that wait from the ranks, and names none to which a rank belongs
 _PR_SET_PDEATHSIG = 1  # Linux's prctl(2)
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up before a fork
 _PLACE = "MPISTRAT_STANDBY_AT"
@@ -72,7 +71,7 @@ class Standby:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._listener.settimeout(_LOOK)
         given = environment_with(environment)
-        own = {_PLACE: str(self._listener.getsockname()[1]), NUMBER: str(number)}
+        own = {_PLACE: str(self._listener.getsockname()[1]), STANDBY: str(number)}
         own[_GIVEN] = json.dumps({name: given.get(name) for name in put})
         self.launcher = subprocess.Popen(command, env={**given, **put, **own}, preexec_fn=end_with_parent)
         self._thread = threading.Thread(target=self._serve, name="mpistrat-standby", daemon=True)
@@ -125,6 +124,7 @@ def main(words: list[str]) -> None:
         return  # the supervisor has died, or the job has ended
     _put_back()
     os.environ.update(json.loads(message))
+    job_files.expect_end_under_launcher(waited=True)
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

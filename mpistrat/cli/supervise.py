@@ -25,11 +25,11 @@ from ..cluster.allocation import allocation_of_job
 from ..comm import job_files
 from ..comm.agree import Ranks
 from ..comm.monitor import leftovers
-from ..environment import RANK_PROCESS, RESTART_EXIT_CODE
+from ..environment import RANK_PROCESS, RESTART_EXIT_CODE, STANDBY
 from ..errors import MpistratError
 from ..strategy.snapshot import SnapshotFile
 from .command import DONE, PROBLEM, Command
-from .standby import NUMBER, Standby, end_with_parent, environment_with
+from .standby import Standby, end_with_parent, environment_with
 
 __all__ = ["COMMAND", "supervise"]
 
@@ -159,7 +159,9 @@ class _Supervisor:
         begun, done, ended = (
             self._state[word] > generation for word in (job_files.BEGUN, job_files.DONE, job_files.ENDED)
         )
-        return (status == 0 and not begun) or (done and (not ended if self._survives else status == 0))
+        if self._survives:
+            return done and not ended
+        return status == 0 and (done or not begun)
 
     def _launch(self, environment: dict[str, str]) -> subprocess.Popen[Any]:
         """Start the ranks, or have those begin that wait for it."""
@@ -238,7 +240,7 @@ class _Supervisor:
     def _ranks(self, children: bool) -> list[int]:
         mark, waiting = f"MPISTRAT_JOB={self._job}".encode(), b""
         if self._standby is not None:
-            waiting = f"{NUMBER}={self._standby.number}".encode()
+            waiting = f"{STANDBY}={self._standby.number}".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):

@@ -26,14 +26,15 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from ..environment import RESTART_EXIT_CODE
+from ..cluster.launcher_variables import launched_rank
+from ..environment import RESTART_EXIT_CODE, STANDBY, Environment
 from .monitor import abort, leftovers
 from .shared_memory import map_file
 
 __all__ = [
     "BEGUN", "DONE", "ENDED", "GENERATION", "RESIZE", "STEP", "STOPPED", "ask_for_size", "asked_size", "expect_end",
-    "generation_of", "hold", "imported", "least_generation", "lock", "make_file", "mark", "note_modules", "path_of", "paths",
-    "remove", "remove_older", "state", "supervisors", "sweep", "unsupervised",
+    "expect_end_under_launcher", "generation_of", "hold", "imported", "least_generation", "lock", "make_file", "mark",
+    "note_modules", "path_of", "paths", "remove", "remove_older", "state", "supervisors", "sweep", "unsupervised",
 ]  # fmt: skip
 
 RESIZE = signal.SIGUSR2
@@ -137,6 +138,25 @@ def expect_end(job: str, generation: int, first: bool) -> None:
     if _end is None or _end.process != os.getpid():
         atexit.register(_at_exit)
     _end = _End(os.getpid(), job, generation, first, supervised)
+
+
+def expect_end_under_launcher(waited: bool = False) -> None:
+    """As `expect_end`, if this is rank 0 of a job that has a supervisor: `import mpistrat` calls it, and who waited to be a rank.
+
+    A program that ends, or dies, before it makes a strategy is told from one that has nothing to do with this package.
+
+    Args:
+        waited: whether this process was in reserve, and is a rank now.
+    """
+    if STANDBY in os.environ and not waited:
+        return
+    try:
+        environment = Environment.read()
+    except ValueError:  # which the first strategy tells
+        return
+    if environment.job and launched_rank() == 0 and mark(environment.job, "lock").exists():
+        state(environment.job)[DONE] = 0
+        expect_end(environment.job, environment.generation, True)
 
 
 def note_modules(job: str) -> None:

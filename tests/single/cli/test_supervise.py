@@ -75,6 +75,22 @@ def test_where_ranks_are_lost_the_launcher_is_not_asked():
     assert (status, starts) == (1, ["0", "1"])
 
 
+def test_where_ranks_are_lost_a_status_of_zero_says_nothing():
+    """Not even that of ranks that have died before they told that they had begun."""
+    assert run("early", survive=True, restarts=1)[:2] == (1, ["0", "1"])
+
+
+def test_a_rank_that_imports_the_package_has_begun():
+    code = (
+        "import sys; from mpistrat.cli.supervise import supervise\n"
+        "sys.exit(supervise(lambda *how: ([sys.executable, '-c', {!r}], {}), 1, survive=True))"
+    )
+    rank = "import os; os.environ.update(PMI_SIZE='1', PMI_RANK='0'); import mpistrat"
+    assert subprocess.run([sys.executable, "-c", code.format(rank, {})], timeout=60).returncode == 0
+    rank += "; os._exit(0)"
+    assert subprocess.run([sys.executable, "-c", code.format(rank, {})], timeout=60).returncode == 1
+
+
 def test_ranks_that_have_nothing_left_to_do_end_well():
     assert run("early")[:2] == (0, ["0", "1"])
 
