@@ -93,7 +93,7 @@ def plan_of(rng: random.Random, kills: int, way: Way, kind: str = "", first: int
             "kind": chosen, "nth": nth, "rank": rng.randrange(way.ranks), "who": "one" if chosen == "leave" else who,
             "steps": {"commit": 1, "late": rng.randrange(10, 16), "leave": rng.randrange(1, 12)}.get(
                 chosen, rng.randrange(1, 12)),
-            "less": rng.randrange(0, 30), "after": rng.uniform(0.0, 0.35) + 0.35 * (not way.survive),
+            "less": rng.randrange(0, 30), "after": rng.uniform(0.0, 0.12) if way.survive else rng.uniform(0.3, 0.7),
         })  # fmt: skip
     return plan
 
