@@ -204,7 +204,7 @@ def train(job: Any) -> None:
 
     if servers and strategy.is_server:
         victim.serve()
-    checkpoints = ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.02, every_steps=25)
+    checkpoints = ms.train.Checkpoints(strategy, "checkpoints", snapshot_seconds=0.02, every_steps=40)
     ms.train.Trainer(strategy, step, metrics=[seen], callbacks=[watch], checkpoints=checkpoints).fit(data, EPOCHS)
     sys.settrace(None)
     slots = [optimizer.slots(v)[name].tobytes() for v in (w, b) for name in sorted(optimizer.slot_names)]
