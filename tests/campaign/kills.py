@@ -291,7 +291,7 @@ def _arguments() -> argparse.Namespace:
 def _look_for_faults(way: Way, options: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name in options.fault or [name for name in FAULTS if way.survive or name not in IN_PLACE]:
-        broken = Way(way.python, way.place, way.ranks, way.survive, way.servers, FAULTS[name])
+        broken = Way(way.python, way.place, way.ranks, way.survive, way.servers, FAULTS[name], way.kinds)
         with Campaign(broken, options.seed, options.each) as campaign:
             campaign.at_random(options.kills, until_wrong=True)
         outcome = campaign.outcome
