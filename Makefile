@@ -83,8 +83,8 @@ campaign: $(ENV_mpich)/.test-$(KEY) $(ENV_openmpi)/.test-$(KEY)  ## kill ranks 2
 	$(call KILLS,$(MPICH_PYTHON)) --ranks 4 --servers 2 --kills 100
 	$(call KILLS,$(MPICH_PYTHON)) --ranks 4 --hosts 2 --kills 40
 	$(MPICH_PYTHON) tests/campaign/slurm.py --mpi-env mpich=$(MPICH_PYTHON) --cycles 50 --output $(CAMPAIGN)
-	$(call KILLS,$(MPICH_PYTHON)) --faults --kills 60
-	$(call KILLS,$(OPENMPI_PYTHON)) --faults --survive --ranks 4 --kills 60
+	$(call KILLS,$(MPICH_PYTHON)) --faults --kinds commit line --kills 60
+	$(call KILLS,$(OPENMPI_PYTHON)) --faults --survive --ranks 4 --hosts 2 --kills 60
 
 frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## the environments with PyTorch, JAX, Keras, and with TensorFlow and Keras
 
