@@ -36,9 +36,7 @@ __all__ = ["RANK_PROCESS", "RESTART_EXIT_CODE", "STANDBY", "STRATEGIES", "Enviro
 RESTART_EXIT_CODE = 42  # of a program that has saved and wants to be put back into the queue, as TensorFlow's
 
 RANK_PROCESS = "MPISTRAT_RANK_PROCESS"  # the rank's process, so that its children do not take themselves for it
-STANDBY = (
-    "MPISTRAT_STANDBY"  # the number, among those of a job, of the ranks in reserve that a process belongs to, or has
-)
+STANDBY = "MPISTRAT_STANDBY"  # which of a job's ranks in reserve a process is, or was, from 1
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server")
 

@@ -148,7 +148,7 @@ def expect_end_under_launcher(waited: bool = False) -> None:
     Args:
         waited: whether this process was in reserve, and is a rank now.
     """
-    if STANDBY in os.environ and not waited:
+    if "MPISTRAT_JOB" not in os.environ or (STANDBY in os.environ and not waited):
         return
     try:
         environment = Environment.read()

@@ -36,7 +36,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,7 @@ def plan_of(rng: random.Random, kills: int, way: Way, kind: str = "", first: int
             nth, first, who = first, first + 1, "one"
         plan.append({
             "kind": chosen, "nth": nth, "rank": rng.randrange(way.ranks), "who": "one" if chosen == "leave" else who,
-            "steps": {"commit": 1, "late": rng.randrange(10, 16), "leave": rng.randrange(1, 12)}.get(
-                chosen, rng.randrange(1, 12)),
+            "steps": {"commit": 1, "late": rng.randrange(10, 16)}.get(chosen, rng.randrange(1, 12)),
             "less": rng.randrange(0, 30), "after": rng.uniform(0.0, 0.12) if way.survive else rng.uniform(0.3, 0.7),
         })  # fmt: skip
     return plan
@@ -216,8 +215,7 @@ class Campaign:
 
     def __enter__(self) -> Campaign:
         path = Path(self._folder.name)
-        plain = Way(self._way.python, self._way.place, self._way.ranks, self._way.survive, self._way.servers)
-        self._expected, wrong = run_job(plain, [], path / "alone")
+        self._expected, wrong = run_job(replace(self._way, fault=""), [], path / "alone")
         self.outcome.wrong += wrong or ([] if self._expected else ["the undisturbed job has no result"])
         return self
 
@@ -291,8 +289,7 @@ def _arguments() -> argparse.Namespace:
 def _look_for_faults(way: Way, options: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name in options.fault or [name for name in FAULTS if way.survive or name not in IN_PLACE]:
-        broken = Way(way.python, way.place, way.ranks, way.survive, way.servers, FAULTS[name], way.kinds)
-        with Campaign(broken, options.seed, options.each) as campaign:
+        with Campaign(replace(way, fault=FAULTS[name]), options.seed, options.each) as campaign:
             campaign.at_random(options.kills, until_wrong=True)
         outcome = campaign.outcome
         what = outcome.wrong[0].split("}]: ", 1)[-1].strip() if outcome.wrong else "NOT FOUND"

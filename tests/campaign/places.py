@@ -17,7 +17,7 @@ from typing import final
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers" / "launch"))
 
 from hosts import Hosts
-from slurm import ENDED, Slurm
+from slurm import ENDED, Job, Slurm
 
 __all__ = ["Here", "Place", "Running", "TwoHosts", "processes_of"]
 
@@ -137,7 +137,7 @@ class TwoHosts(Place):
 
 @final
 class _Batch(Running):
-    def __init__(self, job: object, folder: Path) -> None:
+    def __init__(self, job: Job, folder: Path) -> None:
         self._job, self._folder, self._look = job, folder, time.monotonic() + _LOOK
 
     def poll(self) -> int | None:
@@ -146,14 +146,13 @@ class _Batch(Running):
             return int(status.read_text())
         if time.monotonic() > self._look:
             self._look = time.monotonic() + _LOOK
-            if all(state in ENDED for state in self._job.states()):  # type: ignore[attr-defined]
+            if all(state in ENDED for state in self._job.states()):
                 return int(status.read_text()) if status.exists() else 1
         return None
 
     def end(self) -> None:
-        slurm, number = self._job.slurm, self._job.number  # type: ignore[attr-defined]
-        slurm.run("scancel", "--full", "--signal=KILL", number)
-        self._job.wait(60)  # type: ignore[attr-defined]
+        self._job.slurm.run("scancel", "--full", "--signal=KILL", self._job.number)
+        self._job.wait(60)
 
 
 def processes_of(folder: Path) -> list[str]:

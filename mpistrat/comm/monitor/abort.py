@@ -269,9 +269,11 @@ def _at_exit() -> None:
     start.mark_finished()
     if exit_status() and not ending and (mpi is None or not mpi.Is_initialized()):
         end_job(f"{_who()}: the job ends: it called sys.exit({exit_status()}) before MPI was started", exit_status())
-    environment = Environment.read()
-    if environment.job and exit_status() not in (0, RESTART_EXIT_CODE):  # where ranks survive, no launcher tells of it
-        leftovers.set_word(environment.job, leftovers.ENDED, environment.generation + 1)
+    if exit_status() not in (0, RESTART_EXIT_CODE):  # where ranks survive, no launcher tells of it
+        with contextlib.suppress(ValueError):  # a wrong setting, which may be why
+            environment = Environment.read()
+            if environment.job:
+                leftovers.set_word(environment.job, leftovers.ENDED, environment.generation + 1)
     if _wait_at_end is not None and not ending:
         _wait_at_end()
         logging.shutdown()
