@@ -5,7 +5,7 @@ rank and buffer that says of which step this rank's part is. A buffer is whole w
 have copied, and said so, before any goes on; so while one buffer is written the other one is whole on every node, and
 whenever ranks are killed the newest whole one is the state after some step.
 
-A rank that is killed takes nothing along: what has a name stays until the job has ended, or the strategy is closed.
+A rank that is killed takes nothing along: what has a name stays until the job has ended, or a closed strategy has it in a file.
 
 A program may have several runs, as one for each fold of its data: a run has a name, and files of its own.
 """
