@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -56,10 +55,10 @@ def supervise(start: Start, restarts: int, standby: bool = False, survive: bool 
     if not leftovers.FOLDER.is_dir():
         _say(f"--restarts keeps a job's state in {leftovers.FOLDER}, which is not there")
         return PROBLEM
-    swept = job_files.sweep()
+    job = job_files.new_key()
+    swept = job_files.sweep(job)
     if swept:
         _say(f"removed what {counted(len(swept), 'job')} had left in {leftovers.FOLDER}")
-    job = secrets.token_hex(8)
     held = job_files.lock(job)
     try:
         return _Supervisor(start, job, restarts, standby, survive).run()

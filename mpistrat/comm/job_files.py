@@ -8,7 +8,8 @@
     mpistrat-job-UID-KEY.size               with how many ranks it shall go on
 
 The supervisor removes them when the job has ended. What a supervisor that was killed has left, the next one removes: files whose
-lock nobody holds, which no rank has open, and which nobody has touched for some minutes.
+lock nobody holds, which no rank has open, and which nobody has touched for some minutes. Those of a SLURM job that was
+requeued need not wait: its next start removes them, as it needs the memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import signal
 import sys
 import time
@@ -34,7 +36,7 @@ from .shared_memory import map_file
 __all__ = [
     "BEGUN", "DONE", "ENDED", "GENERATION", "RESIZE", "STEP", "STOPPED", "ask_for_size", "asked_size", "expect_end",
     "expect_end_under_launcher", "generation_of", "hold", "imported", "least_generation", "lock", "make_file", "mark",
-    "note_modules", "path_of", "paths", "remove", "remove_older", "state", "supervisors", "sweep", "unsupervised",
+    "new_key", "note_modules", "path_of", "paths", "remove", "remove_older", "state", "supervisors", "sweep", "unsupervised",
 ]  # fmt: skip
 
 RESIZE = signal.SIGUSR2
@@ -48,6 +50,22 @@ _ABANDONED = 600.0  # seconds
 _OF_LAUNCHERS = ("MPISTRAT_", "OMPI_", "PMI", "PRTE_", "HYDRA_", "MPI", "SLURM_")
 _end: _End | None = None
 _SNAPSHOT = re.compile(r"\.s([0-9a-f]{8})\.g(\d+)\.(\d+)\.r(\d+)$")
+
+
+def new_key() -> str:
+    """Return a key for a job: 16 hexadecimal digits, of which the last 8 are random.
+
+    The first 6 are of the SLURM job, the next 2 of how often it was requeued: so a node knows what its earlier starts left.
+    """
+    job, count = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    if not job or not count.isdigit():
+        return secrets.token_hex(8)
+    return hashlib.blake2b(job.encode(), digest_size=3).hexdigest() + f"{int(count) % 256:02x}" + secrets.token_hex(4)
+
+
+def _is_earlier_start(job: str, own: str) -> bool:
+    """Return whether a key is of the same SLURM job before it was requeued."""
+    return job[:6] == own[:6] and job[6:8] != own[6:8]
 
 
 def mark(job: str, what: str) -> Path:
@@ -257,13 +275,17 @@ def remove(job: str) -> None:
 
 
 def sweep(own: str = "") -> list[str]:
-    """Remove this user's files of jobs whose supervisors are gone, but not of this process's own; return their keys."""
+    """Remove this user's files of jobs whose supervisors are gone; return their keys.
+
+    Args:
+        own: key of this process's job, whose files stay.
+    """
     removed = []
     for job in unsupervised():
         with contextlib.suppress(OSError, ValueError):
             files = list(leftovers.FOLDER.glob(mark(job, "*").name))
             old = time.time() - max(path.stat().st_mtime for path in files) > _ABANDONED
-            if job != own and old and not any(map(_is_locked, files)):
+            if job != own and (old or _is_earlier_start(job, own)) and not any(map(_is_locked, files)):
                 remove(job)
                 removed.append(job)
     return removed

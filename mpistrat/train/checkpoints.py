@@ -23,6 +23,7 @@ __all__ = ["Checkpoints", "checkpoints_iterator"]
 _POLL_SECONDS = 1.0  # between looks at a folder
 _SHARE = 0.01  # of the time, that snapshots take at most
 _COSTS = 4  # last ones that are looked at
+_LONGEST = 60  # times as long as it shall take, where ranks have to meet for it
 _LAYOUTS = "layouts"  # in the notes
 _NAMES = r"step-(\d{10,})\.h5"
 
@@ -144,7 +145,7 @@ class Checkpoints:
         Args:
             step: how many steps there were.
             notes: what `restore_latest` shall return, the same on all ranks; or a function that returns it.
-            met_after: seconds that ranks which step by themselves waited for each other, as a part of what a snapshot costs.
+            met_after: seconds that ranks which step by themselves waited for each other: the longer, the less often they meet.
 
         Returns:
             The file, None where none is written.
@@ -157,10 +158,10 @@ class Checkpoints:
             self.save(step, notes)
             self.wait()
             sys.exit(RESTART_EXIT_CODE)
-        if self._snapshots is not None and self._snapshots.due(step):
-            self._snapshots = self._take_snapshot(self._snapshots, step, notes, met_after)
+        if self._snapshots is not None and self._snapshots.due(step, met_after):
+            self._snapshots = self._take_snapshot(self._snapshots, step, notes)
         if not (self._every is not None and step % self._every == 0) and not (
-            self._period is not None and self._period.due(step)
+            self._period is not None and self._period.due(step, met_after)
         ):
             return None
         try:
@@ -170,7 +171,7 @@ class Checkpoints:
                 logger.warning("Checkpoints: step %d is not saved, training goes on: %s", step, error)
             return None
 
-    def _take_snapshot(self, period: _Period, step: int, notes: Any, met_after: float) -> _Period | None:
+    def _take_snapshot(self, period: _Period, step: int, notes: Any) -> _Period | None:
         began = time.monotonic()
         try:
             self._strategy.take_snapshot(step, self._with_step(notes, step), self._run)
@@ -178,7 +179,7 @@ class Checkpoints:
             if self._strategy.rank == 0:
                 logger.warning("Checkpoints: training goes on without snapshots: %s", error)
             return None
-        period.begin(step, met_after + time.monotonic() - began)
+        period.begin(step, time.monotonic() - began)
         return period
 
     def save(self, step: int, notes: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> Path:
@@ -348,42 +349,51 @@ class _Period:
         self._strategy, self._seconds = strategy, seconds
         self._begun: tuple[int, float] | None = None  # a step, and the time then
         self._costs: list[float] = []
+        self._asking: list[float] = []  # what the last questions cost
+        self._least = 1  # steps between two questions
         self.next = 0
 
     def begin(self, step: int, cost: float = 0.0) -> None:
         """Measure from now on; what cost so many seconds shall take a hundredth of the time at most.
 
-        The first time does not count, which takes memory, and of the last ones the shortest does: ranks wait for each other.
+        The first two times do not count, which take memory, and of the last ones the shortest does: ranks wait for each other.
         """
         done = 0 if self._begun is None else step - self._begun[0]
-        self._begun, self.next = (
-            (step, time.monotonic()),
-            step + max(1, done // 4),
-        )  # as if steps took as long as before
+        self._begun = step, time.monotonic()
+        self.next = step + max(self._least, done // 4)  # as if steps took as long as before
         self._costs = [*self._costs[-_COSTS - 1 :], cost]  # of the begin, of the first, …
 
-    def due(self, step: int) -> bool:
-        """Return whether the time has passed, the first step after which this is asked being its begin. Collective."""
+    def due(self, step: int, cost: float) -> bool:
+        """Return whether the time has passed, the first step after which this is asked being its begin. Collective.
+
+        Args:
+            step: how many steps there were.
+            cost: seconds that it took to meet for the question: then it is asked more seldom, too, but for a limit, as with a
+                rank that is always slow each wait is the longer.
+        """
         if self._begun is None:
             self.begin(step)
             return False
         if step < self.next:
             return False
-        self.next = self._strategy.broadcast_object(self._look(step))
+        self.next, self._least = self._strategy.broadcast_object(self._look(step, cost))
         return self.next <= step
 
-    def _look(self, step: int) -> int:
-        """Return the step to look at the clock again, or this one where it is time.
+    def _look(self, step: int, cost: float) -> tuple[int, int]:
+        """Return the step to look at the clock again, or this one where it is time; and how many lie between two looks.
 
         No rank asks another at each step: from the time that steps took so far, when it is due is estimated, but never
-        further ahead than twice as many steps.
+        further ahead than three times as many steps.
         """
         assert self._begun is not None
+        self._asking = [*self._asking[1 - _COSTS :], cost]
         first, begun = self._begun
         passed, done = time.monotonic() - begun, step - first
-        left = max(self._seconds, min(self._costs[2:], default=0.0) / _SHARE) - passed
-        each = passed / done
-        return step if left <= each / 2 else step + max(1, min(done, int(left / each)))
+        took, asking, each = min(self._costs[2:], default=0.0), min(self._asking), passed / done
+        left = max(self._seconds, took / _SHARE) - passed
+        pause = min((took + asking) / _SHARE, _LONGEST * self._seconds) if asking else 0.0
+        least, ahead = (max(1, min(3 * done, int(seconds / each))) for seconds in (pause, left))
+        return (step if left <= each / 2 else step + max(least, ahead)), least
 
 
 def checkpoints_iterator(

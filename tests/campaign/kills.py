@@ -7,10 +7,10 @@
     python tests/campaign/kills.py --faults --mpi-env mpich=.venv/bin/python
 
 A rank of the job (victim.py) dies where it runs its n-th line of the package in a step, begins its n-th collective, or runs
-the n-th line of a snapshot, of its begin, of what it does to come back, or of leaving after another's death; or it gets
-SIGKILL from outside, at a random moment. It dies alone, with the next rank, or with all ranks of its host. With `--survive`
-the others go on in place, else all are started again. `--sweep` takes each line of a snapshot, of coming back and of leaving
-in turn, before chance.
+the n-th line of its first snapshot or of a later one, of its begin, of what it does to come back, or of leaving after
+another's death; or it gets SIGKILL from outside, at a random moment. It dies alone, with the next rank, or with all ranks of
+its host. With `--survive` the others go on in place, else all are started again. `--sweep` takes each line of snapshots, of
+coming back and of leaving in turn, before chance.
 
 Of each job is asserted: its weights and slots are, to the last bit, those of the undisturbed one; of each step the newest
 generation that took it had each row of its batch once; it never stands still; no file and no process is left. What is printed,
@@ -49,9 +49,10 @@ FIRST = 45.0  # the same before the first step
 LOST = 20  # steps that a kill may cost: snapshots are taken every few
 LIFE = 240.0  # seconds that a job with all its kills may take
 ENDING = 8.0  # seconds after which nothing of a job may be left
-KINDS = ("line", "call", "commit", "commit", "begin", "recovery", "leave", "outside", "outside", "outside")
-MOST = {"begin": 60_000, "recovery": 400, "leave": 60, "commit": 80, "call": 12}  # of n; other kinds: 4,000
-SWEPT = ("commit", "recovery", "leave")
+KINDS = ("line", "call", "commit", "later", "begin", "recovery", "leave", "outside", "outside", "outside")
+# Of n; other kinds: 4,000.
+MOST = {"begin": 60_000, "recovery": 400, "leave": 60, "commit": 80, "later": 40, "call": 12}
+SWEPT = ("commit", "later", "recovery", "leave")
 MISSED = 3  # lines in a row that no rank came to: there are no more
 
 
@@ -83,7 +84,7 @@ def plan_of(rng: random.Random, kills: int, way: Way, kind: str = "", first: int
     plan: list[Kill] = []
     while len(plan) < kills:
         chosen = kind or rng.choice([kind for kind in way.kinds if way.survive or kind != "leave"])
-        if not plan or (plan[-1]["kind"] not in ("line", "call", "late", "outside") and not way.survive):
+        if not plan or (plan[-1]["kind"] not in ("line", "call", "late", "later", "outside") and not way.survive):
             chosen = "late"  # one that dies three times at one step is given up
         who = rng.choice(("one", "one", "two", *(["host"] if way.place.hosts > 1 else [])))
         nth = rng.randrange(1, MOST.get(chosen, 4_000))
@@ -91,7 +92,7 @@ def plan_of(rng: random.Random, kills: int, way: Way, kind: str = "", first: int
             nth, first, who = first, first + 1, "one"
         plan.append({
             "kind": chosen, "nth": nth, "rank": rng.randrange(way.ranks), "who": "one" if chosen == "leave" else who,
-            "steps": {"commit": 1, "late": rng.randrange(10, 16)}.get(chosen, rng.randrange(1, 12)),
+            "steps": {"commit": 1, "later": LOST + 2, "late": rng.randrange(10, 16)}.get(chosen, rng.randrange(1, 12)),
             "less": rng.randrange(0, 30), "after": rng.uniform(0.0, 0.12) if way.survive else rng.uniform(0.3, 0.7),
         })  # fmt: skip
     return plan
@@ -243,7 +244,8 @@ class Campaign:
         """Run jobs that are killed at each line of what a kind says, and return how many lines there were."""
         nth, missed = 1, 0
         while missed < MISSED and not self.outcome.wrong:
-            plan = plan_of(self._rng, self._each, self._way, kind, nth)
+            count = 2 if kind == "later" else self._each  # the first is another one, and a job has no steps for more
+            plan = plan_of(self._rng, count, self._way, kind, nth)
             planned = [kill["nth"] for kill in plan if kill["kind"] == kind]
             hit = {kill["nth"] for kill in self.job(plan) if kill["kind"] == kind}
             for number in planned:

@@ -122,7 +122,7 @@ class Victim:
 
     def serve(self) -> None:
         """This rank is a parameter server: it sees no steps, but takes snapshots."""
-        if self._kill is not None and self._kill["kind"] in ("line", "call", "late", "commit"):
+        if self._kill is not None and self._kill["kind"] in ("line", "call", "late", "commit", "later"):
             Countdown(self._kill, 1 + self._nth() % 500, COMMIT).start()
 
     def step(self, number: int) -> None:
@@ -136,7 +136,7 @@ class Victim:
             Countdown({**kill, "kind": "late"}, 1).start()  # it is the other one's lines that count
         elif kill["kind"] in ("line", "late"):
             Countdown(kill, self._nth()).start()
-        elif kill["kind"] == "commit":
+        elif kill["kind"] in ("commit", "later"):
             Countdown(kill, self._nth(), COMMIT, once=True).start()
         elif kill["kind"] == "call":
             count_calls(kill)

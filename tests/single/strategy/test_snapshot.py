@@ -131,6 +131,27 @@ def test_what_nobody_supervises_is_swept_after_some_minutes(folder):
     assert list(folder.iterdir()) == []
 
 
+def test_a_requeued_job_takes_back_the_memory_of_its_earlier_starts_at_once(folder, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    first, beside = job_files.new_key(), job_files.new_key()
+    monkeypatch.setenv("SLURM_JOB_ID", "4712")
+    another = job_files.new_key()
+    for key in (first, beside, another):
+        SnapshotFile.make(
+            job_files.path_of(key, RUN, 0, 1, 0), [ArrayForm("variables/w", (SIZE,), np.dtype("float64"))], 1, 100
+        )
+    assert len({first, beside, another}) == 3
+    assert job_files.sweep(beside) == []  # a second command of the same start may use it
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    held = SnapshotFile(job_files.paths(beside)[0])
+    assert job_files.sweep(job_files.new_key()) == [first]  # the other one's rank lives
+    del held
+    assert job_files.sweep(job_files.new_key()) == [beside]
+    assert job_files.paths(another)
+
+
 def test_a_disk_that_is_full_leaves_nothing(folder, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
