@@ -62,7 +62,7 @@ def main() -> None:
     if comm.rank == 0:
         names = list(next(iter(result["seconds"].values())))
         rows = [
-            [label, *(f"{harness.describe(times[n])} ({times[all_reduce.RAW] / times[n]:.2f} ×)" for n in names)]
+            [label, *(f"{harness.duration(times[n])} ({times[all_reduce.RAW] / times[n]:.2f} ×)" for n in names)]
             for label, times in result["seconds"].items()
         ]
         about = result["machine"]

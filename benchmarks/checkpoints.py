@@ -92,7 +92,7 @@ def main() -> None:
 def _show(result: dict[str, Any]) -> None:
     stall, complete = result["stall_seconds"], result["complete_seconds"]
     rows = [
-        [name, harness.describe(stall[name]), f"{stall[name] / stall[MEMCPY]:.1f} ×", harness.describe(complete[name]),
+        [name, harness.duration(stall[name]), f"{stall[name] / stall[MEMCPY]:.1f} ×", harness.duration(complete[name]),
          f"{result['bytes'] / complete[name] / 1e9:.2f} GB/s"]
         for name in stall
     ]  # fmt: skip

@@ -72,8 +72,8 @@ def show(model: str, result: Mapping[str, Any]) -> None:
     wall, cpu, memory = (result[what][model] for what in ("seconds", "cpu_seconds", "memory_bytes"))
     rest, rest_cpu = ({name: t - times[harness.ALONE] for name, t in times.items()} for times in (wall, cpu))
     rows = [
-        [name, harness.describe(wall[name]), harness.describe(max(rest[name], 0)),
-         against(rest[name], rest[harness.OURS]), harness.describe(max(rest_cpu[name], 0)),
+        [name, harness.duration(wall[name]), harness.duration(max(rest[name], 0)),
+         against(rest[name], rest[harness.OURS]), harness.duration(max(rest_cpu[name], 0)),
          against(rest_cpu[name], rest_cpu[harness.OURS]), f"{memory['step'][name] / 1e6:.0f} MB"]
         for name in wall if name != harness.ALONE
     ]  # fmt: skip

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mpistrat._util.text import duration
 from mpistrat.bench import machine as about
 from mpistrat.bench.machine import version
-from mpistrat.bench.measure import Operation, describe, largest, medians, pair, total
+from mpistrat.bench.measure import Operation, largest, medians, pair, total
 
 __all__ = [
-    "ALONE", "OURS", "Operation", "addresses", "arguments", "comm_nodes", "describe", "gloo", "largest", "machine",
+    "ALONE", "OURS", "Operation", "addresses", "arguments", "comm_nodes", "duration", "gloo", "largest", "machine",
     "medians", "pair", "proportional_memory", "save", "table", "tensorflow_strategy", "version",
 ]  # fmt: skip
 

@@ -334,7 +334,7 @@ def report(result: dict[str, Any]) -> str:
     if waits := result["waiting"]:
         tables.append(
             f"A waiting server takes {100 * waits['share_of_a_core']:.1f} % of a core; from a push to its being seen: median "
-            f"{harness.describe(waits['median_seconds'])}, 99th percentile {harness.describe(waits['p99_seconds'])}."
+            f"{harness.duration(waits['median_seconds'])}, 99th percentile {harness.duration(waits['p99_seconds'])}."
         )
     return "\n\n".join(tables)
 

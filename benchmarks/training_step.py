@@ -121,8 +121,8 @@ def main() -> None:
     if comm.rank == 0:
         about = result["machine"]
         times = result["seconds_without_compute"]
-        rows = [[name, harness.describe(t), f"{t / times[OURS]:.2f} ×"] for name, t in times.items()]
-        rows += [[name, harness.describe(t), ""] for name, t in result["empty_step_seconds"].items()]
+        rows = [[name, harness.duration(t), f"{t / times[OURS]:.2f} ×"] for name, t in times.items()]
+        rows += [[name, harness.duration(t), ""] for name, t in result["empty_step_seconds"].items()]
         copies = result["memory_bytes"]["variables"] / result["memory_bytes"]["one copy"]
         rows.append(["variables' memory on all ranks", f"{copies:.2f} copies", ""])
         title = f"{options.parameters / 1e6:.1f} M parameters, {about['ranks']} ranks on {about['nodes']} node(s)"

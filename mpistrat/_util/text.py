@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["binary_size", "counted", "decimal_size", "named", "plural", "ranges", "shortened"]
+__all__ = ["binary_size", "counted", "decimal_size", "duration", "named", "plural", "ranges", "shortened"]
 
 
 def plural(number: int, noun: str) -> str:
@@ -81,3 +81,15 @@ def binary_size(nbytes: int) -> str:
         ('3.0 MiB', '16.0 GiB')
     """
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 10 << 30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """Return a time with a fitting unit.
+
+    Example:
+        >>> duration(0.0123), duration(0.0000123), duration(12.3)
+        ('12.3 ms', '12.3 µs', '12.3 s')
+    """
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Operation", "describe", "largest", "median_rate", "medians", "pair", "total"]
+__all__ = ["Operation", "largest", "median_rate", "medians", "pair", "total"]
 
 Operation = Callable[[], object]
 _PAUSE = 5e-4  # seconds
@@ -98,15 +98,3 @@ def total(comm: Any, value: float) -> float:
     out = np.empty(1)
     comm.Allreduce(np.array([value], np.float64), out)
     return float(out[0])
-
-
-def describe(seconds: float) -> str:
-    """Return a time with a fitting unit.
-
-    Example:
-        >>> describe(0.0123), describe(0.0000123), describe(12.3)
-        ('12.3 ms', '12.3 µs', '12.3 s')
-    """
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

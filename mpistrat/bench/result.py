@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .measure import describe
+from .._util.text import duration
 
 __all__ = ["Result", "Setting"]
 
@@ -24,7 +24,7 @@ def _bandwidth(value: float) -> str:
 
 
 _TEXTS: Mapping[str, Callable[[float], str]] = {
-    "seconds": describe, "per second": _rate, "bytes per second": _bandwidth,
+    "seconds": duration, "per second": _rate, "bytes per second": _bandwidth,
 }  # fmt: skip
 
 

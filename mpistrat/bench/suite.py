@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..data.memory_limit import available_memory
-from . import all_reduce, hdf5_input, training_step, window
+from . import all_reduce, constants, hdf5_input, training_step, window
 from .machine import machine
 from .measure import largest
 from .result import Result, Setting
@@ -19,6 +19,7 @@ __all__ = ["BENCHMARKS", "Report", "run"]
 BENCHMARKS: Mapping[str, Callable[[Setting], Result | str]] = {
     "all_reduce": all_reduce.measure,
     "step": training_step.measure,
+    "constants": constants.measure,
     "window": window.measure,
     "input": hdf5_input.measure,
 }

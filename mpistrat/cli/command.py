@@ -56,6 +56,7 @@ ROOT = Group(
     {
         "run": "run:COMMAND",
         "bench": "bench:COMMAND",
+        "plan": "plan:COMMAND",
         "shards": "shards:COMMAND",
         "job": "job:COMMAND",
         "doctor": "doctor:COMMAND",

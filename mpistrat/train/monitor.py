@@ -5,12 +5,13 @@ from __future__ import annotations
 import getpass
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
@@ -20,6 +21,7 @@ import numpy as np
 from .. import context
 from .._util.files import replacing
 from .._util.log import logger
+from .._util.text import counted, duration
 from .._version import __version__
 from ..errors import ContextError, MissingDependencyError, explain
 from ..timeline import times
@@ -63,6 +65,7 @@ class Monitor(Callback):
         mlflow: bool = False,
         progress: bool = True,
         steps: int | None = None,
+        plan: str | os.PathLike[str] | None = None,
     ) -> None:
         """Begin nothing yet. Local.
 
@@ -74,8 +77,10 @@ class Monitor(Callback):
             mlflow: whether results go to MLflow, too, which must be installed; its own variables say where.
             progress: whether to print a line an epoch, and a bar on a terminal.
             steps: of an epoch, for the bar.
+            plan: a file of `mpistrat plan --json`: the page compares the steps' time with what it predicts for this layout.
 
         Raises:
+            OSError, ValueError: the plan cannot be read.
             MissingDependencyError: there is no tensorboardX or mlflow where it is asked for.
 
         Example:
@@ -101,6 +106,8 @@ class Monitor(Callback):
             self._callbacks.append(self._board)
         self._mlflow = _mlflow() if mlflow else None
         self._samples, self._begun, self._training, self._started = 0, 0.0, 0.0, False
+        self._plan = [] if plan is None else json.loads(Path(plan).read_text())["steps"]
+        self._planned = ""
         self._looks, self._pages = _Seldom(), _Seldom()  # at all ranks' times, and to write the page
         self._warnings = _Warnings()
 
@@ -127,6 +134,8 @@ class Monitor(Callback):
             "versions": f"mpistrat {__version__}, Python {platform.python_version()}, NumPy {np.__version__}",
             **{str(name): str(value) for name, value in self._config.items()},
         }
+        if self._plan:
+            self._planned = _planned(self._plan, topology.ranks_per_node)
         for callback in self._callbacks:
             callback.on_train_begin(loop)
         if self._mlflow is not None and loop.tells:
@@ -166,7 +175,11 @@ class Monitor(Callback):
         found = {
             "epoch": loop.epoch, "step": step, **plain(logs), "seconds": seconds, "samples_per_second": rate,
         }  # fmt: skip
-        record.epochs = [one for one in record.epochs if one["epoch"] < loop.epoch] + [found]
+        record.epochs = [one for one in record.epochs if one["epoch"] < loop.epoch]
+        steps = step - (record.epochs[-1]["step"] if record.epochs else 0)
+        if self._planned and steps > 0:
+            record.facts["a step"] = f"{duration(seconds / steps)} in epoch {loop.epoch + 1}; {self._planned}"
+        record.epochs.append(found)
         shown = {**logs, "samples_per_second": rate}
         for callback in self._callbacks:
             callback.on_epoch_end(loop, shown)
@@ -307,6 +320,17 @@ class _Warnings(logging.Handler):
     def take(self) -> list[str]:
         taken, self._texts = self._texts, []
         return taken
+
+
+def _planned(steps: Sequence[Mapping[str, Any]], ranks_per_node: Sequence[int]) -> str:
+    """Return what a plan says of a step on this layout, in words."""
+    nodes, ranks = len(ranks_per_node), max(ranks_per_node)
+    where = f"{counted(nodes, 'node')} with {counted(ranks, 'rank')}"
+    for each in steps:
+        if (each["nodes"], each["ranks"]) == (nodes, ranks):
+            low, high = map(duration, each["step"])
+            return f"{low} to {high} planned for {where}"
+    return f"nothing planned for {where}"
 
 
 def _there(module: str) -> bool:

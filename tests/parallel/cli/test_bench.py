@@ -2,6 +2,8 @@
 
 import json
 
+from mpistrat.bench.constants import LATENCY, UPDATE, UPDATE_ALL
+
 PROGRAM = """
 import sys
 from mpistrat.cli.main import main
@@ -20,7 +22,7 @@ def test_everything(mpi_run, tmp_path):
     assert result.out[1] == "", "rank 0 speaks for all"
     document = json.loads((tmp_path / "found.json").read_text())
     values = {name: found["values"] for name, found in document["benchmarks"].items()}
-    assert list(values) == ["all_reduce", "step", "window", "input"]
+    assert list(values) == ["all_reduce", "step", "constants", "window", "input"]
     assert next(iter(values["all_reduce"])) == "4 KB"
     assert set(values["window"]["push 4 KB"]) == {"shared_window", "one_sided", "messages"}
     assert set(values["input"]) == {
@@ -29,6 +31,9 @@ def test_everything(mpi_run, tmp_path):
         "gzip, in order",
         "gzip, shuffled",
     }
+    constants = {name: case["a rank"] for name, case in values.pop("constants").items()}
+    assert min(constants.values()) >= 0  # a gradient more may take no time that is seen
+    assert 0 < constants[UPDATE] <= 2 * constants[UPDATE_ALL] and LATENCY not in constants
     assert all(figure > 0 for found in values.values() for case in found.values() for figure in case.values())
     assert document["machine"]["ranks"] == 2
     assert "Input from HDF5 files" in result.out[0]

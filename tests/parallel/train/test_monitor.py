@@ -47,6 +47,23 @@ def test_a_run_by_fit(mpi_tmp_path):
         assert watch.record.epochs == strategy.broadcast_object(watch.record.epochs)
 
 
+@pytest.mark.ranks(2)
+def test_a_run_beside_its_plan(mpi_tmp_path):
+    plan = mpi_tmp_path / "plan.json"
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        for nodes, ranks in ((1, 2), (8, 2)):
+            if strategy.rank == 0:
+                plan.write_text(json.dumps({"steps": [{"nodes": nodes, "ranks": ranks, "step": [1e-3, 0.25]}]}))
+            strategy.barrier()
+            watch = ms.monitor(mpi_tmp_path / f"run-{nodes}", tensorboard=False, progress=False, plan=plan)
+            work, _ = trainer(strategy, callbacks=[watch])
+            work.fit(strategy.distribute_dataset(dataset()), 2)
+            strategy.barrier()
+        page = (mpi_tmp_path / "run-1" / "run.html").read_text()
+        assert re.search(r"[\d.]+ [mµ]?s in epoch 2; 1.0 ms to 250.0 ms planned for 1 node with 2 ranks", page)
+        assert "nothing planned for 1 node with 2 ranks" in (mpi_tmp_path / "run-8" / "run.html").read_text()
+
+
 @pytest.mark.ranks(1, 2)
 def test_a_loop_of_ones_own(mpi_tmp_path):
     pytest.importorskip("tensorboardX")

@@ -1,0 +1,171 @@
+"""`mpistrat plan`: what a step would take on other nodes and ranks, from what `mpistrat bench` has measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from .._util.text import counted, decimal_size, duration
+from ..bench.plan import Machine, Prediction, layouts, predict
+from ..comm.agree import Ranks
+from .command import DONE, PROBLEM, WRONG_USE, Command
+from .terminal import console
+
+__all__ = ["COMMAND"]
+
+_WIDTH = 79
+_ENOUGH = 0.03  # of efficiency that a layout with fewer ranks may lose against the best, as it needs less memory
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parameters", type=float, required=True, metavar="M", help="of the model, as 1e9")
+    parser.add_argument(
+        "--compute", type=float, required=True, metavar="SECONDS",
+        help="that all cores of a node need for the gradients of its part of a batch",
+    )  # fmt: skip
+    parser.add_argument("--like", required=True, metavar="FILE", help="what mpistrat bench --json has written")
+    parser.add_argument("--nodes", type=int, default=16, metavar="N", help="up to so many; default %(default)s")
+    parser.add_argument("--cores", type=int, metavar="N", help="of a node; default those of the file")
+    parser.add_argument("--memory", type=float, metavar="GB", help="of a node; default that of the file")
+    parser.add_argument(
+        "--network", type=float, metavar="GB/S", help="of a node, each way; default what was measured between nodes"
+    )
+    parser.add_argument("--latency", type=float, metavar="US", help="of a message between nodes, in microseconds")
+    parser.add_argument("--json", metavar="FILE", help="write the predictions there")
+    parser.add_argument("--plot", metavar="FILE", help="draw efficiency over nodes")
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    try:
+        document = json.loads(Path(args.like).read_text())
+        machine = Machine.read(document)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"error: --like {args.like}: {error}", file=sys.stderr)
+        return WRONG_USE
+    machine = replace(
+        machine,
+        cores=args.cores or machine.cores,
+        memory=machine.memory if args.memory is None else 1e9 * args.memory,
+        network=machine.network if args.network is None else 1e9 * args.network,
+        latency=machine.latency if args.latency is None else 1e-6 * args.latency,
+    )
+    nodes = args.nodes
+    if nodes > 1 and not machine.network:
+        print("one node only: the file has nothing of the network between nodes; tell it by --network and --latency\n")
+        nodes = 1
+    found = [predict(machine, args.parameters, args.compute, *layout) for layout in layouts(machine.cores, nodes)]
+    best = [_best([each for each in found if each.nodes == count]) for count in sorted({each.nodes for each in found})]
+    _show("The best layouts", best)
+    _show(f"On {counted(found[-1].nodes, 'node')}", [each for each in found if each.nodes == found[-1].nodes])
+    for text in _advice(machine, best[-1]):
+        print(textwrap.fill(text, _WIDTH))
+    for text in _compared(document, machine):
+        print(textwrap.fill(text, _WIDTH))
+    if args.json:
+        Path(args.json).write_text(
+            json.dumps({"machine": asdict(machine), "steps": [asdict(f) for f in found]}, indent=1)
+        )
+    return _draw(args, found, document["machine"]) if args.plot else DONE
+
+
+def _best(found: Sequence[Prediction]) -> Prediction:
+    """Return the layout with the fewest ranks of those that are nearly the quickest, among those that fit, if any does."""
+    fitting = [each for each in found if each.fits] or found
+    middle = {each: sum(each.efficiency) / 2 for each in fitting}
+    good = (each for each in fitting if middle[each] >= max(middle.values()) - _ENOUGH)
+    return min(good, key=lambda each: each.ranks)
+
+
+def _show(title: str, found: Sequence[Prediction]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("nodes", "ranks\na node", "sum and\nupdate", "network", "step", "efficiency", "memory\na node"):
+        table.add_column(head, justify="right")
+    table.add_column("bottleneck")
+    for each in found:
+        low, high = (f"{100 * value:.0f}" for value in each.efficiency)
+        table.add_row(
+            str(each.nodes), str(each.ranks), _range(each.memory), _range(each.network), _range(each.step),
+            f"{low} %" if low == high else f"{low}-{high} %",
+            decimal_size(each.bytes) + ("" if each.fits else ": too much"), each.bottleneck,
+        )  # fmt: skip
+    out = console(plain=False)
+    out.print(f"{title}:")
+    out.print(table)
+    out.print()
+
+
+def _range(seconds: tuple[float, float]) -> str:
+    low, high = map(duration, seconds)
+    if not seconds[1]:
+        return "-"
+    return low if low == high else f"{low.split()[0] if low.split()[1] == high.split()[1] else low}-{high}"
+
+
+def _advice(machine: Machine, best: Prediction) -> list[str]:
+    if not best.fits:
+        return [f"No layout fits: a node has {decimal_size(machine.memory)}."]
+    lines = [
+        f"Best on {counted(best.nodes, 'node')}: {counted(best.ranks, 'rank')} each, the fewest that are nearly the quickest."
+    ]
+    if best.bottleneck == "network":
+        saved = duration(best.network[1] / 2)
+        lines.append(f"The network is the limit: two gradients accumulated for each step save {saved} of each.")
+    elif best.bottleneck == "memory":
+        lines.append("The sum of gradients and the update are the limit: a larger batch computes longer for each.")
+    if machine.cores != machine.measured_cores:
+        lines.append("How fast the memory of nodes with other cores is, is not known: measure there for closer ranges.")
+    return lines
+
+
+def _compared(document: dict[str, Any], machine: Machine) -> list[str]:
+    """Say how the model meets the steps of the layout that was measured, where they are in the file."""
+    about, steps = document["machine"], document["benchmarks"].get("step")
+    own = Machine.read(document)
+    lines = []
+    for case, values in (steps or {"values": {}})["values"].items():
+        count = float(case.split()[0]) * {"K": 1 << 10, "M": 1 << 20}[case.split()[1]]
+        nodes = about["nodes"]
+        found = predict(own, count, 0.0, nodes, about["ranks"] // nodes)
+        measured = values["mpistrat, arenas"]
+        lines.append(f"{case}: {_range(found.step)} predicted, {duration(measured)} measured")
+    return [f"The layout that was measured: {'; '.join(lines)}."] if lines else []
+
+
+def _draw(args: argparse.Namespace, found: Sequence[Prediction], about: dict[str, Any]) -> int:
+    from ..bench.plan_plot import draw
+
+    try:
+        draw(Path(args.plot), found, args.parameters, about)
+    except ImportError:
+        print("no plot: matplotlib is not installed: pip install 'mpistrat[plot]'", file=sys.stderr)
+        return DONE
+    except (OSError, ValueError) as error:
+        print(f"error: no plot: {error}", file=sys.stderr)
+        return PROBLEM
+    print(f"plot: {args.plot}", file=sys.stderr)
+    return DONE
+
+
+COMMAND = Command(
+    summary="predict step time and memory on other nodes and ranks",
+    text="""\
+Predict what a training step (Adam, float32) takes over nodes and ranks a node: the sum of gradients and the update, the
+network, memory, efficiency, and what is the bottleneck. The constants are those that mpistrat bench has measured (--like), on
+one node or on several; cores, memory and network of another machine can be told. Predictions are ranges: the least where
+parts are as fast as cores allow, the most where memory is as slow as it was when all ranks used it.""",
+    examples=(
+        "mpistrat run -n 4 -m mpistrat bench --only constants --only step --json bench.json",
+        "mpistrat plan --parameters 1e9 --compute 0.5 --like bench.json --cores 64 --memory 300 --network 25 --latency 2",
+    ),
+    arguments=_arguments,
+    run=_run,
+    collective=False,
+)

@@ -1,0 +1,115 @@
+"""`mpistrat plan`: its numbers follow from the constants by arithmetic."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from mpistrat.bench import constants as of
+from mpistrat.bench.plan import Machine, layouts, predict
+from mpistrat.cli.main import main
+
+ABOUT = {"cpu": "A CPU", "cores": 4, "memory_gib": 8, "ranks": 4, "nodes": 2, "date": "2026-01-01"}
+VALUES = {  # seconds of a million parameters, and of messages
+    of.UPDATE: 2e-3, of.GRADIENT: 1e-3, of.UPDATE_ALL: 3e-3, of.GRADIENT_ALL: 2e-3, of.FIXED: 1e-4,
+    of.LATENCY: 4e-5, of.CHUNK: 4e-5 + 2**20 / 1e9,
+}  # fmt: skip
+STEPS = {"1.0 M": {"mpistrat, arenas": 0.004}}
+
+
+def document(**about):
+    values = {name: {"a rank": value} for name, value in VALUES.items()}
+    return {"machine": {**ABOUT, **about}, "benchmarks": {"constants": {"values": values}, "step": {"values": STEPS}}}
+
+
+def machine(**about):
+    return Machine.read(document(**about))
+
+
+def test_constants_are_read_for_one_parameter_and_one_message():
+    found = machine()
+    assert found.update == pytest.approx(2e-9) and found.gradient_all == pytest.approx(2e-9)
+    assert found.ranks == 2 and found.memory == 8 * 2**30
+    assert found.latency == pytest.approx(2e-5)  # there and back between two nodes
+    # two ranks a node: each sends half of a MiB, twice, in 2**20 / 1e9 seconds
+    assert found.network == pytest.approx(2 * 2 * 0.5 * 2**20 / (2**20 / 1e9))
+
+
+def test_one_rank_takes_what_its_core_takes():
+    found = predict(machine(), 1e6, compute=0.0, nodes=1, ranks=1)
+    assert found.memory == pytest.approx((2e-3, 2e-3))
+    assert found.network == (0, 0)
+    assert found.bytes == 4e6 * (1 + 1 + 2)
+
+
+def test_more_ranks_share_the_memory_that_all_of_them_had():
+    # two at once took 3 + 2 ns a parameter: 4e8 a second; alone 2 + 1, so two cores would do 6.7e8
+    found = predict(machine(), 1e6, compute=0.0, nodes=1, ranks=2)
+    assert found.memory == pytest.approx((2.5e-3, 2.5e-3))
+    # where all at once are as fast as one, only the cores are known to be a limit
+    free = replace(machine(), update_all=2e-9, gradient_all=1e-9)
+    assert predict(free, 1e6, 0.0, 1, 4).memory == pytest.approx((5e-9 / 4 * 1e6, 5e-9 / 2 * 1e6))
+    # and so on a node with other cores
+    other = predict(replace(machine(), cores=8), 1e6, 0.0, 1, 8)
+    assert other.memory == pytest.approx(((2 + 7) / 8 * 1e-3, (3 + 7 * 2) / 2 * 1e-3))
+
+
+def test_the_network_carries_all_but_a_share_of_the_gradients_twice():
+    found = predict(machine(), 1e9, compute=1.0, nodes=4, ranks=2)
+    wire = 2 * 3 / 4 * 4e9 / 2e9
+    chunks = math.ceil(4e9 / 2 / 2**20)
+    assert found.network == pytest.approx((wire, wire + chunks * 4 * 2e-5))
+    assert found.bottleneck == "network" and not found.fits
+    low, high = found.efficiency
+    assert low == pytest.approx(1 / found.step[1]) and high == pytest.approx(1 / found.step[0]) and low < high < 1
+
+
+def test_layouts_are_all_powers_of_two():
+    assert len(list(layouts(6, 9))) == 3 * 4
+
+
+def test_a_file_without_constants_is_refused(tmp_path, capsys):
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps({"machine": ABOUT, "benchmarks": {}}))
+    assert main(["plan", "--parameters", "1e6", "--compute", "0.1", "--like", str(file)]) == 2
+    assert "--only constants" in capsys.readouterr().err
+
+
+def test_the_command_names_the_best_layout_and_meets_what_was_measured(tmp_path, capsys):
+    file, out, plot = tmp_path / "bench.json", tmp_path / "plan.json", tmp_path / "plan.png"
+    file.write_text(json.dumps(document(ranks=2, nodes=1)))
+    words = [
+        "--parameters",
+        "1e8",
+        "--compute",
+        "0.5",
+        "--like",
+        str(file),
+        "--nodes",
+        "8",
+        "--network",
+        "10",
+        "--latency",
+        "5",
+    ]
+    assert main(["plan", *words, "--json", str(out), "--plot", str(plot)]) == 0
+    text = capsys.readouterr().out
+    assert "Best on 8 nodes: 1 rank each" in text  # more ranks need their gradients' sum, and are no faster here
+    # 2**20 parameters by two ranks: 2**20 / 4e8 s, and what a step takes without any
+    assert "1.0 M: 2.7 ms predicted, 4.0 ms measured" in text
+    found = json.loads(out.read_text())
+    assert found["machine"]["network"] == 1e10 and len(found["steps"]) == 4 * 3
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_network_it_is_one_node(tmp_path, capsys):
+    file, one = tmp_path / "bench.json", document(nodes=1)
+    for name in (of.LATENCY, of.CHUNK):
+        del one["benchmarks"]["constants"]["values"][name]
+    file.write_text(json.dumps(one))
+    assert main(["plan", "--parameters", "1e6", "--compute", "0.1", "--like", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "one node only" in text and "On 1 node:" in text
