@@ -44,7 +44,7 @@ from faults import FAULTS, IN_PLACE
 from places import Here, Place, TwoHosts, processes_of
 from victim import EPOCHS, ROWS, STEPS, Kill
 
-LIMIT = 15.0  # seconds without a new step: it hangs
+LIMIT = 15.0  # seconds without a new step: it hangs; longer where others use the cores
 FIRST = 45.0  # the same before the first step
 LOST = 20  # steps that a kill may cost: snapshots are taken every few
 LIFE = 240.0  # seconds that a job with all its kills may take
@@ -115,7 +115,8 @@ def run_job(way: Way, plan: list[Kill], folder: Path) -> tuple[str, list[str]]:
         now = time.monotonic()
         if (written := sum(path.stat().st_size for path in folder.glob("record-*"))) != size:
             size, moved = written, now
-        if now - moved > (LIMIT if size else FIRST) or now - began > LIFE:
+        busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        if now - moved > (LIMIT if size else FIRST) * busy or now - began > LIFE * busy:
             stacks = way.place.stacks(way.python)
             wrong.append(f"no new step for {now - moved:.0f} s\n{stacks}\n{_errors(folder)}")
             job.end()
