@@ -313,6 +313,7 @@ def main() -> int:
     began, place = time.monotonic(), TwoHosts() if options.hosts > 1 else Here()
     way = Way(os.path.abspath(python), place, options.ranks, options.survive, options.servers, "", tuple(options.kinds))
     word = ("in_place" if way.survive else "restarts") + ("_servers" if way.servers else "")
+    word += "" if way.kinds == KINDS else "_" + "_".join(sorted({*way.kinds}))
     result: dict[str, Any] = {
         "campaign": word, "mpi": name, "date": time.strftime("%Y-%m-%d"), "seed": options.seed, "ranks": way.ranks,
         "hosts": options.hosts, "servers": way.servers, "load": os.getloadavg()[0],
