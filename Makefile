@@ -129,6 +129,8 @@ clean:  ## remove the environments and all that was made
 	.venv-tensorflow/bin/python -m pip install -q --disable-pip-version-check -e '.[mpich,test,hash,keras]'
 	@touch $@
 
+LOOPS := setup.py mpistrat/_util/_loops.c mpistrat/_util/_loops_rules.h
+
 # ---- the environments: .venv*/.python-KEY is an empty one, .demo-, .test-, .lint- and .docs-KEY say what is installed in it
 
 define ENVIRONMENT
@@ -143,7 +145,7 @@ $(ENV_$(1))/.python-$(KEY):
 	$(PYTHON) -m venv $(ENV_$(1))
 	@touch $$@
 
-$(ENV_$(1))/.demo-$(KEY): $(ENV_$(1))/.python-$(KEY) pyproject.toml
+$(ENV_$(1))/.demo-$(KEY): $(ENV_$(1))/.python-$(KEY) pyproject.toml $(LOOPS)
 	$(ENV_$(1))/bin/python -m pip install -q --disable-pip-version-check -e '.[$(call with_mpi,$(1))plot]'
 	@touch $$@
 

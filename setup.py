@@ -1,9 +1,14 @@
-"""The long description for package indexes; everything else is said in pyproject.toml."""
+"""The long description for package indexes, and the compiled loops; everything else is said in pyproject.toml."""
 
 import re
+import sys
+import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+
+# One module for all versions of Python from 3.11 on: before, the limited API has no buffers. A Python without the lock has none.
+LIMITED = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def described(readme: str) -> str:
@@ -18,6 +23,25 @@ def described(readme: str) -> str:
     return re.sub(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>(?!https?://)[^)\s]+)\)", words, readme)
 
 
+def compiled_loops() -> Extension:
+    """The loops in C; where they cannot be built, the package is installed without, and uses NumPy."""
+    return Extension(
+        "mpistrat._util._loops",
+        ["mpistrat/_util/_loops.c"],
+        depends=["mpistrat/_util/_loops_rules.h"],
+        # No fused multiply-add, for NumPy's bits; a square root that sets no errno can be done in vectors.
+        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno"],
+        define_macros=[("Py_LIMITED_API", "0x030B0000")] if LIMITED else [],
+        py_limited_api=LIMITED,
+        optional=True,
+    )
+
+
 if __name__ == "__main__":
     readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    setup(long_description=described(readme), long_description_content_type="text/markdown")
+    setup(
+        long_description=described(readme),
+        long_description_content_type="text/markdown",
+        ext_modules=[compiled_loops()],
+        options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
+    )

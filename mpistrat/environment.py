@@ -6,6 +6,7 @@
 | MPISTRAT_ABORT_AFTER | 600 | seconds after which a collective fails with an error |
 | MPISTRAT_CHECK_EVERY | 64 | between nodes, each how many collectives the ranks compare what they are doing |
 | MPISTRAT_SHARED_MEMORY | 1 | 0 keeps a private copy of the variables in every rank |
+| MPISTRAT_COMPILED_LOOPS | 1 | 0 leaves sums and update rules to NumPy; read when the package is imported |
 | MPISTRAT_CHOOSER | | JSON file with a table for the chooser, in place of the one that ships |
 | MPISTRAT_TRANSPORT | | between workers and servers: shared_window, one_sided or messages, in place of the choice |
 | MPISTRAT_STRATEGY | | the strategy that `strategy_from_environment` makes: one_device, mirrored, multi_worker_mirrored, … |
@@ -56,6 +57,13 @@ def _number_or_none(env: Mapping[str, str], name: str) -> float | None:
     return _number(env, name, 0.0, 0.0) if env.get(name) else None
 
 
+def _switch(env: Mapping[str, str], name: str, default: str) -> bool:
+    text = env.get(name, default)
+    if text not in ("0", "1"):
+        raise ValueError(explain("environment", name, expected="0 or 1", got=repr(text)))
+    return text == "1"
+
+
 def _word(env: Mapping[str, str], name: str, default: str, legal: tuple[str, ...]) -> str:
     word = (env.get(name) or default).lower()
     if word not in legal:
@@ -79,6 +87,7 @@ class Environment:
     abort_after: float = 600.0
     check_every: int = 64
     shared_memory: bool = True
+    compiled_loops: bool = True
     chooser: str = ""
     transport: str = ""
     strategy: str = ""
@@ -106,12 +115,6 @@ class Environment:
             5.0
         """
         env = os.environ if env is None else env
-        shared = env.get("MPISTRAT_SHARED_MEMORY", "1")
-        if shared not in ("0", "1"):
-            raise ValueError(explain("environment", "MPISTRAT_SHARED_MEMORY", expected="0 or 1", got=repr(shared)))
-        evaluator = env.get("MPISTRAT_EVALUATOR", "0")
-        if evaluator not in ("0", "1"):
-            raise ValueError(explain("environment", "MPISTRAT_EVALUATOR", expected="0 or 1", got=repr(evaluator)))
         level = _word(env, "MPISTRAT_LOG", "warning", ("debug", "info", "warning", "error"))
         strategy = env.get("MPISTRAT_STRATEGY", "")
         if strategy and strategy not in STRATEGIES:
@@ -126,12 +129,13 @@ class Environment:
             warn_after=_number(env, "MPISTRAT_WARN_AFTER", 10.0, 0.001),
             abort_after=_number(env, "MPISTRAT_ABORT_AFTER", 600.0, 0.001),
             check_every=int(_number(env, "MPISTRAT_CHECK_EVERY", 64, 1)),
-            shared_memory=shared == "1",
+            shared_memory=_switch(env, "MPISTRAT_SHARED_MEMORY", "1"),
+            compiled_loops=_switch(env, "MPISTRAT_COMPILED_LOOPS", "1"),
             chooser=env.get("MPISTRAT_CHOOSER", ""),
             transport=env.get("MPISTRAT_TRANSPORT", ""),
             strategy=strategy,
             num_ps=int(servers) if servers else None,
-            evaluator=evaluator == "1",
+            evaluator=_switch(env, "MPISTRAT_EVALUATOR", "0"),
             job=_key(env),
             generation=int(_number(env, "MPISTRAT_GENERATION", 0, 0)),
             until=int(_number(env, "MPISTRAT_UNTIL", 0, 0)),

@@ -201,6 +201,11 @@ def is_bfloat16(dtype: np.dtype) -> bool:
     return dtype.kind == "V" and dtype.name == "bfloat16"
 
 
+def as_buffer(array: Any) -> Any:
+    """Return an array that has Python's buffer protocol, if it lies in host memory: of bfloat16 the bits, as uint16."""
+    return array.view(np.uint16) if is_bfloat16(array.dtype) else array
+
+
 @functools.cache
 def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which values are summed: float32 for float16 and bfloat16, else the same.

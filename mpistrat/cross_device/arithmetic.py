@@ -9,7 +9,8 @@ from typing import Any, final
 
 import numpy as np
 
-from ..comm.arrays import accumulation_dtype, check_reducible, mean_dtype
+from .._util import loops
+from ..comm.arrays import accumulation_dtype, as_buffer, check_reducible, mean_dtype
 from ..errors import explain
 from ..types import ReduceOp
 
@@ -72,6 +73,8 @@ def flatten_all(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def combine(ufunc: np.ufunc, parts: Sequence[Any], out: Any) -> None:
     """Write the reduction of the parts, from the first to the last, in the dtype of `out`."""
+    if ufunc is np.add and loops.add(out, [as_buffer(part) for part in parts]):
+        return
     if len(parts) == 1:
         np.copyto(out, parts[0], casting="unsafe")
         return

@@ -1,4 +1,4 @@
-"""HDF5, GPUs and NCCL: a probe, this module run as a program, imports them; findings about what it reported."""
+"""The compiled loops, HDF5, GPUs, NCCL: a probe, this module run as a program, imports them; findings about what it reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,23 @@ from ..cluster.launchers import MPILibrary
 from .finding import Finding, ok, problem, warning
 from .probe import Outcome, report, step
 
-__all__ = ["check_gpus", "check_hdf5", "gpus_of_machine", "main"]
+__all__ = ["check_gpus", "check_hdf5", "check_loops", "gpus_of_machine", "main"]
+
+
+def check_loops(outcome: Outcome) -> Iterator[Finding]:
+    """Yield whether sums and update rules are compiled."""
+    name, found = "compiled loops", outcome.get("loops")
+    if found is None:
+        remedy = "MPISTRAT_COMPILED_LOOPS=0 leaves them to NumPy; or install mpistrat again, on this machine"
+        yield problem(name, f"{outcome.step} {outcome.end()}", remedy)
+        return
+    instructions, reason = found
+    if instructions:
+        yield ok(name, f"sums and update rules use {instructions}")
+    else:
+        again = "Install gcc and Python's headers (python3-dev), then mpistrat again: pip install --force-reinstall --no-deps ."
+        remedy = "unset MPISTRAT_COMPILED_LOOPS" if "MPISTRAT_COMPILED_LOOPS" in reason else again
+        yield warning(name, f"{reason}: NumPy sums and updates, more slowly", remedy)
 
 
 def check_hdf5(outcome: Outcome, library: MPILibrary | None, needs: Collection[str]) -> Iterator[Finding]:
@@ -81,6 +97,10 @@ def main() -> None:
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    step("loading the compiled loops")
+    from .._util import loops
+
+    report(loops=loops.used())
     step("import h5py")
     import h5py
 

@@ -9,7 +9,7 @@ from ..errors import ClusterError
 from .finding import Finding, problem
 from .folders import check_shared_folder
 from .launching import check_launchers
-from .libraries import check_gpus, check_hdf5
+from .libraries import check_gpus, check_hdf5, check_loops
 from .mpi import alone, check_library, check_start
 from .probe import Probe
 from .process import check_cores, check_interpreter, check_limits
@@ -43,5 +43,5 @@ def check_login(needs: Collection[str], limit: float, *, clean: bool = False) ->
         findings += check_start(outcome, library, "cuda-aware-mpi" in needs)
     findings += launchers
     outcome = probes["libraries"].finish(limit)
-    findings += [*check_hdf5(outcome, library, needs), *check_gpus(outcome, needs)]
+    findings += [*check_loops(outcome), *check_hdf5(outcome, library, needs), *check_gpus(outcome, needs)]
     return findings + here

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ..comm.arrays import accumulation_dtype
+from .._util import loops
+from ..comm.arrays import accumulation_dtype, as_buffer
 from .gradients import Pairs
 from .hyperparameters import AVERAGE, Hyperparameters
 
@@ -134,7 +135,7 @@ class BlockUpdate:
         if self._momentum is not None:
             self._average(weights, slots[AVERAGE], self._momentum)
         if self.narrow:
-            target[...] = weights
+            _round(target, weights)
 
     def average(self, target: Any, slots: Mapping[str, Any]) -> None:
         """Update the averages of a block's weights in a step that does not update these."""
@@ -142,13 +143,14 @@ class BlockUpdate:
             weights = self._widened(target)
             self._average(weights, slots[AVERAGE], self._momentum)
             if self.narrow and self._overwrites:
-                target[...] = weights
+                _round(target, weights)
 
     def _widened(self, target: Any) -> Any:
         if not self.narrow:
             return target
         weights = self._wide[: target.size]
-        weights[...] = target
+        if not loops.add(weights, [as_buffer(target)]):
+            weights[...] = target
         return weights
 
     def _average(self, weights: Any, average: Any, momentum: float) -> None:
@@ -159,3 +161,9 @@ class BlockUpdate:
         np.add(average, work, out=average)
         if self._overwrites:
             weights[...] = average
+
+
+def _round(target: Any, weights: Any) -> None:
+    """Write widened weights, rounded."""
+    if not loops.narrow(as_buffer(target), weights):
+        target[...] = weights

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from .._util import loops
 from ..cluster.cores import usable_cores
 from ..cross_device.auto import Chooser
 from ..environment import Environment
@@ -35,7 +36,7 @@ def show_config(strategy: Strategy | None = None) -> str:
         >>> "numpy" in show_config()
         mpistrat ...
     """
-    rows = [*_versions(), *_mpi()]
+    rows = [*_versions(), _loops(), *_mpi()]
     if strategy is not None:
         strategy.extended.require_open("show_config")
         strategy.extended.coordination.announce("show_config")
@@ -60,6 +61,11 @@ def _versions() -> Iterator[Row]:
             yield name, importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+
+
+def _loops() -> Row:
+    instructions, reason = loops.used()
+    return "compiled loops", f"yes, {instructions}" if instructions else f"no, NumPy instead: {reason}"
 
 
 def _mpi() -> Iterator[Row]:

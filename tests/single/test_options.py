@@ -18,6 +18,7 @@ from mpistrat.types import CommunicationImplementation, ReduceOp, VariableAggreg
         ("MPISTRAT_ABORT_AFTER", "nan"),
         ("MPISTRAT_CHECK_EVERY", "0"),
         ("MPISTRAT_SHARED_MEMORY", "yes"),
+        ("MPISTRAT_COMPILED_LOOPS", "on"),
         ("MPISTRAT_LOG", "loud"),
         ("MPISTRAT_TRACEBACK", "long"),
         ("MPISTRAT_STRATEGY", "Mirrored"),

@@ -71,6 +71,37 @@ def test_any_layout_equals_the_formula(devices):
                     np.testing.assert_allclose(ours[slot], array, rtol=1e-12, atol=1e-13, err_msg=f"{name} {slot}")
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_compiled_loops_and_numpy_give_the_same_bits(dtype, monkeypatch):
+    import mpistrat as ms
+    from mpistrat._util import loops
+
+    if not loops.used()[0]:
+        pytest.skip(f"no compiled loops: {loops.used()[1]}")
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    called = []
+
+    def trained(build):
+        with ms.MirroredStrategy(devices=DEVICES["two"]) as strategy:
+            with strategy.scope():
+                variables = [ms.Variable(value.astype(dtype), name=f"v{i}") for i, value in enumerate(start_of())]
+                optimizer = build(ms.optimizers)
+            train(strategy, optimizer, variables, range(3))
+            arrays = [variable.numpy() for variable in variables]
+            return arrays + [slot for v in variables for slot in optimizer.slots(v).values()]
+
+    for name, (build, _, _) in CASES.items():
+        ours = trained(build)
+        with monkeypatch.context() as patch:
+            for loop in ("add", "narrow", "adam", "sgd", "adagrad", "rmsprop"):
+                patch.setattr(loops, loop, lambda *_: called.append(1) or False)
+            expected = trained(build)
+        assert called
+        for mine, numpys in zip(ours, expected, strict=True):
+            assert mine.tobytes() == numpys.tobytes(), name
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("ops", ["MpiAllReduce", "ReductionToOneDevice", "HierarchicalAllReduce"])
 @pytest.mark.parametrize("shared", ["1", "0"])

@@ -17,7 +17,7 @@ from mpistrat.doctor import launching, libraries, process
 from mpistrat.doctor.finding import Finding
 from mpistrat.doctor.folders import check_shared_folder
 from mpistrat.doctor.launching import check_launchers
-from mpistrat.doctor.libraries import check_gpus, check_hdf5
+from mpistrat.doctor.libraries import check_gpus, check_hdf5, check_loops
 from mpistrat.doctor.mpi import check_start
 from mpistrat.doctor.probe import Outcome
 from mpistrat.doctor.process import check_cores, check_limits
@@ -96,6 +96,26 @@ def asked(*, code: int | None = 0, step: str = "asking CuPy for NCCL", err: str 
     """What the program said that asks the libraries."""
     record = {"h5py": ["3.16.0", "2.0.0", False], "libmpi": [], **said}
     return Outcome(({key: value for key, value in record.items() if value is not None},), step, code, err)
+
+
+class TestLoops:
+    def test_they_are_used(self):
+        found = list(check_loops(asked(loops=["AVX2", ""])))
+        assert statuses(found) == {"compiled loops": "OK"} and found[0].what.endswith("use AVX2")
+
+    def test_they_are_not_built(self):
+        found = list(check_loops(asked(loops=["", "not built"])))
+        assert statuses(found) == {"compiled loops": "warning"}
+        assert found[0].what.startswith("not built: NumPy") and "gcc" in found[0].remedy
+
+    def test_they_are_switched_off(self):
+        found = list(check_loops(asked(loops=["", "switched off by MPISTRAT_COMPILED_LOOPS=0"])))
+        assert statuses(found) == {"compiled loops": "warning"} and found[0].remedy == "unset MPISTRAT_COMPILED_LOOPS"
+
+    def test_loading_them_crashes(self):
+        found = list(check_loops(asked(step="loading the compiled loops", code=-4)))
+        assert statuses(found) == {"compiled loops": "problem"}
+        assert found[0].what == "loading the compiled loops ended with signal 4"
 
 
 class TestGpus:

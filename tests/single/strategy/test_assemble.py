@@ -84,7 +84,7 @@ def test_a_name_that_does_not_exist():
 def test_show_config_without_a_strategy(capsys):
     text = ms.show_config()
     assert capsys.readouterr().out == text + "\n"
-    for word in ("mpistrat", "numpy", "MPISTRAT_ABORT_AFTER", "all-reduce algorithms"):
+    for word in ("mpistrat", "numpy", "compiled loops", "MPISTRAT_ABORT_AFTER", "all-reduce algorithms"):
         assert word in text
 
 

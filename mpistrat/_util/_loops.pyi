@@ -1,0 +1,45 @@
+"""The compiled loops, `_loops.c`: each returns whether it did the work, which it leaves to NumPy where arrays are not for it.
+
+Arrays are flat, contiguous, all of float32 or all of float64, of one length, and none lies across another; None stands for a slot
+that a rule does not have. Numbers are rounded to the dtype of the arrays. Gradients are only read. The interpreter's lock is
+released. Floating-point errors are reported by `loops.report`.
+"""
+
+from typing import Any
+
+#: Which of the processor's instructions are used, in words.
+INSTRUCTIONS: str
+
+def add(out: Any, parts: list[Any], /) -> bool:
+    """Write the sum of the parts, from the first to the last; of 16-bit ones, too, in float32. uint16 are bits of bfloat16."""
+
+def narrow(out: Any, values: Any, /) -> bool:
+    """Round float32 to float16, or to bfloat16, whose bits `out` has as uint16."""
+
+def adam(
+    gradient: Any,
+    weights: Any,
+    momentum: Any,
+    velocity: Any,
+    velocity_hat: Any,
+    alpha: float,
+    rest_1: float,
+    rest_2: float,
+    epsilon: float,
+    /,
+) -> bool: ...
+def sgd(gradient: Any, weights: Any, momentum: Any, rate: float, kept: float, nesterov: bool, /) -> bool: ...
+def adagrad(gradient: Any, weights: Any, accumulator: Any, rate: float, epsilon: float, /) -> bool: ...
+def rmsprop(
+    gradient: Any,
+    weights: Any,
+    velocity: Any,
+    average_gradient: Any,
+    momentum: Any,
+    rate: float,
+    rho: float,
+    rest: float,
+    kept: float,
+    epsilon: float,
+    /,
+) -> bool: ...

@@ -1,0 +1,93 @@
+/* The loops for one type of numbers: REAL is float or double, NAME(f) the name of f for it, SQRT its square root.
+
+Each is written in the order of the NumPy code that it stands for (optimizers/rules.py, cross_device/arithmetic.py), each result
+rounded to REAL: so both give the same bits. `_loops.c` includes this file once for each type. */
+
+/* out = first + second; either may be `out` itself. */
+CLONES static void NAME(add)(long n, REAL *out, const REAL *first, const REAL *second) {
+    INDEPENDENT
+    for (long i = 0; i < n; i++) out[i] = first[i] + second[i];
+}
+
+CLONES static void NAME(adam)(long n, REAL *restrict w, const REAL *restrict gradient, REAL *restrict m, REAL *restrict v,
+                              REAL alpha, REAL rest_1, REAL rest_2, REAL epsilon) {
+    for (long i = 0; i < n; i++) {
+        REAL g = gradient[i];
+        REAL mean = m[i] + (g - m[i]) * rest_1;
+        REAL square = v[i] + (g * g - v[i]) * rest_2;
+        m[i] = mean;
+        v[i] = square;
+        w[i] -= mean * alpha / (SQRT(square) + epsilon);
+    }
+}
+
+CLONES static void NAME(amsgrad)(long n, REAL *restrict w, const REAL *restrict gradient, REAL *restrict m, REAL *restrict v,
+                                 REAL *restrict largest, REAL alpha, REAL rest_1, REAL rest_2, REAL epsilon) {
+    for (long i = 0; i < n; i++) {
+        REAL g = gradient[i];
+        REAL mean = m[i] + (g - m[i]) * rest_1;
+        REAL square = v[i] + (g * g - v[i]) * rest_2;
+        REAL before = largest[i];
+        REAL most = before > square || before != before ? before : square; /* a NaN stays, as in np.maximum */
+        m[i] = mean;
+        v[i] = square;
+        largest[i] = most;
+        w[i] -= mean * alpha / (SQRT(most) + epsilon);
+    }
+}
+
+CLONES static void NAME(sgd)(long n, REAL *restrict w, const REAL *restrict gradient, REAL rate) {
+    for (long i = 0; i < n; i++) w[i] -= gradient[i] * rate;
+}
+
+CLONES static void NAME(momentum)(long n, REAL *restrict w, const REAL *restrict gradient, REAL *restrict m, REAL rate,
+                                  REAL kept) {
+    for (long i = 0; i < n; i++) {
+        m[i] = m[i] * kept - gradient[i] * rate;
+        w[i] += m[i];
+    }
+}
+
+CLONES static void NAME(nesterov)(long n, REAL *restrict w, const REAL *restrict gradient, REAL *restrict m, REAL rate,
+                                  REAL kept) {
+    for (long i = 0; i < n; i++) {
+        REAL step = gradient[i] * rate;
+        m[i] = m[i] * kept - step;
+        w[i] += m[i] * kept - step;
+    }
+}
+
+CLONES static void NAME(adagrad)(long n, REAL *restrict w, const REAL *restrict gradient, REAL *restrict sum, REAL rate,
+                                 REAL epsilon) {
+    for (long i = 0; i < n; i++) {
+        REAL g = gradient[i];
+        sum[i] += g * g;
+        w[i] -= g * rate / SQRT(sum[i] + epsilon);
+    }
+}
+
+/* `mean` and `m` are null where the rule is not centered, and where it has no momentum: known to each caller below. */
+static ALWAYS_INLINE void NAME(rmsprop_by)(long n, REAL *restrict w, const REAL *restrict gradient, REAL *restrict v,
+                                           REAL *restrict mean, REAL *restrict m, REAL rate, REAL rho, REAL rest,
+                                           REAL kept, REAL epsilon) {
+    for (long i = 0; i < n; i++) {
+        REAL g = gradient[i];
+        v[i] = v[i] * rho + g * g * rest;
+        REAL spread = v[i];
+        if (mean) {
+            mean[i] = mean[i] * rho + g * rest;
+            spread -= mean[i] * mean[i];
+        }
+        REAL step = g * rate / SQRT(spread + epsilon);
+        if (m) step = m[i] = m[i] * kept + step;
+        w[i] -= step;
+    }
+}
+
+CLONES static void NAME(rmsprop)(long n, REAL *restrict w, const REAL *restrict gradient, REAL *restrict v, REAL *restrict mean,
+                                 REAL *restrict m, REAL rate, REAL rho, REAL rest, REAL kept, REAL epsilon) {
+    if (mean && m) NAME(rmsprop_by)(n, w, gradient, v, mean, m, rate, rho, rest, kept, epsilon);
+    else if (mean) NAME(rmsprop_by)(n, w, gradient, v, mean, NULL, rate, rho, rest, kept, epsilon);
+    else if (m) NAME(rmsprop_by)(n, w, gradient, v, NULL, m, rate, rho, rest, kept, epsilon);
+    else NAME(rmsprop_by)(n, w, gradient, v, NULL, NULL, rate, rho, rest, kept, epsilon);
+}
