@@ -71,8 +71,8 @@ def test_any_layout_equals_the_formula(devices):
                     np.testing.assert_allclose(ours[slot], array, rtol=1e-12, atol=1e-13, err_msg=f"{name} {slot}")
 
 
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_compiled_loops_and_numpy_give_the_same_bits(dtype, monkeypatch):
     import mpistrat as ms
     from mpistrat._util import loops
@@ -91,7 +91,8 @@ def test_compiled_loops_and_numpy_give_the_same_bits(dtype, monkeypatch):
             arrays = [variable.numpy() for variable in variables]
             return arrays + [slot for v in variables for slot in optimizer.slots(v).values()]
 
-    for name, (build, _, _) in CASES.items():
+    for name in ("adamw", "momentum"):  # each rule by itself: tests/single/util/test_loops.py
+        build = CASES[name][0]
         ours = trained(build)
         with monkeypatch.context() as patch:
             for loop in ("add", "narrow", "adam", "sgd", "adagrad", "rmsprop"):
