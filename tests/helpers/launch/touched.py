@@ -29,10 +29,14 @@ def distances(root: Path, since: str | None, tests: Iterable[Path]) -> dict[Path
     return found
 
 
+_COMPILED = "mpistrat/_util/loops.py"  # who imports it calls what is written in C
+
+
 def _changed(root: Path, since: str | None) -> set[Path]:
     command = ["git", "diff", "--name-only", since, "--"] if since else ["git", "ls-files"]
     reply = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    return {root / line for line in reply.stdout.splitlines() if line.endswith(".py")}
+    names = {_COMPILED if line.endswith((".c", ".h")) else line for line in reply.stdout.splitlines()}
+    return {root / name for name in names if name.endswith(".py")}
 
 
 def _spread(changed: set[Path], importers: dict[Path, set[Path]]) -> dict[Path, int]:

@@ -1,8 +1,10 @@
 """Which tests a change can break, on a small package with tests of its own."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
+import touched as module
 from touched import distances
 
 FILES = {
@@ -46,3 +48,10 @@ def test_tests_and_their_helpers_count(touched):
 
 def test_without_a_change_there_is_none(touched):
     assert touched() == {}
+
+
+def test_what_is_written_in_c_counts_as_the_module_that_loads_it(tmp_path: Path):
+    for command in (["init", "-q"], ["add", "."]):
+        (tmp_path / "loops.c").write_text("")
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    assert module._changed(tmp_path, None) == {tmp_path / "mpistrat/_util/loops.py"}
