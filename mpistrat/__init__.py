@@ -5,79 +5,86 @@ Importing starts no MPI and needs no optional library; creating a strategy does 
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+import sys
+from typing import TYPE_CHECKING
 
-from . import (
-    cluster_resolver,
-    context,
-    coordinator,
-    data,
-    errors,
-    estimator,
-    nn,
-    optimizers,
-    partitioners,
-    random,
-    timeline,
-    train,
-)
+from ._util.lazy import lazy
 from ._version import __version__
-from .cluster import ClusterSpec
 from .comm.job_files import expect_end_under_launcher as _expect_end_under_launcher
 from .comm.monitor.abort import install_under_launcher as _install_under_launcher
-from .context import (
-    get_replica_context,
-    get_strategy,
-    global_batch_size,
-    has_strategy,
-    in_cross_replica_context,
-    variable_sync_on_read_context,
-)
-from .coordinator import Server
-from .cross_device.auto import AutoAllReduce
-from .cross_device.hierarchical import HierarchicalAllReduce, HierarchicalCopyAllReduce
-from .cross_device.mpi import MpiAllReduce
-from .cross_device.nccl import NcclAllReduce
-from .cross_device.ops import CrossDeviceOps
-from .cross_device.ordered import OrderedAllReduce
-from .cross_device.to_one import ReductionToOneDevice
-from .data import InputContext, InputOptions, InputReplicationMode
-from .distributed_values import DistributedValues, Mirrored, PerReplica
-from .options import CommunicationOptions, RunOptions
-from .parameter_server.strategy import ParameterServerStrategy
-from .random import rng
-from .strategy import (
-    RESTART_EXIT_CODE,
-    CentralStorageStrategy,
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-    ReplicaContext,
-    Strategy,
-    StrategyExtended,
-    ValueContext,
-    catch_stop_signals,
-    set_strategy,
-    show_config,
-    strategy_from_environment,
-)
-from .train.monitor import Monitor as monitor
-from .train.survive import survive
-from .types import (
-    CommunicationImplementation,
-    IndexedSlices,
-    ReduceOp,
-    VariableAggregation,
-    VariableSynchronization,
-)
-from .variables import ShardedVariable, Variable
 
-# TensorFlow's other names
-CollectiveAllReduceStrategy = MultiWorkerMirroredStrategy
-CollectiveCommunication = CommunicationImplementation
-CollectiveHints = CommunicationOptions
-experimental_set_strategy = set_strategy
+if TYPE_CHECKING:
+    from . import (
+        cluster_resolver,
+        context,
+        coordinator,
+        data,
+        errors,
+        estimator,
+        nn,
+        optimizers,
+        partitioners,
+        random,
+        timeline,
+        train,
+    )
+    from . import jax as jax  # the frameworks, which need not be installed: no part of __all__
+    from . import keras as keras
+    from . import torch as torch
+    from .cli.launch import launch  # for programs that are no ranks
+    from .cluster import ClusterSpec
+    from .context import (
+        get_replica_context,
+        get_strategy,
+        global_batch_size,
+        has_strategy,
+        in_cross_replica_context,
+        variable_sync_on_read_context,
+    )
+    from .coordinator import Server
+    from .cross_device.auto import AutoAllReduce
+    from .cross_device.hierarchical import HierarchicalAllReduce, HierarchicalCopyAllReduce
+    from .cross_device.mpi import MpiAllReduce
+    from .cross_device.nccl import NcclAllReduce
+    from .cross_device.ops import CrossDeviceOps
+    from .cross_device.ordered import OrderedAllReduce
+    from .cross_device.to_one import ReductionToOneDevice
+    from .data import InputContext, InputOptions, InputReplicationMode
+    from .distributed_values import DistributedValues, Mirrored, PerReplica
+    from .options import CommunicationOptions, RunOptions
+    from .options import CommunicationOptions as CollectiveHints  # TensorFlow's other names, here and below
+    from .parameter_server.strategy import ParameterServerStrategy
+    from .random import rng
+    from .strategy import (
+        RESTART_EXIT_CODE,
+        CentralStorageStrategy,
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        OneDeviceStrategy,
+        ReplicaContext,
+        Strategy,
+        StrategyExtended,
+        ValueContext,
+        catch_stop_signals,
+        set_strategy,
+        strategy_from_environment,
+    )
+    from .strategy import MultiWorkerMirroredStrategy as CollectiveAllReduceStrategy
+    from .strategy import set_strategy as experimental_set_strategy
+    from .strategy.show_config import show_config
+    from .train.monitor import Monitor as monitor
+    from .train.survive import survive
+    from .types import (
+        CommunicationImplementation,
+        IndexedSlices,
+        ReduceOp,
+        VariableAggregation,
+        VariableSynchronization,
+    )
+    from .types import CommunicationImplementation as CollectiveCommunication
+    from .variables import ShardedVariable, Variable
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     # strategies
@@ -157,12 +164,8 @@ __all__ = [
 _install_under_launcher()
 _expect_end_under_launcher()
 
+# A forkserver and its processes are no ranks. They import the main program before they run anything else of ours.
+if any("multiprocessing.forkserver" in word for word in getattr(sys, "orig_argv", [])):
+    from .data.nodes.calls import keep_away as _keep_away
 
-def __getattr__(name: str) -> Any:
-    if name in ("torch", "jax", "keras"):  # imports the framework
-        return importlib.import_module(f".{name}", __name__)
-    if name == "launch":  # for programs that are no ranks
-        from .cli.launch import launch
-
-        return launch
-    raise AttributeError(f"module 'mpistrat' has no attribute {name!r}")
+    _keep_away()

@@ -14,6 +14,7 @@ The strategies themselves are opaque here; floor 6 pushes frames, floors 4 and 5
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -79,7 +80,10 @@ def _default() -> Frame:
     global _default_frame
     if _default_frame is None:
         if _default_factory is None:
-            raise ContextError("context.current: no default strategy was registered: import mpistrat first")
+            importlib.import_module(
+                "mpistrat.strategy.synchronous"
+            )  # which sets it, and is not loaded before it is needed
+        assert _default_factory is not None
         _default_frame = _default_factory()
     return _default_frame
 

@@ -96,7 +96,7 @@ def home(module: str, name: str) -> str:
     path = modules().get(module)
     if path is None or path.name != "__init__.py":
         return module
-    for node in tree(path).body:
+    for node in nodes(path):  # those of a lazy package stand under `if TYPE_CHECKING:`
         if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
             original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
             base = module.split(".")[: len(module.split(".")) - node.level + 1] if node.level and module else []

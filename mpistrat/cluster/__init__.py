@@ -1,11 +1,20 @@
 """Who and where am I: the cluster's description, roles, resolvers, topology and devices."""
 
-from .resolvers.mpi import MPIClusterResolver
-from .resolvers.resolver import ClusterResolver, SimpleClusterResolver, UnionClusterResolver, UnionResolver
-from .resolvers.slurm import SlurmClusterResolver
-from .resolvers.tf_config import TFConfigClusterResolver
-from .spec import ClusterSpec
-from .topology import Topology
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._util.lazy import lazy
+
+if TYPE_CHECKING:
+    from .resolvers.mpi import MPIClusterResolver
+    from .resolvers.resolver import ClusterResolver, SimpleClusterResolver, UnionClusterResolver, UnionResolver
+    from .resolvers.slurm import SlurmClusterResolver
+    from .resolvers.tf_config import TFConfigClusterResolver
+    from .spec import ClusterSpec
+    from .topology import Topology
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "ClusterResolver",

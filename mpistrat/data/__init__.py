@@ -1,17 +1,26 @@
 """Input: rows out of HDF5 shards or arrays, in a reproducible order, in batches, divided over the replicas."""
 
-from .dataset import Dataset
-from .feed.distributed import DistributedDataset, DistributedIterator, Optional
-from .feed.feed import DatasetIterator
-from .feed.from_function import InputContext
-from .files.hdf5 import HDF5Dataset
-from .functions import from_arrays, from_generator, sample_from_datasets, zip
-from .nodes.node import INFINITE, UNKNOWN
-from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
-from .permutation import permute
-from .shards.writer import ShardWriter, write_shards
-from .spec import ArraySpec
-from .stats import InputStats, StageStats
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._util.lazy import lazy
+
+if TYPE_CHECKING:
+    from .dataset import Dataset
+    from .feed.distributed import DistributedDataset, DistributedIterator, Optional
+    from .feed.feed import DatasetIterator
+    from .feed.from_function import InputContext
+    from .files.hdf5 import HDF5Dataset
+    from .functions import from_arrays, from_generator, sample_from_datasets, zip
+    from .nodes.node import INFINITE, UNKNOWN
+    from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
+    from .permutation import permute
+    from .shards.writer import ShardWriter, write_shards
+    from .spec import ArraySpec
+    from .stats import InputStats, StageStats
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "AUTOTUNE",

@@ -14,7 +14,6 @@ from ..cluster.resolvers.resolver import ClusterResolver
 from ..comm.process_group import ProcessGroup
 from ..comm.recorder import RECORDER
 from ..context import Frame
-from ..data import Dataset, DistributedDataset, InputContext, InputOptions
 from ..distributed_values import DistributedValues, PerReplica, regroup, select_replica
 from ..errors import explain
 from ..options import CommunicationOptions, RunOptions
@@ -25,12 +24,15 @@ from .collectives import RankCollectives
 from .contexts import Scope, ValueContext
 from .extended import StrategyExtended
 from .files import Files
-from .input import Distributor, Division
 from .preemption import StopAgreement, StopRequest, StopTogether
 from .reductions import Axis
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    # loaded by the programs that use them
+    from ..data import Dataset, DistributedDataset, InputContext, InputOptions
+    from .input import Distributor, Division
 
 __all__ = ["Strategy"]
 
@@ -325,7 +327,7 @@ class Strategy(RankCollectives, Files):
             [[0, 1, 2, 3], [4]]
         """
         self._extended.require_cross("Strategy.distribute_dataset")
-        return Distributor(self._readers(), self._division(), options).of_dataset(dataset)
+        return self._distributor(options).of_dataset(dataset)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -345,7 +347,12 @@ class Strategy(RankCollectives, Files):
             TypeError, ValueError: on every rank, when the function returns no iterable of batches on any.
         """
         self._extended.require_cross("Strategy.distribute_datasets_from_function")
-        return Distributor(self._readers(), self._division(), options).from_function(dataset_fn)
+        return self._distributor(options).from_function(dataset_fn)
+
+    def _distributor(self, options: InputOptions | None) -> Distributor:
+        from .input import Distributor
+
+        return Distributor(self._readers(), self._division(), options)
 
     def _readers(self) -> ProcessGroup:
         """The ranks that make a dataset together: in a function of a coordinator this one alone."""
@@ -354,6 +361,8 @@ class Strategy(RankCollectives, Files):
 
     def _division(self) -> Division:
         """How this rank takes part in reading."""
+        from .input import Division
+
         return Division.together(self._extended.process_group)
 
     # its life

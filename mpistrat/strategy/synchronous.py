@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Sequence
@@ -273,8 +274,12 @@ def strategy_from_environment(default: str = "multi_worker_mirrored", **settings
     """
     environment = Environment.read()
     name = environment.strategy or default
-    if name not in _CLASSES:
+    if name not in STRATEGIES:
         raise ValueError(explain(_NAME, "default", expected=f"one of {', '.join(STRATEGIES)}", got=repr(name)))
+    if name not in _CLASSES:
+        importlib.import_module(
+            "mpistrat.parameter_server.strategy"
+        )  # which adds itself, and is not loaded before it is needed
     kind = _CLASSES[name]
     takes = [parameter for parameter in inspect.signature(kind).parameters if parameter != "self"]
     if environment.num_ps is not None:

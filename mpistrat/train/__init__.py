@@ -5,38 +5,45 @@ Each piece works alone, in a loop of your own.
 
 from __future__ import annotations
 
-from .callbacks import (
-    Callback,
-    EarlyStopping,
-    LearningRateScheduler,
-    Loop,
-    ModelCheckpoint,
-    ReduceLROnPlateau,
-    TerminateOnNaN,
-)
-from .checkpoints import Checkpoints, checkpoints_iterator
-from .logs import CSVLogger, JSONLogger, Progress, TensorBoard, Timeline
-from .metric import Mean, MeanOf, Metric, Sum, results
-from .metrics import (
-    AUC,
-    Accuracy,
-    BinaryAccuracy,
-    BinaryCrossentropy,
-    CategoricalAccuracy,
-    CategoricalCrossentropy,
-    MeanAbsoluteError,
-    MeanSquaredError,
-    Precision,
-    Recall,
-    RootMeanSquaredError,
-    SparseCategoricalAccuracy,
-    SparseCategoricalCrossentropy,
-    SparseTopKCategoricalAccuracy,
-    TopKCategoricalAccuracy,
-)
-from .monitor import Monitor
-from .survive import Job, survive
-from .trainer import Trainer
+from typing import TYPE_CHECKING
+
+from .._util.lazy import lazy
+from .survive import Job, survive  # at once: its module has the name
+
+if TYPE_CHECKING:
+    from .callbacks import (
+        Callback,
+        EarlyStopping,
+        LearningRateScheduler,
+        Loop,
+        ModelCheckpoint,
+        ReduceLROnPlateau,
+        TerminateOnNaN,
+    )
+    from .checkpoints import Checkpoints, checkpoints_iterator
+    from .logs import CSVLogger, JSONLogger, Progress, TensorBoard, Timeline
+    from .metric import Mean, MeanOf, Metric, Sum, results
+    from .metrics import (
+        AUC,
+        Accuracy,
+        BinaryAccuracy,
+        BinaryCrossentropy,
+        CategoricalAccuracy,
+        CategoricalCrossentropy,
+        MeanAbsoluteError,
+        MeanSquaredError,
+        Precision,
+        Recall,
+        RootMeanSquaredError,
+        SparseCategoricalAccuracy,
+        SparseCategoricalCrossentropy,
+        SparseTopKCategoricalAccuracy,
+        TopKCategoricalAccuracy,
+    )
+    from .monitor import Monitor
+    from .trainer import Trainer
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "AUC",

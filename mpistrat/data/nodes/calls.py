@@ -150,11 +150,6 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
 
 
-# Imported by the forkserver: its processes import the main program before they run anything else of ours.
-if any("multiprocessing.forkserver" in word for word in getattr(sys, "orig_argv", [])):
-    keep_away()
-
-
 START_SECONDS = 120.0  # to import what the function needs
 END_SECONDS = 2.0  # for a process to end when it is asked to
 

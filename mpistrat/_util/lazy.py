@@ -1,0 +1,70 @@
+"""Packages that give names from their modules, and load a module when a name of it is first asked for (PEP 562).
+
+Each rank of a job opens each module that it loads, so what a program does not use must cost it nothing. The imports of such a
+package stand where type checkers and readers look for them, and are not run:
+
+    if TYPE_CHECKING:
+        from .callbacks import Callback, EarlyStopping
+        from .metric import Mean
+    else:
+        __getattr__, __dir__ = lazy(__name__)
+
+`lazy` reads them there, as SPEC 1 of scientific Python does from a stub. A name that its own module has, such as `survive` in
+`survive.py`, must be imported at once, outside: Python puts the module under that name into the package when it is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["lazy"]
+
+
+def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and the `__dir__` of a package."""
+    module = sys.modules[package]
+
+    @functools.cache
+    def homes() -> dict[str, tuple[str, str | None]]:
+        return _homes(package)
+
+    def get(name: str) -> Any:
+        # What Python and its tools ask modules for is never one of ours.
+        home = None if name.startswith("__") else homes().get(name)
+        if home is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=module)
+        found = importlib.import_module(home[0])
+        value = found if home[1] is None else getattr(found, home[1])
+        setattr(module, name, value)  # the next time it is simply there
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(module), *module.__all__})
+
+    return get, names
+
+
+def _homes(package: str) -> dict[str, tuple[str, str | None]]:
+    """Return of each name that a package imports for type checkers the module, and the name there; None for a module itself."""
+    spec = sys.modules[package].__spec__
+    source = getattr(spec and spec.loader, "get_source", lambda _: None)(package)
+    if source is None:
+        raise ImportError(
+            f"{package}: expected its __init__.py, which says where its names are, got compiled files only"
+        )
+    homes: dict[str, tuple[str, str | None]] = {}
+    for block in ast.parse(source).body:
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
+            for node in block.body:
+                assert isinstance(node, ast.ImportFrom) and node.level == 1
+                for alias in node.names:
+                    home = (
+                        (f"{package}.{node.module}", alias.name) if node.module else (f"{package}.{alias.name}", None)
+                    )
+                    homes[alias.asname or alias.name] = home
+    return homes
