@@ -97,6 +97,8 @@ class Job:
         ps_nodes: nodes that only the servers have, as the second component of a heterogeneous job; 0: the servers are
             among `nodes * ranks_per_node`.
         container: image to run in; "" for none.
+        stage: folder of each node, in memory or on its own disk, into which the virtual environment is copied before the ranks
+            start; "" for none.
         array, preemption: for an array of jobs, and for a job that may be interrupted.
         restarts: how often the ranks are started again, within the job, when one dies or a node is lost.
         survive: programs of `ms.survive` go on without that; Open MPI.
@@ -125,6 +127,7 @@ class Job:
     num_ps: int = 0
     ps_nodes: int = 0
     container: str = ""
+    stage: str = ""
     array: Array | None = None
     preemption: Preemption | None = None
     restarts: int = 0
@@ -158,6 +161,9 @@ class Job:
             )
         if self.container:
             text("Job", "container", self.container, path=True)
+        if self.stage:
+            expected = "an absolute path of letters, digits and . _ / -, as /tmp or /dev/shm"
+            matching("Job", "stage", self.stage, r"/[A-Za-z0-9_./-]{1,200}", expected)
         if self.preemption and self.preemption.notice >= self.seconds:
             expected, got = f"less than the time limit, {self.seconds} seconds", self.preemption.notice
             raise ValueError(explain("Job", "preemption", expected=f"a notice of {expected}", got=got))

@@ -29,7 +29,7 @@ def check(job: Job, site: SiteProfile) -> None:
     scheduler, launcher = SCHEDULERS[site.scheduler], launcher_of(site)
     if launcher not in scheduler.launchers:
         raise _error("launcher", f"one of {', '.join(scheduler.launchers)} under {scheduler.title}", launcher)
-    for name in ("array", "preemption", "ps_nodes", "memory", "qos", "mail"):
+    for name in ("array", "preemption", "ps_nodes", "memory", "qos", "mail", "stage"):
         if getattr(job, name) and name not in scheduler.takes:
             can = ", ".join(each.title for each in SCHEDULERS.values() if name in each.takes)
             raise _error(name, f"one that {scheduler.title} has a way to say", getattr(job, name), f"These have: {can}")
@@ -44,6 +44,8 @@ def check(job: Job, site: SiteProfile) -> None:
         raise _error("preemption", "a job of one component", f"{job.ps_nodes} nodes of servers", remedy)
     if job.restarts or job.survive:
         _check_restarts(job, site, launcher)
+    if job.stage:
+        _check_stage(job, site)
     _check_gpus(job, site)
     if site.scheduler == "lsf" and job.array and job.array.first < 1:
         raise _error("array", "indices from 1 under LSF", job.array.indices)
@@ -70,6 +72,18 @@ def _check_restarts(job: Job, site: SiteProfile, launcher: str) -> None:
     ):
         if not fits:
             raise _error(name, "a job of SLURM that `mpistrat run` can start as it finds it, without an image", got)
+
+
+def _check_stage(job: Job, site: SiteProfile) -> None:
+    for expected, got, fits in (
+        ("a virtual environment, which works wherever it lies", site.conda or job.container or site.python, site.venv),
+        ("the Python of that environment", site.python, "/" not in site.python),
+        ("a program that Python runs", job.program[0], job.module or job.program[0].endswith(".py")),
+        ("a job of one component", f"{job.ps_nodes} nodes of servers", not job.ps_nodes),
+        ("a job whose nodes all stay", "restarts or survive", not (job.restarts or job.survive)),
+    ):
+        if not fits:
+            raise _error("stage", expected, got)
 
 
 def _check_gpus(job: Job, site: SiteProfile) -> None:

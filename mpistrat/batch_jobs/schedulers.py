@@ -23,7 +23,7 @@ class Scheduler:
         by: how people submit a file.
         job_id: pattern of what that command prints; group 1 is the job.
         launchers: what can start the ranks inside a job, the usual one first.
-        takes: what a job may ask for, of: array, preemption, ps_nodes, memory, qos, mail.
+        takes: what a job may ask for, of: array, preemption, ps_nodes, memory, qos, mail, stage.
         index: variable with the index of a task of an array.
         directives: options that a site profile may add to the script.
     """
@@ -51,7 +51,7 @@ SCHEDULERS = {
         "sbatch FILE",
         r"^(\d+)(?:;\S+)?$",
         ("srun", "openmpi", "mpich"),
-        frozenset({"array", "preemption", "ps_nodes", "memory", "qos", "mail"}),
+        frozenset({"array", "preemption", "ps_nodes", "memory", "qos", "mail", "stage"}),
         "SLURM_ARRAY_TASK_ID",
         frozenset(_SLURM.split()),
     ),

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -67,6 +68,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--survive", action="store_true", default=None, help="... in place, if a program of ms.survive can"
     )
     kind(Job, "container", "IMAGE", "run in this image")
+    kind(Job, "stage", "FOLDER", "copy the virtual environment there on each node first: /tmp, /dev/shm")
 
     queue = functools.partial(_add, parser.add_argument_group("for the batch system"), Job)
     queue("name", "NAME", "of the job (that of the program)", dest="job_name")
@@ -131,6 +133,11 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     job = _job(args)
     site, library = _with_what_is_here(site, args)
     script = render(job, site, srun_environment(library, "pmi2"))
+    if job.stage and (staying := _editable(site)):
+        print(
+            f"mpistrat job: --stage: these are installed editable, so ranks read them where they are: {', '.join(staying)}",
+            file=sys.stderr,
+        )
     if args.output:
         _write(args.output, script)
     job_id = submit(script, site.scheduler) if args.submit else None
@@ -248,6 +255,15 @@ def _python(site: SiteProfile) -> str | None:
     if folder and "/" not in folder:
         return None  # an environment of conda by its name
     return shutil.which(os.path.join(os.path.expanduser(folder), "bin", "python") if folder else site.python)
+
+
+def _editable(site: SiteProfile) -> list[str]:
+    """The packages of the job's environment whose files are elsewhere, if that can be told from here."""
+    found = []
+    for path in Path(os.path.expanduser(site.venv)).glob("lib*/python*/site-packages/*.dist-info/direct_url.json"):
+        if json.loads(path.read_bytes()).get("dir_info", {}).get("editable"):
+            found.append(path.parent.name.partition("-")[0])
+    return sorted(set(found))
 
 
 def _here() -> dict[str, Any]:

@@ -398,3 +398,46 @@ def test_scripts_are_bash(tmp_path):
     for scheduler in ("slurm", "pbs", "lsf", "flux"):
         path.write_text(render(JOB, at(scheduler=scheduler)))
         subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_the_environment_is_copied_to_the_nodes_before_the_ranks_start(machine):
+    machine.stub("srun", "")
+    machine.stub("sbcast", "")
+    ran = machine.run(render(job(stage=str(machine.folder)), SITE), SLURM_JOB_NUM_NODES="2", SLURM_RESTART_COUNT="1")
+    assert (ran.status, ran.stderr) == (0, "")
+    staged = f"{machine.folder}/mpistrat-17-1"
+    calls = [call for call in ran.of("srun", "sbcast") if call[-1] != "wait" and "trap" not in call[-1]]
+    one_each = [
+        "srun",
+        "--overlap",
+        "--mpi=none",
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=1",
+    ]
+    assert calls[0] == [*one_each, "mkdir", "-m", "700", staged]
+    assert calls[1][0] == "sbcast" and calls[1][2] == f"{staged}/packed"
+    assert calls[2] == [*one_each, "tar", "-C", staged, "--no-same-owner", "-xf", f"{staged}/packed"]
+    assert calls[-1] == ["srun", "--kill-on-bad-exit=1", f"{staged}/bin/python", *WORDS]
+    assert not list(machine.folder.glob("mpistrat-??????")), "what was packed is removed"
+
+
+@pytest.mark.parametrize(
+    ("asked", "site", "expected"),
+    [
+        ({}, {"scheduler": "pbs"}, "one that PBS has a way to say.*These have: SLURM"),
+        ({}, {"venv": "", "conda": "base"}, "a virtual environment.*got base"),
+        ({"container": "a.sif"}, {"venv": ""}, "a virtual environment.*got a.sif"),
+        ({}, {"python": "/usr/bin/python3"}, "the Python of that environment, got /usr/bin/python3"),
+        ({"program": ("./a.out",)}, {}, "a program that Python runs, got ./a.out"),
+        ({"restarts": 2}, {}, "a job whose nodes all stay"),
+        ({"strategy": "parameter_server", "num_ps": 1, "ps_nodes": 1}, {}, "a job of one component"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(asked, site, expected):
+    with pytest.raises(ValueError, match=f"Job: stage: expected {expected}"):
+        render(job(stage="/tmp", **asked), at(**site))
+    for folder in ("shm", "/tmp/$USER", "/a b", "~/x"):
+        with pytest.raises(ValueError, match="Job: stage: expected an absolute path"):
+            job(stage=folder)

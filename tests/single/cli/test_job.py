@@ -423,3 +423,15 @@ def test_what_a_misspelt_word_may_have_meant(words, meant, capsys):
     assert end.value.code == 2 and (last.endswith(f"Did you mean {meant}?") if meant else "Did you mean" not in last), (
         last
     )
+
+
+def test_what_a_copy_of_the_environment_would_leave_out_is_said(capsys, tmp_path):
+    """A package installed editable is a link to its folder."""
+    for name, about in (("here", {"url": "file:///x", "dir_info": {}}), ("away", {"dir_info": {"editable": True}})):
+        folder = tmp_path / "lib" / "python3.11" / "site-packages" / f"{name}-1.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "direct_url.json").write_text(json.dumps(about))
+    words = ["job", "--venv", str(tmp_path), "--mpi", "pmix", "train.py"]
+    assert main(words) == 0 and capsys.readouterr().err == ""
+    assert main([*words[:1], "--stage", "/tmp", *words[1:]]) == 0
+    assert capsys.readouterr().err.endswith("ranks read them where they are: away\n")
