@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .._util.partition import bounds
+from .._util.partition import aligned_block, bounds
+from ..comm.call import Call
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
 from ..types import VariableAggregation, VariableSynchronization
@@ -114,7 +115,10 @@ def _make(placement: Placement, what: Description, value: np.ndarray | None) -> 
             variable, targets = _make_copies(placement, what)
         else:
             variable, targets = (placement.store.make if placement.store else _make_in_arena)(placement, what)
-        _fill(group, targets, value, what)
+        if isinstance(variable, MirroredVariable) and placement.store is None and not placement.arenas.on_gpu:
+            _fill_arena(group, targets[0][0], value, call)
+        else:
+            _fill(group, targets, value, what)
         group.node.barrier(call)
     if group is not placement.group:  # who steps alone may read at once what another node stores
         group.barrier(f"Variable {what.name!r}")
@@ -132,6 +136,26 @@ def _make_in_arena(placement: Placement, what: Description) -> tuple[Variable, l
     arena, offset = placement.arenas.allocate(size, what.dtype, has_gradients, what.name)
     variable = MirroredVariable(placement, what, arena, offset)
     return variable, [(copy[offset : offset + size], *arena.writes(size)) for copy in arena.copies]
+
+
+def _fill_arena(group: ProcessGroup, flat: np.ndarray, value: np.ndarray | None, call: Call) -> None:
+    """Store global rank 0's numbers in an array that the ranks of a node share, once a node. Collective, inside a collective.
+
+    Each owner of a slice gets it from its peer on the first node, so a node receives the value once, not once for each rank.
+    """
+    if value is not None and group.topology.rank == 0:
+        flat[:] = value.reshape(-1)
+    if group.num_nodes == 1:
+        return
+    group.node.barrier(call)  # it is in the first node's memory
+    if group.inter is not None and group.slice_index is not None:
+        low, high = aligned_block(flat.size, group.slices, group.slice_index)
+        from mpi4py import MPI
+
+        words = flat.view(np.uint8)
+        for start in range(low * flat.itemsize, high * flat.itemsize, CHUNK):
+            stop = min(start + CHUNK, high * flat.itemsize)
+            group.inter.Bcast([words[start:stop], MPI.BYTE], 0)
 
 
 def _fill(group: ProcessGroup, targets: list[Target], value: np.ndarray | None, what: Description) -> None:

@@ -118,3 +118,12 @@ def test_agreements_are_short(mpi, count):
         for (function, where), (calls, nbytes) in found.items():
             if where == "world" and function in ("Allreduce", "Allgather"):
                 assert nbytes <= 512 * calls, (phase, function, calls, nbytes)
+
+
+def test_initial_values_reach_each_node_once(mpi, count):
+    """Each of three ranks of a node gets a third of them, of eight variables of 16 KiB."""
+    if "MPICH" not in mpi.vendor:
+        pytest.skip("one MPI is enough")
+    made = count(6, 2)["variables"]
+    assert ("Bcast", "world") not in made
+    assert 8 * 16384 / 3 <= made["Bcast", "nodes"][1] <= 8 * (16384 / 3 + 64)

@@ -161,6 +161,7 @@ def test_ranks_that_make_different_variables_are_told(mine, theirs, words):
 
 
 @pytest.mark.ranks(1, 3)
+@pytest.mark.hosts(2, ranks_per_host=2)
 def test_rank_0_says_what_the_initial_value_is(shared, monkeypatch):
     from mpi4py import MPI
 
