@@ -91,6 +91,8 @@ class Node:
         self._others = [rank * words for rank in range(self.size) if rank != self.rank]
         self._other_tags = [[i + _TAG + half for i in self._others] for half in (0, 1)]
         self._by_flags = self.size <= FLAG_RANKS
+        table = memory.view(np.int64).reshape(self.size, words)
+        self._tags = [table[:, _TAG + half] for half in (0, 1)]
 
     def _open_staging(self) -> list[list[np.ndarray]]:
         block = self.allocate([2 * STAGING_BYTES] * self.size, "the ranks' staging room")
@@ -133,9 +135,12 @@ class Node:
             self._comm.Barrier()
         RECORDER.waited += perf_counter_ns() - began
         self._sync()
-        for i in self._other_tags[half]:
-            if flags[i] != tag:
-                self._differ(half, call)
+        if self._by_flags:
+            for i in self._other_tags[half]:
+                if flags[i] != tag:
+                    self._differ(half, call)
+        elif np.count_nonzero(self._tags[half] != tag):  # of many ranks at once: 128 in 1.4 µs, one by one in 3.5
+            self._differ(half, call)
 
     def _lay(self, half: int, call: Call) -> None:
         """Write the text of a call where the others find it."""
@@ -328,6 +333,7 @@ class Node:
         if self._control is not None:
             control, self._control = self._control, None
             self._sync = lambda: None
+            self._tags = []
             self._flags.release()
             self._bytes.release()
             control.close()
