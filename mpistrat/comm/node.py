@@ -21,6 +21,7 @@ from . import shared_memory
 from .agree import first_rank, mismatch
 from .call import TEXT_BYTES, Call
 from .draws import Draws
+from .monitor.board import BOARD_BYTES
 from .monitor.rank_monitor import ALL, RankMonitor
 from .recorder import RECORDER
 from .shared_memory import SharedBlock
@@ -36,6 +37,7 @@ FLAG_RANKS = 16  # with more ranks MPI's own barrier is faster than every rank p
 _PAGE = 4096
 _SEQUENCE, _TAG, _STATE, _REQUEST = 0, 1, 3, 4
 _TEXT = (64, 64 + TEXT_BYTES + 2)  # bytes; the texts that belong to the tags
+_BOARD = _PAGE - BOARD_BYTES  # byte; what the watchdogs show each other
 _HERE, _LEFT, _GAVE_UP = 0, 1, 2  # states; added to _LEFT, times _STATES, is the exit status
 _STATES = 4
 _POISON = -1  # the tag of a rank that gave up: no call has it
@@ -254,6 +256,12 @@ class Node:
     def has_left(self, index: int) -> bool:
         """Return whether a rank of the node, by its rank there, has left the program."""
         return self._control is not None and self._flags[index * _PAGE // 8 + _STATE] % _STATES == _LEFT
+
+    def boards(self) -> list[memoryview]:
+        """Return the memory of the ranks of this node that belongs to their watchdogs; see `monitor.board`."""
+        if self._control is None:
+            return [memoryview(bytearray(BOARD_BYTES))]
+        return [self._bytes[rank * _PAGE + _BOARD : (rank + 1) * _PAGE] for rank in range(self.size)]
 
     # memory
 

@@ -61,7 +61,7 @@ class ProcessGroup:
         node: the ranks of this memory domain.
         environment: the settings, equal on all ranks.
         closed: whether `close()` was called.
-        num_nodes: number of memory domains.
+        num_nodes, node_index: number of memory domains, and which of them is this rank's.
         slices: number of slices, the smallest number of ranks in a domain.
         slice_index: the slice of this rank, None if it has none.
         inter: communicator of the owners of this rank's slice; None with one domain, and without a slice.
@@ -88,6 +88,7 @@ class ProcessGroup:
         else:
             self.node = Node(self.monitor, ranks=ranks)
             self.num_nodes, self.slices, self.inter = topology.size, 1, self._comm
+        self.node_index = topology.node_index if self.num_nodes == topology.num_nodes else topology.rank
         self.slice_index = self.node.rank if self.node.rank < self.slices else None
         self.replicas_of_node = [topology.replicas_per_rank[rank] for rank in ranks]
         if self.num_nodes > 1:
@@ -123,7 +124,7 @@ class ProcessGroup:
         except Exception:  # raised on every rank
             private.Free()
             raise
-        Watchdog.add(group.monitor, private)
+        Watchdog.add(group.monitor, private, group.node, group.num_nodes, group.ranks_of, group.node_index)
         exit_report.begin(topology)
         _at_exit(group)
         return group
@@ -303,6 +304,11 @@ class ProcessGroup:
         for attachment in attached:
             attachment.abandon()
 
+    def ranks_of(self, node_index: int) -> Sequence[int]:
+        """Return the ranks of a memory domain."""
+        topology = self.topology
+        return topology.ranks_of_node(node_index) if self.num_nodes == topology.num_nodes else (node_index,)
+
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has left the program, as far as this one knows."""
         if rank in self.node.ranks:
@@ -323,14 +329,11 @@ class ProcessGroup:
         for attachment in reversed(self._attached):
             _note_leaving(attachment)
         self.node.leave(abort.exit_status())
-        shared = self.environment.shared_memory
-        mine, count = (
-            (self.topology.node_index, self.topology.num_nodes) if shared else (self.topology.rank, self.topology.size)
-        )
+        mine, count = self.node_index, self.num_nodes
         # One rank of another domain is enough: it waits for this one in the next collective, and raises there. Of those that have
         # left, one is before a domain that has not, whose rank hears of it; more domains hear of it sooner.
         told = {0, *((mine + (1 << power)) % count for power in range((count - 1).bit_length()))} - {mine}
-        ranks = [self.topology.ranks_of_node(domain) if shared else (domain,) for domain in sorted(told)]
+        ranks = [self.ranks_of(domain) for domain in sorted(told)]
         informed = {domain[self.node.rank % len(domain)] for domain in ranks}
         Watchdog.report_left(self.monitor, sorted(informed | (self.contacts - {*self.node.ranks})))
 

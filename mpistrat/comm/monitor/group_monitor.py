@@ -1,9 +1,9 @@
 """The watchdog: a thread that watches over waits inside MPI.
 
 A wait inside MPI cannot be left. So a thread of each process reports to other ranks, on request, which collective its rank is
-in, and when a collective takes too long it prints that of every rank and ends the job. When one rank ends the job, the watchdogs
-of the others print why. They communicate over the group's own communicator, need MPI.THREAD_MULTIPLE, and cost a collective no
-more than storing that it was entered.
+in, and when a collective takes too long one of them has a survey made of all (`survey.py`), prints it and ends the job. When one
+rank ends the job, the watchdogs of the others print why. They communicate over the group's own communicator, need
+MPI.THREAD_MULTIPLE, and cost a collective no more than storing that it was entered.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, final
 
 from ..._util import log
-from ..._util.text import named
+from ..._util.text import plural, ranges
 from ...cluster.world import is_loss
 from ..agree import fingerprint, only_differences
 from ..call import Call
 from ..mailbox import Mailbox
+from ..node import Node
 from ..waiting import Backoff, Deadline
-from . import abort, exit_report
+from . import abort, exit_report, survey
 from .abort import KEY_BYTES, Failures, failure_key
+from .board import Board
 from .rank_monitor import ALL, POLL, Answer, Left, RankMonitor, lines
+from .survey import Place, Surveys
 
 __all__ = ["Watchdog"]
 
 _NEIGHBOUR = 2.0  # seconds of waiting after which, and between which, the next rank is compared
-_ANSWER = 1.0  # seconds that the others have to answer
 _GRACE = 5.0  # seconds after the timeout in which a rank that knows more may report it
 _RELAY = 0.75  # seconds that rank 0 has to decide who prints why the job ends, and to forward it
 _SPREAD = 0.3  # seconds that the others have to print it
 _ASK, _REPLY, _LEFT, _END, _STOP, _FAIL, _VERDICT = 1, 2, 3, 4, 5, 6, 7
-_HEAD = struct.Struct("<qqd?qqqd")  # an Answer but its time and texts
 _NUMBER, _LAST = struct.Struct("<q"), struct.Struct("<qqq")
 _LONGEST = 4096
 
@@ -43,20 +44,39 @@ _LONGEST = 4096
 class GroupMonitor:
     """The watchdog's state of one group, and its messages there."""
 
-    def __init__(self, monitor: RankMonitor, comm: Any) -> None:
+    def __init__(
+        self,
+        monitor: RankMonitor,
+        comm: Any,
+        node: Node,
+        count: int,
+        ranks_of: Callable[[int], Sequence[int]],
+        index: int,
+    ) -> None:
         self.monitor, self.mailbox = monitor, Mailbox(comm)
+        self.board = Board(node.boards(), node.rank, node.sync)
+        self.surveys = Surveys(monitor, self.mailbox, self.board, count, ranks_of, index, node.has_left)
+        self._node_ranks = ranks_of(index)
+        self._asked_node: tuple[float, set[int]] = (
+            0.0,
+            set(),
+        )  # since when, and whom of the node this rank's own thread asks
         self.end_sent = False  # whether this rank has sent or received why the job ends
         self.failures = Failures(monitor.size)  # of all ranks, if this is rank 0
         self.verdict: tuple[str | None] | None = None  # on this rank's own failure: see `report_end`
         self.stop_sent = False
         self.warned_calls: set[str] = set()
         self.judged: tuple[Any, ...] | None = None
+        self.wanted: tuple[tuple[Any, ...] | None, bool] = (
+            None,
+            False,
+        )  # for which wait a survey, and whether to warn or to end
         self.start_wait(None)
 
     def start_wait(self, current: tuple[Any, ...] | None) -> None:
         self.judged = current
         self.warned = False
-        self.asked_all = 0.0
+        self.again = 0.0  # when a wait that takes too long has a next survey made
         self.asked_next = 0.0 if current is None else current[0]
 
     def receive(self) -> None:
@@ -64,12 +84,11 @@ class GroupMonitor:
         monitor = self.monitor
         for source, kind, data in self.mailbox.poll():
             if kind == _ASK:
-                answer = monitor.answer(*_NUMBER.unpack(data))
-                texts = b"\0".join(text.encode()[:_LONGEST] for text in (answer.text, answer.error))
-                self.mailbox.send(_HEAD.pack(*answer[1:-2]) + texts, source, _REPLY)
+                self.mailbox.send(monitor.answer(*_NUMBER.unpack(data)).encode(_LONGEST), source, _REPLY)
             elif kind == _REPLY:
-                text, _, error = data[_HEAD.size :].decode(errors="replace").partition("\0")
-                monitor.answers[source] = Answer._make((monotonic(), *_HEAD.unpack_from(data), text, error))
+                monitor.answers[source] = Answer.decode(data)
+            elif kind in survey.KINDS:
+                self.surveys.receive(source, kind, data)
             elif kind == _LEFT:
                 monitor.left[source] = Left._make((*_LAST.unpack(data), monotonic()))
             elif kind == _STOP:
@@ -145,88 +164,84 @@ class GroupMonitor:
             self._send_stop()
         wanted, monitor.wanted = monitor.wanted, ()
         self._ask(wanted)
+        self.board.write(monitor.answer)
+        self._read_board()
+        self.surveys.look()
         current, raw = monitor.current, monitor.raw
+        waiting = raw if current is None else current
+        if waiting is not self.judged or waiting is None:
+            self.start_wait(waiting)
+        result, self.surveys.result = self.surveys.result, None
         if current is not None:
-            if current is not self.judged:
-                self.start_wait(current)
             self._judge(current, monotonic())
-        elif raw is not self.judged or raw is None:
-            self.start_wait(raw)
-        else:
+            if result is not None and self.wanted[0] is current:
+                self._report(current, result)
+        elif raw is not None:
             self._judge_raw(raw, monotonic())
+            if result is not None and self.wanted[0] is raw:
+                self._report_raw(raw, result)
 
     def _ask(self, ranks: Iterable[int]) -> None:
+        """Ask ranks where they are: those of this node on its board, others by messages."""
         current = self.monitor.current
-        question = _NUMBER.pack(-1 if current is None else current[2])
-        for rank in ranks:
-            if rank != self.monitor.rank:
-                self.mailbox.send(question, rank, _ASK)
+        about = -1 if current is None else current[2]
+        near = {*ranks} & {*self._node_ranks} - {self.monitor.rank}
+        if near:
+            self._asked_node = self.board.ask(about), near
+        for rank in {*ranks} - near - {self.monitor.rank}:
+            self.mailbox.send(_NUMBER.pack(about), rank, _ASK)
+
+    def _read_board(self) -> None:
+        since, ranks = self._asked_node
+        for rank in sorted(ranks):
+            answer = self.board.read(self._node_ranks.index(rank), since)
+            if answer is not None:
+                self.monitor.answers[rank] = answer._replace(time=monotonic())
+                ranks.discard(rank)
 
     def _judge(self, current: tuple[float, Call, int], now: float) -> None:
         monitor, (start, call, _) = self.monitor, current
-        waited = now - start
         gone = monitor.departed()
-        if gone is not None and waited > POLL and not monitor.on_flags and monitor.current is current:
+        if gone is not None and now - start > POLL and not monitor.on_flags and monitor.current is current:
             texts = {monitor.rank: monitor.answer().text, gone: "has left the program"}
             abort.end_job(f"PeerExitError: {call.text} can never end:{lines(texts)}", monitor.left[gone].status or 1)
         self._compare_next(current, now)
-        late = waited > call.timeout + (_GRACE if monitor.on_flags else 0)
-        if not late and (self.warned or waited < monitor.warn_after):
-            return
-        fresh = self._ask_all(now)
-        if fresh is not None:
-            for rank, answer in fresh.items():
-                self._compare(current, rank, answer)
-            self._report(fresh, late, waited, call)
-
-    def _ask_all(self, now: float) -> dict[int, Answer] | None:
-        """Return the answers of all ranks that answer in time; None while more may come."""
-        monitor = self.monitor
-        if not self.asked_all:
-            self.asked_all = now
-            self._ask(range(monitor.size))
-            return None
-        fresh = {rank: answer for rank, answer in monitor.answers.items() if answer.time >= self.asked_all}
-        if len(fresh) < monitor.size - 1 and now - self.asked_all < _ANSWER:
-            return None
-        self.asked_all = 0.0
-        return fresh
+        self._want(current, now, self._late(call), current[2])
 
     def _judge_raw(self, raw: tuple[float, str], now: float) -> None:
-        """End the job where a call of MPI by the program waits for a rank that has gone; others may take any time."""
-        monitor, (start, name) = self.monitor, raw
-        waited = now - start
-        late = waited > monitor.default_timeout and now >= self.asked_next
-        if not late and (self.warned or waited < monitor.warn_after):
-            return
-        fresh = self._ask_all(now)
-        if fresh is None:
-            return
-        texts = self._texts(fresh)
-        silent = [rank for rank in range(monitor.size) if rank != monitor.rank and rank not in fresh]
-        if late and silent and monitor.raw is raw:
-            who = named("rank", silent)
-            abort.end_job(
-                f"PeerExitError: comm.{name} takes longer than {monitor.default_timeout:g} s, and {who} can no longer take part:"
-                + lines(texts)
-            )
-        self.asked_next = now + _GRACE
-        if not self.warned:
-            self.warned = True
-            if name not in self.warned_calls and monitor.rank == min(
-                [monitor.rank, *(rank for rank, answer in fresh.items() if answer.in_mpi)]
-            ):
-                self.warned_calls.add(name)  # the next one may take as long, and is not reported again
-                log.logger.warning("comm.%s takes longer than %g s:%s", name, monitor.warn_after, lines(texts))
+        """Look after a call of MPI by the program: it may take any time, unless it waits for a rank that has gone."""
+        self.warned = self.warned or raw[1] in self.warned_calls
+        self._want(raw, now, self.monitor.default_timeout, -1)
+        if self.warned:
+            self.warned_calls.add(raw[1])  # the next one may take as long, and is not reported again
 
-    def _texts(self, fresh: dict[int, Answer]) -> dict[int, str]:
-        """The position of each rank, in words."""
+    def _late(self, call: Call) -> float:
+        """The seconds after which a collective takes too long; where this rank raises by itself it has a moment for it."""
+        return call.timeout + (_GRACE if self.monitor.on_flags else 0)
+
+    def _want(self, waiting: tuple[Any, ...], now: float, late: float, about: int) -> None:
+        """Have a survey made where this rank waits too long, unless one that is being made, or was, is of this wait, too."""
+        ends = now - waiting[0] > late
+        since = max(self.again, waiting[0] + late) if ends else waiting[0] + self.monitor.warn_after
+        if now < since or (self.warned and not ends):
+            return
+        covered = since if ends else waiting[0] + self.monitor.warn_after / 2  # who came a little later is in it, too
+        if self.board.surveyed >= covered:
+            self.warned = True
+            if ends:
+                self.again = self.board.surveyed + _GRACE
+            return
+        due = since + self.surveys.depth * survey.STAGGER
+        attempt = int((now - due) // survey.PATIENCE)
+        if attempt >= 0 and self.board.claimed < due + attempt * survey.PATIENCE:
+            self.wanted = waiting, ends
+            self.surveys.want(about, attempt)
+
+    def _texts(self, places: Sequence[Place]) -> dict[int, str]:
+        """Where each rank is, in words."""
         monitor = self.monitor
-        texts = {r: fresh[r].text if r in fresh else "does not answer" for r in range(monitor.size)}
-        texts[monitor.rank] = monitor.answer().text
-        for rank in monitor.left:
-            texts[rank] = "has left the program"
-        return texts
+        texts = dict.fromkeys(range(monitor.size), "does not answer") | survey.texts(places)
+        return texts | dict.fromkeys(monitor.left, survey.LEFT.text)
 
     def _compare_next(self, current: tuple[float, Call, int], now: float) -> None:
         """Ask the next rank now and then. If any two ranks differ, so do some neighbours in the ring."""
@@ -259,24 +274,36 @@ class GroupMonitor:
             what = f"the ranks entered different collectives:{lines(only_differences(texts))}"
         abort.end_job(f"CollectiveMismatchError: {what}")
 
-    def _report(self, fresh: dict[int, Answer], late: bool, waited: float, call: Call) -> None:
-        """Print what all ranks do: the lowest rank that waits, or another where that does not."""
-        monitor = self.monitor
-        waiting = [
-            monitor.rank,
-            *(r for r, answer in fresh.items() if answer.number >= 0 and (answer.in_mpi or not late)),
-        ]
-        texts = self._texts(fresh)
-        if not late:
-            self.warned = True
-            missing = len(fresh) < monitor.size - 1 or any(answer.number != monitor.number for answer in fresh.values())
-            if monitor.rank == min(waiting):  # where all are in it, it takes long by itself
-                level = logging.WARNING if missing else logging.INFO
-                text = f"{call.text} takes longer than {monitor.warn_after:g} s; {ALL}"
-                log.logger.log(level, "%s:%s", text, lines(texts))
-        elif monitor.rank == min(waiting) or waited > call.timeout + _GRACE:
+    def _report(self, current: tuple[float, Call, int], places: Sequence[Place]) -> None:
+        """Print what all ranks do; end the job where that has taken too long."""
+        monitor, (start, call, _) = self.monitor, current
+        for place in places:
+            self._compare(current, place.ranks[0], place.answer)
+        texts = self._texts(places)
+        if monotonic() - start > self._late(call) and monitor.current is current:
             text = f"{call.text} takes longer than {call.timeout:g} s; {ALL}:{lines(texts)}"
             abort.end_job(f"CollectiveTimeoutError: {text}")
+            return
+        count = sum(len(place.ranks) for place in places)
+        missing = count < monitor.size or any(place.answer.number != monitor.number for place in places)
+        level = logging.WARNING if missing else logging.INFO  # where all are in it, it takes long by itself
+        text = f"{call.text} takes longer than {monitor.warn_after:g} s; {ALL}"
+        log.logger.log(level, "%s:%s", text, lines(texts))
+
+    def _report_raw(self, raw: tuple[float, str], places: Sequence[Place]) -> None:
+        """Print what all ranks do; end the job where one of them has gone."""
+        monitor, (start, name) = self.monitor, raw
+        here = {rank for place in places if place.answer.text != survey.LEFT.text for rank in place.ranks}
+        silent = [rank for rank in range(monitor.size) if rank not in here]
+        if silent and monotonic() - start > monitor.default_timeout and monitor.raw is raw:
+            who = f"{plural(len(silent), 'rank')} {', '.join(ranges(silent))}"
+            abort.end_job(
+                f"PeerExitError: comm.{name} takes longer than {monitor.default_timeout:g} s, and {who} can no longer take part:"
+                + lines(self._texts(places))
+            )
+        elif not self.wanted[1]:
+            text = f"comm.{name} takes longer than {monitor.warn_after:g} s"
+            log.logger.warning("%s:%s", text, lines(self._texts(places)))
 
 
 @final
@@ -293,8 +320,23 @@ class Watchdog:
         self._thread.start()
 
     @classmethod
-    def add(cls, monitor: RankMonitor, comm: Any) -> None:
-        """Monitor a group, over a communicator of its ranks on which nothing else sends messages."""
+    def add(
+        cls,
+        monitor: RankMonitor,
+        comm: Any,
+        node: Node,
+        count: int,
+        ranks_of: Callable[[int], Sequence[int]],
+        index: int,
+    ) -> None:
+        """Monitor a group, over a communicator of its ranks on which nothing else sends messages.
+
+        Args:
+            node: the ranks that share memory with this one.
+            count: number of nodes.
+            ranks_of: returns the ranks of a node.
+            index: the number of this rank's node.
+        """
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -309,7 +351,7 @@ class Watchdog:
             abort.agree_who_prints = cls.report_end
         monitor.watched = True
         with cls.instance.lock:
-            cls.instance._groups.append(GroupMonitor(monitor, comm))
+            cls.instance._groups.append(GroupMonitor(monitor, comm, node, count, ranks_of, index))
 
     @classmethod
     def remove(cls, monitor: RankMonitor, comm: Any = None) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, final
 
+from ..._util.text import plural, ranges
 from ..agree import fingerprint
 from ..call import Call
 from ..recorder import RECORDER
@@ -56,26 +58,56 @@ class Answer(NamedTuple):
     Attributes:
         time: when it came.
         number, tag, seconds: the collective that it is in, and since when; -1, 0 and 0.0 outside collectives.
-        in_mpi: whether it waits where it cannot raise.
         about: number of the collective that the asking rank was in, -1 for none.
         print: fingerprint of the text of that one on this rank; 0 where it is not known (any more).
         failed: number of a collective that an error ended on this rank: that one, or else the last one that it could not enter; 0
             for none.
         ago: when, in seconds.
-        text, error: where it is, and that error.
+        what, at, before, error: what it is in, the line of the program, what it did before, and that error.
     """
 
     time: float
     number: int
     tag: int
     seconds: float
-    in_mpi: bool
     about: int
     print: int
     failed: int
     ago: float
-    text: str
+    what: str
+    at: str
+    before: str
     error: str
+
+    @property
+    def text(self) -> str:
+        """Where the rank is, in words."""
+        return self.words((self.seconds, self.seconds), self.before)
+
+    def words(self, seconds: tuple[float, float], before: str) -> str:
+        """The same, of several ranks, which have been there for at least and at most so many seconds."""
+        low, high = (f"{length:.1f}" for length in seconds)
+        span = "" if not seconds[1] else f" for {low} s" if low == high else f" for {low} to {high} s"
+        return f"{self.what}{span}{self.at and f', at {self.at}'}{before and f'; before that {before}'}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What ranks at the same place have in common."""
+        return self.number, self.tag, self.about, self.print, self.failed, self.what, self.at, self.error
+
+    def encode(self, room: int) -> bytes:
+        """Return all but the time as bytes, with shorter words where there is too little room."""
+        for longest in (10_000, 300, 100, 0):
+            words = [text[:longest] for text in self[-4:]]
+            data = json.dumps([*self[1:-4], *words], ensure_ascii=False).encode(errors="replace")
+            if len(data) <= room:
+                break
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray) -> Answer:
+        """Return what was encoded, of now."""
+        return cls._make((monotonic(), *json.loads(data)))
 
 
 class Failure(NamedTuple):
@@ -201,24 +233,32 @@ class RankMonitor:
         now, current, raw, at = monotonic(), self.current, self.raw, user_line(self.thread)
         known = self.recent(about)
         before = RECORDER.history()
-        before = f"; before that {before}" if before else ""
         failed = self.failed(about)
         failure = self.failures.get(failed, Failure(now, "", False))
         more = about, fingerprint(known) if known else 0, failed, now - failure.time
+        words = at, before, failure.error
         if current is not None:
             start, call, number = current
-            text = f"in {call.brief} #{number} for {now - start:.1f} s, at {at}{before}"
-            return Answer(now, number, call.tag, now - start, not self.on_flags, *more, text, failure.error)
+            what = f"in {call.brief} #{number}"
+            return Answer(now, number, call.tag, now - start, *more, what, *words)
         if raw is not None:
-            text = f"in comm.{raw[1]} for {now - raw[0]:.1f} s, at {at}{before}"
-            return Answer(now, -1, 0, now - raw[0], True, *more, text, failure.error)
-        text = f"not in a collective, after #{self.number}, at {at}{before}"
-        return Answer(now, -1, 0, 0.0, False, *more, text, failure.error)
+            return Answer(now, -1, 0, now - raw[0], *more, f"in comm.{raw[1]}", *words)
+        return Answer(now, -1, 0, 0.0, *more, f"not in a collective, after #{self.number}", *words)
 
 
-def lines(texts: dict[int, str]) -> str:
-    """Return one line for each rank, each after a line break."""
-    return "".join(f"\n  rank {rank} {texts[rank]}" for rank in sorted(texts))
+def lines(texts: Mapping[int, str]) -> str:
+    """Return a line for each different text with the ranks that it belongs to, each line after a line break.
+
+    Example:
+        >>> lines({2: "does not answer", 0: "in reduce #3", 1: "in reduce #3"})
+        '\\n  ranks 0-1 in reduce #3\\n  rank 2 does not answer'
+    """
+    found: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        found.setdefault(texts[rank], []).append(rank)
+    return "".join(
+        f"\n  {plural(len(ranks), 'rank')} {', '.join(ranges(ranks))} {text}" for text, ranks in found.items()
+    )
 
 
 def monitored(comm: Any, monitor: RankMonitor) -> Any:

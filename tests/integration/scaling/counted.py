@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat as ms
+from mpistrat.comm.monitor import group_monitor
 
 VARIABLES, STEPS = 8, 32
 counter = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -54,7 +56,17 @@ def main() -> None:
     phase("epoch", lambda: [steps(plain, 1) for _ in data])
     phase("save", lambda: strategy.save(folder / "saved.h5"))
     phase("restore", lambda: strategy.restore(folder / "saved.h5"))
-    topology = strategy.extended.topology
+    topology, group = strategy.extended.topology, strategy.extended.process_group
+
+    def wait_long() -> None:
+        """The last rank comes late, and a rank that waits has all asked where they are."""
+        group.monitor.warn_after = 1.0
+        time.sleep(4.0 * (topology.rank == topology.size - 1))
+        group.barrier("late")
+        group.monitor.warn_after = 100.0
+
+    group_monitor._NEIGHBOUR = 100.0  # seconds: what a rank asks the next one all the time, however many there are
+    phase("long wait", wait_long)
     phase("leave", strategy.extended.process_group.leave)
     (folder / f"rank-{topology.rank}.json").write_text(json.dumps({"nodes": topology.num_nodes, "phases": phases}))
     strategy.comm.Barrier()

@@ -25,6 +25,7 @@ PHASES = (
     "epoch",
     "save",
     "restore",
+    "long wait",
     "leave",
 )
 GROWS = {  # by phase and function: bytes of a rank for each rank; or more messages where there are twice as many nodes
@@ -33,6 +34,7 @@ GROWS = {  # by phase and function: bytes of a rank for each rank; or more messa
     ("epoch", "Allgather"): 16,
     ("save", "Allgather"): 96,  # who writes, in how many pieces
     ("restore", "Allgather"): 64,  # new digests
+    ("long wait", "Isend"): 1,  # a survey goes along a tree of nodes, at most four below one
     ("leave", "Isend"): 1,  # one more where there are twice as many nodes, if the program does not close its strategy
 }
 SLACK = 16  # bytes: of numbers in words
