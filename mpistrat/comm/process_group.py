@@ -22,8 +22,8 @@ from . import agree
 from .call import describe
 from .contract import Collective, Comparison
 from .monitor import abort, exit_report
-from .monitor.group_monitor import Watchdog
 from .monitor.rank_monitor import RankMonitor, monitored
+from .monitor.watchdog import Watchdog
 from .node import Node
 from .recorder import RECORDER
 

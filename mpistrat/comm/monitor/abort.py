@@ -1,4 +1,4 @@
-"""One rank's exception ends the job: its traceback is printed with its rank, the others print what it was, all end.
+"""One rank's exception ends the job: its traceback is printed with its rank, the first of each node prints what it was, all end.
 
 Ranks that fail alike print it once, with the numbers of the others.
 """
@@ -70,8 +70,8 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 def end_job(text: str, code: int = 1, reason: str = "") -> None:
     """Print a text on stderr and end every rank of the job. Does not return while MPI runs.
 
-    Of ranks that end the job with one text at the same moment the lowest prints it, with the numbers of the others. The other
-    ranks that the watchdog can reach print `reason`; default the whole text.
+    Of ranks that end the job with one text at the same moment the lowest prints it, with the numbers of the others. The first
+    rank of each node that the watchdog can reach prints `reason`; default the whole text.
     """
     global ending
     ending = True

@@ -17,6 +17,7 @@ __all__ = ["BOARD_BYTES", "Board"]
 
 BOARD_BYTES = 1920  # of each rank
 _DATA = 64  # bytes before an answer
+_FAILURE = slice(48, 64)  # of them: what stands for the text with which a rank fails
 _WRITTEN, _LENGTH = 0, 1  # words of a rank: since when its answer stands there, and how long it is
 _ASKED, _ABOUT, _SURVEYED, _CLAIMED = 2, 3, 4, 5  # words of the node, on the page of its first rank
 
@@ -53,6 +54,14 @@ class Board:
     def claim(self) -> None:
         """Note that this rank wants a survey."""
         self._common[_CLAIMED] = monotonic()
+
+    def note_failure(self, key: bytes) -> None:
+        """Show which text this rank fails with."""
+        self._pages[self._index][_FAILURE] = key
+
+    def failing(self, key: bytes) -> list[int]:
+        """Return which ranks of the node, by their numbers there, fail with a text."""
+        return [index for index, page in enumerate(self._pages) if page[_FAILURE] == key]
 
     def ask(self, about: int) -> float:
         """Ask the ranks of this node where they are, and about a collective, by number. Return since when answers are fresh."""

@@ -1,23 +1,16 @@
-"""The watchdog: a thread that watches over waits inside MPI.
-
-A wait inside MPI cannot be left. So a thread of each process reports to other ranks, on request, which collective its rank is
-in, and when a collective takes too long one of them has a survey made of all (`survey.py`), prints it and ends the job. When one
-rank ends the job, the watchdogs of the others print why. They communicate over the group's own communicator, need
-MPI.THREAD_MULTIPLE, and cost a collective no more than storing that it was entered.
-"""
+"""Group monitor: what the watchdog of a rank does for one group of ranks, and says to those of the others."""
 
 from __future__ import annotations
 
 import logging
 import struct
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, final
 
 from ..._util import log
 from ..._util.text import plural, ranges
-from ...cluster.world import is_loss
+from ...cluster.world import loses_ranks
 from ..agree import fingerprint, only_differences
 from ..call import Call
 from ..mailbox import Mailbox
@@ -29,14 +22,16 @@ from .board import Board
 from .rank_monitor import ALL, POLL, Answer, Left, RankMonitor, lines
 from .survey import Place, Surveys
 
-__all__ = ["Watchdog"]
+__all__ = ["GRACE", "GroupMonitor"]
 
 _NEIGHBOUR = 2.0  # seconds of waiting after which, and between which, the next rank is compared
-_GRACE = 5.0  # seconds after the timeout in which a rank that knows more may report it
+GRACE = 5.0  # seconds after the timeout in which a rank that knows more may report it
+_TOGETHER = 0.1  # seconds in which ranks of a node that fail alike find each other
 _RELAY = 0.75  # seconds that rank 0 has to decide who prints why the job ends, and to forward it
-_SPREAD = 0.3  # seconds that the others have to print it
+_SPREAD = 0.3  # seconds that the others have to print it, and
+_HOP = 0.1  # for each rank that forwards it
 _ASK, _REPLY, _LEFT, _END, _STOP, _FAIL, _VERDICT = 1, 2, 3, 4, 5, 6, 7
-_NUMBER, _LAST = struct.Struct("<q"), struct.Struct("<qqq")
+_NUMBER, _RANGE, _LAST = struct.Struct("<q"), struct.Struct("<qq"), struct.Struct("<qqq")
 _LONGEST = 4096
 
 
@@ -56,13 +51,11 @@ class GroupMonitor:
         self.monitor, self.mailbox = monitor, Mailbox(comm)
         self.board = Board(node.boards(), node.rank, node.sync)
         self.surveys = Surveys(monitor, self.mailbox, self.board, count, ranks_of, index, node.has_left)
-        self._node_ranks = ranks_of(index)
-        self._asked_node: tuple[float, set[int]] = (
-            0.0,
-            set(),
-        )  # since when, and whom of the node this rank's own thread asks
+        self._count, self._ranks_of, self._index, self._node_ranks = count, ranks_of, index, ranks_of(index)
+        self._asked_node: tuple[float, set[int]] = (0.0, set())  # since when, and whom of the node
         self.end_sent = False  # whether this rank has sent or received why the job ends
         self.failures = Failures(monitor.size)  # of all ranks, if this is rank 0
+        self.reporters: set[int] = set()  # who has sent these failures
         self.verdict: tuple[str | None] | None = None  # on this rank's own failure: see `report_end`
         self.stop_sent = False
         self.warned_calls: set[str] = set()
@@ -94,9 +87,9 @@ class GroupMonitor:
             elif kind == _STOP:
                 monitor.stop = True
             elif kind == _END:
-                self._receive_end(bytes(data))
+                self._receive_end(bytes(data[_RANGE.size :]), *_RANGE.unpack_from(data))
             elif kind == _FAIL:
-                self.failures.note(source, bytes(data[:KEY_BYTES]), bytes(data[KEY_BYTES:]), monotonic())
+                self._note_failures(source, data)
             elif kind == _VERDICT:
                 self.verdict = (data[1:].decode() if data[:1] == b"p" else None,)
 
@@ -106,21 +99,42 @@ class GroupMonitor:
         for rank in range(1, self.monitor.size) if self.monitor.rank == 0 else (0,):
             self.mailbox.send(b"!", rank, _STOP)
 
-    def report_end(self, key: bytes, data: bytes) -> str | None:
-        """Send all others why the job ends, through rank 0; return who fails alike, in words, or None if one of these prints it.
+    def report_left(self, ranks: Iterable[int]) -> None:
+        """Send ranks of other nodes that this one leaves the program."""
+        last = _LAST.pack(self.monitor.number, self.monitor.failed(self.monitor.number), abort.exit_status())
+        for rank in ranks:
+            self.mailbox.send(last, rank, _LEFT)
 
-        Ranks that all fail alike then send few messages, and print one text.
+    def report_end(self, text: str, reason: str) -> str | None:
+        """Send all nodes why the job ends, through rank 0; return who fails alike, in words, or None if one of these prints it.
+
+        Ranks that all fail alike then send few messages, and print one text. Of those of a node the lowest sends for all.
         """
-        monitor = self.monitor
+        monitor, key = self.monitor, failure_key(text)
+        data = f"the job ends because of rank {monitor.rank}: {reason}".encode()[:_LONGEST]
+        self.board.note_failure(key)
+        self._receive_for(_TOGETHER)
+        alike = [self._node_ranks[index] for index in self.board.failing(key)]
+        if min(alike) < monitor.rank:
+            return None
+        message = b"".join(map(_NUMBER.pack, [len(alike), *alike])) + key + data
         if monitor.rank == 0:
-            self.failures.note(0, key, data, monotonic())
+            self._note_failures(0, message)
         else:
-            self.mailbox.send(key + data, 0, _FAIL)
+            self.mailbox.send(message, 0, _FAIL)
         self._receive_for(_RELAY, until=lambda: self.verdict is not None)
         if self.verdict is None:  # rank 0 cannot receive
-            self._spread_end(data, range(monitor.size))
-        self._receive_for(_SPREAD)
+            self._spread_end(data)
+        self._receive_for(_SPREAD + _HOP * survey.height(self._count))
         return "" if self.verdict is None else self.verdict[0]
+
+    def _note_failures(self, source: int, message: bytes | bytearray) -> None:
+        """On rank 0: note ranks of a node that fail alike."""
+        end = (1 + _NUMBER.unpack_from(message)[0]) * _NUMBER.size
+        key, reason = bytes(message[end : end + KEY_BYTES]), bytes(message[end + KEY_BYTES :])
+        for (rank,) in _NUMBER.iter_unpack(message[_NUMBER.size : end]):
+            self.failures.note(rank, key, reason, monotonic())
+        self.reporters.add(source)
 
     def _judge_failures(self) -> None:
         """On rank 0: send the ranks that fail who of them prints, and the others why the job ends."""
@@ -128,25 +142,47 @@ class GroupMonitor:
         for rank, words in verdicts.items():
             if rank == self.monitor.rank:
                 self.verdict = (words,)
-            else:
+            elif rank in self.reporters:
                 self.mailbox.send(b"" if words is None else b"p" + words.encode(), rank, _VERDICT)
         if verdicts and not self.end_sent:
-            self._receive_end(self.failures.reason, set(range(self.monitor.size)) - set(verdicts))
+            self._spread_end(self.failures.reason)
+            self._print_end(self.failures.reason)
 
-    def _spread_end(self, data: bytes, ranks: Iterable[int]) -> None:
-        self.end_sent = True
-        for rank in ranks:
-            if rank != self.monitor.rank:
-                self.mailbox.send(data, rank, _END)
-
-    def _receive_end(self, data: bytes, others: Iterable[int] = ()) -> None:
-        if self.end_sent:
+    def _spread_end(self, data: bytes) -> None:
+        """Send all nodes why the job ends, by ranks that forward it; all ranks, where one that forwards it may have died."""
+        if not loses_ranks():
+            self._forward_end(data, 0, self._count)
             return
-        self._spread_end(data, others)
+        self.end_sent = True
+        for rank in range(self.monitor.size):
+            if rank != self.monitor.rank:
+                self.mailbox.send(_RANGE.pack(0, 1) + data, rank, _END)
+
+    def _forward_end(self, data: bytes, low: int, high: int) -> None:
+        """Send it to a range of nodes, of which the first is this rank's: each time to two ranks, for one may not receive."""
+        self.end_sent = True
+        for first, last in survey.parts(low + 1, high):
+            ranks = self._ranks_of((self._index + first - low) % self._count)
+            self.mailbox.send(_RANGE.pack(first, last) + data, ranks[0], _END)
+            if len(ranks) > 1:
+                self.mailbox.send(_RANGE.pack(first, last) + data, ranks[1], _END)
+            elif first + 1 < last:
+                rank = self._ranks_of((self._index + first + 1 - low) % self._count)[0]
+                self.mailbox.send(_RANGE.pack(first + 1, last) + data, rank, _END)
+
+    def _receive_end(self, data: bytes, low: int, high: int) -> None:
+        if not self.end_sent:
+            self._forward_end(data, low, high)
+            self._print_end(data)
+
+    def _print_end(self, data: bytes) -> None:
+        """Print why the job ends, on the first rank of each node, and end where MPI goes on without this rank."""
         exit_report.report_exit()
-        if not abort.ending:
+        if abort.ending:
+            return
+        if self.monitor.rank == self._node_ranks[0] or loses_ranks():
             abort.print_text(f"rank {self.monitor.rank} of {self.monitor.size}: {data.decode(errors='replace')}")
-            abort.end_where_nobody_does()
+        abort.end_where_nobody_does()
 
     def _receive_for(self, seconds: float, until: Callable[[], bool] = bool) -> None:
         backoff, deadline = Backoff(POLL / 10), Deadline(seconds)
@@ -217,7 +253,7 @@ class GroupMonitor:
 
     def _late(self, call: Call) -> float:
         """The seconds after which a collective takes too long; where this rank raises by itself it has a moment for it."""
-        return call.timeout + (_GRACE if self.monitor.on_flags else 0)
+        return call.timeout + (GRACE if self.monitor.on_flags else 0)
 
     def _want(self, waiting: tuple[Any, ...], now: float, late: float, about: int) -> None:
         """Have a survey made where this rank waits too long, unless one that is being made, or was, is of this wait, too."""
@@ -229,7 +265,7 @@ class GroupMonitor:
         if self.board.surveyed >= covered:
             self.warned = True
             if ends:
-                self.again = self.board.surveyed + _GRACE
+                self.again = self.board.surveyed + GRACE
             return
         due = since + self.surveys.depth * survey.STAGGER
         attempt = int((now - due) // survey.PATIENCE)
@@ -304,145 +340,3 @@ class GroupMonitor:
         elif not self.wanted[1]:
             text = f"comm.{name} takes longer than {monitor.warn_after:g} s"
             log.logger.warning("%s:%s", text, lines(self._texts(places)))
-
-
-@final
-class Watchdog:
-    """The thread that monitors all groups of this process. There is one, `Watchdog.instance`, from the first group on."""
-
-    instance: Watchdog | None = None
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # while it is held, the thread makes no MPI call
-        self._groups: list[GroupMonitor] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mpistrat-watchdog", daemon=True)
-        self._thread.start()
-
-    @classmethod
-    def add(
-        cls,
-        monitor: RankMonitor,
-        comm: Any,
-        node: Node,
-        count: int,
-        ranks_of: Callable[[int], Sequence[int]],
-        index: int,
-    ) -> None:
-        """Monitor a group, over a communicator of its ranks on which nothing else sends messages.
-
-        Args:
-            node: the ranks that share memory with this one.
-            count: number of nodes.
-            ranks_of: returns the ranks of a node.
-            index: the number of this rank's node.
-        """
-        from mpi4py import MPI
-
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            log.once(
-                logging.WARNING,
-                "MPI was started without THREAD_MULTIPLE: no watchdog runs, so a collective that hangs inside MPI is not "
-                "noticed. Let mpi4py start MPI, or ask for THREAD_MULTIPLE",
-            )
-            return
-        if cls.instance is None:
-            cls.instance = cls()
-            abort.agree_who_prints = cls.report_end
-        monitor.watched = True
-        with cls.instance.lock:
-            cls.instance._groups.append(GroupMonitor(monitor, comm, node, count, ranks_of, index))
-
-    @classmethod
-    def remove(cls, monitor: RankMonitor, comm: Any = None) -> None:
-        """Forget a group. With `comm`, its communicator, which is then without messages and may be freed, collective."""
-        monitor.watched = False
-        mailbox: Mailbox | None = None
-        if cls.instance is not None:
-            with cls.instance.lock:
-                groups = cls.instance._groups
-                mailbox = next((group.mailbox for group in groups if group.monitor is monitor), None)
-                groups[:] = [group for group in groups if group.monitor is not monitor]
-        if comm is not None:
-            (mailbox or Mailbox(comm)).drain()  # others may have a watchdog where this rank has none
-
-    @classmethod
-    def report_left(cls, monitor: RankMonitor, ranks: Iterable[int]) -> None:
-        """Report to ranks of other nodes that this one leaves the program. Call it after `stop`."""
-        if cls.instance is None:
-            return
-        for group in cls.instance._groups:
-            if group.monitor is monitor:
-                last = _LAST.pack(monitor.number, monitor.failed(monitor.number), abort.exit_status())
-                for rank in ranks:
-                    group.mailbox.send(last, rank, _LEFT)
-
-    @classmethod
-    def report_end(cls, text: str, reason: str) -> str | None:
-        """Make the other ranks print why this one ends the job. Takes a second at most.
-
-        Returns:
-            Which ranks have the same text, in words to print behind it; None if another rank prints it.
-        """
-        instance = cls.instance
-        if instance is None or not instance._groups or not instance.lock.acquire(timeout=POLL):
-            return ""
-        try:
-            group = max(instance._groups, key=lambda group: group.monitor.size)
-            what = f"the job ends because of rank {group.monitor.rank}: {reason}"
-            return group.report_end(failure_key(text), what.encode()[:_LONGEST])
-        except Exception as error:
-            if is_loss(error):
-                return ""
-            raise
-        finally:
-            instance.lock.release()
-
-    @classmethod
-    def stop(cls) -> None:
-        """End the thread, before MPI ends."""
-        if cls.instance is not None:
-            cls.instance._stop.set()
-            cls.instance._thread.join(5)
-
-    def _run(self) -> None:
-        from mpi4py import MPI
-
-        while not self._stop.wait(POLL):
-            if MPI.Is_finalized():
-                return
-            exit_report.answer(self._position, abort.end_job)
-            if self.lock.acquire(timeout=POLL):
-                try:
-                    for group in list(self._groups):
-                        self._look(group)
-                finally:
-                    self.lock.release()
-            else:
-                self._judge_alone()
-
-    def _look(self, group: GroupMonitor) -> None:
-        """Look after a group; no more where ranks were lost, which those who call MPI hear, too."""
-        try:
-            group.look()
-        except Exception as error:
-            if not is_loss(error):
-                raise
-            self._groups.remove(group)
-
-    def _position(self) -> str:
-        """Where this rank is in the largest of its groups."""
-        groups = list(self._groups)
-        if not groups:
-            return "in no group of several ranks"
-        return max(groups, key=lambda group: group.monitor.size).monitor.answer().text
-
-    def _judge_alone(self) -> None:
-        """Enforce the timeouts while MPI must not be called (NCCL is in flight) and other ranks cannot be asked."""
-        for group in list(self._groups):
-            monitor, current = group.monitor, group.monitor.current
-            if current is not None and monotonic() - current[0] > current[1].timeout + _GRACE:
-                abort.end_job(
-                    f"CollectiveTimeoutError: {current[1].text} takes longer than {current[1].timeout:g} s:"
-                    + lines({monitor.rank: monitor.answer().text})
-                )

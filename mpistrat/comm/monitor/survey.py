@@ -22,7 +22,7 @@ from ..mailbox import Mailbox
 from .board import Board
 from .rank_monitor import Answer, RankMonitor
 
-__all__ = ["KINDS", "LEFT", "PATIENCE", "STAGGER", "Place", "Surveys", "merge", "parts", "texts"]
+__all__ = ["KINDS", "LEFT", "PATIENCE", "STAGGER", "Place", "Surveys", "height", "merge", "parts", "texts"]
 
 STAGGER = 0.5  # seconds that a node has for each one above it in the tree: a survey may be on its way
 PATIENCE = 2.0  # seconds after which a rank that has asked for a survey asks another one
@@ -87,6 +87,19 @@ def parts(low: int, high: int) -> list[tuple[int, int]]:
     count = min(FAN_OUT, high - low)
     borders = [low + (high - low) * i // max(count, 1) for i in range(count + 1)]
     return list(itertools.pairwise(borders))
+
+
+def height(nodes: int) -> int:
+    """Return how often what one node sends to all is forwarded, at most.
+
+    Example:
+        >>> height(1), height(5), height(6), height(21)
+        (0, 1, 2, 2)
+    """
+    levels, reached = 0, 1
+    while reached < nodes:
+        levels, reached = levels + 1, reached * FAN_OUT + 1
+    return levels
 
 
 def _encode(places: Iterable[Place]) -> list[Any]:
@@ -216,10 +229,7 @@ class Surveys:
 
     def _make(self, rank: int, about: int) -> None:
         """Ask all nodes for a rank."""
-        depth, reached = 0, 1
-        while reached < self._count:
-            depth, reached = depth + 1, reached * FAN_OUT + 1
-        self._enter(0, self._count, about, _ANSWER * (_TRIES + 1 + depth)).wanted = rank
+        self._enter(0, self._count, about, _ANSWER * (_TRIES + 1 + height(self._count))).wanted = rank
 
     def _enter(self, low: int, high: int, about: int, seconds: float) -> _Survey:
         """Begin to ask about a range of nodes, the first of which is this rank's."""

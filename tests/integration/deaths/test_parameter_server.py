@@ -1,5 +1,7 @@
 """What becomes of the others when a worker or a server stops, leaves, fails or dies."""
 
+import re
+
 import pytest
 from transports import TRANSPORTS
 
@@ -148,8 +150,8 @@ def test_an_error_in_the_thread_ends_the_job_whatever_the_program_does(mpi_run, 
     assert result.returncode not in (0, None), result
     assert "rank 3 of 4: the job ends on this exception in mpistrat-server-0" in result.stderr, result
     assert "in <lambda>" in result.stderr, result
-    for rank in range(3):
-        assert f"rank {rank} of 4: the job ends because of rank 3: ZeroDivisionError" in result.stderr, result
+    says = re.findall(r"rank (\d) of 4: the job ends because of rank 3: ZeroDivisionError", result.stderr)
+    assert says == ["0"], result  # the first rank of the node
     assert result.seconds < 20
 
 

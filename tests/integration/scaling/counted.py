@@ -18,6 +18,7 @@ import numpy as np
 
 import mpistrat as ms
 from mpistrat.comm.monitor import group_monitor
+from mpistrat.comm.monitor.watchdog import Watchdog
 
 VARIABLES, STEPS = 8, 32
 counter = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -67,6 +68,15 @@ def main() -> None:
 
     group_monitor._NEIGHBOUR = 100.0  # seconds: what a rank asks the next one all the time, however many there are
     phase("long wait", wait_long)
+
+    def end() -> None:
+        """What ranks say before the last one ends the job by an error; it does not."""
+        if topology.rank == topology.size - 1:
+            assert Watchdog.report_end("ValueError: mine", "ValueError: mine") == ""
+        else:
+            time.sleep(4.0)
+
+    phase("end by an error", end)
     phase("leave", strategy.extended.process_group.leave)
     (folder / f"rank-{topology.rank}.json").write_text(json.dumps({"nodes": topology.num_nodes, "phases": phases}))
     strategy.comm.Barrier()

@@ -10,7 +10,7 @@ from mpistrat.comm.call import Call
 from mpistrat.comm.monitor import board, rank_monitor, survey
 from mpistrat.comm.monitor.board import BOARD_BYTES, Board
 from mpistrat.comm.monitor.rank_monitor import Answer, RankMonitor, lines
-from mpistrat.comm.monitor.survey import FAN_OUT, Place, Surveys, merge, parts, texts
+from mpistrat.comm.monitor.survey import Place, Surveys, merge, parts, texts
 
 POLL = 0.1
 
@@ -85,7 +85,7 @@ def test_all_ranks_are_found_with_few_messages(monkeypatch, nodes, per_node, las
     assert places[0].answer.about == 3 and places[0].answer.number == 3
     # a question, that it came, and the answer of each node but one; the way up, and the result
     assert sum(job.sent.values()) <= 3 * (nodes - 1) + job.ranks[wanted][2].depth + 1
-    assert max(job.sent.values(), default=0) <= FAN_OUT + 3
+    assert max(job.sent.values(), default=0) <= 4 + 3
     assert job.now - start < 2.5
 
 
@@ -121,7 +121,7 @@ def test_many_that_want_one_get_one(monkeypatch):
         job.ranks[rank][2].want(3, 0)
     job.now += POLL
     job.run(next(source for source, rank, _, _ in job.letters if rank == 0))
-    assert max(job.sent.values()) <= FAN_OUT + 3 + FAN_OUT
+    assert max(job.sent.values()) <= 4 + 3 + 4
     assert sum(own.surveyed > 0 for _, own, _ in job.ranks) == 64
 
 
@@ -158,7 +158,7 @@ def test_too_many_places_become_few():
 @pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 3), (1, 6), (5, 1000)])
 def test_parts_cover_a_range_once(low, high):
     assert [i for first, last in parts(low, high) for i in range(first, last)] == list(range(low, high))
-    assert len(parts(low, high)) <= FAN_OUT
+    assert len(parts(low, high)) <= 4
 
 
 def test_an_answer_that_is_too_long_loses_words():
