@@ -31,9 +31,9 @@ RULES = {
     "amsgrad": lambda: ms.optimizers.Adam(0.01, 0.8, 0.9, 1e-3, amsgrad=True),
     "adagrad": lambda: ms.optimizers.Adagrad(0.1),
     "rmsprop": lambda: ms.optimizers.RMSProp(0.1),
-    "rmsprop with momentum": lambda: ms.optimizers.RMSProp(0.1, momentum=0.9),
+    "rmsprop with momentum": lambda: ms.optimizers.RMSProp(0.1, 0.8, momentum=0.7),
     "centered rmsprop": lambda: ms.optimizers.RMSProp(0.1, centered=True),
-    "centered rmsprop with momentum": lambda: ms.optimizers.RMSProp(0.1, momentum=0.9, centered=True),
+    "centered rmsprop with momentum": lambda: ms.optimizers.RMSProp(0.1, 0.8, momentum=0.7, centered=True),
 }
 NEVER_NEGATIVE = ("velocity", "velocity_hat", "accumulator")
 
@@ -205,7 +205,7 @@ NOT_FOR_LOOPS = {
     "not contiguous": (flat(), flat(16)[::2]),
     "two dimensions": (flat(), flat().reshape(2, 4)),
     "another byte order": (flat(), flat(dtype=">f4")),
-    "not aligned": (flat(), np.ones(33, np.uint8)[1:].view(np.float32)),
+    "not aligned": (flat(), memoryview(bytearray(33))[1:].cast("f")),
     "read-only": (READ_ONLY, flat()),
     "across": (MEMORY[:8], MEMORY[4:12]),
     "no buffer": (flat(), [1.0] * 8),
