@@ -16,7 +16,7 @@ from .layout import Address, MailboxLayout, VariableSpec, aligned
 from .report import ParameterServerStats, combine, of_server, of_worker
 from .roles import register_role
 from .server.server import Server
-from .wire.choice import choose, describe
+from .wire.choice import choose
 from .wire.memory import HALVES, ServerMemory, SharedMemory, Staging, area_bytes
 from .wire.messages import MessagePort, MessageTransport
 from .wire.transport import Pair, Transport
@@ -50,7 +50,7 @@ class ParameterServers:
 
     Attributes:
         workers, servers: ranks.
-        choice: the transport of each (worker, server).
+        choice: which transport each worker and server use.
         addresses: the variables, by number.
         server: on a server its variables and its service, to be started; else None.
         transports: on a worker its connection with each server, else empty.
@@ -80,7 +80,7 @@ class ParameterServers:
         self._used = self._room = [0] * len(self.servers)
         self._next_slab = FIRST_SLAB
         self._comm: Any = group.topology.comm.Dup()
-        used = set(self.choice.values())
+        used = self.choice.used()
         self._windows = "shared_window" in used, "one_sided" in used
         layout = MailboxLayout(len(self.workers), SLOTS if any(self._windows) else 0, CHUNK_BYTES)
         self._posting = MailboxLayout(len(self.workers), SLOTS, CHUNK_BYTES)
@@ -103,7 +103,7 @@ class ParameterServers:
             self.group.contacts.update(self.servers)
             for server, rank in enumerate(self.servers):
                 pair = Pair(self.group, worker, server, rank, self._posting, self.addresses)
-                self.transports.append(self._transport(pair, self.choice[worker, server]))
+                self.transports.append(self._transport(pair, self.choice.of(worker, server)))
 
     def _transport(self, pair: Pair, name: str) -> Transport:
         if name == "messages":
@@ -112,8 +112,8 @@ class ParameterServers:
         return kind(pair, self._memory)
 
     def _open_ports(self, index: int, back_off: float) -> None:
-        by_messages = [w for w in range(len(self.workers)) if self.choice[w, index] == "messages"]
-        by_windows = [w for w in range(len(self.workers)) if w not in by_messages]
+        by_messages = list(self.choice.workers_by("messages", index))
+        by_windows = sorted(set(range(len(self.workers))).difference(by_messages))
         server = self.server = Server(
             self.group, index, self.workers, self._memory, by_windows, self._comm.Iprobe, back_off, self._threads,
         )  # fmt: skip
@@ -163,12 +163,11 @@ class ParameterServers:
 
         None where there is little memory, and where a network may read it, which would take all of it at once.
         """
-        sharing: list[tuple[int, ...]] = [
-            tuple(w for w in range(len(self.workers)) if self.choice[w, server] == "shared_window")
-            for server in range(len(self.servers))
-        ]
         large = [s.nbytes > self._posting.chunk_bytes and not self._windows[1] for s in specs]
-        near = [sharing[spec.server] if wanted else () for spec, wanted in zip(specs, large, strict=True)]
+        near: list[tuple[int, ...]] = [
+            self.choice.workers_by("shared_window", spec.server) if wanted else ()
+            for spec, wanted in zip(specs, large, strict=True)
+        ]
         more = sum(
             Address.after(0, 0, spec, 0, workers).end for spec, workers in zip(specs, near, strict=True) if workers
         )
@@ -217,7 +216,7 @@ class ParameterServers:
 
     def describe(self) -> str:
         """Return which transport each worker and server use, in words."""
-        return describe(self.choice, self.workers, self.servers)
+        return self.choice.describe()
 
     def close(self) -> None:
         """Have the workers sign off for good, end the servers, and free windows and communicator. Collective the first time.

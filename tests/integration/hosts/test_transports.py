@@ -27,8 +27,9 @@ F4 = np.float32
 @hosts
 def test_the_choice():
     with parameter_servers("") as ps:
-        assert ps.choice == {(0, 0): "messages", (1, 0): "messages", (2, 0): "shared_window"}
-        text = "server 0 (rank 3): messages with workers 0 (rank 0), 1 (rank 1); shared_window with worker 2 (rank 2)"
+        assert [ps.choice.of(worker, 0) for worker in range(3)] == ["messages", "messages", "shared_window"]
+        assert ps.choice.workers_by("messages", 0) == (0, 1) and ps.choice.used() == {"messages", "shared_window"}
+        text = "server 0 (rank 3): shared_window with worker 2 (rank 2); messages with the others"
         assert ps.describe() == text
 
 
