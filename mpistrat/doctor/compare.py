@@ -27,6 +27,7 @@ def compare(rows: Rows) -> Iterator[Finding]:
     yield _thread_level(rows)
     yield from _gpus(rows)
     yield from _cores(rows)
+    yield from _open_files(rows)
     yield from _needs(rows)
 
 
@@ -213,6 +214,32 @@ def _crowded(here: Rows, confined: Rows, cores: int, threads: int) -> Finding:
         advice.append("start fewer ranks")
     text = "; or ".join(advice) or "start fewer ranks"
     return warning("cores", what, text[0].upper() + text[1:])
+
+
+_PAIRS = 8  # ranks on other nodes, from which on as many sockets are no accident
+
+
+def _open_files(rows: Rows) -> Iterator[Finding]:
+    """Compare the number of ranks with `ulimit -n`, where MPI holds a socket for each rank of the other nodes."""
+    on_node = Counter(row["node"] for row in rows)
+    room: dict[int, int] = {}  # by rank: with how many ranks it would have as many files open as it may
+    for row in rows:
+        files, others = row["files"], len(rows) - on_node[row["node"]]
+        if others >= _PAIRS and files["sockets"] >= others and files["most"] >= 0:
+            room[row["rank"]] = len(rows) + files["most"] - files["open"]
+    if not room:
+        return
+    first = min(room, key=room.__getitem__)
+    files = rows[first]["files"]
+    what = (
+        f"rank {first} has {files['open']} of {files['most']} open: MPI holds a socket for each rank of the other nodes, "
+        f"so about {room[first]} ranks are the most that can start"
+    )
+    if room[first] >= 2 * len(rows):
+        yield ok("open files", what)
+    else:
+        remedy = "ulimit -n 65536 before you start, or the site's MPI for its fast network, which needs no sockets"
+        yield warning("open files", what, remedy)
 
 
 def _needs(rows: Rows) -> Iterator[Finding]:

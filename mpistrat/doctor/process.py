@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -15,7 +16,7 @@ from .._version import __version__
 from ..cluster.cores import THREAD_VARIABLES, available_cores, cpu_quota
 from .finding import Finding, ok, warning
 
-__all__ = ["blas_threads", "check_cores", "check_interpreter", "check_limits", "versions"]
+__all__ = ["blas_threads", "check_cores", "check_interpreter", "check_limits", "open_files", "versions"]
 
 _PACKAGES = ("numpy", "mpi4py", "h5py")
 
@@ -106,6 +107,17 @@ def check_limits() -> Iterator[Finding]:
         yield warning("stack", f"{_kib(stack)}: libraries crash with so little", "ulimit -s 8192 before you start")
     else:
         yield ok("stack", _kib(stack))
+
+
+def open_files() -> dict[str, int]:
+    """Return how many files this process may have open, -1 for any number, how many it has, and how many of these are sockets."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    kinds = []
+    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
+        with contextlib.suppress(OSError):  # closed since
+            kinds.append(os.readlink(f"/proc/self/fd/{number}").partition(":")[0])
+    most = -1 if limit == resource.RLIM_INFINITY else limit
+    return {"most": most, "open": len(kinds), "sockets": kinds.count("socket")}
 
 
 def _below(limit: int, least: int) -> bool:

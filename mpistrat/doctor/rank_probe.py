@@ -30,7 +30,7 @@ from .launching import TOO_LONG
 from .libraries import gpus_of_machine
 from .mpi import LEVELS, gpu_support
 from .probe import report, step
-from .process import blas_threads, versions
+from .process import blas_threads, open_files, versions
 from .transfers import check_all_reduce, check_clocks, check_windows
 
 __all__ = ["facts", "main"]
@@ -137,6 +137,7 @@ def facts(topology: Topology, needs: Collection[str]) -> dict[str, Any]:
         "threads": threads or max(1, share),
         "threads_set": why,
         "mpi": mpi,
+        "files": open_files(),
         "thread_level": LEVELS[topology.thread_level],
         "versions": {**versions(), "MPI": mpi},
         "settings": _settings(),

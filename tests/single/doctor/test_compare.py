@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
@@ -21,6 +22,7 @@ def rows(*ranks: dict, machine_cores: int = 8, node_gpus: int = 0) -> list[dict]
             "local_rank": sum(other.get("node", 0) == node for other in ranks[:number]),
             "role": f"worker {number}", "role_by": "", "gpus": [], "node_gpus": node_gpus, "core_list": [number],
             "node_cores": machine_cores, "machine_cores": machine_cores, "threads": 1, "threads_set": "", "mpi": "MPICH 5.0.2",
+            "files": {"most": 1024, "open": 40, "sockets": 4},
             "thread_level": "MULTIPLE", "versions": {"python": "3.11.7", "mpistrat": "0.1.0"}, "settings": {}, "missing": {},
         }  # fmt: skip
         row.update(own)
@@ -139,3 +141,21 @@ def test_the_worst_finding_counts():
     for order in itertools.permutations(made):
         assert worst([made[name] for name in order]) == "problem"
     assert worst([made["OK"], made["warning"], made["OK"]]) == "warning" and worst([]) == "OK"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "most", "opened", "sockets", "status", "says"),
+    [
+        (64, 1024, 110, 62, "OK", "about 978 ranks"),  # 64 and 914 more
+        (64, 128, 110, 62, "warning", "rank 0 has 110 of 128 open: .* about 82 ranks"),
+        (64, -1, 110, 62, None, ""),  # no limit
+        (64, 128, 60, 8, None, ""),  # a network without sockets
+        (8, 128, 110, 40, None, ""),  # too few to tell
+    ],
+)
+def test_sockets_for_each_pair_of_ranks_against_the_limit_of_files(ranks, most, opened, sockets, status, says):
+    files = {"most": most, "open": opened, "sockets": sockets}
+    table = rows(*[{"node": number // 2, "files": files} for number in range(ranks)], machine_cores=64)
+    found = [finding for finding in compare(table) if finding.name == "open files"]
+    assert [finding.status for finding in found] == ([status] if status else [])
+    assert all(re.search(says, finding.what) for finding in found)

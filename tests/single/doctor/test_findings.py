@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import socket
 import time
 
 import numpy as np
@@ -364,3 +365,11 @@ class TestSharedFolder:
             assert {path.name for path in tmp_path.iterdir()} == kept
         finding = named(list(check_shared_folder(tmp_path, clean=True)), "leftovers")
         assert finding.what.endswith(": mpich_shm_open") and mapped[0] == 0
+
+
+def test_open_files_and_sockets_of_this_process_are_counted():
+    before = process.open_files()
+    with socket.socket(), socket.socket(), open(os.devnull):
+        now = process.open_files()
+    assert (now["open"] - before["open"], now["sockets"] - before["sockets"]) == (3, 2)
+    assert before["most"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
