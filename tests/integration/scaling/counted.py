@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat as ms
+from mpistrat.comm import process_group
 from mpistrat.comm.monitor import group_monitor
 from mpistrat.comm.monitor.watchdog import Watchdog
 
@@ -77,7 +78,18 @@ def main() -> None:
             time.sleep(4.0)
 
     phase("end by an error", end)
-    phase("leave", strategy.extended.process_group.leave)
+    kept = ms.data.from_arrays(np.zeros((256, 4), np.float32)).cache("job", transport="messages").batch(64)
+    for _ in strategy.distribute_dataset(kept):
+        pass
+    group.barrier("rows given to all")
+
+    def leave() -> None:
+        """What ranks do at the end of the program, with a thread that gives rows to others until all have left."""
+        group.leave()
+        for wait in process_group._waits:
+            wait()
+
+    phase("leave", leave)
     (folder / f"rank-{topology.rank}.json").write_text(json.dumps({"nodes": topology.num_nodes, "phases": phases}))
     strategy.comm.Barrier()
 

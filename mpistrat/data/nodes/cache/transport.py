@@ -25,7 +25,7 @@ from .rows import RowMemory, row_backoff
 
 __all__ = ["Reply", "RowGets", "RowMessages"]
 
-_ASK, _LEFT = 1, 2
+_ASK = 1
 _FIRST_REPLY, _LAST_REPLY = 16, 32000  # tags; MPI promises 32767
 _MESSAGE_BYTES = 16 << 20  # of one reply, about
 
@@ -75,7 +75,6 @@ class RowMessages:
         self._closed = False
         self._stop = threading.Event()
         self._leaving = threading.Event()
-        self._left: set[int] = set()  # ranks that want nothing any more
         self._mailbox = Mailbox(comm)  # of the thread that answers; what answers carry comes by requests
         self._lost: list[Reply] = []  # never answered: MPI may still write into their memory
         self._thread = threading.Thread(target=self._serve, name="mpistrat-rows", daemon=True)
@@ -130,31 +129,22 @@ class RowMessages:
     # answering
 
     def _serve(self) -> None:
-        backoff, told = row_backoff(), False
+        backoff, all_leave = row_backoff(), None
         while not self._stop.is_set():
-            if self._leaving.is_set() and not told:
-                told = True
-                self._tell_leaving()
+            if self._leaving.is_set() and all_leave is None:
+                all_leave = self._comm.Ibarrier()  # a message to each other rank would be too many
             if self._answer():
                 backoff.reset()
-            if told and not self._mailbox.sending and len(self._left) == self._comm.size - 1:
+            if all_leave is not None and not self._mailbox.sending and all_leave.Test():
                 return
             backoff.pause()
-
-    def _tell_leaving(self) -> None:
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank:
-                self._mailbox.send(bytes(8), rank, _LEFT)
 
     def _answer(self) -> bool:
         """Take what has come. Return whether there was any, or something is being sent."""
         messages = self._mailbox.poll()
-        for rank, kind, data in messages:
-            if kind == _LEFT:
-                self._left.add(rank)
-            else:
-                asked = np.frombuffer(data, np.int64)
-                self._reply(rank, int(asked[0]), asked[1:])
+        for rank, _, data in messages:
+            asked = np.frombuffer(data, np.int64)
+            self._reply(rank, int(asked[0]), asked[1:])
         return bool(messages or self._mailbox.sending)
 
     def _reply(self, rank: int, tag: int, rows: NDArray[np.int64]) -> None:
