@@ -17,6 +17,7 @@ from ..comm.arrays import all_reduce
 from ..comm.process_group import ProcessGroup
 from ..types import ReduceOp
 from .arithmetic import Arithmetic, arithmetic, combine
+from .pieces import PieceSum
 
 __all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena"]
 
@@ -55,6 +56,10 @@ class GradientArena(Protocol):
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the part of element ranges that this rank reduces and updates."""
+        ...
+
+    def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
+        """Return the part that this rank's peer on each node reduces and updates; None where each of them does all of it."""
         ...
 
 
@@ -103,6 +108,20 @@ class ArenaSum:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._scratch: dict[np.dtype, np.ndarray] = {}
+        self._piece_sums: dict[np.dtype, PieceSum] = {}
+
+    def sum_owned(
+        self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
+    ) -> None:
+        """Call consume(low, high, sum) for what this rank owns of the ranges, in order. Collective over `group.inter`."""
+        pieces, inter = arena.pieces(ranges), self._group.inter
+        if pieces is None:
+            self.hand_out(arena, arena.owned(ranges), how, consume)
+        elif inter is not None:
+            summed = self._piece_sums.get(how.accumulate)
+            if summed is None:
+                summed = self._piece_sums[how.accumulate] = PieceSum(inter, how.accumulate, BLOCK)
+            summed.hand_out(_of_node(arena), pieces, how, consume)
 
     def hand_out(
         self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume

@@ -73,6 +73,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
     """
 
     reduce_ops = tuple(ReduceOp)
+    sums_pieces = True
 
     def __init__(self) -> None:
         self.chooser = Chooser()

@@ -65,6 +65,8 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         ValueError: num_packs is negative.
     """
 
+    sums_pieces = True
+
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
             raise ValueError(explain("HierarchicalAllReduce", "num_packs", expected="≥ 0", got=num_packs))
@@ -163,7 +165,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
             super().reduce_arena(arena, ranges, consume)
             return
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
-        self._arena_sum().hand_out(arena, arena.owned(ranges), how, consume)
+        self._arena_sum().sum_owned(arena, ranges, how, consume)
 
     def _destination(self, values: Sequence[Any], variable: Any, reduce_op: ReduceOp) -> Destination | None:
         """Where in a gradient arena the values lie that shall be reduced in place; None for all others."""

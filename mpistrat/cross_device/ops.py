@@ -58,6 +58,9 @@ class CrossDeviceOps(ABC):
     #: The reductions that the algorithm has; all others raise an error.
     reduce_ops: tuple[ReduceOp, ...] = (ReduceOp.SUM, ReduceOp.MEAN)
 
+    #: Whether `reduce_arena` sends nodes the sums of what they own alone: nodes then share slots unless told otherwise.
+    sums_pieces: bool = False
+
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
     #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.
@@ -310,8 +313,8 @@ class CrossDeviceOps(ABC):
         Args:
             arena: the gradients of all replicas.
             ranges: element ranges, ascending, equal on every rank.
-            consume: called as consume(low, high, block) for blocks that cover exactly `arena.owned(ranges)`. `block` is
-                scratch in the accumulation dtype, and valid in the call only.
+            consume: called as consume(low, high, block) for blocks that cover exactly `arena.owned(ranges)`, in order. `block`
+                is scratch in the accumulation dtype, and valid in the call only.
         """
         dtype = arithmetic(ReduceOp.SUM, arena.dtype, 1).accumulate
         xp = array_module(arena.local[0])

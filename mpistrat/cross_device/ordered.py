@@ -13,7 +13,7 @@ from typing import Any, final
 
 import numpy as np
 
-from .._util.partition import blocks
+from .._util.partition import blocks, merge
 from ..comm.arrays import is_gpu, mpi_datatype
 from ..comm.process_group import ProcessGroup
 from ..types import ReduceOp
@@ -74,7 +74,12 @@ class OrderedAllReduce(FlatAllReduce):
         if self.group.num_nodes == 1:
             self._arenas.hand_out(arena, arena.owned(ranges), how, consume)
         elif self.group.inter is not None:
-            self._fold_over_nodes(arena, arena.owned(ranges), how, consume)
+            pieces = arena.pieces(ranges)
+            if pieces is None:
+                self._fold_over_nodes(arena, arena.owned(ranges), how, consume)
+            else:  # the total of all pieces comes to all nodes
+                mine, every = pieces[self.group.inter.rank], merge([part for piece in pieces for part in piece])
+                self._fold_over_nodes(arena, every, how, _only(mine, consume))
 
     def _fold_over_nodes(
         self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
@@ -122,3 +127,15 @@ class OrderedAllReduce(FlatAllReduce):
                 sending[turn % depth] = inter.Isend([total, kind], node + 1, _ONWARD)
             else:
                 hand_out(turn, total)
+
+
+def _only(ranges: Sequence[tuple[int, int]], consume: Consume) -> Consume:
+    """Return a function that hands on what of blocks lies in the ranges."""
+
+    def hand_on(low: int, high: int, block: Any) -> None:
+        for begin, end in ranges:
+            first, last = max(begin, low), min(end, high)
+            if first < last:
+                consume(first, last, block[first - low : last - low])
+
+    return hand_on

@@ -1,7 +1,8 @@
 """One training step on arenas: sum the replicas' gradients and update the weights block by block, while both are in cache.
 
 The ranks of a node arrive; each sums its slice of the gradients, all-reduces it with its peers on other nodes, and updates
-its slice of the weights; the ranks leave together.
+its slice of the weights; the ranks leave together. Or, where the arena is sharded, peers sum and update a piece of the slice
+each, and exchange the new weights.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any, TypeVar, final
 import numpy as np
 
 from .._util.partition import blocks, merge
-from ..comm.arrays import to_host
+from ..comm.arrays import all_reduce, to_host
 from ..cross_device.arena import BLOCK, Consume
+from ..cross_device.pieces import PieceShare
 from ..errors import CollectiveMismatchError, by_rank, explain
 from ..variables.arena import ALIGNMENT_BYTES, Arena
 from ..variables.values import checksum, move_like, quick_digest
@@ -100,6 +102,7 @@ class FusedStep(UpdateRun):
                 step.begin(optimizer.iterations + 1, rate, number, self._two_passes)
             if not self._two_passes:
                 for step in self._arena_steps:
+                    step.begin_share()
                     self._sum(step, aggregate, step.take)
             else:
                 with np.errstate(over="ignore"):  # of squares; sums are checked below
@@ -107,7 +110,10 @@ class FusedStep(UpdateRun):
                         self._sum(step, aggregate, step.keep)
                 scales = self._scales(number)
                 for step in self._arena_steps:
+                    step.begin_share()
                     step.take_kept(scales)
+            for step in self._arena_steps:
+                step.finish_share()
             group.node.barrier(call)
         for variable in self._constrained:
             variable.apply_constraint(compare=due)
@@ -152,10 +158,13 @@ class FusedStep(UpdateRun):
         """
         optimizer = self._optimizer
         squares = np.array([square for step in self._arena_steps for square in step.squares.values()])
+        in_pieces = np.array([step.arena.sharded for step in self._arena_steps for _ in step.squares])
+        if in_pieces.any() and self._group.inter is not None:
+            squares[in_pieces] = _over_nodes(self._group.inter, squares[in_pieces])
         sums: dict[str, float] = {}
         column = iter(self._group.of_first_node(squares).T.tolist())
         for step in self._arena_steps:
-            count = len(owners(step.arena))
+            count = len(step.arena.bounds())
             sums.update((name, sum(each[:count])) for name, each in zip(step.squares, column, strict=False))
         if optimizer.check_numerics and not all(map(math.isfinite, sums.values())):
             self._refuse_numbers(number)
@@ -193,6 +202,14 @@ class FusedStep(UpdateRun):
             )
 
 
+def _over_nodes(inter: Any, numbers: np.ndarray) -> np.ndarray:
+    """Return the sums of float64 numbers over the peers of other nodes. Collective over `inter`."""
+    total = np.array(numbers)
+    with np.errstate(over="ignore", invalid="ignore"):
+        all_reduce(inter, total)
+    return total
+
+
 def _scale(total: float, limit: float) -> float:
     if not math.isfinite(total):
         return math.nan
@@ -216,9 +233,11 @@ class _ArenaStep:
         self.ranges = merge(list(padded.items()))
         self._decays = _merged((v.offset, padded[v.offset], optimizer.decay_of(v)) for v in variables)
         self._groups = _merged((v.offset, padded[v.offset], optimizer.group_of(v)) for v in variables)
+        self._padding = sorted((v.offset + v.size, padded[v.offset], v.name) for v in variables)
         self._spans = sorted((v.offset, padded[v.offset], v.name) for v in variables)
         self._optimizer, self._mean, self._each, self._apart = optimizer, 0, False, False
         self._slots = slots.of(arena)
+        self._share: PieceShare | None = None  # of the weights, while a step goes on
         self._rule = BlockUpdate(optimizer, arena.dtype, self._slots.scratch)
 
     @property
@@ -228,7 +247,7 @@ class _ArenaStep:
     def digest(self) -> int:
         """Return a digest of this rank's slice of the weights, by one pass over it."""
         total = 0
-        for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
+        for low, high in blocks(self.arena.sliced(self.ranges), BLOCK):
             total = (total * 3 + quick_digest(self.arena.values[low:high])) & ((1 << 63) - 1)
         return total
 
@@ -243,6 +262,19 @@ class _ArenaStep:
             self._each, self._apart = optimizer.clipnorm is not None, optimizer.check_numerics
             names = [name for _, _, name in self._spans]
             self.squares = dict.fromkeys(names if self._each else names[:1], 0.0)
+
+    def begin_share(self) -> None:
+        """Begin to exchange what this step makes of the weights, where each node updates a piece. Collective over peers."""
+        pieces, inter = self.arena.pieces(self.ranges), self.arena.group.inter
+        changes = self._updates or self._optimizer.ema_overwrite_frequency is not None
+        if pieces is not None and inter is not None and changes:
+            self._share = PieceShare(inter, self.arena.values, pieces)
+
+    def finish_share(self) -> None:
+        """Wait until the weights of all nodes are here."""
+        if self._share is not None:
+            self._share.finish()
+            self._share = None  # memory with references cannot be freed
 
     def take(self, low: int, high: int, gradient: Any) -> None:
         """Take the sum of elements [low, high), which is overwritten: update, or add to what is accumulated."""
@@ -265,8 +297,7 @@ class _ArenaStep:
                 at = low + end
             if at < high:
                 self._update_range(at, high, gradient[at - low :], 0)
-        if len(self.arena.copies) > 1:
-            self._copy(low, high)
+        self._publish(low, high)
 
     def _update_range(self, low: int, high: int, gradient: Any, group: int) -> None:
         target = self.arena.values[low:high]
@@ -279,17 +310,18 @@ class _ArenaStep:
         slots = self._slots.of_range(low, high)
         np.add(slots[GRADIENT_SUM], move_like(gradient, slots[GRADIENT_SUM]), out=slots[GRADIENT_SUM])
         self._rule.average(self.arena.values[low:high], slots)
-        self._copy(low, high)
+        self._publish(low, high)
 
     def _form_mean(self, low: int, high: int, gradient: Any) -> None:
         np.add(gradient, move_like(self._slots.of_range(low, high)[GRADIENT_SUM], gradient), out=gradient)
         np.divide(gradient, self._mean, out=gradient)
 
-    def _copy(self, low: int, high: int) -> None:
-        """Write what changed to the other local devices."""
-        target = self.arena.values[low:high]
+    def _publish(self, low: int, high: int) -> None:
+        """Write what changed to the other local devices, or have it sent to other nodes."""
+        if self._share is not None:
+            self._share.ready(high)
         for copy in self.arena.copies[1:]:
-            copy[low:high] = move_like(target, copy)
+            copy[low:high] = move_like(self.arena.values[low:high], copy)
 
     def keep(self, low: int, high: int, gradient: Any) -> None:
         """Keep a sum, or the mean of several steps, and add up the squares of its elements.
@@ -321,6 +353,8 @@ class _ArenaStep:
                 for begin, end, name in _inside(self._spans, low, high):
                     self._multiply(gradient[begin:end], scales[name])
             self._update(low, high, gradient)
+            for begin, end, _ in _inside(self._padding, low, high):
+                gradient[begin:end] = 0  # rules overwrite gradients, and the next norm must not count what lies there
 
     def _multiply(self, gradient: Any, scale: float) -> None:
         if scale != 1:

@@ -1,4 +1,4 @@
-"""The slots of an optimizer: for each arena, one flat array a slot, of this rank's slice only."""
+"""The slots of an optimizer: for each arena, one flat array a slot, of what this rank updates only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .._util.files import PAGE
 from .._util.partition import aligned_block
 from ..comm.arrays import accumulation_dtype, array_module, as_array, on_device_of, to_host
 from ..cross_device.arena import BLOCK
+from ..cross_device.pieces import PieceShare
 from ..errors import explain
 from ..variables.arena import Arena
 from ..variables.placement import SlotsHere
@@ -23,19 +24,24 @@ __all__ = ["ArenaSlots", "SlotStore", "owners", "waiting_slots"]
 
 
 def owners(arena: Arena) -> list[int]:
-    """Return the rank that owns each slice, in the memory domain of rank 0. All ranks call it."""
-    group = arena.group
+    """Return ranks that own all elements, each once: those of rank 0's memory domain, or of all where pieces are.
+
+    The former come first, one for each slice. All ranks call it.
+    """
+    group, slices = arena.group, len(arena.bounds())
     shared = group.environment.shared_memory and group.topology.size > 1
-    ranks = list(group.topology.ranks_of_node(0)) if shared else [0]
-    return ranks[: len(arena.bounds())]
+    found = []
+    for domain in range(group.num_nodes if arena.sharded else 1):
+        found += (list(group.topology.ranks_of_node(domain)) if shared else [domain])[:slices]
+    return found
 
 
 @final
 class ArenaSlots:
-    """The slots of this rank's slice of an arena, and scratch memory, which all steps on the arena share.
+    """The slots of what this rank updates of an arena, and scratch memory, which all steps on the arena share.
 
     Attributes:
-        low, high: the slice.
+        low, high: the elements: its slice, or its node's piece of it.
         arrays: for each slot a flat array of it, in the dtype in which the arena's gradients are summed.
         scratch: four flat arrays of a block each, of the same dtype.
     """
@@ -55,7 +61,7 @@ class ArenaSlots:
                 array[...] = start
 
     def kept(self) -> Any:
-        """Return a flat array of the slice, to keep sums in between two passes over it."""
+        """Return a flat array of the same elements, to keep sums in between two passes over it."""
         if self._kept is None:
             block = self.scratch[0]
             with on_device_of(block):
@@ -95,18 +101,36 @@ class SlotStore:
             return store.read_slots(self._owner, variable)
         arena = _arena_of(variable)
         low, high = variable.offset, variable.offset + variable.size
-        mine = arena.owned([(low, high)])
         result = {}
         with arena.group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, self.names):
             for name in self.names:
                 whole = np.zeros(variable.size, accumulation_dtype(arena.dtype))
-                for begin, end in mine:
-                    whole[begin - low : end - low] = to_host(self.of(arena).of_range(begin, end)[name])
-                for root, (begin, end) in zip(owners(arena), arena.bounds(), strict=True):
+                for begin, part in self._sliced(arena, low, high)[name]:
+                    whole[begin - low : begin - low + part.size] = to_host(part)
+                for root, (begin, end) in zip(owners(arena), arena.bounds(), strict=False):
                     begin, end = max(begin, low), min(end, high)
                     if begin < end:
                         arena.group.broadcast(whole[begin - low : end - low], root)
                 result[name] = whole.reshape(variable.shape)
+        return result
+
+    def _sliced(self, arena: Arena, low: int, high: int) -> dict[str, list[tuple[int, Any]]]:
+        """Return the slots of elements [low, high) that lie in this rank's slice. Collective if that has pieces, inside one."""
+        ranges, slots = arena.sliced([(low, high)]), self.of(arena)
+        pieces, inter = arena.pieces([(low, high)]), arena.group.inter
+        if pieces is None or inter is None:
+            parts = [(begin, slots.of_range(begin, end)) for begin, end in ranges]
+            return {name: [(begin, found[name]) for begin, found in parts] for name in self.names}
+        result: dict[str, list[tuple[int, Any]]] = {name: [] for name in self.names}
+        for first, end in ranges:
+            for name in self.names:
+                whole = np.empty(end - first, accumulation_dtype(arena.dtype))
+                for begin, after in pieces[inter.rank]:
+                    whole[begin - first : after - first] = slots.of_range(begin, after)[name]
+                share = PieceShare(inter, whole, pieces, first)
+                share.ready(end)
+                share.finish()
+                result[name].append((first, whole))
         return result
 
     def here(
@@ -114,16 +138,28 @@ class SlotStore:
     ) -> dict[str, list[tuple[int, Any]]]:
         """Return this rank's part of a variable's slots: element numbers and flat arrays, each element on one rank.
 
-        Nodes have equal slots. Where all ranks write (None) each node gives a part, whole pages of what is written; else the
-        first one all, or rank 0 where some there do not write. Collective then. With `each_node` all of them give all.
+        Where nodes have equal slots and all ranks write (None) each node gives a part, whole pages of what is written; else
+        the first one all, or rank 0 where some there do not write. Of pieces each rank gives its own, if all of these write.
+        Collective. With `each_node` all nodes give all.
         """
         arena, first = _arena_of(variable), variable.offset
         group, size, low, high = arena.group, variable.size, 0, 0
-        if writers is not None and not set(owners(arena)) <= set(writers):
-            whole, mine = self.read(variable), group.topology.rank == 0
-            return {name: [(0, array)] if mine else [] for name, array in whole.items()}
-        if writers is not None:
-            high = size if group.topology.rank in owners(arena) else 0
+        every, own = owners(arena), arena.sharded and not each_node
+        if writers is not None and not set(every) <= set(writers):
+            if not set(every[: len(arena.bounds())]) <= set(writers):
+                whole, mine = self.read(variable), group.topology.rank == 0
+                return {name: [(0, array)] if mine else [] for name, array in whole.items()}
+            own = False
+        if arena.sharded and not own:
+            detail = (self.names, each_node)
+            with group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, detail):
+                found = self._sliced(arena, first, first + size)
+            mine = each_node or group.topology.rank in every[: len(arena.bounds())]
+            return {name: [(begin - first, part) for begin, part in found[name]] if mine else [] for name in self.names}
+        if own:
+            high = size
+        elif writers is not None:
+            high = size if group.topology.rank in every else 0
         elif group.node.rank < len(arena.bounds()) and each_node:
             high = size
         elif group.node.rank < len(arena.bounds()):

@@ -37,6 +37,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+_MOST_NODES = 64  # that share slots unasked: messages of a step, and memory for them, grow with their number
+
 
 @final
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def assemble(
     make_sync_group: Callable[[ProcessGroup], ProcessGroup] | None = None,
     order: Callable[[Topology], Sequence[int]] | None = None,
     replicas: int | None = None,
+    sharded_slots: bool | None = None,
 ) -> StrategyExtended:
     """Return the inner parts of a new strategy. Collective over `comm`.
 
@@ -127,6 +130,8 @@ def assemble(
         make_sync_group: returns the ranks whose replicas step together, where these are not all; collective.
         order: returns the ranks in their order, none to leave them as in `comm`, or raises, on every rank alike; collective.
         replicas: of all ranks, on their CPUs, whose sums do not depend on who has them; instead of devices.
+        sharded_slots: whether each node keeps its part of the slots only; default: where nodes are few, reductions send each
+            its part, and the job keeps no snapshots, of which each node must have all.
 
     Raises:
         LayoutError: on every rank, when the strategy does not accept the ranks and nodes.
@@ -151,7 +156,7 @@ def assemble(
     set_blas_threads(topology.local_size, topology.num_local_replicas, topology.node_cores)
     group = ProcessGroup.create(topology, environment)
 
-    settings = options, parameter_device, replicas
+    settings = options, parameter_device, replicas, None if sharded_slots is None else {"sharded_slots": sharded_slots}
 
     def finish() -> tuple[CrossDeviceOps, Sequence[str] | None]:
         given: object = options
@@ -177,6 +182,8 @@ def assemble(
         topology.close()
         raise
     _agree(group, kind, settings, lambda: ops.bind(sync_group or group))
+    few = 1 < group.num_nodes <= _MOST_NODES
+    unasked = few and ops.sums_pieces and sync_group is None and not environment.job
     return StrategyExtended(
         strategy,
         group,
@@ -186,6 +193,7 @@ def assemble(
         parameter_devices=parameter_devices,
         distributed=kind.distributed,
         central=kind.central,
+        sharded_slots=unasked if sharded_slots is None else sharded_slots and group.num_nodes > 1,
     )
 
 

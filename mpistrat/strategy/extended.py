@@ -74,6 +74,7 @@ class StrategyExtended:
         parameter_devices: Sequence[str] | None = None,
         distributed: bool = True,
         central: bool = False,
+        sharded_slots: bool = False,
         is_default: bool = False,
         shared: bool = False,
     ) -> None:
@@ -86,7 +87,7 @@ class StrategyExtended:
             options: defaults of every reduction.
             sync_group: the ranks whose replicas step together, where these are not all.
             parameter_devices: where variables lie; default this rank's devices.
-            distributed, central: see `Placement` and `ArenaAllocator`.
+            distributed, central, sharded_slots: see `Placement` and `ArenaAllocator`.
             is_default: whether this is the strategy that holds outside every scope.
             shared: whether the group belongs to another strategy, which closes it.
         """
@@ -95,7 +96,7 @@ class StrategyExtended:
         self.sync_topology: Topology = sync_group.topology
         self.num_input_pipelines = self.topology.size
         self.process_group, self.cross_device_ops = group, ops
-        arenas = ArenaAllocator(sync_group, parameter_devices, central)
+        arenas = ArenaAllocator(sync_group, parameter_devices, central, sharded_slots)
         self.placement = Placement(sync_group, ops, arenas, strategy, self.sync_topology.devices, distributed)
         self.is_default, self.closed = is_default, False
         self.coordination = Coordination()
@@ -120,6 +121,7 @@ class StrategyExtended:
             parameter_devices=placement.arenas.devices,
             distributed=placement.distributed,
             central=placement.arenas.central,
+            sharded_slots=placement.arenas.sharded,
             is_default=self.is_default,
             shared=True,
         )

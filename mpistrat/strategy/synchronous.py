@@ -141,6 +141,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             otherwise.
         comm: communicator, duplicated here; default COMM_WORLD.
         devices, cross_device_ops, replicas: as for MirroredStrategy; on several nodes, too.
+        sharded_slots: True: what optimizers keep for each weight lies on one node only, which updates it and sends the others the
+            new weight; False: on every node. None: True on 2 to 64 nodes, unless the job keeps snapshots in memory
+            (`mpistrat run --restarts`), `replicas` is given, or cross_device_ops is another one than the default or
+            HierarchicalAllReduce. Arrays on GPUs, and small ones, are kept by every node in any case.
 
     Raises:
         ClusterError: on every rank, when the resolver's cluster does not fit the ranks, or differs between them, or two
@@ -157,6 +161,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         replicas: int | None = None,
+        sharded_slots: bool | None = None,
     ) -> None:
         resolver = cluster_resolver
 
@@ -176,7 +181,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(
             assemble(
                 self, MULTI_WORKER_MIRRORED, comm, devices, cross_device_ops, communication_options,
-                order=order, replicas=replicas,
+                order=order, replicas=replicas, sharded_slots=sharded_slots,
             )
         )  # fmt: skip
         self.cluster_resolver = resolver or MPIClusterResolver(self.comm)

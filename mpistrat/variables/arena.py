@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from .._util import partition
+from .._util import files, partition
 from ..cluster.devices import parse
-from ..comm.arrays import import_cupy
+from ..comm.arrays import accumulation_dtype, import_cupy
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space
 from ..errors import DeviceError, SharedMemoryError, explain
@@ -25,6 +27,7 @@ FIRST_SLAB = 64 << 20
 LARGEST_SLAB = 1 << 30
 PAGE = 64 << 10  # the largest page that common machines have
 UNLIMITED = 1 << 62
+LEAST_PIECE = 64 << 10  # bytes; smaller ones cost more messages than they save work
 
 
 @final
@@ -59,6 +62,10 @@ class Gradients:
         """Return the part of element ranges that this rank reduces and updates."""
         return self._arena.owned(ranges)
 
+    def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
+        """Return the part that this rank's peer on each node reduces and updates; None where each of them does all of it."""
+        return self._arena.pieces(ranges)
+
 
 @final
 class Arena:
@@ -66,6 +73,9 @@ class Arena:
 
     On CPUs `copies` holds one flat array, which all ranks of the node share where they can; on GPUs it holds one for each
     local device, this rank's own.
+
+    It is cut into slices, one for each rank of a node, by the same borders on every node. Every node updates all of a slice, or,
+    where the arena is `sharded`, a piece of it, whose slots no other node has.
 
     Attributes:
         key: name of the arena, equal on every rank.
@@ -76,13 +86,20 @@ class Arena:
     """
 
     def __init__(
-        self, group: ProcessGroup, key: str, copies: Sequence[Any], shared: bool, central: bool = False
+        self,
+        group: ProcessGroup,
+        key: str,
+        copies: Sequence[Any],
+        shared: bool,
+        central: bool = False,
+        sharded: bool = False,
     ) -> None:
         """Wrap flat arrays of one dtype and size.
 
         Args:
             shared: whether the ranks of the node hold the same memory, so that each writes its part of it only.
             central: whether then the first of them writes all of it.
+            sharded: whether nodes update pieces of slices, where these are large enough.
         """
         self.group = group
         self.key = key
@@ -95,7 +112,9 @@ class Arena:
         self._slice = (group.slice_index, group.slices) if shared or group.node.size == 1 else (0, 1)
         if shared and central:
             self._writer = self._slice = (0 if group.node.rank == 0 else None, 1)
+        self._may_shard, self._starts = sharded, list[int]()  # where variables begin
         self._bounds: list[tuple[int, int]] | None = None
+        self._pieces: list[list[tuple[int, int]]] = []  # of each slice, by node
 
     @property
     def values(self) -> Any:
@@ -112,6 +131,7 @@ class Arena:
         if self._bounds is not None or offset + size > self.size:
             return None
         self.used = offset + size
+        self._starts.append(offset)
         return offset
 
     def bounds(self) -> list[tuple[int, int]]:
@@ -120,17 +140,53 @@ class Arena:
         The variables that exist then are divided evenly. Later ones go to another arena.
         """
         if self._bounds is None:
-            self._bounds = partition.aligned_bounds(self.used, self._slice[1])
+            slices, nodes = self._slice[1], self.group.num_nodes
+            if self._may_shard and self.used * self.dtype.itemsize >= LEAST_PIECE * slices * nodes:
+                cuts = [self._cut(self.used * part // (slices * nodes)) for part in range(slices * nodes + 1)]
+                pieces = list(itertools.pairwise(cuts))
+                self._pieces = [pieces[first : first + nodes] for first in range(0, len(pieces), nodes)]
+                self._bounds = [(of_slice[0][0], of_slice[-1][1]) for of_slice in self._pieces]
+            else:
+                self._bounds = partition.aligned_bounds(self.used, slices)
         return self._bounds
 
-    def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _cut(self, element: int) -> int:
+        """Return the border of pieces next to an element: the start of a variable, or of a page of its slots in a file.
+
+        So no two nodes write into one page of a file.
+        """
+        if element in (0, self.used):
+            return element
+        index = bisect_right(self._starts, element) - 1
+        start, after = self._starts[index], [*self._starts[index + 1 :], self.used][0]
+        page = files.PAGE // accumulation_dtype(self.dtype).itemsize
+        return min(start + round((element - start) / page) * page, after)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each node updates its piece of each slice, and has the slots of it alone. All ranks ask for it."""
+        self.bounds()
+        return bool(self._pieces)
+
+    def sliced(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the parts of element ranges inside this rank's slice, in order; fixes the slices. All ranks call it."""
         bounds = self.bounds()
+        return [] if self._slice[0] is None else _inside(ranges, *bounds[self._slice[0]])
+
+    def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
+        """Return the parts inside the piece that each node has of this rank's slice; None where none is cut. Called by all."""
+        if not self.sharded:
+            return None
         if self._slice[0] is None:
-            return []
-        low, high = bounds[self._slice[0]]
-        parts = ((max(low, start), min(high, stop)) for start, stop in ranges)
-        return [(start, stop) for start, stop in parts if start < stop]
+            return [[] for _ in range(self.group.num_nodes)]
+        return [_inside(ranges, *piece) for piece in self._pieces[self._slice[0]]]
+
+    def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the parts that this rank updates: in its piece of its slice, or all of that. All ranks call it."""
+        pieces, inter = self.pieces(ranges), self.group.inter
+        if pieces is None:
+            return self.sliced(ranges)
+        return [] if inter is None else pieces[inter.rank]
 
     def writes(self, length: int, alignment: int = partition.ALIGNMENT) -> tuple[int, int]:
         """Return which part of `length` things this rank writes when all ranks write them together."""
@@ -138,6 +194,11 @@ class Arena:
         if rank is None:
             return 0, 0
         return partition.aligned_bounds(length, size, alignment)[rank] if size > 1 else (0, length)
+
+
+def _inside(ranges: Sequence[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
+    parts = ((max(low, start), min(high, stop)) for start, stop in ranges)
+    return [(start, stop) for start, stop in parts if start < stop]
 
 
 @final
@@ -152,11 +213,14 @@ class ArenaAllocator:
         group: the strategy's ranks.
         devices: where variables lie; default this rank's devices. All "gpu:k", or none.
         central: whether the first rank of a node writes and updates all variables, instead of each its part.
+        sharded: whether each node keeps the slots of a part only, see `Arena`.
     """
 
-    def __init__(self, group: ProcessGroup, devices: Sequence[str] | None = None, central: bool = False) -> None:
+    def __init__(
+        self, group: ProcessGroup, devices: Sequence[str] | None = None, central: bool = False, sharded: bool = False
+    ) -> None:
         self.group = group
-        self.central = central
+        self.central, self.sharded = central, sharded
         self.devices = tuple(group.topology.devices if devices is None else devices)
         on_gpu = [parse(device)[0] == "gpu" for device in self.devices]
         if any(on_gpu) and not all(on_gpu):
@@ -209,7 +273,8 @@ class ArenaAllocator:
         node = self.group.node
         counts = list(self.group.replicas_of_node)
         values = node.allocate([size if rank == 0 else 0 for rank in range(node.size)], what)
-        arena = Arena(self.group, self._key(key), [values.segments[0].view(dtype)], True, self.central)
+        weights = [values.segments[0].view(dtype)]
+        arena = Arena(self.group, self._key(key), weights, True, self.central, self.sharded and trainable)
         self._blocks[arena] = [values]
         if trainable:
             block = node.allocate([size * count for count in counts], f"the gradients of {what}")

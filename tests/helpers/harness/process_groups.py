@@ -74,6 +74,9 @@ class Gradients:
         self.local = by_rank[group.node.rank]
         self.node = [flat for flats in by_rank for flat in flats] if group.node.shared else None
 
+    def pieces(self, ranges):
+        """Whether nodes own pieces of a slice: here each owns all."""
+
     def owned(self, ranges):
         if self._group.slice_index is None:
             return []

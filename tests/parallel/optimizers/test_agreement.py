@@ -243,3 +243,33 @@ def test_ranks_that_differ_are_told(wrong):
         assert wrong.startswith("another rule") or "beta_1" not in str(told.value)  # what is alike is not shown
         assert optimizer.iterations == 0
         assert not v.numpy().any()
+
+
+LATE = """
+import sys, time
+import numpy as np, mpistrat as ms
+
+class Late(ms.optimizers.Optimizer):
+    def update(self, gradient, weights, slots, step, rate, scratch):
+        if step == 3 and strategy.rank == 1:
+            if sys.argv[1] == "raises":
+                raise ZeroDivisionError("in the middle")
+            time.sleep(60)
+        weights -= rate * gradient
+
+strategy = ms.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    w, optimizer = ms.Variable(np.zeros(2_000_000, np.float32), name="w"), Late(0.5)
+for _ in range(4):
+    strategy.run(lambda: optimizer.apply_gradients([(w.grad, w)]))
+assert not w.arena.sharded, "not reached"
+"""
+
+
+@pytest.mark.parametrize("how", ["raises", "sleeps"])
+def test_a_peer_that_does_not_come(how, mpi_run):
+    env = {"MPISTRAT_SHARED_MEMORY": "0", "MPISTRAT_ABORT_AFTER": "4"}
+    result = mpi_run(["-c", LATE, how], 2, timeout=40, env=env)
+    assert result.returncode != 0 and "not reached" not in result.stderr
+    expected = "ZeroDivisionError: in the middle" if how == "raises" else "apply_gradients"
+    assert expected in result.stderr

@@ -1,0 +1,171 @@
+"""Slices that nodes share: each node sums and updates a piece of a slice, and sends its new weights to the others.
+
+Pieces travel in rounds: in each a node's peers send it their sums of a block of its piece, from which it forms the total, and the
+updated block goes to them, from memory of the weights into memory of the weights. The sums of the next round travel while a block
+is updated; that needs no thread. A total is the sum over nodes in their order, so it has the same bits each time, and no message
+depends on what MPI does in an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, final
+
+import numpy as np
+
+from .._util.partition import blocks
+from ..comm.arrays import mpi_datatype
+from .arithmetic import Arithmetic, combine
+
+__all__ = ["PieceShare", "PieceSum", "round_size"]
+
+Range = tuple[int, int]
+Pieces = Sequence[Sequence[Range]]  # element ranges by node
+
+_ROUND = 1 << 20  # bytes of all pieces together that a rank sums in a round
+_LEAST_BLOCK = 64 << 10  # bytes of one, where many nodes share that
+_SUMS, _SHARED = 10, 11  # tags
+
+
+def round_size(nodes: int, dtype: np.dtype) -> int:
+    """Return how many elements of a piece are at most in a round."""
+    return max(_ROUND // nodes, _LEAST_BLOCK) // dtype.itemsize
+
+
+def _rounds(pieces: Pieces, size: int) -> list[tuple[Range | None, ...]]:
+    """Return the block of each node's piece in each round, None where it has none any more."""
+    return list(zip_longest(*(blocks(piece, size) for piece in pieces)))
+
+
+@final
+class PieceSum:
+    """Sums arrays of a node's ranks, and these sums over nodes, each piece on its own node; owns the scratch memory."""
+
+    def __init__(self, inter: Any, dtype: np.dtype, block: int) -> None:
+        """Allocate.
+
+        Args:
+            inter: the peers that own the same slice, by node.
+            dtype: in which sums are formed.
+            block: elements that are summed while they are in cache.
+        """
+        self._inter, self._block = inter, block
+        self._size = round_size(inter.size, dtype)
+        self._kind = mpi_datatype(dtype)
+        # For two rounds: what is summed here, and what comes, by node; of this node's own piece the former is used.
+        self._sums = np.empty((2, inter.size, self._size), dtype)
+        self._came = np.empty((2, inter.size, self._size), dtype)
+        self._total = np.empty(min(block, self._size), dtype)
+
+    def hand_out(
+        self,
+        arrays: Sequence[np.ndarray],
+        pieces: Pieces,
+        how: Arithmetic,
+        consume: Callable[[int, int, np.ndarray], None],
+    ) -> None:
+        """Call consume(low, high, sum) for this node's piece, in order. Collective over `inter`."""
+        me, rounds = self._inter.rank, _rounds(pieces, self._size)
+        travelling: list[list[Any]] = [[], []]
+        for number in range(len(rounds) + 1):
+            if number < len(rounds):
+                _wait(travelling[number % 2])  # its memory is free then
+                travelling[number % 2] = self._begin(number % 2, arrays, rounds[number], how)
+            mine = rounds[number - 1][me] if number else None
+            if mine is not None:
+                _wait(travelling[(number - 1) % 2])
+                self._consume((number - 1) % 2, mine, how, consume)
+        _wait(travelling[0] + travelling[1])
+
+    def _begin(
+        self, half: int, arrays: Sequence[np.ndarray], blocks_of: Sequence[Range | None], how: Arithmetic
+    ) -> list[Any]:
+        """Sum a round over this node, and have the sums travel to the nodes that they belong to."""
+        inter, nodes = self._inter, self._inter.size
+        requests, mine = [], blocks_of[inter.rank]
+        if mine is not None:
+            for step in range(1, nodes):
+                node = (inter.rank - step) % nodes
+                into = self._came[half, node, : mine[1] - mine[0]]
+                requests.append(inter.Irecv([into, self._kind], node, _SUMS))
+        for step in [*range(1, nodes), 0]:
+            node = (inter.rank + step) % nodes
+            block = blocks_of[node]
+            if block is None:
+                continue
+            low, high = block
+            total = self._sums[half, node, : high - low]
+            for begin, end in blocks([block], self._block):
+                combine(how.ufunc, [array[begin:end] for array in arrays], total[begin - low : end - low])
+            if step:
+                requests.append(inter.Isend([total, self._kind], node, _SUMS))
+        return requests
+
+    def _consume(self, half: int, mine: Range, how: Arithmetic, consume: Callable[[int, int, Any], None]) -> None:
+        low, me = mine[0], self._inter.rank
+        for begin, end in blocks([mine], len(self._total)):
+            part = slice(begin - low, end - low)
+            parts = [(self._sums if node == me else self._came)[half, node, part] for node in range(self._inter.size)]
+            total = self._total[: end - begin]
+            combine(how.ufunc, parts, total)
+            consume(begin, end, total)
+
+
+@final
+class PieceShare:
+    """One exchange of pieces of an array: all nodes get what each has of its own, while it goes on with the rest.
+
+    Nothing here waits but `finish`, so no node waits in it for another one that is behind.
+    """
+
+    def __init__(self, inter: Any, array: np.ndarray, pieces: Pieces, first: int = 0) -> None:
+        """Begin one; all nodes do, in the same order.
+
+        Args:
+            inter: the peers that own the same slice, by node.
+            array: the elements, equal on all ranks of `inter` at the end.
+            pieces: what each node gives.
+            first: the number of the first element in `array`.
+        """
+        self._inter, self._array, self._first = inter, array, first
+        self._kind = mpi_datatype(array.dtype)
+        self._requests: list[Any] = []
+        self._rounds = _rounds(pieces, round_size(inter.size, array.dtype))
+        self._next = 0
+        self.ready(-1)
+
+    def ready(self, high: int) -> None:
+        """Send what is below element `high` of this node's piece: it stays as it is."""
+        rank = self._inter.rank
+        while self._next < len(self._rounds):
+            block = self._rounds[self._next][rank]
+            if block is not None and block[1] > high:
+                return
+            self._post(self._rounds[self._next])
+            self._next += 1
+
+    def _post(self, blocks_of: Sequence[Range | None]) -> None:
+        inter, nodes = self._inter, self._inter.size
+        for step in range(1, nodes):
+            node = (inter.rank - step) % nodes
+            block = blocks_of[node]
+            if block is not None:
+                self._requests.append(inter.Irecv(self._buffer(block), node, _SHARED))
+        mine = blocks_of[inter.rank]
+        if mine is not None:
+            for step in range(1, nodes):
+                self._requests.append(inter.Isend(self._buffer(mine), (inter.rank + step) % nodes, _SHARED))
+
+    def _buffer(self, block: Range) -> list[Any]:
+        return [self._array[block[0] - self._first : block[1] - self._first], self._kind]
+
+    def finish(self) -> None:
+        """Wait until all that the others give is here, and what this node gives has been sent."""
+        _wait(self._requests)
+        self._requests = []
+
+
+def _wait(requests: Sequence[Any]) -> None:
+    for request in requests:  # one by one: MPI_Waitall hides which error it was
+        request.Wait()
