@@ -27,7 +27,7 @@ FIRST_SLAB = 64 << 20
 LARGEST_SLAB = 1 << 30
 PAGE = 64 << 10  # the largest page that common machines have
 UNLIMITED = 1 << 62
-LEAST_PIECE = 64 << 10  # bytes; smaller ones cost more messages than they save work
+LEAST_PIECE = 256 << 10  # bytes: with smaller ones a step was slower than with an all-reduce
 
 
 @final

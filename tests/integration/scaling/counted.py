@@ -53,6 +53,16 @@ def main() -> None:
     phase("steps", lambda: steps(plain, STEPS))
     steps(clipped, 1)
     phase("clipped steps", lambda: steps(clipped, STEPS))
+    with strategy.scope():
+        wide, whole = ms.optimizers.Adam(1e-3), ms.Variable(np.zeros(1 << 20, np.float32), name="wide")
+
+    def wide_steps(count: int) -> None:
+        for _ in range(count):
+            strategy.run(lambda: wide.apply_gradients([(whole.grad, whole)]))
+
+    wide_steps(1)
+    assert whole.arena.sharded == (strategy.extended.process_group.num_nodes > 1)
+    phase("wide steps", lambda: wide_steps(STEPS))
     rows = ms.data.from_arrays(np.zeros((4096, 4), np.float32)).shuffle(seed=1).batch(64)
     data = phase("dataset", lambda: strategy.distribute_dataset(rows))
     phase("epoch", lambda: [steps(plain, 1) for _ in data])

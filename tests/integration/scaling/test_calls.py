@@ -21,6 +21,7 @@ PHASES = (
     "first step",
     "steps",
     "clipped steps",
+    "wide steps",
     "dataset",
     "epoch",
     "save",
@@ -33,6 +34,8 @@ GROWS = {  # by phase and function: bytes of a rank for each rank; or more messa
     ("strategy", "Allgather"): 160,  # where ranks and devices are, and the launcher's ranks, which every rank must know
     ("first step", "Allgather"): 16,  # forms of a value, when they are new
     ("epoch", "Allgather"): 16,
+    # Of 32 steps, each way, in up to four rounds, to two nodes more of four than of two.
+    ("wide steps", "Isend"): 32 * 2 * 4 * 2,
     ("save", "Allgather"): 96,  # who writes, in how many pieces
     ("restore", "Allgather"): 64,  # new digests
     ("long wait", "Isend"): 1,  # a survey goes along a tree of nodes, at most four below one

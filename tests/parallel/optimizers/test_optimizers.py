@@ -324,7 +324,7 @@ def test_numbers_that_are_not_finite_are_refused_on_every_rank(shared, monkeypat
     last = MPI.COMM_WORLD.size - 1
     with ms.MultiWorkerMirroredStrategy() as strategy:
         with strategy.scope():
-            variables = [ms.Variable(np.ones(size, np.float32), name=f"v{size}") for size in (70000, 300)]
+            variables = [ms.Variable(np.ones(size, np.float32), name=f"v{size}") for size in (300_000, 300)]
             optimizer = ms.optimizers.SGD(1.0, check_numerics=True)
 
         def step(value):
