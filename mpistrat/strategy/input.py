@@ -23,6 +23,7 @@ from ..data.feed.auto_shard import auto_shard, round_robin, serve_only
 from ..data.feed.distributed import Divide, Drawn, Passes, distribute
 from ..data.feed.from_function import FunctionPlan, call_dataset_fn
 from ..data.feed.plan import NoPlan, Workers
+from ..data.files.shared_look import look_together
 from ..data.nodes.node import Node
 from ..errors import CollectiveMismatchError, by_rank, explain
 
@@ -100,6 +101,7 @@ class Distributor:
     def of_dataset(self, dataset: Dataset) -> DistributedDataset:
         """See `Strategy.distribute_dataset`. Collective."""
         exchange = functools.partial(self._group.exchange, "distribute_dataset")
+        look_together(dataset.node if isinstance(dataset, Dataset) else None, self._group, "distribute_dataset")
         with together(exchange):
             made = self._divided(dataset)
             alike, shown = self._described(dataset, made)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from ...errors import ShardError
 from ..stats import StageStats
 from .chunked import ChunkedReader
 from .contiguous import MappedReader, PositionalReader
-from .handles import OpenFiles, shard_error
+from .handles import OpenFiles, ShardFile, shard_error
 from .library import LibraryReader, all_kept
 from .storage import Chunks, Contiguous, FieldReader, Pointers, RowIndex, Storage
 from .varying import VaryingReader
@@ -79,15 +80,13 @@ def _way(storage: Storage, reader: str) -> str:
 
 def _make(way: str, storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5py.File]) -> FieldReader:
     if way == "mmap":
+        instead = functools.partial(_not_mapped, storages, reader)
         try:
-            return MappedReader(storages)
+            return MappedReader(storages, instead)
         except ShardError:
             raise
         except OSError as error:
-            if reader == "mmap":
-                where, remedy = storages[0].where, 'Pass reader="auto" or reader="pread".'
-                raise shard_error(where, "files that can be mapped into memory", str(error), remedy) from error
-            return PositionalReader(storages, reason=f"not mapped: {error}")
+            return instead(error)
     if way == "pread":
         return PositionalReader(storages, reason='reader="pread"')
     if way == "varying":
@@ -96,6 +95,14 @@ def _make(way: str, storages: Sequence[Storage], reader: str, hdf5: OpenFiles[h5
     if way == "chunks":
         return ChunkedReader(storages)
     return LibraryReader(storages, hdf5)
+
+
+def _not_mapped(storages: Sequence[Storage], reader: str, error: OSError) -> PositionalReader:
+    """What reads files that the system does not map."""
+    if reader == "mmap":
+        where, remedy = storages[0].where, 'Pass reader="auto" or reader="pread".'
+        raise shard_error(where, "files that can be mapped into memory", str(error), remedy) from error
+    return PositionalReader(storages, reason=f"not mapped: {error}")
 
 
 class MixedReader(FieldReader):
@@ -135,6 +142,9 @@ class MixedReader(FieldReader):
                 grouped = np.empty((at.size, *out.shape[1:]), out.dtype)
                 reader.read(own, grouped)
                 out[at] = grouped
+
+    def opened(self) -> Set[ShardFile]:
+        return frozenset().union(*(reader.opened() for reader in self._readers))
 
     def expect(self, rows: NDArray[np.int64]) -> None:
         for reader, _, own in self._shares(rows):

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...errors import ShardError
 from ..buffers import take_rows
 from ..stats import StageStats
 from .codecs import DecodeError
-from .handles import DAMAGED, open_bytes, shard_error
+from .handles import DAMAGED, ShardFile, open_bytes, shard_error
 from .storage import Chunks, FieldReader, Storage
 
 __all__ = ["CACHE_BYTES", "ChunkCache", "ChunkFiles", "ChunkedReader"]
@@ -54,6 +54,11 @@ class ChunkFiles:
 
     def __len__(self) -> int:
         return len(self.row_starts) - 1
+
+    @property
+    def opened(self) -> Set[ShardFile]:
+        """The files of which something was read."""
+        return self._files.opened
 
     def decode(self, chunk: int, slot: NDArray[np.uint8]) -> int:
         """Put a chunk's bytes at the beginning of a slot; return how many bytes of its file were read.
@@ -327,6 +332,9 @@ class ChunkedReader(FieldReader):
         self._cache: ChunkCache | None = None
         names = sorted({layout.pipeline.name for layout in files.layouts if layout.pipeline.name})
         self.kind = f"raw chunks, decoded by {', '.join(names)}" if names else "raw chunks"
+
+    def opened(self) -> Set[ShardFile]:
+        return self._files.opened
 
     def keep(self, rows: int) -> None:
         """Make room for two windows of so many rows: the one that is read, and the next."""

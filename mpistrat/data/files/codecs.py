@@ -192,6 +192,11 @@ class Pipeline:
             if code not in (DEFLATE, SHUFFLE, FLETCHER32, LZF):
                 return f"filter {code} ({name.decode(errors='replace')})"
             filters.append((int(code), int(values[0]) if values else 0))
+        return Pipeline.undoing(filters)
+
+    @staticmethod
+    def undoing(filters: Sequence[tuple[int, int]]) -> Pipeline | str:
+        """Return what undoes filters, given by numbers and first parameters, or why none of the packages here does."""
         codes = [code for code, _ in filters]
         compressed = [code for code in codes if code in (DEFLATE, LZF)]
         if len(compressed) > 1:

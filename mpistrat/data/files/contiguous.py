@@ -11,17 +11,20 @@ Reads at positions are for files that may be cut while they are read: under a ma
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import itertools
 import math
 import mmap
 import os
 import sys
+import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -55,10 +58,12 @@ class JoinedMap:
     Attributes:
         rows: the array, of shape (rows and gaps, row_bytes).
         first: for each extent the place of its first row in the array; None for one that is not in it.
+        map: maps an extent, given by its number. Before that its rows must not be touched.
     """
 
     rows: NDArray[np.uint8]
     first: tuple[int | None, ...]
+    map: Callable[[int], None]
 
 
 def assign_addresses(
@@ -94,11 +99,13 @@ def assign_addresses(
 
 
 def join(extents: Sequence[Extent], row_bytes: int) -> JoinedMap:
-    """Map those of the extents that can stand on one stride, the first at least.
+    """Reserve addresses for those of the extents that can stand on one stride, the first at least.
+
+    No file is opened before it is mapped, but the first where the system's own calls are not at hand.
 
     Raises:
-        OSError: when the system does not map the file.
-        ShardError: for a file that has changed.
+        OSError: when the system does not map the files, or not so many; `JoinedMap.map` raises it, too.
+        ShardError: for a file that has changed; so does `JoinedMap.map`.
     """
     libc = _libc()
     if libc is None:
@@ -107,11 +114,21 @@ def join(extents: Sequence[Extent], row_bytes: int) -> JoinedMap:
     placed = [(extent, address) for extent, address in zip(extents, addresses, strict=True) if address is not None]
     last, start = placed[-1], placed[0][1]
     end = last[1] + last[0].rows * row_bytes
-    reserved = _Reserved(libc, -(-end // _PAGE) * _PAGE)
-    for extent, address in placed:
+    reserved = _Reserved(libc, -(-end // _PAGE) * _PAGE, _count_maps(placed, row_bytes))
+
+    def map_extent(number: int) -> None:
+        address, extent = addresses[number], extents[number]
+        assert address is not None
         reserved.map_file(extent, address, extent.rows * row_bytes)
+
     first = tuple(None if address is None else (address - start) // row_bytes for address in addresses)
-    return JoinedMap(reserved.array(start, (end - start) // row_bytes, row_bytes), first)
+    return JoinedMap(reserved.array(start, (end - start) // row_bytes, row_bytes), first, map_extent)
+
+
+def _count_maps(placed: Sequence[tuple[Extent, int]], row_bytes: int) -> int:
+    """How many maps the system counts when all are mapped: one for each extent, and one for each gap between two."""
+    pages = [(address // _PAGE, -(-(address + extent.rows * row_bytes) // _PAGE)) for extent, address in placed]
+    return len(pages) + sum(end < begin for (_, end), (begin, _) in itertools.pairwise(pages)) + 1
 
 
 def _alone(extents: Sequence[Extent], row_bytes: int) -> JoinedMap:
@@ -122,7 +139,7 @@ def _alone(extents: Sequence[Extent], row_bytes: int) -> JoinedMap:
     with closing(Descriptor(extent.file)) as descriptor:
         mapped = mmap.mmap(descriptor.fileno(), inside + nbytes, access=mmap.ACCESS_READ, offset=extent.offset - inside)
     flat = np.frombuffer(mapped, np.uint8, count=nbytes, offset=inside)
-    return JoinedMap(flat.reshape(extent.rows, row_bytes), (0, *[None] * (len(extents) - 1)))
+    return JoinedMap(flat.reshape(extent.rows, row_bytes), (0, *[None] * (len(extents) - 1)), lambda number: None)
 
 
 @functools.cache
@@ -140,13 +157,40 @@ def _libc() -> Any:
     return libc
 
 
-class _Reserved:
-    """A range of addresses, given back when no array over it is left."""
+def _limit_of_maps() -> int:
+    """How many maps the system lets a process have."""
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return sys.maxsize
 
-    def __init__(self, libc: Any, length: int) -> None:
+
+_OTHERS = 8  # a process that has no map left can start no thread: this part of them is left to everybody else
+
+
+class _Reserved:
+    """A range of addresses for so many maps, given back when no array over it is left."""
+
+    _maps = 0  # of all ranges
+    _lock = threading.Lock()
+
+    def __init__(self, libc: Any, length: int, maps: int) -> None:
         self._libc = libc
-        self._start = self._mmap(None, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-        weakref.finalize(self, libc.munmap, self._start, length).atexit = False  # threads may read until the end
+        limit = _limit_of_maps()
+        with self._lock:
+            if maps + self._maps > limit - limit // _OTHERS:
+                taken = f" besides {self._maps} of other fields" if self._maps else ""
+                text = f"{maps} maps{taken}, where vm.max_map_count is {limit}: write fewer, larger files, or raise it by sysctl"
+                raise OSError(errno.ENOMEM, text)
+            self._start = self._mmap(None, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+            type(self)._maps += maps
+        give_back = weakref.finalize(self, self._give_back, libc, self._start, length, maps)
+        give_back.atexit = False  # threads may read until the end
+
+    @classmethod
+    def _give_back(cls, libc: Any, start: int, length: int, maps: int) -> None:
+        libc.munmap(start, length)
+        cls._maps -= maps
 
     def _mmap(self, *arguments: Any) -> int:
         address = self._libc.mmap(*arguments)
@@ -191,35 +235,78 @@ class ContiguousReader(FieldReader):
 
 @final
 class MappedReader(ContiguousReader):
-    """Rows of contiguous data out of as few arrays as the files allow.
+    """Rows of contiguous data out of as few arrays as the files allow. A file is mapped when one of its rows is first read.
+
+    Args:
+        storages: the field in each file.
+        instead: makes what reads the files where the system turns out not to map one of them, or raises.
 
     Raises:
-        OSError: when the system does not map the files.
-        ShardError: for a file that has changed.
+        OSError: when the system does not map files, or not so many.
     """
 
-    def __init__(self, storages: Sequence[Storage]) -> None:
+    def __init__(self, storages: Sequence[Storage], instead: Callable[[OSError], PositionalReader]) -> None:
         super().__init__(storages)
+        self._make_instead = instead
+        self._instead: PositionalReader | None = None
+        self._lock = threading.Lock()
+        self._mapped = np.array([not storage.rows for storage in storages])
+        self._all_mapped = False
+        self._joined: list[JoinedMap] = []
         self._array_of = np.zeros(len(storages), np.int64)  # which array has a file's rows
         self._shift = np.zeros(len(storages), np.int64)  # what takes a row's number to its place in that array
+        self._extent = np.zeros(len(storages), np.int64)  # a file's number among the extents of that array
         self._arrays: list[NDArray[np.uint8]] = []
         waiting = [shard for shard, storage in enumerate(storages) if storage.rows]
         while waiting:
             joined = join([_extent(storages[shard]) for shard in waiting], self._row_bytes)
             firsts = dict(zip(waiting, joined.first, strict=True))
+            numbers = {shard: number for number, shard in enumerate(waiting)}
             for shard, first in firsts.items():
                 if first is not None:
                     self._array_of[shard] = len(self._arrays)
                     self._shift[shard] = first - self._index.starts[shard]
+                    self._extent[shard] = numbers[shard]
+            self._joined.append(joined)
             self._arrays.append(joined.rows)
             waiting = [shard for shard, first in firsts.items() if first is None]
         self.kind = "memory map" if len(self._arrays) <= 1 else f"{len(self._arrays)} memory maps"
 
+    def opened(self) -> Set[ShardFile]:
+        if self._instead is not None:
+            return self._instead.opened()
+        return {
+            self._storages[shard].file for shard in np.flatnonzero(self._mapped).tolist() if self._storages[shard].rows
+        }
+
+    def _map(self, shards: NDArray[np.int64]) -> None:
+        """Map those of some files that are not yet; where one cannot be, all files are read in another way from now on."""
+        missing = np.unique(shards[~self._mapped[shards]]).tolist()
+        if not missing:
+            return
+        with self._lock:
+            for shard in missing:
+                if not self._mapped[shard]:
+                    self._joined[self._array_of[shard]].map(int(self._extent[shard]))
+                    self._mapped[shard] = True
+            self._all_mapped = bool(self._mapped.all())
+
     def _copy(self, rows: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
+        shards = self._index.shard_of(rows) if self._shift.size > 1 else np.zeros(1, np.int64)
+        if not self._all_mapped and self._instead is None:
+            try:
+                self._map(shards)
+            except ShardError:
+                raise
+            except OSError as error:
+                self._instead = self._make_instead(error)
+                self.kind, self.reason = self._instead.kind, self._instead.reason
+        if self._instead is not None:
+            self._instead._copy(rows, flat)
+            return
         if self._shift.size == 1:
             take_rows(self._arrays[0], rows, flat)
             return
-        shards = self._index.shard_of(rows)
         places = rows + self._shift[shards]
         if len(self._arrays) == 1:
             take_rows(self._arrays[0], places, flat)
@@ -263,6 +350,9 @@ class PositionalReader(ContiguousReader):
             flat[order[again]] = flat[order[firsts]]
         else:
             self._read_increasing(ordered, order, flat)
+
+    def opened(self) -> Set[ShardFile]:
+        return self._files.opened
 
     def _read_increasing(self, rows: NDArray[np.int64], places: NDArray[np.int64], flat: NDArray[np.uint8]) -> None:
         """Read increasing rows, each to its place."""

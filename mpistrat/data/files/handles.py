@@ -125,6 +125,7 @@ class OpenFiles(Generic[Handle]):
         self._closed = False
         self._lent = 0
         self._idle: list[tuple[Path, Handle]] = []  # the one used last at the end
+        self.opened: set[ShardFile] = set()  # ever
         weakref.finalize(self, _close, self._idle).atexit = False
 
     @contextmanager
@@ -166,6 +167,7 @@ class OpenFiles(Generic[Handle]):
         _close(oldest)
 
     def _open(self, file: ShardFile) -> Handle:
+        self.opened.add(file)
         try:
             return self._opener(file)
         except ShardError as error:

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
 from ..._util.text import counted, shortened
-from ...errors import explain
+from ...errors import ShardError, explain
 from ..buffers import RowBuffers
 from ..dataset import Dataset
-from ..nodes.node import Node
 from ..nodes.sources import row_content
 from ..nodes.stage import InputRows
-from ..shards.files import PathLike, is_small, resolve, verify_alone, verify_together
-from ..shards.shard_set import ShardSet, open_shards
+from ..shards.files import PathLike, is_small, remember_whole, resolve
+from ..shards.look import Found, Shard, look
+from ..shards.shard_set import ShardSet, join_shards
 from ..spec import ArraySpec
 from ..stats import StageStats
 from .choice import READERS, choose_reader, chunk_starts
 from .handles import check_mpi_io, open_hdf5_files
 from .storage import Contiguous, Storage
-
-if TYPE_CHECKING:
-    from ...comm.process_group import ProcessGroup
 
 __all__ = ["HDF5Dataset", "HDF5Rows"]
 
@@ -82,12 +81,14 @@ class HDF5Rows(InputRows):
         self._on_error = on_error
         self._driver = driver
         _one_of("verify", verify, (True, False, "auto"))
+        self._verify = verify
+        self._names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
         self._files = resolve(files)
-        # What is to be skipped must be known before anything is opened.
-        now = is_small(self._files) if verify == "auto" and on_error == "skip" else verify is True
-        self._files = self._files.check(verify=now, on_error=on_error)
-        self._to_verify = verify == "auto" and not now
-        self._ends = self._to_verify
+        self._numbers = {path: number for number, path in enumerate(self._files.paths)}
+        if len(self._numbers) == 1 and on_error == "raise":  # of several, each rank would look at each
+            self._files.check([0], verify=False)
+        self._found: list[Found] | None = None  # by ranks together
+        self._to_verify = verify == "auto"
         self._opened: _Opened | None = None
         self._lock = threading.Lock()
         self._counters = StageStats()
@@ -98,13 +99,64 @@ class HDF5Rows(InputRows):
             return self._opened
         with self._lock:
             if self._opened is None:
-                names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
-                opened = open_shards(self._files, names, driver=self._driver, on_error=self._on_error, ends=self._ends)
+                # What is to be skipped must be known before anything is read.
+                found = self._found or self._look(self._numbers.values(), verify=self._on_error == "skip")
+                opened = join_shards(self._files, found, self._names, self._on_error)
                 self._opened = _Opened(opened, self._reader, self._driver)
-                self._counters.add(files=len(opened.shards), skipped=len(opened.skipped))
                 if self._structure is None:
                     self._structure = {name: name for name in opened.fields}
             return self._opened
+
+    @functools.cached_property
+    def _is_small(self) -> bool:
+        """Whether all files are to be compared with their digests though it was not asked for."""
+        return self._verify == "auto" and is_small(self._files)
+
+    def _look(self, numbers: Iterable[int], *, verify: bool) -> list[Found]:
+        """Look into some files; with `verify` compare a small set's digests now, not as it is first read."""
+        whole = self._verify is True or (verify and self._is_small)
+        self._to_verify = self._to_verify and not whole
+        ends = self._verify == "auto" and not whole
+        return look(self._files, numbers, self._names, self._driver, verify=whole, ends=ends)
+
+    # What ranks do together: see shared_look.py.
+
+    @property
+    def looked(self) -> bool:
+        """Whether this rank has nothing left to look for before it reads."""
+        return self._opened is not None and not self._to_verify
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files, in order."""
+        return self._files.paths
+
+    def asked(self) -> tuple[Any, ...]:
+        """Return what ranks must have alike, digests included, to look into the files for each other."""
+        where = "" if all(path.is_absolute() for path in self.paths) else os.getcwd()
+        files = [(str(path), entry) for path, entry in zip(self.paths, self._files.entries, strict=True)]
+        return where, files, self._names, self._verify, self._is_small, self._on_error, self._driver
+
+    @property
+    def reads_whole_files(self) -> bool:
+        """Whether a look compares all bytes of a file."""
+        return self._verify is True or self._is_small
+
+    def look_for_all(self, numbers: Sequence[int]) -> dict[int, Found]:
+        """Look into some files for all ranks: into what they compare, too."""
+        found = dict(zip(numbers, self._look(numbers, verify=True), strict=True))
+        for number, one in found.items():
+            if isinstance(one, Shard) and self._files.entries[number] is None:
+                with contextlib.suppress(ShardError):  # else each rank tells it by itself, in `fingerprint`
+                    found[number] = replace(one, sample=self._sample(one))
+        return found
+
+    def take(self, found: Sequence[Found]) -> None:
+        """Take what ranks have found in all files in place of what this one has, or would."""
+        if self.reads_whole_files:
+            remember_whole(one.file for one in found if isinstance(one, Shard))
+        with self._lock:
+            self._found, self._opened, self._to_verify = list(found), None, False
 
     @property
     def skipped(self) -> tuple[tuple[Path, str], ...]:
@@ -125,16 +177,22 @@ class HDF5Rows(InputRows):
         files = [(shard.path.name, shard.rows, digests.get(shard.path)) for shard in opened.shards]
         text = repr((files, fields, [path.name for path, _ in opened.skipped]))
         hasher = hashlib.sha256(text.encode())
-        for storages in opened.storages.values():
-            for storage in storages:
-                if storage.file.path not in digests:
-                    for row in storage.some_rows(max(2, _COMPARED // len(storages))):
-                        hasher.update(row)
-            chunked = [each for each in storages if each.file.path not in digests and _is_compared_decoded(each)]
-            for index in np.unique(np.linspace(0, len(chunked) - 1, _PLACES, dtype=np.int64)) if chunked else ():
-                for row in self._decoded_rows(chunked[index], -(-_PLACES // len(chunked))):
-                    hasher.update(row_content(row))
+        for shard in opened.shards:
+            if shard.path not in digests:
+                hasher.update(shard.sample or self._sample(shard))
         return int.from_bytes(hasher.digest()[:8], "big") >> 1
+
+    def _sample(self, shard: Shard) -> bytes:
+        """A digest of rows at fixed places of a file: of some files only where rows must be decoded for it."""
+        count, hasher = len(self.paths), hashlib.sha256()
+        decoded = np.linspace(0, count - 1, _PLACES, dtype=np.int64)
+        for storage in shard.storages.values():
+            for row in storage.some_rows(max(2, _COMPARED // count)):
+                hasher.update(row)
+            if self._numbers[shard.path] in decoded and _is_compared_decoded(storage):
+                for row in self._decoded_rows(storage, -(-_PLACES // count)):
+                    hasher.update(row_content(row))
+        return hasher.digest()[:16]
 
     def _decoded_rows(self, storage: Storage, places: int) -> Iterator[Any]:
         """Yield a few rows in a row at fixed places, which do not depend on the chunks' size."""
@@ -154,8 +212,10 @@ class HDF5Rows(InputRows):
         readers = self._opened.readers.values() if self._opened else ()
         read = StageStats.reading(reader.counters for reader in readers)
         return replace(
-            self._counters, bytes_read=read.bytes_read, chunk_reads=read.chunk_reads, wait_seconds=read.wait_seconds
-        )
+            self._counters, bytes_read=read.bytes_read, chunk_reads=read.chunk_reads, wait_seconds=read.wait_seconds,
+            files=len(self._opened.shards) if self._opened else 0,
+            skipped=len(self._opened.skipped) if self._opened else 0,
+        )  # fmt: skip
 
     @property
     def row_spec(self) -> Any:
@@ -173,19 +233,17 @@ class HDF5Rows(InputRows):
         """Return the numbers of the rows with which the files begin; behind them, that of all rows."""
         return np.cumsum([0, *(shard.rows for shard in self._open().shards)])
 
-    def bind(self, group: ProcessGroup) -> Node:
-        # What this rank has looked at already, the others may not have.
-        verify_together(self._files if self._to_verify else None, group)
-        self._to_verify = False
-        return super().bind(group)
-
     def check(self) -> None:
-        if self._to_verify:
-            verify_alone(self._files)
-            self._to_verify = False
+        if self._to_verify and self._is_small:
+            self._files.check(self._numbers.values(), verify=True)
+        self._to_verify = False
         opened = self._open()
-        for shard in opened.shards:
-            shard.check()
+        files = [shard.file for shard in opened.shards]
+        if self._found is not None:  # others are compared as they are opened: ranks need not each look at all of them
+            used = frozenset().union(*(reader.opened() for reader in opened.readers.values()))
+            files = [file for file in files if file in used]
+        for file in files:
+            file.check()
         for source in opened.sources:
             source.check()
         self._epoch_read = None
@@ -245,12 +303,10 @@ class HDF5Rows(InputRows):
 
     def describe(self) -> str:
         opened = self._opened
-        count = len(self._files.paths) + len(self._files.skipped)
-        skipped = len(opened.skipped if opened else self._files.skipped)
-        directory = (self._files.paths or [path for path, _ in self._files.skipped])[0].parent
-        where = f"HDF5Dataset: {counted(count, 'file')} in {directory}"
-        if skipped:
-            where = f"{where} ({skipped} of {count} files skipped)"
+        count = len(self.paths)
+        where = f"HDF5Dataset: {counted(count, 'file')} in {self.paths[0].parent}"
+        if opened and opened.skipped:
+            where = f"{where} ({len(opened.skipped)} of {count} files skipped)"
         if opened is None:
             return f"{where} (not opened yet)"
         if opened.sources:
@@ -311,12 +367,13 @@ def _structure(fields: Fields) -> Any:
 
 
 class HDF5Dataset(Dataset):
-    """The rows of HDF5 files, one file after the other. Every rank opens the files by itself.
+    """The rows of HDF5 files, one file after the other.
 
     The files may be shards that `write_shards` wrote, or others: any datasets with a common first axis, in any groups.
     Structures (compound types) come as structured arrays, strings as `str` in object arrays, numbers of varying length
-    as arrays in an object array. Files are looked at when something is first asked of them, and must not change while
-    they are read. `print(dataset)` names how each field is read, and why not in a quicker way.
+    as arrays in an object array. `print(dataset)` names how each field is read, and why not in a quicker way. Files are
+    looked at when something is first asked of them, by `distribute_dataset` on all ranks together, each file on one; they
+    must not change while they are read.
 
     Virtual datasets may draw from these files only. A file that the wanted fields of another one draw from, be it a few
     of its rows, is a source and gives no rows of its own: they would come twice. `print` says how many such files are.
@@ -327,10 +384,9 @@ class HDF5Dataset(Dataset):
         fields: None for a dict of all datasets that have rows (`print` names what else there is); a list of names for a
             dict of these; a tuple of names for a tuple; a dict from new names to names in the file; one name for that
             array alone. A name is like "x" or "group/x".
-        verify: whether to compare the files' bytes with the digests in the manifest. True: all of them before HDF5 opens a file,
-            on every rank. False: none. "auto": the first and last 64 KiB of every file as it is opened, and all of a set of at
-            most 1 GiB (256 MiB without xxhash), once a job: in `distribute_dataset` by the ranks of a node together, else as
-            the first epoch begins.
+        verify: whether to compare the files' bytes with the digests in the manifest. True: all of them before HDF5 opens a file.
+            False: none. "auto": the first and last 64 KiB of every file as it is opened, and all of a set of at most 1 GiB
+            (256 MiB without xxhash), once a job: in `distribute_dataset` by the ranks together, else as the first epoch begins.
         reader: how contiguous uncompressed data is read: "auto" or "mmap" through a memory map, "pread" by reads, for
             file systems where a file may be cut while it is read (under a map, that kills the process). What is stored
             otherwise is read in the same way under all of these. "h5py": everything through h5py.
@@ -341,8 +397,8 @@ class HDF5Dataset(Dataset):
 
     Raises:
         ShardError: for a missing, truncated or damaged file, for one that does not match the others or the manifest,
-            and for data that lies in other files; naming the file, what was expected and what came; at once where no
-            file need be opened for it, else when something is first asked of the dataset.
+            and for data that lies in other files; naming the file, what was expected and what came; when something is first
+            asked of the dataset, or it is distributed. At once for names that lead to no files, and for one file that is missing.
         MissingDependencyError: for driver="mpio" where h5py was built without MPI.
         LayoutError: for driver="mpio" where MPI is not running, or was started for fewer threads.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...errors import MpistratError
 from ..buffers import LastRead, take_rows
-from .handles import DAMAGED, OpenFiles, shard_error
+from .handles import DAMAGED, OpenFiles, ShardFile, shard_error
 from .storage import FieldReader, OnlyHDF5, Storage
 
 if TYPE_CHECKING:
@@ -95,6 +95,9 @@ class LibraryReader(FieldReader):
             last = start + storage.block_rows >= len(run)
             if whole or last:
                 self._kept.put((shard, block), rows if whole else rows.copy(), len(rows) * storage.row_bytes)
+
+    def opened(self) -> Set[ShardFile]:
+        return self._files.opened
 
     def keep(self, rows: int) -> None:
         rows += 2 * max(storage.block_rows for storage in self._storages)  # blocks of which the window has a part

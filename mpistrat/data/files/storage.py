@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -198,6 +198,10 @@ class FieldReader(ABC):
     @abstractmethod
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Copy rows, in range and in any order, into a C-contiguous buffer of the field's dtype."""
+
+    @abstractmethod
+    def opened(self) -> Set[ShardFile]:
+        """Return the files that have been opened to read from them."""
 
     def expect(self, rows: NDArray[np.int64]) -> None:  # noqa: B027
         """Take note that these rows will be read soon."""

@@ -7,7 +7,7 @@ object in it. A collection is a header, then objects behind each other, each wit
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...errors import ShardError
 from ..buffers import LastRead
 from ..stats import StageStats
-from .handles import DAMAGED, open_bytes, shard_error
+from .handles import DAMAGED, ShardFile, open_bytes, shard_error
 from .storage import FieldReader, Storage
 
 __all__ = ["POINTER", "VaryingReader"]
@@ -124,6 +124,9 @@ class VaryingReader(FieldReader):
     def _error(self, shard: int, address: int, expected: str, got: str) -> ShardError:
         where = self._storages[shard].where
         return shard_error(where, f"{expected} at {address} of the file", got, DAMAGED)
+
+    def opened(self) -> Set[ShardFile]:
+        return self._pointers.opened() | self._files.opened
 
     def expect(self, rows: NDArray[np.int64]) -> None:
         self._pointers.expect(rows)

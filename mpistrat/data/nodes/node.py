@@ -49,12 +49,14 @@ class Traits(NamedTuple):
         calls_functions: a function of the user's makes elements of this chain.
         shares_memory: something in it shares memory with other ranks, which `bind` makes.
         shard_hinted: a `shard` of it has SHARD_HINT for a number.
+        repeated: something in it is repeated for ever; only then can `cardinality` be INFINITE.
     """
 
     deterministic: bool = True
     calls_functions: bool = False
     shares_memory: bool = False
     shard_hinted: bool = False
+    repeated: bool = False
 
 
 class Node(ABC):

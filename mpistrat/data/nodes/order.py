@@ -265,6 +265,8 @@ class Reindexed(Reordered):
     @property
     def traits(self) -> Traits:
         below = self._parent.traits
+        if isinstance(self.order, Repeat) and self.order.count is None:
+            return below._replace(repeated=True)
         return below._replace(shard_hinted=True) if self.order.hinted else below
 
     def _addresses(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Addresses:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -17,11 +18,11 @@ from ..._util.arguments import integer
 from ...errors import explain
 from ..permutation import DEFAULT_SEED, BlockOrder, random_words
 from ..spec import ArraySpec
-from .node import INFINITE, Addresses, Node
+from .node import INFINITE, Addresses, Node, ReadPlan
 from .order import Reindexed, Reordered, Shuffle, ShuffleSettings
-from .stage import InOrder
+from .stage import InOrder, Stage
 
-__all__ = ["PSEUDO_CHUNK", "WINDOW_BYTES", "BlockShuffle", "BlockShuffled", "BufferShuffled", "shuffled"]
+__all__ = ["PSEUDO_CHUNK", "WINDOW_BYTES", "BlockShuffle", "BlockShuffled", "BufferShuffled", "Shuffled", "shuffled"]
 
 WINDOW_BYTES = 1 << 26  # rows that are mixed, where nothing else is said
 PSEUDO_CHUNK = 64  # rows that stay together in a window where the data has no chunks
@@ -138,6 +139,40 @@ def _element_bytes(dataset: Node) -> int:
     return rows * sum(size(spec) for spec in nest.flatten(dataset.row_spec))
 
 
+@final
+class Shuffled(Stage):
+    """A shuffle that is chosen when something is first asked of it: the chain is made before files are opened."""
+
+    @functools.cached_property
+    def _chosen(self) -> Node:
+        return _choose(self._parent, *self._settings)
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        return self._chosen.locate(epoch, position)
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        return self._chosen.gather(epochs, positions)
+
+    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
+        return self._chosen.read_plan(epochs, positions)
+
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        return self._chosen.locality(epochs, positions)
+
+    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        self._chosen.expect(epochs, positions)
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        return self._chosen.chunk_starts()
+
+    def describe(self) -> str:
+        return self._chosen.describe()
+
+    def __str__(self) -> str:
+        _ = self._chosen  # which lets the nodes below say what they have found
+        return super().__str__()
+
+
 class BufferShuffled(InOrder):
     """A buffer is filled; then each element of it goes at random, and the next one takes its place."""
 
@@ -197,11 +232,18 @@ def shuffled(
         raise ValueError(explain("Dataset.shuffle", "mode", expected="no window", got="one", remedy=remedy))
     if not dataset.random_access:
         return _in_order(dataset, buffer_size, seed, reshuffle_each_epoch, mode)
-    if dataset.cardinality() == INFINITE:
+    if dataset.traits.repeated and dataset.cardinality() == INFINITE:  # else files need not be opened for it
         remedy = "Shuffle before repeat: each repetition then has an order of its own."
         raise ValueError(
             explain("Dataset.shuffle", "", expected="a dataset with an end", got="one without", remedy=remedy)
         )
+    return Shuffled(dataset, buffer_size, seed, reshuffle_each_epoch, mode, window_bytes)
+
+
+def _choose(
+    dataset: Node, buffer_size: int | None, seed: int, reshuffle_each_epoch: bool, mode: str, window_bytes: int | None
+) -> Node:
+    """Return the shuffle that suits a dataset with random access."""
     if dataset.batching is not None:
         full, why = mode != "block", "whole batches are moved"
     else:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import glob
 import logging
 import os
 import re
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 from ..._util import log
 from ..._util.files import algorithm_of, digest_of_ends, digest_of_file
 from ..._util.text import decimal_size
-from ...comm.agree import together
-from ...errors import ShardError, explain
+from ...errors import explain
 from ..files.handles import ShardFile, shard_error
 from .manifest import Field, Manifest, ShardEntry, read_manifest
-
-if TYPE_CHECKING:
-    from ...comm.process_group import ProcessGroup
 
 __all__ = [
     "FileSet",
@@ -31,9 +26,8 @@ __all__ = [
     "is_small",
     "manifest_path",
     "natural_key",
+    "remember_whole",
     "resolve",
-    "verify_alone",
-    "verify_together",
 ]
 
 PathLike = Union[str, "os.PathLike[str]"]
@@ -50,45 +44,32 @@ class FileSet:
         paths: the files.
         entries: of each in a manifest.
         fields: as the manifest of the set has them.
-        skipped: files that were left out, and why.
     """
 
     paths: tuple[Path, ...]
     entries: tuple[ShardEntry | None, ...]
     fields: dict[str, Field] | None
-    skipped: tuple[tuple[Path, str], ...] = ()
 
-    def check(self, *, verify: bool, on_error: str = "raise") -> FileSet:
-        """Compare what can be seen without HDF5 with the manifest: presence, bytes and, if asked, digests.
-
-        Returns:
-            The set; with on_error="skip" without the files that are bad.
+    def check(self, numbers: Iterable[int], *, verify: bool) -> None:
+        """Compare what can be seen without HDF5 of some files with the manifest: presence, bytes and, if asked, digests.
 
         Raises:
             ShardError: naming the file.
         """
-        good: list[int] = []
-        skipped: list[tuple[Path, str]] = []
-        for index, (path, entry) in enumerate(zip(self.paths, self.entries, strict=True)):
-            try:
-                _check(path, entry, verify=verify)
-                good.append(index)
-            except ShardError as error:
-                if on_error != "skip":
-                    raise
-                skipped.append((path, str(error)))
-        paths, entries = tuple(self.paths[i] for i in good), tuple(self.entries[i] for i in good)
-        return FileSet(paths, entries, self.fields, tuple(skipped))
+        for number in numbers:
+            _check(self.paths[number], self.entries[number], verify=verify)
 
 
 def _check(path: Path, entry: ShardEntry | None, *, verify: bool) -> None:
     got, size = "", 0
     try:
-        size = path.stat().st_size
+        status = path.stat()
     except OSError as error:
         got = "no such file" if isinstance(error, FileNotFoundError) else str(error)
-    if not got and not path.is_file():
-        got = "a directory" if path.is_dir() else "something else than a file"
+    else:
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            got = "a directory" if stat.S_ISDIR(status.st_mode) else "something else than a file"
     if not got and not size:
         got = "an empty file, of 0 bytes"
     if got:
@@ -103,13 +84,17 @@ def _check(path: Path, entry: ShardEntry | None, *, verify: bool) -> None:
 _REMEDY = "Copy the file again, or write the shards again."
 
 
+_whole: set[ShardFile] = set()  # files that were found whole, as they were then
+
+
 def _verify(path: Path, entry: ShardEntry | None) -> None:
-    """Compare the digest of a file's bytes."""
+    """Compare the digest of a file's bytes, unless this process has."""
     if entry is None:
         expected = "a digest in a manifest, which verify=True compares"
         raise shard_error(path, expected, "none", "Write the shards with ms.data.write_shards, or pass verify=False.")
     try:
-        found = digest_of_file(path, algorithm_of(entry.digest))
+        file = ShardFile.of(path)
+        found = entry.digest if file in _whole else digest_of_file(path, algorithm_of(entry.digest))
     except (ValueError, ImportError) as error:
         expected = f"a digest that can be computed here, not {algorithm_of(entry.digest)!r}"
         raise shard_error(path, expected, str(error), "Install xxhash, or pass verify=False.") from error
@@ -117,6 +102,12 @@ def _verify(path: Path, entry: ShardEntry | None) -> None:
         raise shard_error(path, "a file that can be read", str(error)) from error
     if found != entry.digest:
         raise shard_error(path, f"digest {entry.digest} (manifest)", found, _REMEDY)
+    _whole.add(file)
+
+
+def remember_whole(files: Iterable[ShardFile]) -> None:
+    """Take note that files were found whole, by another rank, and need not be compared again."""
+    _whole.update(files)
 
 
 def check_ends(path: Path, entry: ShardEntry | None) -> None:
@@ -241,36 +232,6 @@ def _paths(files: Any) -> list[Path]:
 
 _SMALL = {"xxh3_128": 1 << 30, "sha256": 1 << 28}  # bytes of a set: less than half a second where they are in memory
 
-_whole: set[ShardFile] = set()  # files that were found whole, as they were then
-
-
-def verify_alone(files: FileSet) -> None:
-    """Compare the files of a set that is not large, unless this process has.
-
-    Raises:
-        ShardError: naming the file.
-    """
-    if is_small(files):
-        _verify_some(files, range(len(files.paths)))
-
-
-def verify_together(files: FileSet | None, group: ProcessGroup) -> None:
-    """Do so on every node, each rank some of the files; None where this rank need not. Collective.
-
-    Raises:
-        ShardError: on every rank, naming the file.
-    """
-    topology = group.topology
-    here = topology.ranks_of_node(topology.node_index)
-    if files is not None and not is_small(files):
-        files = None
-    with together(functools.partial(group.exchange, "verify", detail="shards")):
-        if files is not None:
-            _verify_some(files, range(here.index(topology.rank), len(files.paths), len(here)))
-    if files is not None:
-        with contextlib.suppress(OSError):
-            _whole.update(map(ShardFile.of, files.paths))
-
 
 def is_small(files: FileSet) -> bool:
     """Return whether a set has digests that are quickly compared. For a larger one the log names the way."""
@@ -292,16 +253,3 @@ def is_small(files: FileSet) -> bool:
         logging.INFO, f"HDF5Dataset: the digests of {decimal_size(size)} in {where} are not compared; to do so, {how}"
     )
     return False
-
-
-def _verify_some(files: FileSet, numbers: Iterable[int]) -> None:
-    for number in numbers:
-        path, entry = files.paths[number], files.entries[number]
-        try:
-            file = ShardFile.of(path)
-        except OSError:
-            file = None  # which is reported below
-        if file is None or file not in _whole:
-            FileSet((path,), (entry,), files.fields).check(verify=True)
-            if file is not None:
-                _whole.add(file)

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _FORMAT, _VERSION = "mpistrat.shards", 1
-_SHORT_NAME = re.compile(r"[<>|=]?[A-Za-z?][0-9]*")
+_SHORT_NAME = re.compile(r"[<>|=]?[A-Za-z?][0-9]*(\[[0-9]*[A-Za-z]+\])?")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +148,7 @@ def field_of(dataset: h5py.Dataset) -> Field:
     return Field(np.dtype(dtype.str) if dtype.fields is None and dtype.subdtype is None else dtype, shape)
 
 
-def check_storage(dataset: h5py.Dataset, path: Path, declared: Set[Path]) -> set[Path]:
+def check_storage(dataset: h5py.Dataset, path: Path, declared: Container[Path]) -> set[Path]:
     """Refuse a dataset whose data lies elsewhere than in the declared files, or cannot be decoded.
 
     Returns:
@@ -157,10 +157,11 @@ def check_storage(dataset: h5py.Dataset, path: Path, declared: Set[Path]) -> set
     Raises:
         Refused: with the reason.
     """
-    return _check(dataset, path, declared, _VIRTUAL) - {path.resolve()}
+    found = _check(dataset, path, declared, _VIRTUAL)
+    return found and found - {path.resolve()}
 
 
-def _check(dataset: h5py.Dataset, path: Path, declared: Set[Path], depth: int) -> set[Path]:
+def _check(dataset: h5py.Dataset, path: Path, declared: Container[Path], depth: int) -> set[Path]:
     import h5py
 
     if dataset.external:
@@ -175,7 +176,7 @@ def _check(dataset: h5py.Dataset, path: Path, declared: Set[Path], depth: int) -
     return set()
 
 
-def _check_source(source: Any, path: Path, declared: Set[Path], depth: int) -> set[Path]:
+def _check_source(source: Any, path: Path, declared: Container[Path], depth: int) -> set[Path]:
     """Refuse a source of a virtual dataset for which HDF5 would look elsewhere, or fill in what is not there."""
     where = f"a virtual dataset that draws from {source.dset_name} in {source.file_name}"
     if not depth:

@@ -12,7 +12,8 @@ from ..files.choice import choose_reader
 from ..files.handles import DAMAGED, open_hdf5, open_hdf5_files
 from ..spec import ArraySpec
 from .files import FileSet, PathLike, resolve
-from .shard_set import Shard, open_shards
+from .look import look, look_into
+from .shard_set import join_shards
 
 if TYPE_CHECKING:
     import h5py
@@ -81,9 +82,8 @@ def survey(files: PathLike | Sequence[PathLike], names: Sequence[str] | None = N
         ShardError: for files that cannot be read as one set, naming the file.
     """
     found = resolve(files)
-    found.check(verify=False)
     names = None if names is None else [name.strip("/") for name in names]
-    opened = open_shards(found, names, driver=None, on_error="raise")
+    opened = join_shards(found, look(found, range(len(found.paths)), names), names, "raise")
     stored: dict[str, list[_Stored]] = {name: [] for name in opened.fields}
     for shard in opened.shards:
         with open_hdf5(shard.path) as file:
@@ -170,12 +170,12 @@ def check_file(files: FileSet, number: int, declared: Set[Path]) -> str:
         ShardError: when the file is not whole.
     """
     path, entry = files.paths[number], files.entries[number]
-    FileSet((path,), (entry,), files.fields).check(verify=entry is not None)
+    files.check([number], verify=entry is not None)
     if entry is not None:
         return "digest"
     guarded = unguarded = 0
     with open_hdf5(path) as file:
-        for name, storage in Shard(path, None, declared, None).storages.items():
+        for name, storage in look_into(path, None, declared).storages.items():
             dataset = file[name]
             if dataset.id.get_create_plist().get_nfilters() and dataset.chunks is not None:
                 _read(path, dataset, storage.block_rows)

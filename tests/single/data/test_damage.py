@@ -105,7 +105,7 @@ def test_a_missing_file_is_named(shards: list[Path]) -> None:
     shards[1].unlink()
     for files in (shards[0].parent, shards[0].parent / "*.h5", shards):
         with pytest.raises(ShardError, match=f"{shards[1].name}.*no such file"):
-            HDF5Dataset(files)
+            open_all(files)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 1500])
@@ -121,7 +121,7 @@ def test_a_truncated_file_is_named(shards: list[Path], keep: int, with_manifest:
 def test_cutting_one_byte_is_seen(shards: list[Path]) -> None:
     os.truncate(shards[2], shards[2].stat().st_size - 1)
     with pytest.raises(ShardError, match=f"{shards[2].name}.*truncated"):
-        HDF5Dataset(shards[0].parent)
+        open_all(shards[0].parent)
 
 
 def test_what_is_no_hdf5_is_named(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_fill_values_of_the_files_own_are_read_and_told(tmp_path: Path, caplog: 
 def test_verify_needs_a_manifest(tmp_path: Path) -> None:
     plain(tmp_path / "a.h5", x=np.arange(3))
     with pytest.raises(ShardError, match=r"a\.h5.*digest.*write_shards"):
-        HDF5Dataset(tmp_path, verify=True)
+        len(HDF5Dataset(tmp_path, verify=True))
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,8 @@ def test_files_are_looked_at_once_a_pass(shards: list[Path], monkeypatch: pytest
     check = ShardFile.check
 
     def spy(file: ShardFile, descriptor: int | None = None) -> None:
-        looked.append(file.path)
+        if descriptor is None:  # not as it is mapped
+            looked.append(file.path)
         check(file, descriptor)
 
     dataset = HDF5Dataset(shards[0].parent)

@@ -98,6 +98,10 @@ def test_the_addresses_go_back_with_the_last_view_and_no_file_stays_open(tmp_pat
     before = len(os.listdir("/proc/self/fd"))
     joined = join([Extent(ShardFile.of(tmp_path / f"{number}.h5"), offset, 4) for number in (0, 1)], 5000)
     assert len(os.listdir("/proc/self/fd")) == before
+    assert str(path) not in Path("/proc/self/maps").read_text()  # until it is needed
+    for number in (0, 1):
+        joined.map(number)
+    assert len(os.listdir("/proc/self/fd")) == before
     assert not joined.rows.flags.writeable
     view = joined.rows[1:2, 7:]
     del joined
@@ -133,3 +137,61 @@ except OSError as error:
     assert "pread: not mapped: [Errno 12] Cannot allocate memory" in first
     assert second.startswith("ShardError")
     assert "0.h5: x" in second
+
+
+@pytest.mark.skipif(contiguous._libc() is None, reason="needs Linux")
+def test_files_are_mapped_as_they_are_read(tmp_path: Path) -> None:
+    data = files(tmp_path, [4] * 5, (100,), [0] * 5)
+    dataset = HDF5Dataset(tmp_path, "x")
+    assert len(dataset) == 20
+
+    def mapped() -> list[int]:
+        maps = Path("/proc/self/maps").read_text()
+        return [number for number in range(5) if str(tmp_path / f"{number}.h5") in maps]
+
+    assert mapped() == []
+    assert np.array_equal(dataset.rows([13, 4]), data[[13, 4]])
+    assert mapped() == [1, 3]
+    assert np.array_equal(dataset.rows(range(20)), data)
+    assert mapped() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.skipif(contiguous._libc() is None, reason="needs Linux")
+def test_more_files_than_maps_are_read_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eighth of the system's maps is left to others. A field takes one for each file, one for each gap, and one more."""
+    gc.collect()
+    data = files(tmp_path, [4] * 9, (100,), [0] * 9)
+    before = contiguous._Reserved._maps
+    monkeypatch.setattr(contiguous, "_limit_of_maps", lambda: (before + 9 + 8 + 1) * 8 // 7 + 1)
+    first = HDF5Dataset(tmp_path, "x")
+    assert np.array_equal(first.rows(range(36)), data)
+    assert "x uint8[100] (memory map)" in str(first)
+    assert contiguous._Reserved._maps > before
+    second = HDF5Dataset(tmp_path, "x")
+    assert np.array_equal(second.rows(range(36)), data)
+    assert "pread: not mapped: [Errno 12]" in str(second)
+    assert "vm.max_map_count is" in str(second)
+    assert "write fewer, larger files" in str(second)
+    with pytest.raises(OSError, match=r"0\.h5: x: .*vm\.max_map_count.*reader=\"auto\""):
+        len(HDF5Dataset(tmp_path, "x", reader="mmap"))
+    del first
+    gc.collect()
+    assert contiguous._Reserved._maps == before
+
+
+@pytest.mark.skipif(contiguous._libc() is None, reason="needs Linux")
+def test_a_file_that_turns_out_not_to_be_mapped_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system refuses the second file, in the midst of an epoch."""
+    data = files(tmp_path, [4] * 3, (100,), [0] * 3)
+    dataset, strict = HDF5Dataset(tmp_path, "x"), HDF5Dataset(tmp_path, "x", reader="mmap")
+    for each in (dataset, strict):
+        assert np.array_equal(each.rows([1]), data[[1]])
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(contiguous._Reserved, "map_file", refuse)
+    assert np.array_equal(dataset.rows([7, 1, 11]), data[[7, 1, 11]])
+    assert "pread: not mapped: [Errno 12] Cannot allocate memory" in str(dataset)
+    with pytest.raises(OSError, match="files that can be mapped"):
+        strict.rows([7])

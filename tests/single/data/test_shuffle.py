@@ -215,7 +215,7 @@ def test_batches_as_large_as_windows_decode_few_chunks_again(
 def test_the_next_window_is_decoded_while_one_is_read(compressed: Path) -> None:
     source = HDF5Dataset(compressed, "x")
     dataset = source.shuffle(200, seed=1)
-    order = dataset.node._order  # type: ignore[attr-defined]
+    order = dataset.node._chosen._order  # type: ignore[attr-defined]
     first_window = int(order._epoch(0).window_starts[1])
     addresses = np.zeros(first_window, np.int64), np.arange(first_window)
     dataset.node.expect(*addresses)
@@ -234,9 +234,9 @@ def test_a_full_shuffle_of_compressed_data_says_that_it_is_slow(
     log.once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            HDF5Dataset(compressed, "x").shuffle(seed=1, mode="full")
-        HDF5Dataset(compressed, "x").shuffle(seed=1)
-        from_arrays(np.arange(3)).shuffle(seed=1, mode="full")
+            HDF5Dataset(compressed, "x").shuffle(seed=1, mode="full").peek()
+        HDF5Dataset(compressed, "x").shuffle(seed=1).peek()
+        from_arrays(np.arange(3)).shuffle(seed=1, mode="full").peek()
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["Dataset.shuffle"]
     assert 'mode="block"' in caplog.text
 

@@ -49,7 +49,7 @@ def cache(dataset: Node, scope: Scope, transport: Transport) -> Node:
         if value not in legal:
             expected = ", ".join(map(repr, legal))
             raise ValueError(explain(FUNCTION, argument, expected=f"one of {expected}", got=repr(value)))
-    if dataset.cardinality() == INFINITE:
+    if dataset.traits.repeated and dataset.cardinality() == INFINITE:  # else files need not be opened for it
         remedy = "Call repeat after cache."
         raise ValueError(
             explain(FUNCTION, "", expected="a dataset with an end", got="one repeated for ever", remedy=remedy)

@@ -1,0 +1,105 @@
+"""One look into the files of a dataset by all ranks: each file is opened by one of them, which tells the others what it found.
+
+The ranks meet in `distribute_dataset`; before it a dataset has only looked for the names of its files. Nodes that see other
+files under these names, copies on their own disks, look into their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...comm.agree import gather_bytes, together
+from ..nodes.node import Node
+from ..shards.found import from_bytes, to_bytes
+from .handles import ShardFile
+from .hdf5 import HDF5Rows
+
+if TYPE_CHECKING:
+    from ...comm.process_group import ProcessGroup
+
+__all__ = ["look_together"]
+
+_A_RANK = 16  # files that a rank looks into at least: a look takes milliseconds
+_COMPARED = 3  # files by which nodes find out whether they see the same ones
+
+
+def look_together(node: Node | None, group: ProcessGroup, function: str) -> None:
+    """Look into the files of a chain's HDF5 datasets, unless all ranks have already. Collective.
+
+    Ranks that name the same files and ask for the same look for each other: all, or those of a node where nodes see others.
+    Where even these differ, each rank looks for itself, later. Errors about files come then, too, the same ones on all ranks.
+
+    Args:
+        node: the chain; None on a rank that has none, which the ranks find out later.
+        group: the ranks.
+        function: what the user called, for errors.
+    """
+    topology = group.topology
+    if topology.size == 1:
+        return
+    sources = list(dict.fromkeys(_hdf5(node))) if node is not None else []
+    with group.collective(function, detail="files"):
+        asked = hashlib.sha256(repr([source.asked() for source in sources]).encode()).hexdigest()[:16]
+        if topology.num_nodes > 1:
+            asked += f" {_seen(sources, topology):x}"
+        told = group.all_gather_text(f"{int(not all(source.looked for source in sources))} {asked}")
+    if all(text.startswith("0") for text in told):
+        return
+    here = topology.ranks_of_node(topology.node_index)
+    alike = [len({told[rank][1:] for rank in ranks}) == 1 for ranks in (range(topology.size), here)]
+    ranks: Sequence[int] = range(topology.size) if alike[0] else here if alike[1] else ()
+    with together(functools.partial(group.exchange, function, detail="looked")):
+        mine = [to_bytes(source.look_for_all(_share(source, ranks, topology.rank))) for source in sources if ranks]
+    with group.collective(function, detail="found"):
+        for number, source in enumerate(sources if ranks else ()):
+            all_told = group.all_gather_bytes(mine[number]) if alike[0] else gather_bytes(topology.intra, mine[number])
+            found: dict[int, Any] = {}
+            for data in dict.fromkeys(all_told):
+                found.update(from_bytes(data, source.paths))
+            source.take([found[place] for place in range(len(source.paths))])
+
+
+def _hdf5(node: Node) -> Iterator[HDF5Rows]:
+    for parent in node.parents:
+        yield from _hdf5(parent)
+    if isinstance(node, HDF5Rows):
+        yield node
+
+
+def _seen(sources: Sequence[HDF5Rows], topology: Any) -> int:
+    """A number for the files that this node's first rank sees: the same ones have the same inodes, sizes and times there.
+
+    Collective on the node.
+    """
+    seen = np.zeros(1, np.int64)
+    if topology.local_rank == 0:
+        status = [_status(source, place) for source in sources for place in _places(len(source.paths))]
+        seen[0] = int.from_bytes(hashlib.sha256(repr(status).encode()).digest()[:7], "big")
+    topology.intra.Bcast(seen, 0)
+    return int(seen[0])
+
+
+def _places(count: int) -> list[int]:
+    return np.unique(np.linspace(0, count - 1, _COMPARED, dtype=np.int64)).tolist()
+
+
+def _status(source: HDF5Rows, place: int) -> tuple[int, int, int] | None:
+    try:
+        file = ShardFile.of(source.paths[place])
+    except OSError:
+        return None  # which is told by who looks into it
+    return file.inode, file.bytes, file.changed
+
+
+def _share(source: HDF5Rows, ranks: Sequence[int], rank: int) -> range:
+    """The files into which a rank looks: those of all are dealt to ranks that lie apart, on different nodes."""
+    count = len(source.paths)
+    lookers = min(len(ranks), count if source.reads_whole_files else -(-count // _A_RANK))
+    stride = len(ranks) // lookers
+    number, rest = divmod(ranks.index(rank), stride)
+    return range(number, count, lookers) if not rest and number < lookers else range(0)
