@@ -1,7 +1,8 @@
 """A model of a training step: from constants that `mpistrat bench` measured, its time and memory on other layouts.
 
-A rank owns 1/p of its node's M parameters. It sums p gradients of them and updates them; the ranks of a node share its
-memory's bandwidth; between N nodes go 2 (N - 1) / N gradients' bytes of a node, in chunks of 1 MiB, 2 log2 N messages each.
+A rank owns 1/p of its node's M parameters. It sums p gradients of them and updates 1/N of them, whose slots the node has; the
+ranks of a node share its memory's bandwidth; between N nodes go 2 (N - 1) / N gradients' bytes of a node, in rounds of 1 MiB,
+in which a rank sends 2 (N - 1) messages.
 The model knows no NUMA borders, no contention in switches and no noise: predictions are ranges.
 """
 
@@ -87,15 +88,16 @@ class Machine:
             network=network,
         )
 
-    def parameters_a_second(self, ranks: int) -> tuple[float, float]:
-        """Return how many parameters a node sums and updates a second, with a gradient of each rank: at least, at most.
+    def parameters_a_second(self, ranks: int, nodes: int) -> tuple[float, float]:
+        """Return how many parameters a node sums a second, and updates its part of: at least, at most.
 
-        One rank is bound by its core, all together by the memory: as fast as was measured at least, as the cores at most.
-        That is all that is known where the memory's limit was not met, as all at once were as fast each as alone, or where
-        nodes have other cores than those that were measured, and so another memory.
+        Each rank has a gradient of them; of what a node has summed it updates 1 / nodes. One rank is bound by its core, all
+        together by the memory: as fast as was measured at least, as the cores at most. That is all that is known where the
+        memory's limit was not met, as all at once were as fast each as alone, or where nodes have other cores than those that
+        were measured, and so another memory.
         """
-        alone = self.update + (ranks - 1) * self.gradient
-        together = max(self.update_all + (ranks - 1) * self.gradient_all, alone)
+        alone = max(self.update - self.gradient, 0.0) / nodes + ranks * self.gradient
+        together = max(max(self.update_all - self.gradient_all, 0.0) / nodes + ranks * self.gradient_all, alone)
         free, met = min(ranks, self.cores) / alone, min(self.ranks, self.measured_cores) / together
         limited = together > 1.1 * alone and self.ranks > 1 and self.cores == self.measured_cores
         return min(free, met), min(free, met) if limited else free
@@ -158,23 +160,24 @@ def predict(machine: Machine, parameters: float, compute: float, nodes: int, ran
         >>> node = Machine(64, 256e9, 64, 64, 2e-9, 1e-10, 2e-9, 1e-10, 0.0, 64, 2e-6, 25e9)
         >>> found = predict(node, 1e9, 0.5, nodes=4, ranks=8)
         >>> round(found.network[1], 2), round(found.memory[1], 4), found.bytes / 1e9
-        (0.24, 0.3375, 44.0)
+        (0.25, 0.1594, 38.0)
     """
-    least, most = machine.parameters_a_second(ranks)
+    least, most = machine.parameters_a_second(ranks, nodes)
     memory = parameters / most, parameters / least
     network = (0.0, 0.0)
     if nodes > 1:
         wire = 2 * (nodes - 1) / nodes * parameters * _WORD
-        chunks = math.ceil(parameters / ranks * _WORD / of.CHUNK_BYTES)
-        each = chunks * 2 * math.log2(nodes) * machine.latency
+        rounds = math.ceil(parameters / ranks * _WORD / of.CHUNK_BYTES)
+        each = rounds * 2 * (nodes - 1) * machine.latency
         network = wire / machine.network, wire / machine.network + each
     # Messages that all ranks wait for: they grow with the height of a tree of ranks.
     height = math.log2(max(nodes * ranks, 2)) / math.log2(max(machine.measured_ranks, 2))
     meetings = machine.fixed, machine.fixed * max(1.0, height) + 2 * math.log2(nodes) * machine.latency
-    step = tuple(compute + a + b + c for a, b, c in zip(memory, network, meetings, strict=True))
-    size = parameters * _WORD * (1 + ranks + _SLOTS)
+    # At best a node's sums travel while it sums and updates others.
+    step = compute + max(memory[0], network[0]) + meetings[0], compute + memory[1] + network[1] + meetings[1]
+    size = parameters * _WORD * (1 + ranks + _SLOTS / nodes)
     return Prediction(
-        nodes, ranks, memory, network, meetings, (step[0], step[1]), compute, size, size <= machine.memory
+        nodes, ranks, memory, network, meetings, step, compute, size, size <= machine.memory
     )  # fmt: skip
 
 

@@ -60,8 +60,12 @@ def test_more_ranks_share_the_memory_that_all_of_them_had():
 def test_the_network_carries_all_but_a_share_of_the_gradients_twice():
     found = predict(machine(), 1e9, compute=1.0, nodes=4, ranks=2)
     wire = 2 * 3 / 4 * 4e9 / 2e9
-    chunks = math.ceil(4e9 / 2 / 2**20)
-    assert found.network == pytest.approx((wire, wire + chunks * 4 * 2e-5))
+    rounds = math.ceil(4e9 / 2 / 2**20)
+    assert found.network == pytest.approx((wire, wire + rounds * 6 * 2e-5))
+    # two gradients of all parameters, and a quarter of the updates: alone 2 + 1 / 4 ns on two cores, together 4 + 1 / 4
+    assert found.memory == pytest.approx((4.25 / 2, 4.25 / 2))
+    assert found.step[0] == pytest.approx(1 + wire + 1e-4)  # all of that while sums travel
+    assert found.bytes == 4e9 * (1 + 2 + 2 / 4)
     assert found.bottleneck == "network" and not found.fits
     low, high = found.efficiency
     assert low == pytest.approx(1 / found.step[1]) and high == pytest.approx(1 / found.step[0]) and low < high < 1
