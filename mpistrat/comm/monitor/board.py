@@ -16,10 +16,10 @@ from .rank_monitor import Answer
 __all__ = ["BOARD_BYTES", "Board"]
 
 BOARD_BYTES = 1920  # of each rank
-_DATA = 64  # bytes before an answer
+_DATA = 72  # bytes before an answer
 _FAILURE = slice(48, 64)  # of them: what stands for the text with which a rank fails
 _WRITTEN, _LENGTH = 0, 1  # words of a rank: since when its answer stands there, and how long it is
-_ASKED, _ABOUT, _SURVEYED, _CLAIMED = 2, 3, 4, 5  # words of the node, on the page of its first rank
+_ASKED, _ABOUT, _SURVEYED, _CLAIMED, _STOPPED = 2, 3, 4, 5, 8  # words of the node, on the page of its first rank
 
 
 @final
@@ -46,6 +46,15 @@ class Board:
     def claimed(self) -> float:
         """When a rank of this node last wanted a survey."""
         return self._common[_CLAIMED]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a rank of this node is requested to stop."""
+        return self._common[_STOPPED] > 0
+
+    def note_stop(self) -> None:
+        """Note that this rank is requested to stop."""
+        self._common[_STOPPED] = 1.0
 
     def note_survey(self) -> None:
         """Note that this node takes part in a survey."""

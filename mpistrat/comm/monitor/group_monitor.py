@@ -57,7 +57,7 @@ class GroupMonitor:
         self.failures = Failures(monitor.size)  # of all ranks, if this is rank 0
         self.reporters: set[int] = set()  # who has sent these failures
         self.verdict: tuple[str | None] | None = None  # on this rank's own failure: see `report_end`
-        self.stop_sent = False
+        self.stop_sent = self.stop_forwarded = False
         self.warned_calls: set[str] = set()
         self.judged: tuple[Any, ...] | None = None
         self.wanted: tuple[tuple[Any, ...] | None, bool] = (
@@ -85,7 +85,7 @@ class GroupMonitor:
             elif kind == _LEFT:
                 monitor.left[source] = Left._make((*_LAST.unpack(data), monotonic()))
             elif kind == _STOP:
-                monitor.stop = True
+                self._receive_stop(*_RANGE.unpack_from(data))
             elif kind == _END:
                 self._receive_end(bytes(data[_RANGE.size :]), *_RANGE.unpack_from(data))
             elif kind == _FAIL:
@@ -94,10 +94,22 @@ class GroupMonitor:
                 self.verdict = (data[1:].decode() if data[:1] == b"p" else None,)
 
     def _send_stop(self) -> None:
-        """Forward a request to stop to all others, through rank 0: they may all have one."""
+        """Have a request to stop sent to all nodes, through rank 0: all ranks may have one, and one of a node says so."""
         self.stop_sent = True
-        for rank in range(1, self.monitor.size) if self.monitor.rank == 0 else (0,):
-            self.mailbox.send(b"!", rank, _STOP)
+        if self.board.stopped:
+            return
+        self.board.note_stop()
+        if self.monitor.rank == 0:
+            self._receive_stop(0, self._count)
+        else:
+            self.mailbox.send(_RANGE.pack(0, self._count), 0, _STOP)
+
+    def _receive_stop(self, low: int, high: int) -> None:
+        """Take over a request to stop, and forward it to a range of nodes, of which the first is this rank's."""
+        if not self.stop_forwarded:
+            self.stop_forwarded = self.stop_sent = self.monitor.stop = True
+            self.board.note_stop()
+            self._forward(_STOP, b"", low, high)
 
     def report_left(self, ranks: Iterable[int]) -> None:
         """Send ranks of other nodes that this one leaves the program."""
@@ -150,29 +162,29 @@ class GroupMonitor:
 
     def _spread_end(self, data: bytes) -> None:
         """Send all nodes why the job ends, by ranks that forward it; all ranks, where one that forwards it may have died."""
-        if not loses_ranks():
-            self._forward_end(data, 0, self._count)
-            return
         self.end_sent = True
+        if not loses_ranks():
+            self._forward(_END, data, 0, self._count)
+            return
         for rank in range(self.monitor.size):
             if rank != self.monitor.rank:
                 self.mailbox.send(_RANGE.pack(0, 1) + data, rank, _END)
 
-    def _forward_end(self, data: bytes, low: int, high: int) -> None:
-        """Send it to a range of nodes, of which the first is this rank's: each time to two ranks, for one may not receive."""
-        self.end_sent = True
+    def _forward(self, kind: int, data: bytes, low: int, high: int) -> None:
+        """Send data to a range of nodes, of which the first is this rank's: each time to two ranks, for one may not receive."""
         for first, last in survey.parts(low + 1, high):
             ranks = self._ranks_of((self._index + first - low) % self._count)
-            self.mailbox.send(_RANGE.pack(first, last) + data, ranks[0], _END)
+            self.mailbox.send(_RANGE.pack(first, last) + data, ranks[0], kind)
             if len(ranks) > 1:
-                self.mailbox.send(_RANGE.pack(first, last) + data, ranks[1], _END)
+                self.mailbox.send(_RANGE.pack(first, last) + data, ranks[1], kind)
             elif first + 1 < last:
                 rank = self._ranks_of((self._index + first + 1 - low) % self._count)[0]
-                self.mailbox.send(_RANGE.pack(first + 1, last) + data, rank, _END)
+                self.mailbox.send(_RANGE.pack(first + 1, last) + data, rank, kind)
 
     def _receive_end(self, data: bytes, low: int, high: int) -> None:
         if not self.end_sent:
-            self._forward_end(data, low, high)
+            self.end_sent = True
+            self._forward(_END, data, low, high)
             self._print_end(data)
 
     def _print_end(self, data: bytes) -> None:
@@ -196,6 +208,7 @@ class GroupMonitor:
         self.receive()
         self._judge_failures()
         monitor = self.monitor
+        monitor.stop = monitor.stop or self.board.stopped
         if monitor.stop and not self.stop_sent:
             self._send_stop()
         wanted, monitor.wanted = monitor.wanted, ()

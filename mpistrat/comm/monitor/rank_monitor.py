@@ -150,7 +150,7 @@ class RankMonitor:
         failures: the collectives, by number, that failed on this rank since the ranks were last known to be in step.
         recent: returns the text of one of this rank's last collectives, by number; "" where it is not known (any more).
         raw: (start, name) of the blocking call on the program's communicator that this rank is in, or None.
-        stop: whether this rank, or another one, is requested to stop; the watchdog forwards it to all others.
+        stop: whether this rank, or another one, is requested to stop; the watchdogs forward it to all others.
         default_timeout, warn_after: seconds.
     """
 

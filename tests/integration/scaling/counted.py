@@ -20,6 +20,7 @@ import mpistrat as ms
 from mpistrat.comm import process_group
 from mpistrat.comm.monitor import group_monitor
 from mpistrat.comm.monitor.watchdog import Watchdog
+from mpistrat.comm.waiting import wait_until
 
 VARIABLES, STEPS = 8, 32
 counter = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -87,6 +88,15 @@ def main() -> None:
         else:
             time.sleep(4.0)
 
+    def stop() -> None:
+        """The last rank is requested to stop, as by a signal."""
+        if topology.rank == topology.size - 1:
+            group.monitor.stop = True
+        wait_until(lambda: group.monitor.stop, 20.0)
+        time.sleep(2.0)
+        assert group.monitor.stop
+
+    phase("request to stop", stop)
     phase("end by an error", end)
     kept = ms.data.from_arrays(np.zeros((256, 4), np.float32)).cache("job", transport="messages").batch(64)
     for _ in strategy.distribute_dataset(kept):

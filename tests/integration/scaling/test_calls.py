@@ -27,6 +27,7 @@ PHASES = (
     "save",
     "restore",
     "long wait",
+    "request to stop",
     "end by an error",
     "leave",
 )
@@ -39,10 +40,8 @@ GROWS = {  # by phase and function: bytes of a rank for each rank; or more messa
     ("save", "Allgather"): 96,  # who writes, in how many pieces
     ("restore", "Allgather"): 64,  # new digests
     ("long wait", "Isend"): 1,  # a survey goes along a tree of nodes, at most four below one
-    (
-        "end by an error",
-        "Isend",
-    ): 3,  # rank 0 sends the reason to two ranks of at most four nodes, each of which forwards it
+    ("request to stop", "Isend"): 3,  # rank 0 sends it to two ranks of at most four nodes, each of which forwards it
+    ("end by an error", "Isend"): 3,  # the reason, in the same way
     ("leave", "Isend"): 1,  # one more where there are twice as many nodes, if the program does not close its strategy
 }
 SLACK = 16  # bytes: of numbers in words
