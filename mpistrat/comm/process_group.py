@@ -212,6 +212,17 @@ class ProcessGroup:
             self._comm.Allgather(mine, table)
         return table
 
+    def sum_int(self, values: Sequence[int]) -> np.ndarray:
+        """Return the sums of every rank's numbers, int64. Collective; inside `collective()`."""
+        mine = np.array(values, np.int64)
+        if self._comm is None:
+            return mine
+        from mpi4py import MPI
+
+        total = np.empty_like(mine)
+        self._comm.Allreduce(mine, total, MPI.SUM)
+        return total
+
     def of_first_node(self, numbers: np.ndarray) -> np.ndarray:
         """Return the float64 numbers of the first node's owners of slices, a row each. Collective; inside `collective()`.
 

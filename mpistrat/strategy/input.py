@@ -182,7 +182,7 @@ def _sum_over_ranks(group: ProcessGroup) -> Callable[[NDArray[np.int64]], NDArra
     def total(counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Collective."""
         with group.collective("input step", dtype="int64", shape=counts.shape):
-            return group.all_gather_int(counts.tolist()).sum(axis=0)
+            return group.sum_int(counts.tolist())
 
     return total
 

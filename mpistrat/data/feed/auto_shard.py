@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -35,8 +35,7 @@ def auto_shard(dataset: Node, workers: Workers) -> Plan:
                 "the same elements in the same order on every worker", "a map that is free to choose", remedy
             )
         return GlobalPlan(dataset, workers)
-    shards = [_own_shard(dataset, policy, workers.count, worker) for worker in range(workers.count)]
-    return WorkerPlan(_rebatched(shards, workers, policy.name), workers, policy.name)
+    return WorkerPlan(_of_workers(dataset, policy, workers), workers, policy.name)
 
 
 def round_robin(dataset: Node, workers: Workers, within: Workers) -> Plan:
@@ -113,19 +112,26 @@ def _sources(dataset: Node) -> Sequence[Node]:
     return [source for parent in dataset.parents for source in _sources(parent)] or [dataset]
 
 
-def _rebatched(shards: Sequence[Node], workers: Workers, policy: str) -> list[Node]:
-    """Each worker's dataset in batches of its share; equal ones are one object."""
-    made: dict[tuple[Any, ...], Node] = {}
-    result = []
-    for worker, dataset in enumerate(shards):
-        stages = _batch_stages(dataset)
-        sizes = [_share(stage, workers, worker, policy) for stage in stages]
-        key = (id(dataset), *sizes)
-        if key not in made:
+def _of_workers(dataset: Node, policy: AutoShardPolicy, workers: Workers) -> Iterator[Node]:
+    """Each worker's dataset in batches of its share, made one after the other; equal ones are one object."""
+    made: dict[tuple[int, ...], Node] = {}  # by shares, where all workers have the same rows
+    shares: dict[int, list[int]] = {}  # by rows of a batch
+    for worker in range(workers.count):
+        own = _own_shard(dataset, policy, workers.count, worker)
+        stages = _batch_stages(own)
+        for stage in stages:
+            size = stage.batching.size if stage.batching is not None else 0
+            if size not in shares:
+                shares[size] = _shares(stage, workers, policy.name)
+        sizes = tuple(shares[stage.batching.size][worker] for stage in stages)
+        if own is not dataset or sizes not in made:
             resized = {stage: stage.resized(size) for stage, size in zip(stages, sizes, strict=True)}
-            made[key] = _replaced(dataset, resized)
-        result.append(made[key])
-    return result
+            replaced = _replaced(own, resized)
+            if own is not dataset:
+                yield replaced
+                continue
+            made[sizes] = replaced
+        yield made[sizes]
 
 
 def _batch_stages(dataset: Node) -> list[Any]:
@@ -135,15 +141,15 @@ def _batch_stages(dataset: Node) -> list[Any]:
     return [stage for parent in dataset.parents for stage in _batch_stages(parent)]
 
 
-def _share(stage: Node, workers: Workers, worker: int, policy: str) -> int:
-    """The rows that a worker takes of each batch."""
+def _shares(stage: Node, workers: Workers, policy: str) -> list[int]:
+    """The rows that each worker takes of each batch."""
     if stage.batching is None or not isinstance(stage, (Batched, Padded)):
         raise _refusal(f"batch() under {policy}", stage.describe(), "Use AutoShardPolicy.DATA.")
     shares = workers.shares(stage.batching.size)
     if 0 in shares:
         expected = f"at least a row for each of the {workers.count} workers in a batch under {policy}"
         raise _refusal(expected, stage.describe(), "A worker without a part in the batches would never read its rows.")
-    return shares[worker]
+    return shares
 
 
 class FileShard(InputRows):
@@ -154,7 +160,7 @@ class FileShard(InputRows):
         self._num_shards, self._index = num_shards, index
         starts = source.file_starts()
         self._first = starts[:-1][index::num_shards]  # row of the source with which each of our files begins
-        lengths = np.diff(starts)[index::num_shards]
+        lengths = starts[1:][index::num_shards] - self._first
         self._starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         self._files = starts.size - 1
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,10 @@ from numpy.typing import NDArray
 
 from ..._util import nest, partition
 from ...errors import explain
+from ..nodes.batch import Batches
+from ..nodes.map import Mapped
 from ..nodes.node import INFINITE, UNKNOWN, Node
+from ..nodes.stage import SameElements
 from ..spec import row_count
 from .batches import successive_batches
 
@@ -156,33 +160,78 @@ class NoPlan(Plan):
         return "read by workers only"
 
 
+class _Batches(NamedTuple):
+    """Successive batches of so many rows, of which the last may be smaller, or be left out."""
+
+    below: int
+    size: int
+    drop_remainder: bool
+
+    @classmethod
+    def of(cls, dataset: Node) -> _Batches | None:
+        """Return what a dataset with random access consists of; None where its batches stand in another order."""
+        while isinstance(dataset, (SameElements, Mapped)):
+            dataset = dataset.parents[0]
+        if not isinstance(dataset, Batches):
+            return None
+        return cls(dataset.parents[0].cardinality(), *astuple(dataset.batching))
+
+    def steps(self) -> int:
+        """How many there are."""
+        if self.below < 0:
+            return self.below
+        return self.below // self.size if self.drop_remainder else -(-self.below // self.size)
+
+    def rows(self, number: int) -> int:
+        """How many rows one of them has; 0 behind the last."""
+        rest = self.size if self.below < 0 else min(self.size, max(0, self.below - number * self.size))
+        return 0 if self.drop_remainder and rest < self.size else rest
+
+
 class WorkerPlan(Plan):
     """FILE, OFF and HINT: each worker reads a dataset of its own, in batches of its share of the global batch.
 
     A worker that has come to its end gets zero rows until none has any; with drop_remainder the steps end with the
-    first. With random access every worker computes all workers' numbers of rows; in order, they ask each other.
+    first. With random access every worker computes all workers' numbers of rows, by arithmetic of few kinds of workers where
+    nothing reorders batches; in order, they ask each other.
     """
 
-    def __init__(self, of_workers: Sequence[Node], workers: Workers, policy: str) -> None:
-        self._own = of_workers[workers.index]
+    def __init__(self, of_workers: Iterable[Node], workers: Workers, policy: str) -> None:
+        different: dict[int, Node] = {}  # held, so that no two have one id
+        readers: Counter[int] = Counter()
+        forms: Counter[_Batches] = Counter()
+        self._known = True
+        for worker, dataset in enumerate(of_workers):
+            if worker == workers.index:
+                self._own = dataset
+            self._known = self._known and dataset.random_access
+            batches = _Batches.of(dataset) if self._known else None
+            if batches is not None:
+                forms[batches] += 1
+            elif self._known:
+                different[id(dataset)] = dataset
+                readers[id(dataset)] += 1
         batching = self._own.batching
-        whole = batching is not None and batching.drop_remainder
-        super().__init__(workers, [self._own], quorum=workers.count if whole else 1)
+        self._whole = batching is not None and batching.drop_remainder
+        super().__init__(workers, [self._own], quorum=workers.count if self._whole else 1)
         self._policy = policy
-        # Each different dataset, and how many workers read it.
-        self._different = {id(dataset): dataset for dataset in of_workers}
-        self._readers = {key: sum(id(dataset) == key for dataset in of_workers) for key in self._different}
-        self._whole = whole
-        self._known = all(dataset.random_access for dataset in of_workers)
+        # How many workers read batches of each form, of which arithmetic tells the rows; and how many each other dataset.
+        self._forms = list(forms.items())
+        self._others = [(dataset, readers[key]) for key, dataset in different.items()]
+        self._length: int | None = None
 
     def cardinality(self) -> int:
         if not self._known:
             return UNKNOWN
-        lengths = [dataset.cardinality() for dataset in self._different.values()]
-        ending = [length for length in lengths if length != INFINITE]
-        if not ending or (len(ending) < len(lengths) and not self._whole):
-            return INFINITE
-        return min(ending) if self._whole else max(ending)
+        if self._length is None:
+            lengths = {batches.steps() for batches, _ in self._forms}
+            lengths |= {dataset.cardinality() for dataset, _ in self._others}
+            ending = lengths - {INFINITE}
+            if not ending or (len(ending) < len(lengths) and not self._whole):
+                self._length = INFINITE
+            else:
+                self._length = min(ending) if self._whole else max(ending)
+        return self._length
 
     def elements(self, epoch: int, start: int) -> Iterator[Step]:
         if not self._known:
@@ -200,7 +249,8 @@ class WorkerPlan(Plan):
 
     def _read(self, own: Iterator[tuple[int, Any]], epoch: int, step: int) -> Step:
         """A step of the next of this worker's batches."""
-        count = sum(n * rows_in(self._different[key], epoch, step) for key, n in self._readers.items())
+        count = sum(n * batches.rows(step) for batches, n in self._forms)
+        count += sum(n * rows_in(dataset, epoch, step) for dataset, n in self._others)
         rows, batch = next(own, (0, None))
         return Step(count, None if batch is None else self.workers.split(batch, rows))
 

@@ -49,7 +49,8 @@ class _Opened:
         self.shards, self.sources = opened.shards, opened.sources
         self.fields, self.skipped = opened.fields, opened.skipped
         self.left_out = list(dict.fromkeys(text for shard in opened.shards for text in shard.left_out))
-        self.rows = sum(shard.rows for shard in opened.shards)
+        self.file_starts = np.cumsum([0, *(shard.rows for shard in opened.shards)])
+        self.rows = int(self.file_starts[-1])
         self.row_shapes = {name: _fixed(field.shape) for name, field in opened.fields.items()}
         files = open_hdf5_files(driver)
         self._reader = reader
@@ -231,7 +232,7 @@ class HDF5Rows(InputRows):
 
     def file_starts(self) -> NDArray[np.int64]:
         """Return the numbers of the rows with which the files begin; behind them, that of all rows."""
-        return np.cumsum([0, *(shard.rows for shard in self._open().shards)])
+        return self._open().file_starts
 
     def check(self) -> None:
         if self._to_verify and self._is_small:

@@ -46,6 +46,7 @@ def test_numbers_and_texts_of_every_rank(group):
     rank, size = group.topology.rank, group.topology.size
     with group.collective("gather"):
         assert group.all_gather_int([rank, -(2**62)]).tolist() == [[r, -(2**62)] for r in range(size)]
+        assert group.sum_int([rank, -(2**40)]).tolist() == [size * (size - 1) // 2, -size * 2**40]
         assert group.all_gather_text("é" * rank) == ["é" * r for r in range(size)]
         assert group.agree(rank) == 0
         assert group.agree(rank, "max") == size - 1

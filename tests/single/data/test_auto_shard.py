@@ -26,6 +26,7 @@ from mpistrat.data import (
 )
 from mpistrat.data.feed.distributed import distribute
 from mpistrat.data.feed.plan import Workers
+from mpistrat.data.nodes.batch import Batches
 
 
 def steps_of(dataset: Dataset, replicas: list[int], policy: str, **settings: Any) -> list[list[list[list[int]]]]:
@@ -269,3 +270,45 @@ def test_every_policy_is_drawn() -> None:
         "   └─ with_options(auto_shard_policy=OFF)",
         "distributed over 3 replicas of 2 workers, replicas 1 to 2 here: each worker its own batches (OFF); 0 steps ahead",
     ]
+
+
+BEHIND_BATCH = {
+    "nothing": lambda data: data,
+    "map": lambda data: data.map(lambda rows: rows + 1).prefetch(1),
+    "an order": lambda data: data.shuffle(seed=1).take(3),
+    "repeat": lambda data: data.repeat(2),
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND_BATCH)
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("policy", ["off", "hint", "file"])
+def test_every_worker_knows_the_rows_of_all(tmp_path: Path, policy: str, drop_remainder: bool, behind: str) -> None:
+    rows: Dataset = shards(tmp_path, [5, 3, 9, 1, 4])
+    if policy == "hint":
+        rows = rows.shard(SHARD_HINT, SHARD_HINT)
+    dataset = BEHIND_BATCH[behind](rows.batch(11, drop_remainder)).with_options(Options(policy))
+    workers = [iter(distribute(dataset, Workers([1, 2, 1], index))) for index in range(3)]
+    for step in zip(*workers, strict=True):
+        own = [sum(len(part) for part in getattr(batch, "values", (batch,))) for batch in step]
+        assert [worker.global_batch_size for worker in workers] == [sum(own)] * 3
+
+
+@pytest.mark.parametrize("policy", ["off", "hint"])
+def test_a_step_locates_batches_of_its_own_worker_only(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    located: list[int] = []
+    locate = Batches.locate
+
+    def spy(self: Batches, epoch: int, position: int) -> Any:
+        located.append(position)
+        return locate(self, epoch, position)
+
+    monkeypatch.setattr(Batches, "locate", spy)
+    for workers in (5, 50):
+        rows = from_arrays(np.arange(20 if policy == "off" else 20 * workers))
+        if policy == "hint":
+            rows = rows.shard(SHARD_HINT, SHARD_HINT)
+        dataset = rows.batch(4 * workers).with_options(Options(policy))
+        assert len(list(distribute(dataset, Workers([1] * workers, 2)))) == 5
+        assert located == [0, 1, 2, 3, 4]
+        located.clear()
