@@ -93,7 +93,8 @@ def test_every_rule_gives_the_same_bits(opened):
 
 def test_what_all_rules_have_in_common_gives_the_same_bits(opened):
     for name, said in reference.SETTINGS.items():
-        found, expected = both_ways(opened, lambda o: o.Adam(0.03, **said))  # noqa: B023
+        # The fifth step may overwrite weights with their averages, though it does not update them.
+        found, expected = both_ways(opened, lambda o: o.Adam(0.03, **said), steps=range(5))  # noqa: B023
         assert_same(found, expected, name)
 
 
