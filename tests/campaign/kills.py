@@ -84,7 +84,8 @@ def plan_of(rng: random.Random, kills: int, way: Way, kind: str = "", first: int
     plan: list[Kill] = []
     while len(plan) < kills:
         chosen = kind or rng.choice([kind for kind in way.kinds if way.survive or kind != "leave"])
-        if not plan or (plan[-1]["kind"] not in ("line", "call", "late", "later", "outside") and not way.survive):
+        steady = plan and (way.survive or plan[-1]["kind"] in ("line", "call", "late", "later", "outside"))
+        if not steady and chosen != "outside":
             chosen = "late"  # one that dies three times at one step is given up
         who = rng.choice(("one", "one", "two", *(["host"] if way.place.hosts > 1 else [])))
         nth = rng.randrange(1, MOST.get(chosen, 4_000))
