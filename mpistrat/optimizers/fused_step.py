@@ -7,6 +7,7 @@ each, and exchange the new weights.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from bisect import bisect_right
@@ -19,7 +20,7 @@ from .._util.partition import blocks, merge
 from ..comm.arrays import all_reduce, to_host
 from ..cross_device.arena import BLOCK, Consume
 from ..cross_device.pieces import PieceShare
-from ..errors import CollectiveMismatchError, by_rank, explain
+from ..errors import ClosedError, CollectiveMismatchError, by_rank, explain
 from ..variables.arena import ALIGNMENT_BYTES, Arena
 from ..variables.values import checksum, move_like, quick_digest
 from ..variables.variable import Variable
@@ -101,22 +102,36 @@ class FusedStep(UpdateRun):
             for step in self._arena_steps:
                 step.begin(optimizer.iterations + 1, rate, number, self._two_passes)
             if not self._two_passes:
-                for step in self._arena_steps:
-                    step.begin_share()
-                    self._sum(step, aggregate, step.take)
+                with self._exchanges():
+                    for step in self._arena_steps:
+                        step.begin_share()
+                        self._sum(step, aggregate, step.take)
             else:
-                with np.errstate(over="ignore"):  # of squares; sums are checked below
+                with np.errstate(over="ignore"), self._exchanges():  # of squares; sums are checked below
                     for step in self._arena_steps:
                         self._sum(step, aggregate, step.keep)
                 scales = self._scales(number)
+                with self._exchanges():
+                    for step in self._arena_steps:
+                        step.begin_share()
+                        step.take_kept(scales)
+            with self._exchanges():
                 for step in self._arena_steps:
-                    step.begin_share()
-                    step.take_kept(scales)
-            for step in self._arena_steps:
-                step.finish_share()
+                    step.finish_share()
             group.node.barrier(call)
         for variable in self._constrained:
             variable.apply_constraint(compare=due)
+
+    @contextlib.contextmanager
+    def _exchanges(self) -> Iterator[None]:
+        """Refuse the next collectives after an error in it: a later step would take messages that are under way for its own."""
+        try:
+            yield
+        except BaseException as error:
+            if any(step.arena.sharded for step in self._arena_steps):
+                why = f"an error in a step left messages between nodes under way: {type(error).__name__}: {error}"
+                self._group.monitor.refusal = ClosedError(f"the strategy is of no more use, {why}")
+            raise
 
     def _checksum_of_gradients(self) -> int:
         """A checksum of gradients that should be equal on all replicas: those of the first local one."""

@@ -234,3 +234,24 @@ def test_ranks_must_agree(opened):
     sharded = rank == size - 1 or (size == 4 and rank == 2) or None  # the last node's in both layouts
     with pytest.raises(ms.errors.CollectiveMismatchError, match="sharded_slots"):
         opened(sharded)
+
+
+class Fails(ms.optimizers.Optimizer):
+    def update(self, gradient, weights, slots, step, rate, scratch):
+        if step == 2:
+            raise ZeroDivisionError("in the middle")
+        weights -= rate * gradient
+
+
+def test_after_an_error_in_a_step_there_is_no_other(opened):
+    """Messages are under way then, which the next step would take for its own."""
+    with opened(True) as strategy:
+        group = strategy.extended.process_group
+        if group.num_nodes * group.slices < strategy.size:
+            pytest.skip("all ranks must fail alike")
+        variables, optimizer = make(strategy, lambda o: Fails(0.1))
+        train(strategy, variables, optimizer, range(1))
+        with pytest.raises(ZeroDivisionError):
+            train(strategy, variables, optimizer, range(1, 2))
+        with pytest.raises(ms.errors.ClosedError, match="messages between nodes under way: ZeroDivisionError: in the"):
+            train(strategy, variables, optimizer, range(2, 3))
