@@ -1,4 +1,4 @@
-"""One synchronous step, reduce and Adam: ours against torch DDP on gloo and MPI_Allreduce with a NumPy Adam.
+"""One synchronous step, reduce and Adam: ours against torch DDP on gloo, MPI_Allreduce with a NumPy Adam, and one loop in C.
 
     mpiexec -n 2 python benchmarks/training_step.py --output benchmarks/results/today
     mpiexec -n 2 python benchmarks/training_step.py --tensorflow
@@ -13,6 +13,7 @@ from typing import Any
 
 import harness
 import numpy as np
+from compiled_loop import LIMIT, compiled_loop
 
 import mpistrat as ms
 from mpistrat.bench.training_step import LAYERS, OURS, RAW, ours, raw
@@ -109,6 +110,9 @@ def main() -> None:
     result["memory_bytes"] = memory(strategy, options.parameters)
     result["empty_step_seconds"] = empty_step(strategy, options)
     operations = {OURS: ours(strategy, options.parameters), RAW: raw(comm, options.parameters)}
+    limit = compiled_loop(comm, options.parameters)
+    if limit is not None:
+        operations[LIMIT] = limit
     dist = harness.gloo(comm)
     if dist is not None:
         for label, fused in (("torch DDP, fused Adam", True), ("torch DDP, plain Adam", False)):

@@ -16,6 +16,7 @@ COLOURS = {
     "raw MPI_Allreduce + NumPy Adam": "#7f7f7f",
     "one flat MPI_Allreduce, fused Adam": "#7f7f7f",
     "one flat MPI_Allreduce, optax.adam": "#7f7f7f",
+    "the same in one compiled loop": "#3c8d53",
     "torch gloo": "#d62728",
     "torch DDP, fused Adam": "#d62728",
     "torch DDP, plain Adam": "#ff9896",
