@@ -28,7 +28,10 @@ CLONES static void NAME(amsgrad)(long n, REAL *restrict w, const REAL *restrict 
         REAL mean = m[i] + (g - m[i]) * rest_1;
         REAL square = v[i] + (g * g - v[i]) * rest_2;
         REAL before = largest[i];
-        REAL most = before > square || before != before ? before : square; /* a NaN stays, as in np.maximum */
+        /* A NaN stays, as in np.maximum, which unlike `>` takes none for an error. */
+        REAL first = before == before ? before : 0, second = square == square ? square : 0;
+        REAL most = first > second ? before : square;
+        most = before != before ? before : square != square ? square : most;
         m[i] = mean;
         v[i] = square;
         largest[i] = most;

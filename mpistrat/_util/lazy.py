@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,9 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
 
     def get(name: str) -> Any:
         # What Python and its tools ask modules for is never one of ours.
-        home = None if name.startswith("__") else homes().get(name)
+        home = None if name.startswith("_") else homes().get(name)
+        if home is None and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
+            home = f"{package}.{name}", None  # a module of the package that nobody has imported yet
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=module)
         found = importlib.import_module(home[0])

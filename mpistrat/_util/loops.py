@@ -30,6 +30,7 @@ except ModuleNotFoundError:
 except ImportError as error:
     _reason = error.msg
 if _reason:
+    _instructions = ""
     adagrad = adam = add = narrow = rmsprop = sgd = leave_to_numpy
 
 

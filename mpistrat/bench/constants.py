@@ -61,12 +61,12 @@ def measure(setting: Setting) -> Result:
             times[count] = each / median_rate(strategy.comm, mine, rounds=3, seconds=seconds) / size * MILLION
         found[first], found[more] = times[1], max(times[2] - times[1], 0.0)
     found[FIXED] = pair(strategy.comm, {FIXED: ours(strategy, _SMALL)}, repetitions=300, seconds=seconds)[FIXED]
-    inter = group.inter
-    if inter is not None:
+    inter = group.inter  # None on ranks that own nothing, where nodes have unequal numbers
+    if group.num_nodes > 1:
         small, chunk = np.zeros(2, np.float32), np.zeros(CHUNK_BYTES // 4, np.float32)
         operations: dict[str, Operation] = {
-            LATENCY: lambda: all_reduce(inter, small, ufunc=np.add),
-            CHUNK: lambda: all_reduce(inter, chunk, ufunc=np.add),
+            LATENCY: lambda: None if inter is None else all_reduce(inter, small),
+            CHUNK: lambda: None if inter is None else all_reduce(inter, chunk),
         }
         found |= pair(strategy.comm, operations, repetitions=100, seconds=2 * seconds)
     strategy.close()

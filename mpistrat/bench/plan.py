@@ -1,8 +1,9 @@
 """A model of a training step: from constants that `mpistrat bench` measured, its time and memory on other layouts.
 
-A rank owns 1/p of its node's M parameters. It sums p gradients of them and updates 1/N of them, whose slots the node has; the
-ranks of a node share its memory's bandwidth; between N nodes go 2 (N - 1) / N gradients' bytes of a node, in rounds of 1 MiB,
-in which a rank sends 2 (N - 1) messages.
+A rank owns 1/p of its node's M parameters and sums p gradients of them; the ranks of a node share its memory's bandwidth.
+Between N nodes go 2 (N - 1) / N gradients' bytes of a node. Up to 64 nodes each updates 1/N of the parameters, whose slots it
+has, and a rank sends 2 (N - 1) messages for each round of 1 MiB or more; on more nodes, and for few parameters, each node
+updates all, by all-reduces of 1 MiB, 2 log2 N messages each.
 The model knows no NUMA borders, no contention in switches and no noise: predictions are ranges.
 """
 
@@ -13,7 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
+
+from ..cross_device.pieces import round_size
 from ..errors import explain
+from ..strategy.assemble import MOST_NODES
+from ..variables.arena import LEAST_PIECE
 from . import constants as of
 
 __all__ = ["Machine", "Prediction", "layouts", "predict"]
@@ -88,16 +94,16 @@ class Machine:
             network=network,
         )
 
-    def parameters_a_second(self, ranks: int, nodes: int) -> tuple[float, float]:
+    def parameters_a_second(self, ranks: int, parts: int) -> tuple[float, float]:
         """Return how many parameters a node sums a second, and updates its part of: at least, at most.
 
-        Each rank has a gradient of them; of what a node has summed it updates 1 / nodes. One rank is bound by its core, all
-        together by the memory: as fast as was measured at least, as the cores at most. That is all that is known where the
-        memory's limit was not met, as all at once were as fast each as alone, or where nodes have other cores than those that
-        were measured, and so another memory.
+        Each rank has a gradient of them; of what a node has summed it updates one of so many parts. One rank is bound by its
+        core, all together by the memory: as fast as was measured at least, as the cores at most. That is all that is known
+        where the memory's limit was not met, as all at once were as fast each as alone, or where nodes have other cores than
+        those that were measured, and so another memory.
         """
-        alone = max(self.update - self.gradient, 0.0) / nodes + ranks * self.gradient
-        together = max(max(self.update_all - self.gradient_all, 0.0) / nodes + ranks * self.gradient_all, alone)
+        alone = max(self.update - self.gradient, 0.0) / parts + ranks * self.gradient
+        together = max(max(self.update_all - self.gradient_all, 0.0) / parts + ranks * self.gradient_all, alone)
         free, met = min(ranks, self.cores) / alone, min(self.ranks, self.measured_cores) / together
         limited = together > 1.1 * alone and self.ranks > 1 and self.cores == self.measured_cores
         return min(free, met), min(free, met) if limited else free
@@ -162,20 +168,23 @@ def predict(machine: Machine, parameters: float, compute: float, nodes: int, ran
         >>> round(found.network[1], 2), round(found.memory[1], 4), found.bytes / 1e9
         (0.25, 0.1594, 38.0)
     """
-    least, most = machine.parameters_a_second(ranks, nodes)
+    divided = 1 < nodes <= MOST_NODES and parameters * _WORD >= LEAST_PIECE * ranks * nodes
+    parts = nodes if divided else 1
+    least, most = machine.parameters_a_second(ranks, parts)
     memory = parameters / most, parameters / least
     network = (0.0, 0.0)
     if nodes > 1:
         wire = 2 * (nodes - 1) / nodes * parameters * _WORD
-        rounds = math.ceil(parameters / ranks * _WORD / of.CHUNK_BYTES)
-        each = rounds * 2 * (nodes - 1) * machine.latency
+        round_bytes = round_size(nodes, np.dtype(np.float32)) * nodes * _WORD if divided else of.CHUNK_BYTES
+        messages = 2.0 * (nodes - 1) if divided else 2 * math.log2(nodes)
+        each = math.ceil(parameters / ranks * _WORD / round_bytes) * messages * machine.latency
         network = wire / machine.network, wire / machine.network + each
     # Messages that all ranks wait for: they grow with the height of a tree of ranks.
     height = math.log2(max(nodes * ranks, 2)) / math.log2(max(machine.measured_ranks, 2))
     meetings = machine.fixed, machine.fixed * max(1.0, height) + 2 * math.log2(nodes) * machine.latency
     # At best a node's sums travel while it sums and updates others.
     step = compute + max(memory[0], network[0]) + meetings[0], compute + memory[1] + network[1] + meetings[1]
-    size = parameters * _WORD * (1 + ranks + _SLOTS / nodes)
+    size = parameters * _WORD * (1 + ranks + _SLOTS / parts)
     return Prediction(
         nodes, ranks, memory, network, meetings, step, compute, size, size <= machine.memory
     )  # fmt: skip

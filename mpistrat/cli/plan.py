@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
         document = json.loads(Path(args.like).read_text())
         machine = Machine.read(document)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         print(f"error: --like {args.like}: {error}", file=sys.stderr)
         return WRONG_USE
     machine = replace(

@@ -39,7 +39,8 @@ _ENDING = 10.0  # seconds that ranks have to end after their launcher, and it af
 _REMOVING = 20.0  # seconds that nodes have to remove files
 _LOOK = 1.0  # seconds between two looks whether they have said why they end
 _BRIEF = 60.0  # seconds: who lives longer, and tells of no steps, may go on somewhere else
-_BEGINNING = 30.0  # seconds that ranks have to take a step before a signal that came between two starts is passed on
+_BEGINNING = 30.0  # seconds that ranks have to begin before a signal by which they shall save is passed on
+_SETTLING = 3.0  # seconds that they have then to say how they take it
 
 
 def supervise(start: Start, restarts: int, standby: bool = False, survive: bool = False) -> int:
@@ -89,7 +90,7 @@ class _Supervisor:
         self._launcher: subprocess.Popen[Any] | None = None
         self._state = job_files.state(job)
         self._signal = 0  # that told to stop; then nothing is started again
-        self._pending = 0  # a signal that came between two starts, and for which the ranks must have begun: they save
+        self._pending = 0  # a signal by which the ranks shall save, and for which they must have begun
         self._resizing = False
         self._ranks_wanted: int | None = None
 
@@ -129,6 +130,7 @@ class _Supervisor:
             generation = word[job_files.GENERATION] + 1  # ranks may have gone on without some, too
             if self._resizing:
                 self._resizing = False
+                self._pending = self._pending if self._signal else 0
                 _say(f"started again on {counted(self._ranks_wanted or 0, 'rank')}")
                 continue
             reached = [*reached[1:], (word[job_files.STEP], lived)]
@@ -184,11 +186,13 @@ class _Supervisor:
 
     def _wait(self, launcher: subprocess.Popen[Any], generation: int) -> int:
         """Return a launcher's status; one that lives on when the ranks have told why the job ends is killed."""
-        ended, began = 0.0, time.monotonic()
+        ended, ready = 0.0, time.monotonic() + _BEGINNING
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return launcher.wait(_LOOK)
-            if self._pending and (self._state[job_files.STEP] or time.monotonic() - began > _BEGINNING):
+            if self._state[job_files.BEGUN] > generation:
+                ready = min(ready, time.monotonic() + _SETTLING)
+            if self._pending and (self._state[job_files.STEP] or time.monotonic() >= ready):
                 launcher.send_signal(self._pending)
                 self._pending = 0
             self._stand_by()
@@ -198,11 +202,15 @@ class _Supervisor:
                 self._end_ranks()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on; after one nothing is started again, but for ranks that are told to save."""
+        """Pass a signal on; after one nothing is started again, but for ranks that are told to save.
+
+        That they are told when they have begun: before, SIGUSR1 would kill them.
+        """
         self._signal = number
-        if self._launcher is None:
-            self._pending = number if number == signal.SIGUSR1 else 0
-        elif not (number == signal.SIGINT and _in_foreground()):  # a terminal sends it to all of a job
+        self._pending = number if number == signal.SIGUSR1 else 0
+        if self._launcher is None or self._pending:
+            return
+        if not (number == signal.SIGINT and _in_foreground()):  # a terminal sends it to all of a job
             with contextlib.suppress(ProcessLookupError):
                 self._launcher.send_signal(number)
 
@@ -216,8 +224,7 @@ class _Supervisor:
             return
         self._ranks_wanted = wanted
         if self._launcher is not None:
-            self._resizing = True
-            self._launcher.send_signal(signal.SIGUSR1)
+            self._resizing, self._pending = True, signal.SIGUSR1
 
     def _step(self) -> int:
         """Return the step that is whole in the newest file of snapshots on this node; 0 without one."""

@@ -61,6 +61,9 @@ class CrossDeviceOps(ABC):
     #: Whether `reduce_arena` sends nodes the sums of what they own alone: nodes then share slots unless told otherwise.
     sums_pieces: bool = False
 
+    #: Whether an error in the middle of `reduce_arena` leaves messages between nodes under way.
+    sends_ahead: bool = False
+
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
     #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.

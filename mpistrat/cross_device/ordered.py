@@ -20,6 +20,7 @@ from ..types import ReduceOp
 from .arena import BLOCK, ArenaSum, Consume, GradientArena
 from .arithmetic import Arithmetic, combine, finish
 from .flat import FlatAllReduce
+from .pieces import leave
 
 __all__ = ["OrderedAllReduce"]
 
@@ -35,6 +36,8 @@ class OrderedAllReduce(FlatAllReduce):
     every rank from each replica. Where a node's ranks are not next to each other, gradients are such values, too.
     float16 and bfloat16 are folded in float32.
     """
+
+    sends_ahead = True
 
     def bind(self, group: ProcessGroup) -> None:
         super().bind(group)
@@ -103,30 +106,34 @@ class OrderedAllReduce(FlatAllReduce):
                 total = scratch[: high - low]
             consume(low, high, total)
 
-        for turn in range(len(chunks) + depth):
-            if turn >= depth and sending[turn % depth] is not None:
-                sending[turn % depth].Wait()
-            if turn >= depth and node < last:
-                low, high = chunks[turn - depth]
-                total = memory[turn % depth][: high - low]
-                inter.Recv([total, kind], node + 1, _BACK)
-                hand_out(turn - depth, total)
-                if node > 0:
+        try:
+            for turn in range(len(chunks) + depth):
+                if turn >= depth and sending[turn % depth] is not None:
                     sending[turn % depth].Wait()
-            if turn >= len(chunks):
-                continue
-            low, high = chunks[turn]
-            total, own = memory[turn % depth][: high - low], [array[low:high] for array in arrays]
-            if node == 0:
-                combine(how.ufunc, own, total)
-            else:
-                inter.Recv([total, kind], node - 1, _ONWARD)
-                for part in own:
-                    how.ufunc(total, part, out=total, dtype=total.dtype)
-            if node < last:
-                sending[turn % depth] = inter.Isend([total, kind], node + 1, _ONWARD)
-            else:
-                hand_out(turn, total)
+                if turn >= depth and node < last:
+                    low, high = chunks[turn - depth]
+                    total = memory[turn % depth][: high - low]
+                    inter.Recv([total, kind], node + 1, _BACK)
+                    hand_out(turn - depth, total)
+                    if node > 0:
+                        sending[turn % depth].Wait()
+                if turn >= len(chunks):
+                    continue
+                low, high = chunks[turn]
+                total, own = memory[turn % depth][: high - low], [array[low:high] for array in arrays]
+                if node == 0:
+                    combine(how.ufunc, own, total)
+                else:
+                    inter.Recv([total, kind], node - 1, _ONWARD)
+                    for part in own:
+                        how.ufunc(total, part, out=total, dtype=total.dtype)
+                if node < last:
+                    sending[turn % depth] = inter.Isend([total, kind], node + 1, _ONWARD)
+                else:
+                    hand_out(turn, total)
+        except BaseException:
+            leave(sending)
+            raise
 
 
 def _only(ranges: Sequence[tuple[int, int]], consume: Consume) -> Consume:

@@ -18,7 +18,7 @@ from .._util.partition import blocks
 from ..comm.arrays import mpi_datatype
 from .arithmetic import Arithmetic, combine
 
-__all__ = ["PieceShare", "PieceSum", "round_size"]
+__all__ = ["PieceShare", "PieceSum", "leave", "round_size"]
 
 Range = tuple[int, int]
 Pieces = Sequence[Sequence[Range]]  # element ranges by node
@@ -26,6 +26,12 @@ Pieces = Sequence[Sequence[Range]]  # element ranges by node
 _ROUND = 1 << 20  # bytes of all pieces together that a rank sums in a round
 _LEAST_BLOCK = 64 << 10  # bytes of one, where many nodes share that
 _SUMS, _SHARED = 10, 11  # tags
+_left: list[Any] = []  # requests, which keep their memory
+
+
+def leave(requests: Sequence[Any]) -> None:
+    """Leave messages that an error found under way, which still come into their memory: it stays as long as the process lives."""
+    _left.extend(request for request in requests if request is not None)
 
 
 def round_size(nodes: int, dtype: np.dtype) -> int:
@@ -68,22 +74,32 @@ class PieceSum:
         """Call consume(low, high, sum) for this node's piece, in order. Collective over `inter`."""
         me, rounds = self._inter.rank, _rounds(pieces, self._size)
         travelling: list[list[Any]] = [[], []]
-        for number in range(len(rounds) + 1):
-            if number < len(rounds):
-                _wait(travelling[number % 2])  # its memory is free then
-                travelling[number % 2] = self._begin(number % 2, arrays, rounds[number], how)
-            mine = rounds[number - 1][me] if number else None
-            if mine is not None:
-                _wait(travelling[(number - 1) % 2])
-                self._consume((number - 1) % 2, mine, how, consume)
-        _wait(travelling[0] + travelling[1])
+        try:
+            for number in range(len(rounds) + 1):
+                if number < len(rounds):
+                    _wait(travelling[number % 2])  # its memory is free then
+                    travelling[number % 2] = []
+                    self._begin(number % 2, arrays, rounds[number], how, travelling[number % 2])
+                mine = rounds[number - 1][me] if number else None
+                if mine is not None:
+                    _wait(travelling[(number - 1) % 2])
+                    self._consume((number - 1) % 2, mine, how, consume)
+            _wait(travelling[0] + travelling[1])
+        except BaseException:
+            leave(travelling[0] + travelling[1])
+            raise
 
     def _begin(
-        self, half: int, arrays: Sequence[np.ndarray], blocks_of: Sequence[Range | None], how: Arithmetic
-    ) -> list[Any]:
-        """Sum a round over this node, and have the sums travel to the nodes that they belong to."""
+        self,
+        half: int,
+        arrays: Sequence[np.ndarray],
+        blocks_of: Sequence[Range | None],
+        how: Arithmetic,
+        requests: list[Any],
+    ) -> None:
+        """Sum a round over this node, and have the sums travel to the nodes that they belong to; add to the requests."""
         inter, nodes = self._inter, self._inter.size
-        requests, mine = [], blocks_of[inter.rank]
+        mine = blocks_of[inter.rank]
         if mine is not None:
             for step in range(1, nodes):
                 node = (inter.rank - step) % nodes
@@ -100,7 +116,6 @@ class PieceSum:
                 combine(how.ufunc, [array[begin:end] for array in arrays], total[begin - low : end - low])
             if step:
                 requests.append(inter.Isend([total, self._kind], node, _SUMS))
-        return requests
 
     def _consume(self, half: int, mine: Range, how: Arithmetic, consume: Callable[[int, int, Any], None]) -> None:
         low, me = mine[0], self._inter.rank
@@ -164,6 +179,10 @@ class PieceShare:
         """Wait until all that the others give is here, and what this node gives has been sent."""
         _wait(self._requests)
         self._requests = []
+
+    def leave(self) -> None:
+        """After an error: keep the memory of what is under way, for as long as the process lives."""
+        leave(self._requests)
 
 
 def _wait(requests: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 
 from .._util.partition import blocks, merge
+from ..cluster.world import is_loss
 from ..comm.arrays import all_reduce, to_host
 from ..cross_device.arena import BLOCK, Consume
 from ..cross_device.pieces import PieceShare
@@ -128,7 +129,11 @@ class FusedStep(UpdateRun):
         try:
             yield
         except BaseException as error:
-            if any(step.arena.sharded for step in self._arena_steps):
+            for step in self._arena_steps:
+                step.leave_share()
+            ahead = self._ops.sends_ahead and self._group.num_nodes > 1
+            ahead = ahead or any(step.arena.sharded for step in self._arena_steps)
+            if ahead and self._group.monitor.refusal is None and not is_loss(error):  # that is told again by itself
                 why = f"an error in a step left messages between nodes under way: {type(error).__name__}: {error}"
                 self._group.monitor.refusal = ClosedError(f"the strategy is of no more use, {why}")
             raise
@@ -290,6 +295,12 @@ class _ArenaStep:
         if self._share is not None:
             self._share.finish()
             self._share = None  # memory with references cannot be freed
+
+    def leave_share(self) -> None:
+        """Leave what is under way after an error."""
+        if self._share is not None:
+            self._share.leave()
+            self._share = None
 
     def take(self, low: int, high: int, gradient: Any) -> None:
         """Take the sum of elements [low, high), which is overwritten: update, or add to what is accumulated."""

@@ -37,7 +37,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_MOST_NODES = 64  # that share slots unasked: messages of a step, and memory for them, grow with their number
+MOST_NODES = 64  # that share slots unasked: messages of a step, and memory for them, grow with their number
 
 
 @final
@@ -182,7 +182,7 @@ def assemble(
         topology.close()
         raise
     _agree(group, kind, settings, lambda: ops.bind(sync_group or group))
-    few = 1 < group.num_nodes <= _MOST_NODES
+    few = 1 < group.num_nodes <= MOST_NODES
     unasked = few and ops.sums_pieces and sync_group is None and not environment.job
     return StrategyExtended(
         strategy,

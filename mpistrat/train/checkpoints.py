@@ -386,10 +386,11 @@ class _Period:
         further ahead than three times as many steps.
         """
         assert self._begun is not None
-        self._asking = [*self._asking[1 - _COSTS :], cost]
+        if cost:  # else nobody has waited, as at an epoch's end, where all meet in any case
+            self._asking = [*self._asking[1 - _COSTS :], cost]
         first, begun = self._begun
         passed, done = time.monotonic() - begun, step - first
-        took, asking, each = min(self._costs[2:], default=0.0), min(self._asking), passed / done
+        took, asking, each = min(self._costs[2:], default=0.0), min(self._asking, default=0.0), passed / done
         left = max(self._seconds, took / _SHARE) - passed
         pause = min((took + asking) / _SHARE, _LONGEST * self._seconds) if asking else 0.0
         least, ahead = (max(1, min(3 * done, int(seconds / each))) for seconds in (pause, left))

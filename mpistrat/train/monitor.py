@@ -106,7 +106,7 @@ class Monitor(Callback):
             self._callbacks.append(self._board)
         self._mlflow = _mlflow() if mlflow else None
         self._samples, self._begun, self._training, self._started = 0, 0.0, 0.0, False
-        self._plan = [] if plan is None else json.loads(Path(plan).read_text())["steps"]
+        self._plan = [] if plan is None else _steps_of(plan)
         self._planned = ""
         self._looks, self._pages = _Seldom(), _Seldom()  # at all ranks' times, and to write the page
         self._warnings = _Warnings()
@@ -320,6 +320,20 @@ class _Warnings(logging.Handler):
     def take(self) -> list[str]:
         taken, self._texts = self._texts, []
         return taken
+
+
+def _steps_of(plan: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the predictions of a plan.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        steps = json.loads(Path(plan).read_text())["steps"]
+        return [{key: step[key] for key in ("nodes", "ranks", "step")} for step in steps]
+    except (KeyError, TypeError, ValueError) as error:
+        expected, got = "a file of mpistrat plan --json", f"{plan}: {error!r}"
+        raise ValueError(explain("monitor", "plan", expected=expected, got=got)) from error
 
 
 def _planned(steps: Sequence[Mapping[str, Any]], ranks_per_node: Sequence[int]) -> str:

@@ -103,6 +103,14 @@ def test_no_module_hides_what_has_its_name(package):
     assert shown.split() == (MODULES if package == "mpistrat" else [])
 
 
+def test_modules_are_attributes_before_anybody_has_imported_them():
+    code = (
+        "import mpistrat as ms; print(ms.types.ReduceOp.SUM.name, ms.data.spec.__name__, hasattr(ms, 'no_such_module'))"
+    )
+    reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert reply.stdout == "SUM mpistrat.data.spec False\n", reply
+
+
 def test_an_unknown_name_is_an_error_with_a_suggestion():
     with pytest.raises(AttributeError, match="module 'mpistrat' has no attribute 'Varable'") as raised:
         ms.Varable  # noqa: B018

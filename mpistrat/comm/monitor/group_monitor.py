@@ -236,7 +236,7 @@ class GroupMonitor:
         about = -1 if current is None else current[2]
         near = {*ranks} & {*self._node_ranks} - {self.monitor.rank}
         if near:
-            self._asked_node = self.board.ask(about), near
+            self._asked_node = self.board.ask(about), near | self._asked_node[1]  # some may not have answered yet
         for rank in {*ranks} - near - {self.monitor.rank}:
             self.mailbox.send(_NUMBER.pack(about), rank, _ASK)
 

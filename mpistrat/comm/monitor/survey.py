@@ -51,13 +51,17 @@ class Place(NamedTuple):
 
 
 def merge(places: Iterable[Place]) -> list[Place]:
-    """Return equal places as one each, in the order of their first ranks; where there are too many, the last ones as one."""
+    """Return equal places as one each, in the order of their first ranks.
+
+    Where there are too many, the last ones are one, but for ranks that have left, who are not to be taken for others.
+    """
     found: dict[tuple[Any, ...], list[Place]] = {}
     for place in places:
         found.setdefault(place.answer.key, []).append(place)
     merged = sorted(map(_join, found.values()), key=lambda place: place.ranks[0])
     if len(merged) <= _MOST:
         return merged
+    merged.sort(key=lambda place: (place.answer.key != LEFT.key, place.ranks[0]))
     rest = _join(merged[_MOST - 1 :])
     return [*merged[: _MOST - 1], rest._replace(answer=_ELSEWHERE)]
 

@@ -130,21 +130,24 @@ class Watchdog:
             exit_report.answer(self._position, abort.end_job)
             if self.lock.acquire(timeout=POLL):
                 try:
-                    for group in list(self._groups):
-                        self._look(group)
+                    self._look_after_all()
                 finally:
                     self.lock.release()
             else:
                 self._judge_alone()
 
-    def _look(self, group: GroupMonitor) -> None:
-        """Look after a group; no more where ranks were lost, which those who call MPI hear, too."""
-        try:
-            group.look()
-        except Exception as error:
-            if not is_loss(error):
-                raise
-            self._groups.remove(group)
+    def _look_after_all(self) -> None:
+        """Look after the groups; no more after one where ranks were lost, which those who call MPI hear, too.
+
+        The thread keeps none of them: that would keep shared memory of groups that are closed.
+        """
+        for group in list(self._groups):
+            try:
+                group.look()
+            except Exception as error:
+                if not is_loss(error):
+                    raise
+                self._groups.remove(group)
 
     def _position(self) -> str:
         """Where this rank is in the largest of its groups."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ import numpy as np
 from ...comm.agree import gather_bytes, together
 from ..nodes.node import Node
 from ..shards.found import from_bytes, to_bytes
-from .handles import ShardFile
 from .hdf5 import HDF5Rows
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ def _hdf5(node: Node) -> Iterator[HDF5Rows]:
 def _seen(sources: Sequence[HDF5Rows], topology: Any) -> int:
     """A number for the files that this node's first rank sees: the same ones have the same inodes, sizes and times there.
 
+    Copies may have the first three in common, but not the time of the last change of an inode, which nobody can set.
+
     Collective on the node.
     """
     seen = np.zeros(1, np.int64)
@@ -88,12 +90,12 @@ def _places(count: int) -> list[int]:
     return np.unique(np.linspace(0, count - 1, _COMPARED, dtype=np.int64)).tolist()
 
 
-def _status(source: HDF5Rows, place: int) -> tuple[int, int, int] | None:
+def _status(source: HDF5Rows, place: int) -> tuple[int, int, int, int] | None:
     try:
-        file = ShardFile.of(source.paths[place])
+        status = os.stat(source.paths[place])
     except OSError:
         return None  # which is told by who looks into it
-    return file.inode, file.bytes, file.changed
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _share(source: HDF5Rows, ranks: Sequence[int], rank: int) -> range:

@@ -14,14 +14,25 @@ def strategy():
         yield strategy
 
 
+def damage(path):
+    """Change a bit, and nothing that a copy keeps."""
+    import os
+
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 @pytest.mark.hosts(2)
-@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("copied", [True, False, "damaged"])
 def test_copies_on_each_host(strategy, mpi_tmp_path, copied):
-    """A host's /dev/shm is its own."""
+    """A host's /dev/shm is its own. Copies have the times of what was copied, and may have the same numbers of inodes."""
     import shutil
     from pathlib import Path
 
     from mpistrat.data import HDF5Dataset, write_shards
+    from mpistrat.errors import ShardError
 
     written = mpi_tmp_path / "set"
     if strategy.rank == 0:
@@ -29,9 +40,16 @@ def test_copies_on_each_host(strategy, mpi_tmp_path, copied):
     strategy.comm.Barrier()
     folder = Path("/dev/shm/copied-set") if copied else written
     if copied and strategy.rank % 2 == 0:
-        shutil.copytree(written, folder, copy_function=shutil.copy)  # with other times
+        shutil.copytree(written, folder)
+    strategy.comm.Barrier()
+    if copied == "damaged" and strategy.rank == strategy.size - 1:
+        damage(sorted(folder.glob("*.h5"))[1])
     strategy.comm.Barrier()
     try:
+        if copied == "damaged":
+            with pytest.raises(ShardError, match="digest"):
+                strategy.distribute_dataset(HDF5Dataset(folder, "x", verify=True).batch(4))
+            return
         data = strategy.distribute_dataset(HDF5Dataset(folder, "x").shuffle(seed=1).batch(4))
         own = [number for batch in data for number in batch.tolist()]
     finally:

@@ -71,6 +71,18 @@ def test_the_network_carries_all_but_a_share_of_the_gradients_twice():
     assert low == pytest.approx(1 / found.step[1]) and high == pytest.approx(1 / found.step[0]) and low < high < 1
 
 
+def test_on_very_many_nodes_and_for_few_parameters_each_node_updates_all():
+    many = predict(machine(), 16e9, 0.0, nodes=128, ranks=1)
+    assert many.bytes == 16e9 * 4 * (1 + 1 + 2)
+    assert many.memory == pytest.approx((16e9 * 2e-9, 16e9 * 2e-9))
+    wire, chunks = 2 * 127 / 128 * 64e9 / 2e9, math.ceil(64e9 / 2**20)
+    assert many.network == pytest.approx((wire, wire + chunks * 2 * 7 * 2e-5))
+    assert predict(machine(), 1000.0, 0.0, nodes=2, ranks=2).bytes == 4000 * (1 + 2 + 2)
+    # up to 64, each with blocks of 64 KiB of its piece in a round of 4 MiB
+    few = predict(machine(), 16e9, 0.0, nodes=64, ranks=1)
+    assert few.network[1] - few.network[0] == pytest.approx(math.ceil(64e9 / 2**22) * 2 * 63 * 2e-5)
+
+
 def test_layouts_are_all_powers_of_two():
     assert len(list(layouts(6, 9))) == 3 * 4
 

@@ -188,6 +188,24 @@ def test_a_signal_between_two_starts_is_passed_on(number, status, told):
     assert (reply.returncode, reply.stdout.split()) == (status, told), reply.stderr
 
 
+def test_ranks_that_have_not_begun_are_told_to_save_when_they_have():
+    """Before they say how they take it, SIGUSR1 would kill them: a job's time may end soon after a start."""
+    rank = (
+        "import os, signal, time\n"
+        "from mpistrat.comm import job_files\n"
+        "time.sleep(1.5)\n"
+        "signal.signal(signal.SIGUSR1, lambda *args: os._exit(42))\n"
+        "job_files.state(os.environ['MPISTRAT_JOB'])[job_files.BEGUN] = 1\n"
+        "time.sleep(30)\n"
+    )
+    words = [sys.executable, "-c", rank]
+    code = f"import sys; from mpistrat.cli.supervise import supervise; sys.exit(supervise(lambda *how: ({words!r}, {{}}), 3))"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    time.sleep(1.0)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=25) == 42
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_launcher_ends_with_its_supervisor(number):
     launcher = "import signal, time; print('here', flush=True); time.sleep(50)"

@@ -62,6 +62,13 @@ def test_meetings_cost_a_hundredth_too(monkeypatch):
     assert len(moments) > 0.5 * seconds / 10
 
 
+def test_a_meeting_that_nobody_waited_for_says_nothing_of_the_others(monkeypatch):
+    """As at the end of an epoch, where all meet in any case."""
+    often = itertools.cycle([0.1] * 5 + [0.0])
+    _, spent, seconds = taken(monkeypatch, 10_000, waits=lambda passed: next(often))
+    assert spent < 0.012 * seconds
+
+
 def test_behind_a_slow_rank_they_come_every_minute(monkeypatch):
     moments, _, seconds = taken(monkeypatch, 20_000, waits=lambda passed: 0.2 * passed)
     gaps = [after - before for before, after in itertools.pairwise(moments)]

@@ -65,6 +65,15 @@ def errors_of(function, *arguments) -> set[str]:
     return {str(warning.message).split(" encountered")[0] for warning in caught}
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_nan_is_no_error_of_amsgrad(dtype) -> None:
+    """As np.maximum takes none for one."""
+    gradient = np.array([np.nan, 1.0] * 40, dtype)
+    arrays = [np.ones_like(gradient) for _ in range(4)]
+    with np.errstate(all="raise"):
+        loops.adam(gradient, *arrays, 1e-3, 0.1, 0.001, 1e-7)
+
+
 def test_they_are_built_where_there_is_a_compiler() -> None:
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
     if shutil.which(compiler) is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
