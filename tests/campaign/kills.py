@@ -14,8 +14,8 @@ coming back and of leaving in turn, before chance.
 
 Of each job is asserted: its weights and slots are, to the last bit, those of the undisturbed one; of each step the newest
 generation that took it had each row of its batch once; it never stands still; no file and no process is left. What is printed,
-and written as JSON, counts kills, jobs that were wrong, and how long it took from a kill to the next step. The exit status is
-1 where anything was wrong.
+and written as JSON, counts kills, jobs that were wrong, those that were given up, as is promised of jobs that die three times
+at one step, and how long it took from a kill to the next step. The exit status is 1 where anything was wrong.
 
 With `--servers` the job has parameter servers, which are killed like workers. Of asynchronous training bits say nothing, but
 here each row of the data adds one to one element of the gradients: weights and Adagrad's accumulators are right if each row
@@ -48,6 +48,7 @@ LIMIT = 15.0  # seconds without a new step: it hangs; longer where others use th
 FIRST = 45.0  # the same before the first step
 LOST = 20  # steps that a kill may cost: snapshots are taken every few
 LIFE = 240.0  # seconds that a job with all its kills may take
+TRIES = 3  # deaths at one step
 ENDING = 8.0  # seconds after which nothing of a job may be left
 KINDS = ("line", "call", "commit", "later", "begin", "recovery", "leave", "outside", "outside", "outside")
 # Of n; other kinds: 4,000.
@@ -76,6 +77,7 @@ class Outcome:
     jobs: int = 0
     kills: list[dict[str, Any]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    given_up: int = 0  # jobs that died three times at one step
     recoveries: list[float] = field(default_factory=list)  # seconds from a kill to the next new step
 
 
@@ -233,6 +235,8 @@ class Campaign:
             wrong.append(f"other bits: {found[:16]} instead of {self._expected[:16]}")
         wrong += [] if wrong or self._way.servers else check_rows(folder)
         kills = kills_of(folder)
+        if len(kills) >= TRIES and any("times after step" in text and "given up" in text for text in wrong):
+            outcome.given_up, wrong = outcome.given_up + 1, []
         outcome.jobs += 1
         outcome.kills += kills
         outcome.recoveries += recoveries(folder)
@@ -335,7 +339,7 @@ def main() -> int:
             result |= {
                 "jobs": outcome.jobs, "kills": len(outcome.kills),
                 "by_kind": dict(Counter(kill["kind"] for kill in outcome.kills)), "lines_in_turn": swept,
-                "wrong": outcome.wrong,
+                "wrong": outcome.wrong, "given_up": outcome.given_up,
                 "recovery_seconds": _spread(times),
             }  # fmt: skip
     finally:
