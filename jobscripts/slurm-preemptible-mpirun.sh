@@ -20,6 +20,8 @@
 #SBATCH --cpus-per-task=8
 
 set -e -o pipefail
+early=""
+trap early=yes USR1  # SLURM may signal a minute early, and before there are ranks
 
 # The environment in which mpistrat is installed, with an mpi4py for the MPI of this job.
 source .venv/bin/activate
@@ -42,6 +44,7 @@ ranks=""
 trap 'signalled=yes; [ -z "$ranks" ] || kill -USR1 "$ranks" 2>/dev/null || true' USR1 TERM
 mpirun -n 8 --map-by ppr:4:node --bind-to none -x MPISTRAT_STRATEGY -x OMP_NUM_THREADS -x PYTHONUNBUFFERED "${program[@]}" &
 ranks=$!
+if [ -n "$early" ]; then { sleep 5; kill -USR1 "$ranks" || true; } & fi  # when the launcher listens
 signalled=yes
 while [ -n "$signalled" ]; do
   signalled="" status=0

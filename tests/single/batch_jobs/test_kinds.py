@@ -257,6 +257,17 @@ def test_mpirun_of_a_preempted_job_tells_nothing(machine, launcher, requeued, st
     assert ["scontrol", "requeue", "17"] not in machine.run(script, SLURM_RESTART_COUNT="3").calls
 
 
+def test_a_signal_before_there_are_ranks_comes_to_them(machine):
+    """SLURM may signal a minute early, which can be at the script's first lines."""
+    machine.stub("mpiexec", "trap 'exit 42' USR1; for i in {1..200}; do sleep 0.1; done")
+    machine.stub("scontrol", 'if [ "$1" = show ]; then echo "JobState=RUNNING PreemptTime=None"; fi')
+    script = render(job(preemption=Preemption(max_restarts=3)), at(launcher="mpich"))
+    assert script.count("set -u\n") == 1
+    ran = machine.run(script.replace("set -u\n", "set -u\nkill -USR1 $$\n"))
+    assert ran.status == 42
+    assert ["scontrol", "requeue", "17"] in ran.calls
+
+
 def test_a_preemptible_step_ends_a_minute_after_its_first_rank(machine):
     ran = machine.run(render(job(preemption=Preemption()), SITE))
     assert ran.of("srun")[0][:3] == ["srun", "--kill-on-bad-exit=0", "--wait=60"]
