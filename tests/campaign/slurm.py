@@ -167,6 +167,7 @@ def main() -> int:
             while kinds.total() < options.cycles:
                 folder = Path(base) / f"job-{jobs}"
                 folder.mkdir()
+                before = len(wrong)
                 limited = bool(expected) and jobs % 5 == 4
                 sleep = 0.25 if limited else 0.06 if expected else 0.0
                 run = Run(slurm, mpi, folder, sleep, "00:01:00" if limited else "00:30:00")
@@ -191,7 +192,7 @@ def main() -> int:
                     wrong.append(run.job.tell(f"job {jobs}: {bits[:16]} instead of {expected[:16]}"))
                 jobs += 1
                 print(f"{jobs} jobs, {kinds.total()} interruptions {dict(kinds)}, {len(wrong)} wrong", flush=True)
-                for text in wrong[-1:] if bits != expected else []:
+                for text in wrong[before:]:
                     print(text, flush=True)
             remains = left(slurm)
             wrong += [f"left: {what}" for what in remains]
@@ -200,7 +201,7 @@ def main() -> int:
         hosts.close()
     result = {
         "campaign": "SLURM", "mpi": name, "date": time.strftime("%Y-%m-%d"), "seed": options.seed, "ranks": 4, "hosts": 2,
-        "jobs": jobs, "interruptions": dict(kinds), "wrong": wrong,
+        "jobs": jobs, "interruptions": dict(kinds), "wrong": [text.splitlines()[0] for text in wrong],
         "median_seconds_to_the_next_step": {kind: round(statistics.median(s), 2) for kind, s in recoveries.items() if s},
         "seconds": round(time.monotonic() - began),
     }  # fmt: skip
