@@ -23,6 +23,7 @@ from .call import describe
 from .contract import Collective, Comparison
 from .monitor import abort, exit_report
 from .monitor.rank_monitor import RankMonitor, monitored
+from .monitor.survey import Nodes
 from .monitor.watchdog import Watchdog
 from .node import Node
 from .recorder import RECORDER
@@ -124,7 +125,8 @@ class ProcessGroup:
         except Exception:  # raised on every rank
             private.Free()
             raise
-        Watchdog.add(group.monitor, private, group.node, group.num_nodes, group.ranks_of, group.node_index)
+        nodes = Nodes(group.num_nodes, group.ranks_of, group.node_index)
+        Watchdog.add(group.monitor, private, group.node, nodes)
         exit_report.begin(topology)
         _at_exit(group)
         return group

@@ -37,6 +37,13 @@ class Board:
         self._words = [page[:_DATA].cast("d") for page in pages]
         self._common = self._words[0]
 
+    def release(self) -> None:
+        """Let go of the pages, whose memory is freed with the node's."""
+        for words in self._words:
+            words.release()
+        for page in self._pages:
+            page.release()
+
     @property
     def surveyed(self) -> float:
         """When this node last took part in a survey; by `monotonic`, as all times here."""

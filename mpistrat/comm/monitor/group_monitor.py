@@ -20,7 +20,7 @@ from . import abort, exit_report, survey
 from .abort import KEY_BYTES, Failures, failure_key
 from .board import Board
 from .rank_monitor import ALL, POLL, Answer, Left, RankMonitor, lines
-from .survey import Place, Surveys
+from .survey import Nodes, Place, Surveys
 
 __all__ = ["GRACE", "GroupMonitor"]
 
@@ -39,19 +39,11 @@ _LONGEST = 4096
 class GroupMonitor:
     """The watchdog's state of one group, and its messages there."""
 
-    def __init__(
-        self,
-        monitor: RankMonitor,
-        comm: Any,
-        node: Node,
-        count: int,
-        ranks_of: Callable[[int], Sequence[int]],
-        index: int,
-    ) -> None:
+    def __init__(self, monitor: RankMonitor, comm: Any, node: Node, nodes: Nodes) -> None:
         self.monitor, self.mailbox = monitor, Mailbox(comm)
         self.board = Board(node.boards(), node.rank, node.sync)
-        self.surveys = Surveys(monitor, self.mailbox, self.board, count, ranks_of, index, node.has_left)
-        self._count, self._ranks_of, self._index, self._node_ranks = count, ranks_of, index, ranks_of(index)
+        self.surveys = Surveys(monitor, self.mailbox, self.board, nodes, node.has_left)
+        self._nodes, self._node_ranks = nodes, nodes.ranks_of(nodes.index)
         self._asked_node: tuple[float, set[int]] = (0.0, set())  # since when, and whom of the node
         self.end_sent = False  # whether this rank has sent or received why the job ends
         self.failures = Failures(monitor.size)  # of all ranks, if this is rank 0
@@ -60,10 +52,8 @@ class GroupMonitor:
         self.stop_sent = self.stop_forwarded = False
         self.warned_calls: set[str] = set()
         self.judged: tuple[Any, ...] | None = None
-        self.wanted: tuple[tuple[Any, ...] | None, bool] = (
-            None,
-            False,
-        )  # for which wait a survey, and whether to warn or to end
+        # For which wait a survey is wanted, and whether to warn or to end.
+        self.wanted: tuple[tuple[Any, ...] | None, bool] = (None, False)
         self.start_wait(None)
 
     def start_wait(self, current: tuple[Any, ...] | None) -> None:
@@ -100,9 +90,9 @@ class GroupMonitor:
             return
         self.board.note_stop()
         if self.monitor.rank == 0:
-            self._receive_stop(0, self._count)
+            self._receive_stop(0, self._nodes.count)
         else:
-            self.mailbox.send(_RANGE.pack(0, self._count), 0, _STOP)
+            self.mailbox.send(_RANGE.pack(0, self._nodes.count), 0, _STOP)
 
     def _receive_stop(self, low: int, high: int) -> None:
         """Take over a request to stop, and forward it to a range of nodes, of which the first is this rank's."""
@@ -137,7 +127,7 @@ class GroupMonitor:
         self._receive_for(_RELAY, until=lambda: self.verdict is not None)
         if self.verdict is None:  # rank 0 cannot receive
             self._spread_end(data)
-        self._receive_for(_SPREAD + _HOP * survey.height(self._count))
+        self._receive_for(_SPREAD + _HOP * survey.height(self._nodes.count))
         return "" if self.verdict is None else self.verdict[0]
 
     def _note_failures(self, source: int, message: bytes | bytearray) -> None:
@@ -164,7 +154,7 @@ class GroupMonitor:
         """Send all nodes why the job ends, by ranks that forward it; all ranks, where one that forwards it may have died."""
         self.end_sent = True
         if not loses_ranks():
-            self._forward(_END, data, 0, self._count)
+            self._forward(_END, data, 0, self._nodes.count)
             return
         for rank in range(self.monitor.size):
             if rank != self.monitor.rank:
@@ -173,12 +163,12 @@ class GroupMonitor:
     def _forward(self, kind: int, data: bytes, low: int, high: int) -> None:
         """Send data to a range of nodes, of which the first is this rank's: each time to two ranks, for one may not receive."""
         for first, last in survey.parts(low + 1, high):
-            ranks = self._ranks_of((self._index + first - low) % self._count)
+            ranks = self._nodes.after(first - low)
             self.mailbox.send(_RANGE.pack(first, last) + data, ranks[0], kind)
             if len(ranks) > 1:
                 self.mailbox.send(_RANGE.pack(first, last) + data, ranks[1], kind)
             elif first + 1 < last:
-                rank = self._ranks_of((self._index + first + 1 - low) % self._count)[0]
+                rank = self._nodes.after(first + 1 - low)[0]
                 self.mailbox.send(_RANGE.pack(first + 1, last) + data, rank, kind)
 
     def _receive_end(self, data: bytes, low: int, high: int) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NamedTuple, final
 
@@ -22,7 +23,7 @@ from ..mailbox import Mailbox
 from .board import Board
 from .rank_monitor import Answer, RankMonitor
 
-__all__ = ["KINDS", "LEFT", "PATIENCE", "STAGGER", "Place", "Surveys", "height", "merge", "parts", "texts"]
+__all__ = ["KINDS", "LEFT", "Nodes", "PATIENCE", "STAGGER", "Place", "Surveys", "height", "merge", "parts", "texts"]
 
 STAGGER = 0.5  # seconds that a node has for each one above it in the tree: a survey may be on its way
 PATIENCE = 2.0  # seconds after which a rank that has asked for a survey asks another one
@@ -34,6 +35,26 @@ _ASK, _HERE, _REPORT, _WANT, _RESULT = KINDS = 11, 12, 13, 14, 15
 
 LEFT = Answer(0.0, -1, 0, 0.0, -1, 0, 0, 0.0, "has left the program", "", "", "")
 _ELSEWHERE = LEFT._replace(what="elsewhere")
+
+
+@final
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a group.
+
+    Attributes:
+        count: their number.
+        ranks_of: returns the ranks of one.
+        index: the number of this rank's.
+    """
+
+    count: int
+    ranks_of: Callable[[int], Sequence[int]]
+    index: int
+
+    def after(self, number: int) -> Sequence[int]:
+        """Return the ranks of the node that is so many behind this rank's, the first one coming behind the last."""
+        return self.ranks_of((self.index + number) % self.count)
 
 
 class Place(NamedTuple):
@@ -158,9 +179,7 @@ class Surveys:
 
     Args:
         monitor, mailbox, board: of this rank.
-        count: number of nodes.
-        ranks_of: returns the ranks of a node.
-        node: this rank's.
+        nodes: of the group.
         has_left: returns whether a rank of the node has left the program.
 
     Attributes:
@@ -172,14 +191,13 @@ class Surveys:
         monitor: RankMonitor,
         mailbox: Mailbox,
         board: Board,
-        count: int,
-        ranks_of: Callable[[int], Sequence[int]],
-        node: int,
+        nodes: Nodes,
         has_left: Callable[[int], bool],
     ) -> None:
         self._monitor, self._mailbox, self._board = monitor, mailbox, board
-        self._count, self._ranks_of, self._node, self._has_left = count, ranks_of, node, has_left
+        self._nodes, self._has_left = nodes, has_left
         self._above: list[int] = []  # the nodes above this one, up to the first
+        node = nodes.index
         while node:
             node = (node - 1) // FAN_OUT
             self._above.append(node)
@@ -197,7 +215,7 @@ class Surveys:
         self._board.claim()
         self.result = None
         if attempt < len(self._above):
-            self._send(self._ranks_of(self._above[attempt])[0], _WANT, self._monitor.rank, about)
+            self._send(self._nodes.ranks_of(self._above[attempt])[0], _WANT, self._monitor.rank, about)
         else:
             self._make(self._monitor.rank, about)
 
@@ -227,13 +245,13 @@ class Surveys:
             return
         self._passed_on = now
         if self._above:
-            self._send(self._ranks_of(self._above[0])[0], _WANT, rank, about)
+            self._send(self._nodes.ranks_of(self._above[0])[0], _WANT, rank, about)
         else:
             self._make(rank, about)
 
     def _make(self, rank: int, about: int) -> None:
         """Ask all nodes for a rank."""
-        self._enter(0, self._count, about, _ANSWER * (_TRIES + 1 + height(self._count))).wanted = rank
+        self._enter(0, self._nodes.count, about, _ANSWER * (_TRIES + 1 + height(self._nodes.count))).wanted = rank
 
     def _enter(self, low: int, high: int, about: int, seconds: float) -> _Survey:
         """Begin to ask about a range of nodes, the first of which is this rank's."""
@@ -246,7 +264,7 @@ class Surveys:
 
     def _ranks(self, survey: _Survey, piece: _Piece) -> Sequence[int]:
         """The ranks of the first node of a piece."""
-        return self._ranks_of((self._node + piece.low - survey.low) % self._count)
+        return self._nodes.after(piece.low - survey.low)
 
     def _ask(self, token: int, survey: _Survey, piece: _Piece) -> None:
         piece.sent = monotonic()
@@ -288,7 +306,7 @@ class Surveys:
         """Where the ranks of this node are, and those that have left, as far as known; whether all have answered."""
         places = [Place(LEFT, (0.0, 0.0), [rank]) for rank in self._monitor.left]
         whole = True
-        for index, rank in enumerate(self._ranks_of(self._node)):
+        for index, rank in enumerate(self._nodes.ranks_of(self._nodes.index)):
             answer = LEFT if self._has_left(index) else self._board.read(index, survey.since)
             if answer is None:
                 whole = False

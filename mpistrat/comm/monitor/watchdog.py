@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from time import monotonic
 from typing import Any, final
 
@@ -21,6 +21,7 @@ from ..node import Node
 from . import abort, exit_report
 from .group_monitor import GRACE, GroupMonitor
 from .rank_monitor import POLL, RankMonitor, lines
+from .survey import Nodes
 
 __all__ = ["Watchdog"]
 
@@ -39,22 +40,12 @@ class Watchdog:
         self._thread.start()
 
     @classmethod
-    def add(
-        cls,
-        monitor: RankMonitor,
-        comm: Any,
-        node: Node,
-        count: int,
-        ranks_of: Callable[[int], Sequence[int]],
-        index: int,
-    ) -> None:
+    def add(cls, monitor: RankMonitor, comm: Any, node: Node, nodes: Nodes) -> None:
         """Monitor a group, over a communicator of its ranks on which nothing else sends messages.
 
         Args:
             node: the ranks that share memory with this one.
-            count: number of nodes.
-            ranks_of: returns the ranks of a node.
-            index: the number of this rank's node.
+            nodes: of the group.
         """
         from mpi4py import MPI
 
@@ -70,7 +61,7 @@ class Watchdog:
             abort.agree_who_prints = cls.report_end
         monitor.watched = True
         with cls.instance.lock:
-            cls.instance._groups.append(GroupMonitor(monitor, comm, node, count, ranks_of, index))
+            cls.instance._groups.append(GroupMonitor(monitor, comm, node, nodes))
 
     @classmethod
     def remove(cls, monitor: RankMonitor, comm: Any = None) -> None:
@@ -80,8 +71,10 @@ class Watchdog:
         if cls.instance is not None:
             with cls.instance.lock:
                 groups = cls.instance._groups
-                mailbox = next((group.mailbox for group in groups if group.monitor is monitor), None)
-                groups[:] = [group for group in groups if group.monitor is not monitor]
+                for group in [group for group in groups if group.monitor is monitor]:
+                    groups.remove(group)
+                    group.board.release()
+                    mailbox = group.mailbox
         if comm is not None:
             (mailbox or Mailbox(comm)).drain()  # others may have a watchdog where this rank has none
 
@@ -137,10 +130,7 @@ class Watchdog:
                 self._judge_alone()
 
     def _look_after_all(self) -> None:
-        """Look after the groups; no more after one where ranks were lost, which those who call MPI hear, too.
-
-        The thread keeps none of them: that would keep shared memory of groups that are closed.
-        """
+        """Look after the groups; no more after one where ranks were lost, which those who call MPI hear, too."""
         for group in list(self._groups):
             try:
                 group.look()

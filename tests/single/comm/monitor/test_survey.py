@@ -10,7 +10,7 @@ from mpistrat.comm.call import Call
 from mpistrat.comm.monitor import board, rank_monitor, survey
 from mpistrat.comm.monitor.board import BOARD_BYTES, Board
 from mpistrat.comm.monitor.rank_monitor import Answer, RankMonitor, lines
-from mpistrat.comm.monitor.survey import Place, Surveys, merge, parts, texts
+from mpistrat.comm.monitor.survey import Nodes, Place, Surveys, merge, parts, texts
 
 POLL = 0.1
 
@@ -34,7 +34,7 @@ class Job:
                 own = Board(pages, index, lambda: None)
                 ranks_of = self.ranks_of(per_node)
                 left = self.has_left(node * per_node)
-                surveys = Surveys(monitor, Post(self, rank), own, nodes, ranks_of, node, left)
+                surveys = Surveys(monitor, Post(self, rank), own, Nodes(nodes, ranks_of, node), left)
                 self.ranks.append((monitor, own, surveys))
 
     @staticmethod
