@@ -1,16 +1,20 @@
-"""Pictures of what benchmarks found, with matplotlib where it is installed."""
+"""Pictures of what benchmarks found, and of what plans predict, with matplotlib where it is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .machine import caption, layout
 from .result import Result
 
-__all__ = ["colour", "draw", "finish", "new_figure"]
+if TYPE_CHECKING:
+    from .plan import Prediction
 
+__all__ = ["colour", "draw", "draw_plan", "finish", "new_figure"]
+
+_PLAN_LINES = 5  # of a plan
 COLOURS = {
     "raw MPI_Allreduce": "#7f7f7f",
     "raw MPI_Allreduce + NumPy Adam": "#7f7f7f",
@@ -131,3 +135,30 @@ def _short(value: float) -> str:
     if value >= 10_000:  # a group's labels would overlap
         return f"{value / 1000:,.0f} K"
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def draw_plan(path: Path, found: Sequence[Prediction], parameters: float, about: Mapping[str, Any]) -> None:
+    """Draw the efficiency of predictions over nodes, a band between the least and the most for some numbers of ranks a node.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the file's name has an ending that is not known.
+    """
+    figure = new_figure(7.0, 4.2)
+    axis = figure.subplots()
+    counts = sorted({each.ranks for each in found})
+    for ranks in counts[:: -(-len(counts) // _PLAN_LINES)]:
+        mine = [each for each in found if each.ranks == ranks]
+        nodes = [each.nodes for each in mine]
+        low, high = ([100 * each.efficiency[i] for each in mine] for i in (0, 1))
+        axis.fill_between(nodes, low, high, alpha=0.25)
+        axis.plot(nodes, [(a + b) / 2 for a, b in zip(low, high, strict=True)], marker="o", label=f"{ranks} a node")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set(xlabel="nodes", ylabel="% of a step in which the program computes", ylim=(0, 100))
+    axis.grid(alpha=0.3)
+    axis.legend(title="ranks", fontsize=8)
+    footnote = (
+        f"constants measured on {about['cpu']}, {about['ranks']} ranks on {about['nodes']} nodes, {about['date']}"
+    )
+    finish(figure, f"mpistrat plan: {parameters:.3g} parameters", footnote, path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -17,8 +16,8 @@ from ..bench.plot import draw
 from ..bench.result import Result
 from ..cluster.topology import check_comm, running_mpi
 from ..comm.agree import Ranks
-from .command import DONE, PROBLEM, Command
-from .terminal import console
+from .command import DONE, Command
+from .terminal import console, draw_or_tell
 
 __all__ = ["COMMAND"]
 
@@ -56,7 +55,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             if args.json:
                 _write(args.json, json.dumps(document, indent=1) + "\n")
             if not args.no_plot and show.results:
-                status = _draw(Path(args.plot), show.results, document["machine"])
+                status = draw_or_tell(args.plot, lambda path: draw(path, show.results, document["machine"]))
     return status
 
 
@@ -108,19 +107,6 @@ def _write(file: str, text: str) -> None:
         print(text, end="")
     else:
         Path(file).write_text(text)
-
-
-def _draw(path: Path, results: dict[str, Result], about: dict[str, Any]) -> int:
-    try:
-        draw(path, results, about)
-    except ImportError:
-        print("no plot: matplotlib is not installed: pip install 'mpistrat[plot]'", file=sys.stderr)
-        return DONE
-    except (OSError, ValueError) as error:  # ValueError: a name without a known ending
-        print(f"error: no plot: {error}", file=sys.stderr)
-        return PROBLEM
-    print(f"plot: {path}", file=sys.stderr)
-    return DONE
 
 
 COMMAND = Command(

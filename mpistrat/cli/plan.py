@@ -13,9 +13,11 @@ from typing import Any
 
 from .._util.text import counted, decimal_size, duration
 from ..bench.plan import Machine, Prediction, layouts, predict
+from ..bench.plot import draw_plan
+from ..bench.training_step import OURS, SIZES
 from ..comm.agree import Ranks
-from .command import DONE, PROBLEM, WRONG_USE, Command
-from .terminal import console
+from .command import DONE, WRONG_USE, Command
+from .terminal import console, draw_or_tell
 
 __all__ = ["COMMAND"]
 
@@ -44,16 +46,16 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
         document = json.loads(Path(args.like).read_text())
-        machine = Machine.read(document)
+        measured = Machine.read(document)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         print(f"error: --like {args.like}: {error}", file=sys.stderr)
         return WRONG_USE
     machine = replace(
-        machine,
-        cores=args.cores or machine.cores,
-        memory=machine.memory if args.memory is None else 1e9 * args.memory,
-        network=machine.network if args.network is None else 1e9 * args.network,
-        latency=machine.latency if args.latency is None else 1e-6 * args.latency,
+        measured,
+        cores=args.cores or measured.cores,
+        memory=measured.memory if args.memory is None else 1e9 * args.memory,
+        network=measured.network if args.network is None else 1e9 * args.network,
+        latency=measured.latency if args.latency is None else 1e-6 * args.latency,
     )
     nodes = args.nodes
     if nodes > 1 and not machine.network:
@@ -65,13 +67,15 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     _show(f"On {counted(found[-1].nodes, 'node')}", [each for each in found if each.nodes == found[-1].nodes])
     for text in _advice(machine, best[-1]):
         print(textwrap.fill(text, _WIDTH))
-    for text in _compared(document, machine):
+    for text in _compared(document, measured):
         print(textwrap.fill(text, _WIDTH))
     if args.json:
         Path(args.json).write_text(
             json.dumps({"machine": asdict(machine), "steps": [asdict(f) for f in found]}, indent=1)
         )
-    return _draw(args, found, document["machine"]) if args.plot else DONE
+    if not args.plot:
+        return DONE
+    return draw_or_tell(args.plot, lambda path: draw_plan(path, found, args.parameters, document["machine"]))
 
 
 def _best(found: Sequence[Prediction]) -> Prediction:
@@ -125,33 +129,14 @@ def _advice(machine: Machine, best: Prediction) -> list[str]:
     return lines
 
 
-def _compared(document: dict[str, Any], machine: Machine) -> list[str]:
+def _compared(document: dict[str, Any], measured: Machine) -> list[str]:
     """Say how the model meets the steps of the layout that was measured, where they are in the file."""
     about, steps = document["machine"], document["benchmarks"].get("step")
-    own = Machine.read(document)
     lines = []
     for case, values in (steps or {"values": {}})["values"].items():
-        count = float(case.split()[0]) * {"K": 1 << 10, "M": 1 << 20}[case.split()[1]]
-        nodes = about["nodes"]
-        found = predict(own, count, 0.0, nodes, about["ranks"] // nodes)
-        measured = values["mpistrat, arenas"]
-        lines.append(f"{case}: {_range(found.step)} predicted, {duration(measured)} measured")
+        found = predict(measured, SIZES[case], 0.0, about["nodes"], measured.ranks)
+        lines.append(f"{case}: {_range(found.step)} predicted, {duration(values[OURS])} measured")
     return [f"The layout that was measured: {'; '.join(lines)}."] if lines else []
-
-
-def _draw(args: argparse.Namespace, found: Sequence[Prediction], about: dict[str, Any]) -> int:
-    from ..bench.plan_plot import draw
-
-    try:
-        draw(Path(args.plot), found, args.parameters, about)
-    except ImportError:
-        print("no plot: matplotlib is not installed: pip install 'mpistrat[plot]'", file=sys.stderr)
-        return DONE
-    except (OSError, ValueError) as error:
-        print(f"error: no plot: {error}", file=sys.stderr)
-        return PROBLEM
-    print(f"plot: {args.plot}", file=sys.stderr)
-    return DONE
 
 
 COMMAND = Command(

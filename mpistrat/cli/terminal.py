@@ -1,4 +1,4 @@
-"""What commands print and take: tables, progress bars, lists of names."""
+"""What commands print, draw and take: tables, progress bars, pictures, lists of names."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._util.terminal import WithBar, progress_bar, reaches_terminal
 from .._util.text import decimal_size
+from .command import DONE, PROBLEM
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["Meter", "console", "names", "read_or_not"]
+__all__ = ["Meter", "console", "draw_or_tell", "names", "read_or_not"]
 
 _WIDTH = 160  # of what is written into a file or a pipe
 _LINE_EVERY = 10  # seconds
@@ -34,6 +36,20 @@ def console(*, plain: bool) -> Console:
     return Console(
         highlight=False, markup=False, emoji=False, width=_WIDTH if plain else None, force_terminal=not plain
     )
+
+
+def draw_or_tell(file: str, draw: Callable[[Path], None]) -> int:
+    """Draw a picture into a file, or say why there is none; return the exit status. Without matplotlib that is no problem."""
+    try:
+        draw(Path(file))
+    except ImportError:
+        print("no plot: matplotlib is not installed: pip install 'mpistrat[plot]'", file=sys.stderr)
+        return DONE
+    except (OSError, ValueError) as error:  # ValueError: a name without a known ending
+        print(f"error: no plot: {error}", file=sys.stderr)
+        return PROBLEM
+    print(f"plot: {file}", file=sys.stderr)
+    return DONE
 
 
 @contextlib.contextmanager
