@@ -34,11 +34,14 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     def homes() -> dict[str, tuple[str, str | None]]:
         return _homes(package)
 
+    def home_of(name: str) -> tuple[str, str | None] | None:
+        if name.startswith("_"):  # what Python and its tools ask modules for
+            return None
+        part = f"{package}.{name}"
+        return homes().get(name) or ((part, None) if importlib.util.find_spec(part) else None)
+
     def get(name: str) -> Any:
-        # What Python and its tools ask modules for is never one of ours.
-        home = None if name.startswith("_") else homes().get(name)
-        if home is None and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
-            home = f"{package}.{name}", None  # a module of the package that nobody has imported yet
+        home = home_of(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=module)
         found = importlib.import_module(home[0])

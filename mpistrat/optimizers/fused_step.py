@@ -102,21 +102,19 @@ class FusedStep(UpdateRun):
                 self._compare_nodes()
             for step in self._arena_steps:
                 step.begin(optimizer.iterations + 1, rate, number, self._two_passes)
-            if not self._two_passes:
-                with self._exchanges():
-                    for step in self._arena_steps:
-                        step.begin_share()
-                        self._sum(step, aggregate, step.take)
-            else:
+            scales: dict[str, float] = {}
+            if self._two_passes:
                 with np.errstate(over="ignore"), self._exchanges():  # of squares; sums are checked below
                     for step in self._arena_steps:
                         self._sum(step, aggregate, step.keep)
                 scales = self._scales(number)
-                with self._exchanges():
-                    for step in self._arena_steps:
-                        step.begin_share()
-                        step.take_kept(scales)
             with self._exchanges():
+                for step in self._arena_steps:
+                    step.begin_share()
+                    if self._two_passes:
+                        step.take_kept(scales)
+                    else:
+                        self._sum(step, aggregate, step.take)
                 for step in self._arena_steps:
                     step.finish_share()
             group.node.barrier(call)

@@ -124,14 +124,12 @@ def _of_workers(dataset: Node, policy: AutoShardPolicy, workers: Workers) -> Ite
             if size not in shares:
                 shares[size] = _shares(stage, workers, policy.name)
         sizes = tuple(shares[stage.batching.size][worker] for stage in stages)
-        if own is not dataset or sizes not in made:
-            resized = {stage: stage.resized(size) for stage, size in zip(stages, sizes, strict=True)}
-            replaced = _replaced(own, resized)
-            if own is not dataset:
-                yield replaced
-                continue
-            made[sizes] = replaced
-        yield made[sizes]
+        resized = made.get(sizes) if own is dataset else None
+        if resized is None:
+            resized = _replaced(own, {stage: stage.resized(size) for stage, size in zip(stages, sizes, strict=True)})
+            if own is dataset:
+                made[sizes] = resized
+        yield resized
 
 
 def _batch_stages(dataset: Node) -> list[Any]:

@@ -93,6 +93,11 @@ class Node(ABC):
     def cardinality(self) -> int:
         """Return the number of elements of one epoch; `INFINITE` without an end, or `UNKNOWN`."""
 
+    @property
+    def endless(self) -> bool:
+        """Whether an epoch has no end. Files are opened for it only where something is repeated."""
+        return self.traits.repeated and self.cardinality() == INFINITE
+
     # Reading in order.
 
     @abstractmethod

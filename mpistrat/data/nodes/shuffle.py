@@ -18,7 +18,7 @@ from ..._util.arguments import integer
 from ...errors import explain
 from ..permutation import DEFAULT_SEED, BlockOrder, random_words
 from ..spec import ArraySpec
-from .node import INFINITE, Addresses, Node, ReadPlan
+from .node import Addresses, Node, ReadPlan
 from .order import Reindexed, Reordered, Shuffle, ShuffleSettings
 from .stage import InOrder, Stage
 
@@ -232,7 +232,7 @@ def shuffled(
         raise ValueError(explain("Dataset.shuffle", "mode", expected="no window", got="one", remedy=remedy))
     if not dataset.random_access:
         return _in_order(dataset, buffer_size, seed, reshuffle_each_epoch, mode)
-    if dataset.traits.repeated and dataset.cardinality() == INFINITE:  # else files need not be opened for it
+    if dataset.endless:
         remedy = "Shuffle before repeat: each repetition then has an order of its own."
         raise ValueError(
             explain("Dataset.shuffle", "", expected="a dataset with an end", got="one without", remedy=remedy)

@@ -66,9 +66,8 @@ def join_shards(files: FileSet, found: Sequence[Found], names: Sequence[str] | N
     if sources:
         shards, sources = _without_missing(shards, {path.resolve() for path in missing}, bad)
     for path, problem in bad:
-        if (
-            not sources or path.resolve() not in sources
-        ):  # else what is drawn from it was checked: it need not have more
+        # Of a source what is drawn from it was checked: it need not have more.
+        if not sources or path.resolve() not in sources:
             _skip(path, problem, on_error, skipped)
     if sources:
         shards = _without_sources(shards, sources)

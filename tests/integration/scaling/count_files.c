@@ -60,27 +60,15 @@ STAT(lstat64, stat64)
 STATAT(fstatat, stat)
 STATAT(fstatat64, stat64)
 
-int __xstat(int version, const char *path, struct stat *out) {  // of a libc before 2.33, as wheels are built for
-  static int (*next)(int, const char *, struct stat *);
-  if (!next) next = dlsym(RTLD_NEXT, "__xstat");
-  note(&stats, path);
-  return next(version, path, out);
-}
-int __xstat64(int version, const char *path, struct stat64 *out) {
-  static int (*next)(int, const char *, struct stat64 *);
-  if (!next) next = dlsym(RTLD_NEXT, "__xstat64");
-  note(&stats, path);
-  return next(version, path, out);
-}
-int __lxstat(int version, const char *path, struct stat *out) {
-  static int (*next)(int, const char *, struct stat *);
-  if (!next) next = dlsym(RTLD_NEXT, "__lxstat");
-  note(&stats, path);
-  return next(version, path, out);
-}
-int __lxstat64(int version, const char *path, struct stat64 *out) {
-  static int (*next)(int, const char *, struct stat64 *);
-  if (!next) next = dlsym(RTLD_NEXT, "__lxstat64");
-  note(&stats, path);
-  return next(version, path, out);
-}
+#define XSTAT(function, type)                                        \
+  int function(int version, const char *path, struct type *out) {    \
+    NEXT(function);                                                  \
+    note(&stats, path);                                              \
+    return next(version, path, out);                                 \
+  }
+
+// Of a libc before 2.33, as wheels are built for.
+XSTAT(__xstat, stat)
+XSTAT(__xstat64, stat64)
+XSTAT(__lxstat, stat)
+XSTAT(__lxstat64, stat64)

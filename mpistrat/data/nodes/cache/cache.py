@@ -16,7 +16,7 @@ from ....errors import explain
 from ...memory_limit import available_memory, require_memory
 from ...spec import is_ragged
 from ...stats import StageStats
-from ..node import INFINITE, Addresses, Node, Traits
+from ..node import Addresses, Node, Traits
 from ..stage import InOrder, Stage
 from .fill import Claims, FilledMemory, node_memory
 from .job import job_memory
@@ -49,7 +49,7 @@ def cache(dataset: Node, scope: Scope, transport: Transport) -> Node:
         if value not in legal:
             expected = ", ".join(map(repr, legal))
             raise ValueError(explain(FUNCTION, argument, expected=f"one of {expected}", got=repr(value)))
-    if dataset.traits.repeated and dataset.cardinality() == INFINITE:  # else files need not be opened for it
+    if dataset.endless:
         remedy = "Call repeat after cache."
         raise ValueError(
             explain(FUNCTION, "", expected="a dataset with an end", got="one repeated for ever", remedy=remedy)
