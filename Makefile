@@ -129,7 +129,7 @@ clean:  ## remove the environments and all that was made
 	.venv-tensorflow/bin/python -m pip install -q --disable-pip-version-check -e '.[mpich,test,hash,keras]'
 	@touch $@
 
-LOOPS := setup.py mpistrat/_util/_loops.c mpistrat/_util/_loops_rules.h
+LOOPS := setup.py $(wildcard mpistrat/_util/loops/*.c mpistrat/_util/loops/*.h)
 
 # ---- the environments: .venv*/.python-KEY is an empty one, .demo-, .test-, .lint- and .docs-KEY say what is installed in it
 

@@ -10,6 +10,8 @@ from setuptools import Extension, setup
 # One module for all versions of Python from 3.11 on: before, the limited API has no buffers. A Python without the lock has none.
 LIMITED = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
+LOOPS = Path("mpistrat/_util/loops")
+
 
 def described(readme: str) -> str:
     """The README for a page that has neither the files beside it nor names for its headings: such links become words."""
@@ -26,9 +28,9 @@ def described(readme: str) -> str:
 def compiled_loops() -> Extension:
     """The loops in C; where they cannot be built, the package is installed without, and uses NumPy."""
     return Extension(
-        "mpistrat._util._loops",
-        ["mpistrat/_util/_loops.c"],
-        depends=["mpistrat/_util/_loops_rules.h"],
+        "mpistrat._util.loops._loops",
+        sorted(map(str, LOOPS.glob("*.c"))),
+        depends=sorted(map(str, LOOPS.glob("*.h"))),
         # No fused multiply-add, for NumPy's bits; a square root that sets no errno can be done in vectors.
         extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno"],
         define_macros=[("Py_LIMITED_API", "0x030B0000")] if LIMITED else [],

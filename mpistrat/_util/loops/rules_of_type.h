@@ -1,13 +1,7 @@
-/* The loops for one type of numbers: REAL is float or double, NAME(f) the name of f for it, SQRT its square root.
+/* The update rules for one type of numbers: REAL is float or double, NAME(f) the name of f for it, SQRT its square root.
 
-Each is written in the order of the NumPy code that it stands for (optimizers/rules.py, cross_device/arithmetic.py), each result
-rounded to REAL: so both give the same bits. `_loops.c` includes this file once for each type. */
-
-/* out = first + second; either may be `out` itself. */
-CLONES static void NAME(add)(long n, REAL *out, const REAL *first, const REAL *second) {
-    INDEPENDENT
-    for (long i = 0; i < n; i++) out[i] = first[i] + second[i];
-}
+Each is written in the order of the NumPy code that it stands for (optimizers/rules.py), each result
+rounded to REAL: so both give the same bits. `rules.c` includes this file once for each type. */
 
 CLONES static void NAME(adam)(long n, REAL *restrict w, const REAL *restrict gradient, REAL *restrict m, REAL *restrict v,
                               REAL alpha, REAL rest_1, REAL rest_2, REAL epsilon) {
