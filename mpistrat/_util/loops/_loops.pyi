@@ -1,7 +1,7 @@
 """The compiled loops, in C beside this file: each returns whether it did the work.
 
-It leaves that to NumPy where arrays are not for it: they are flat, contiguous, all of float32 or all of float64, of one length, and
-none lies across another; None stands for a slot that a rule does not have. Numbers are rounded to the dtype of the arrays.
+It leaves that to NumPy where arrays are not for it: they are flat, contiguous, all of float32 or all of float64, of one length,
+and none lies across another; None stands for a slot that a rule does not have. Numbers are rounded to the dtype of the arrays.
 Gradients are only read. The interpreter's lock is released. Floating-point errors are reported by `loops.report`.
 """
 
