@@ -7,7 +7,7 @@ import optimizer_reference as reference
 import pytest
 
 import mpistrat as ms
-from mpistrat.optimizers.fused_step import _merged
+from mpistrat.optimizers.arena_step import _merged
 
 SGD = ms.optimizers.SGD
 
