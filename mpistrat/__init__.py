@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .cross_device.to_one import ReductionToOneDevice
     from .data import InputContext, InputOptions, InputReplicationMode
     from .distributed_values import DistributedValues, Mirrored, PerReplica
-    from .options import CommunicationOptions, RunOptions
+    from .options import CommunicationOptions, LocalSteps, RunOptions
     from .options import CommunicationOptions as CollectiveHints  # TensorFlow's other names, here and below
     from .parameter_server.strategy import ParameterServerStrategy
     from .random import rng
@@ -137,6 +137,7 @@ __all__ = [
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "LocalSteps",
     "RunOptions",
     "__version__",
     "cluster_resolver",

@@ -1,4 +1,4 @@
-"""Options of reductions and of `Strategy.run`, as frozen dataclasses."""
+"""Options of reductions, of local steps and of `Strategy.run`, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from .errors import explain
 from .types import CommunicationImplementation
 
-__all__ = ["CommunicationOptions", "RunOptions"]
+__all__ = ["CommunicationOptions", "LocalSteps", "RunOptions"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,47 @@ class CommunicationOptions:
         return CommunicationOptions(
             **{f.name: getattr(self, f.name) if said[f.name] is None else said[f.name] for f in fields(self)}
         )
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """How nodes train by themselves, and what they do together after so many steps: `MultiWorkerMirroredStrategy(local_steps=…)`.
+
+    The ranks of a node step together, without the other nodes. After `every` updates all nodes take an outer step: the mean over
+    nodes of anchor minus weights, the anchor being the weights after the last outer step, is a gradient, by which SGD with
+    Nesterov's momentum makes the new weights of all.
+
+    Args:
+        every: updates of an optimizer from one outer step to the next, 1 or more.
+        outer_learning_rate: 1 with outer_momentum 0 makes weights their mean over nodes.
+        outer_momentum: from 0, below 1.
+
+    Raises:
+        ValueError: a number out of range.
+        TypeError: `every` is no integer.
+
+    Example:
+        >>> LocalSteps(every=500)
+        LocalSteps(every=500, outer_learning_rate=0.7, outer_momentum=0.9)
+
+    Source: Douillard et al., DiLoCo (arXiv 2311.08105), whose outer rate and momentum are the defaults.
+    """
+
+    every: int
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        given: object = self.every
+        if not isinstance(given, int) or isinstance(given, bool):
+            raise TypeError(explain("LocalSteps", "every", expected="an integer of at least 1", got=repr(given)))
+        if given < 1:
+            raise ValueError(explain("LocalSteps", "every", expected="an integer of at least 1", got=given))
+        rate, momentum = self.outer_learning_rate, self.outer_momentum
+        if not 0 < rate < float("inf"):
+            raise ValueError(explain("LocalSteps", "outer_learning_rate", expected="a number > 0", got=rate))
+        if not 0 <= momentum < 1:
+            raise ValueError(explain("LocalSteps", "outer_momentum", expected="0 ≤ value < 1", got=momentum))
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,11 @@ class ProcessGroup:
         own = np.array(numbers, np.float64)
         if self.inter is not None:
             self.inter.Bcast(own, 0)
+        return self.of_own_node(own)
+
+    def of_own_node(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the float64 numbers of this node's owners of slices, a row each. Collective on the node."""
+        own = np.array(numbers, np.float64)
         if not self.node.shared:
             return own[np.newaxis]
         table = np.empty((self.node.size, own.size))

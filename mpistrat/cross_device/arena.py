@@ -105,8 +105,9 @@ def _of_node(arena: GradientArena) -> Sequence[np.ndarray]:
 class ArenaSum:
     """Sums arenas of all replicas of a node, slice by slice, over all nodes; owns the scratch memory."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: ProcessGroup, within_node: bool = False) -> None:
+        """Sum over all nodes, or within this one only: then nothing here is collective."""
+        self._group, self._inter = group, None if within_node else group.inter
         self._scratch: dict[np.dtype, np.ndarray] = {}
         self._piece_sums: dict[np.dtype, PieceSum] = {}
 
@@ -114,7 +115,7 @@ class ArenaSum:
         self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
     ) -> None:
         """Call consume(low, high, sum) for what this rank owns of the ranges, in order. Collective over `group.inter`."""
-        pieces, inter = arena.pieces(ranges), self._group.inter
+        pieces, inter = arena.pieces(ranges), self._inter
         if pieces is None:
             self.hand_out(arena, arena.owned(ranges), how, consume)
         elif inter is not None:
@@ -130,7 +131,7 @@ class ArenaSum:
 
         Its peers on other nodes own the same ranges. Blocks have at most 64 K elements; the divisor is left to `consume`.
         """
-        arrays, inter = _of_node(arena), self._group.inter
+        arrays, inter = _of_node(arena), self._inter
         chunk = self._chunk(how.accumulate)
         scratch = self._scratch.get(how.accumulate)
         if scratch is None:
@@ -186,8 +187,8 @@ class ArenaSum:
                 mine = total[begin:end]
                 for array in arrays[1:]:
                     ufunc(mine, array[begin:end], out=mine)
-            if self._group.inter is not None:
-                all_reduce(self._group.inter, total[low:high], ufunc=ufunc)
+            if self._inter is not None:
+                all_reduce(self._inter, total[low:high], ufunc=ufunc)
 
     def _chunk(self, dtype: np.dtype) -> int:
-        return BLOCK if self._group.inter is None else max(BLOCK, NETWORK_CHUNK // dtype.itemsize)
+        return BLOCK if self._inter is None else max(BLOCK, NETWORK_CHUNK // dtype.itemsize)

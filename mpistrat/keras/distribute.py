@@ -66,9 +66,13 @@ def _check_layout(function: str, strategy: Any) -> None:
     """Check that a rank can compute for all of its replicas at once.
 
     Raises:
-        LayoutError: it has several GPUs, or several replicas of a worker that steps for itself.
+        LayoutError: it has several GPUs, or several replicas of a worker that steps for itself; or nodes take local steps.
     """
     extended = strategy.extended
+    if extended.placement.local_steps is not None:
+        got = f"one with {extended.placement.local_steps}"
+        expected, remedy = "a strategy whose nodes step together", "Leave local_steps out: Keras's models train in sync"
+        raise LayoutError(explain(function, "strategy", expected=expected, got=got, remedy=remedy))
     devices = [device for device in extended.placement.devices if parse(device)[0] != "cpu"]
     served = extended.placement.store is not None
     if len(extended.replicas) > 1 and (devices or served):

@@ -58,9 +58,8 @@ class ArenaStep:
     def begin(self, step: int, rate: float, number: int, two_passes: bool) -> None:
         """Set what is the same for all blocks of update `step`, in the `number`-th call; keep sums first with `two_passes`."""
         optimizer = self._optimizer
-        several = optimizer.gradient_accumulation_steps
-        self._mean = several or 0  # of so many calls, 0 for no mean
-        self._updates = several is None or number % several == 0
+        self._mean = optimizer.gradient_accumulation_steps or 0  # of so many calls, 0 for no mean
+        self._number, self._updates = number, optimizer.updates_at(number)
         self._rule.begin(step, rate)
         if two_passes:
             self._each, self._apart = optimizer.clipnorm is not None, optimizer.check_numerics
@@ -70,8 +69,7 @@ class ArenaStep:
     def begin_share(self) -> None:
         """Begin to exchange what this step makes of the weights, where each node updates a piece. Collective over peers."""
         pieces, inter = self.arena.pieces(self.ranges), self.arena.group.inter
-        changes = self._updates or self._optimizer.ema_overwrite_frequency is not None
-        if pieces is not None and inter is not None and changes:
+        if pieces is not None and inter is not None and self._optimizer.changes_weights(self._number):
             self._share = PieceShare(inter, self.arena.values, pieces)
 
     def finish_share(self) -> None:

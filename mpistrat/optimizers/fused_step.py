@@ -52,7 +52,7 @@ class FusedStep(UpdateRun):
         self._variables, self._left_out = tuple(variables), tuple(left_out)
         self._constrained = [variable for variable in variables if variable.constraint is not None]
         placement = variables[0].placement
-        self._group, self._ops = placement.group, placement.ops
+        self._group, self._ops, self._outer = placement.group, placement.ops, slots.outer
         members: dict[Arena, list[Variable]] = {}
         for variable in variables:
             if variable.arena is not None and variable.size:
@@ -92,8 +92,7 @@ class FusedStep(UpdateRun):
             words += f", gradients #{self._checksum_of_gradients():08x}"
         with group.collective("apply_gradients", detail=detail).stamp(words) as call:
             self._ops.call = call
-            if due and group.num_nodes > 1:
-                self._compare_nodes()
+            self._begin(due, number)
             for step in self._arena_steps:
                 step.begin(optimizer.iterations + 1, rate, number, self._two_passes)
             scales: dict[str, float] = {}
@@ -113,7 +112,20 @@ class FusedStep(UpdateRun):
                     step.finish_share()
             group.node.barrier(call)
         for variable in self._constrained:
-            variable.apply_constraint(compare=due)
+            variable.apply_constraint(compare=due and self._outer is None)
+        if self._outer is not None and optimizer.updates_at(number):
+            self._outer.count_update()
+            if self._outer.due:
+                self._outer.take()
+
+    def _begin(self, due: bool, number: int) -> None:
+        """Compare the nodes' weights, if that is due: where they train by themselves, as a round begins. Inside a collective."""
+        outer = self._outer
+        alike = due if outer is None else not outer.begun
+        if alike and self._group.num_nodes > 1:
+            self._compare_nodes()
+        if outer is not None and self._optimizer.changes_weights(number):
+            outer.enter(self._variables)
 
     @contextlib.contextmanager
     def _exchanges(self) -> Iterator[None]:
@@ -157,10 +169,12 @@ class FusedStep(UpdateRun):
         raise CollectiveMismatchError(explain("apply_gradients", "", expected=expected, got=got, remedy=remedy))
 
     def _sum(self, step: ArenaStep, aggregate: bool, consume: Consume) -> None:
-        if aggregate:
-            self._ops.reduce_arena(step.gradients, step.ranges, consume)
-        else:
+        if not aggregate:
             step.take_local(consume)
+        elif self._outer is not None:
+            self._outer.sum_node(step.gradients, step.ranges, consume)
+        else:
+            self._ops.reduce_arena(step.gradients, step.ranges, consume)
 
     def _scales(self, number: int) -> dict[str, float]:
         """Return the factors of the gradients of each variable, the same bits on every rank; NaN for what is not finite.
@@ -174,12 +188,15 @@ class FusedStep(UpdateRun):
         if in_pieces.any() and self._group.inter is not None:
             squares[in_pieces] = _over_nodes(self._group.inter, squares[in_pieces])
         sums: dict[str, float] = {}
-        column = iter(self._group.of_first_node(squares).T.tolist())
+        own = self._outer is not None
+        column = iter((self._group.of_own_node if own else self._group.of_first_node)(squares).T.tolist())
         for step in self._arena_steps:
             count = len(step.arena.bounds())
             sums.update((name, sum(each[:count])) for name, each in zip(step.squares, column, strict=False))
-        if optimizer.check_numerics and not all(map(math.isfinite, sums.values())):
-            self._refuse_numbers(number)
+        if optimizer.check_numerics:
+            finite = all(map(math.isfinite, sums.values()))
+            if not (self._group.agree(int(finite)) if own else finite):  # nodes with sums of their own
+                self._refuse_numbers(number)
         if optimizer.clipnorm is not None:
             return {name: _scale(total, optimizer.clipnorm) for name, total in sums.items()}
         limit = optimizer.global_clipnorm
@@ -202,6 +219,8 @@ class FusedStep(UpdateRun):
         for variable in self._variables:
             counts = {rank: mine[variable.name] for rank, (mine, _) in enumerate(counted) if mine.get(variable.name)}
             ranks = [] if variable.arena is None else owners(variable.arena)
+            if ranks and self._outer is not None:
+                ranks = list(range(len(counted)))
             overflown = sum(counted[rank][1].get(variable.name, 0) for rank in ranks)
             if not counts and not overflown:
                 continue

@@ -173,6 +173,14 @@ class Hyperparameters(ABC):
         """How often `apply_gradients` was called: more than `iterations` where gradients are accumulated."""
         return self._iterations
 
+    def updates_at(self, call: int) -> bool:
+        """Return whether a call of `apply_gradients`, counted from 1, is an update."""
+        return call % (self.gradient_accumulation_steps or 1) == 0
+
+    def changes_weights(self, call: int) -> bool:
+        """Return whether a call changes weights: an update does, and one that may overwrite them with averages."""
+        return self.updates_at(call) or self.ema_overwrite_frequency is not None
+
     def count_step(self) -> None:
         """Count a step that was taken for this optimizer elsewhere."""
         self._iterations += 1

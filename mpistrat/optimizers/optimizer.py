@@ -23,7 +23,7 @@ from .fused_step import FusedStep
 from .gradients import check_variables
 from .hyperparameters import AVERAGE, GRADIENT_SUM, OWN, Rate
 from .rule import Block, Rule, UpdateRun
-from .slots import SlotStore, waiting_slots
+from .slots import SlotStore
 
 __all__ = ["Definition", "Optimizer", "definition", "find", "known", "make_defined"]
 
@@ -265,6 +265,7 @@ class Optimizer(Rule):
         if self._strategy is None:
             strategy.extended.register_optimizer(self)
             self._strategy = strategy
+            self._slots.join(strategy.extended.placement)
         elif strategy is not self._strategy:
             expected, got = "the strategy of the earlier steps", "another one"
             remedy = "Make an optimizer for each strategy"
@@ -287,6 +288,12 @@ class Optimizer(Rule):
         self._variables.extend(new)
         self._slots.fill_pending(new)
         return step
+
+    def take_outer_step(self) -> None:
+        """Take an outer step now, if nodes have taken local ones: what `Strategy.outer_step` calls. Collective."""
+        outer = self._slots.outer
+        if outer is not None and outer.begun:
+            outer.take()
 
     # state
 
@@ -317,7 +324,7 @@ class Optimizer(Rule):
             return {name: np.concatenate([part[name] for part in parts]) for name in self.slot_names if all(parts)}
         if variable.placement.store is None and not any(variable is known for known in self._variables):
             waiting = self._slots.pending.get(variable.name, {}) if self.may_join(variable.placement.strategy) else {}
-            return {name: np.array(array) for name, array in waiting.items()}
+            return {name: np.array(array) for name, array in waiting.items() if name in self.slot_names}
         return self._slots.read(variable)
 
     def set_slots(self, variable: Variable | ShardedVariable, values: Mapping[str, Any]) -> None:
@@ -379,9 +386,8 @@ class Optimizer(Rule):
         if store is not None:
             yield from store.slots_here(self, writers, each_node)
             return
-        for name, slots in self._slots.pending.items():
-            yield from waiting_slots(name, slots, all_else)
-        for variable in self._variables if self.slot_names else ():
+        yield from self._slots.waiting(all_else, each_node)
+        for variable in self._variables if self.slot_names or self._slots.outer else ():
             parts = self._slots.here(variable, writers, each_node)
             yield variable.name, variable.shape, accumulation_dtype(variable.dtype), parts
 
@@ -404,6 +410,8 @@ class Optimizer(Rule):
         """
         self._iterations = self._counted_from = int(state["iterations"])
         self._describe_steps()
+        if self._slots.outer is not None:
+            self._slots.outer.reset()
         self._slots.pending = {name: dict(values) for name, values in state["slots"].items()}
         self._slots.fill_pending(self._variables)
 

@@ -14,10 +14,12 @@ from ..cross_device.arena import BLOCK
 from ..cross_device.pieces import PieceShare
 from ..errors import explain
 from ..variables.arena import Arena
-from ..variables.placement import SlotsHere
+from ..variables.placement import Placement, SlotsHere
 from ..variables.values import move_like
 from ..variables.variable import Variable
 from .hyperparameters import AVERAGE, GRADIENT_SUM
+from .node_slots import OUTER_MOMENTUM, node_slots_here, waiting_of_nodes
+from .outer_step import OuterSteps
 from .rule import Rule
 
 __all__ = ["ArenaSlots", "SlotStore", "owners", "waiting_slots"]
@@ -80,12 +82,19 @@ class SlotStore:
 
     Attributes:
         pending: slots of variables that the optimizer has not updated yet, by name of variable.
+        outer: the outer steps, where nodes train by themselves, with slots of their own; else None.
     """
 
     def __init__(self, owner: Rule) -> None:
         self.names, self.start, self._owner = owner.slot_names, owner.slot_start, owner
         self.pending: dict[str, dict[str, Any]] = {}
+        self.outer: OuterSteps | None = None
         self._arenas: dict[Arena, ArenaSlots] = {}
+
+    def join(self, placement: Placement) -> None:
+        """Serve the variables of a placement."""
+        if placement.local_steps is not None:
+            self.outer = OuterSteps(placement, placement.local_steps)
 
     def of(self, arena: Arena) -> ArenaSlots:
         """Return the slots of an arena; the first call fixes its slices. All ranks call it."""
@@ -95,7 +104,7 @@ class SlotStore:
         return slots
 
     def read(self, variable: Variable) -> dict[str, np.ndarray]:
-        """Return a variable's slots, whole, on every rank. Collective."""
+        """Return a variable's slots, whole, on every rank; the first node's where nodes have their own. Collective."""
         store = variable.placement.store
         if store is not None:
             return store.read_slots(self._owner, variable)
@@ -143,6 +152,9 @@ class SlotStore:
         Collective. With `each_node` all nodes give all.
         """
         arena, first = _arena_of(variable), variable.offset
+        if self.outer is not None:
+            of_range = self.of(arena).of_range
+            return node_slots_here(variable, arena, self.names, of_range, self.outer, writers, each_node)
         group, size, low, high = arena.group, variable.size, 0, 0
         every, own = owners(arena), arena.sharded and not each_node
         if writers is not None and not set(every) <= set(writers):
@@ -175,6 +187,9 @@ class SlotStore:
         Raises:
             ValueError: names or shapes do not fit.
         """
+        if self.outer is not None and OUTER_MOMENTUM in values:
+            values = dict(values)
+            self.outer.load(variable, values.pop(OUTER_MOMENTUM))
         if set(values) != set(self.names):
             expected = f"slots {', '.join(self.names) or '(none)'}"
             got = ", ".join(values) or "none"
@@ -193,6 +208,13 @@ class SlotStore:
             for begin, end in arena.owned([(low, low + variable.size)]):
                 target = self.of(arena).of_range(begin, end)[name]
                 target[...] = move_like(flat[begin - low : end - low], target)
+
+    def waiting(self, all_else: bool, each_node: bool) -> Iterator[SlotsHere]:
+        """Yield this rank's part of what waits for the first update of variables. See `Optimizer.slots_here`."""
+        for name, slots in self.pending.items():
+            if self.outer is not None and not each_node:
+                slots = waiting_of_nodes(self.outer.group, name, slots)
+            yield from waiting_slots(name, slots, all_else)
 
     def fill_pending(self, variables: Iterable[Variable]) -> None:
         """Write the pending slots of variables."""

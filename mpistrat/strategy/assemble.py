@@ -11,7 +11,7 @@ from typing import Any, TypeVar, final
 from .._util import log
 from .._util.text import counted
 from ..cluster.cores import set_blas_threads
-from ..cluster.devices import check_devices
+from ..cluster.devices import check_devices, parse
 from ..cluster.topology import Topology
 from ..comm.agree import together
 from ..comm.monitor import abort
@@ -20,8 +20,16 @@ from ..cross_device.auto import make_cross_device_ops
 from ..cross_device.ops import CrossDeviceOps
 from ..cross_device.ordered import OrderedAllReduce
 from ..environment import Environment
-from ..errors import ClusterError, CollectiveTimeoutError, LayoutError, PeerExitError, RanksLostError, explain
-from ..options import CommunicationOptions
+from ..errors import (
+    ClusterError,
+    CollectiveTimeoutError,
+    DeviceError,
+    LayoutError,
+    PeerExitError,
+    RanksLostError,
+    explain,
+)
+from ..options import CommunicationOptions, LocalSteps
 from .extended import StrategyExtended
 
 __all__ = [
@@ -115,6 +123,7 @@ def assemble(
     order: Callable[[Topology], Sequence[int]] | None = None,
     replicas: int | None = None,
     sharded_slots: bool | None = None,
+    local_steps: LocalSteps | int | None = None,
 ) -> StrategyExtended:
     """Return the inner parts of a new strategy. Collective over `comm`.
 
@@ -132,6 +141,7 @@ def assemble(
         replicas: of all ranks, on their CPUs, whose sums do not depend on who has them; instead of devices.
         sharded_slots: whether each node keeps its part of the slots only; default: where nodes are few, reductions send each
             its part, and the job keeps no snapshots, of which each node must have all.
+        local_steps: how nodes train by themselves, or after how many updates they take an outer step.
 
     Raises:
         LayoutError: on every rank, when the strategy does not accept the ranks and nodes.
@@ -156,7 +166,9 @@ def assemble(
     set_blas_threads(topology.local_size, topology.num_local_replicas, topology.node_cores)
     group = ProcessGroup.create(topology, environment)
 
-    settings = options, parameter_device, replicas, None if sharded_slots is None else {"sharded_slots": sharded_slots}
+    given = {"sharded_slots": sharded_slots, "local_steps": local_steps}
+    told = {name: value for name, value in given.items() if value is not None}
+    settings = options, parameter_device, replicas, told or None
 
     def finish() -> tuple[CrossDeviceOps, Sequence[str] | None]:
         given: object = options
@@ -172,6 +184,7 @@ def assemble(
         ops = make_cross_device_ops(implementation if cross_device_ops is None else cross_device_ops)
         if check is not None:
             check(topology)
+        _check_local_steps(kind.name, local_steps, topology, replicas is not None, bool(sharded_slots))
         return ops, None if parameter_device is None else check_devices(parameter_device, kind.name)[:1]
 
     ops, parameter_devices = _agree(group, kind, settings, finish)
@@ -182,8 +195,12 @@ def assemble(
         topology.close()
         raise
     _agree(group, kind, settings, lambda: ops.bind(sync_group or group))
+    if local_steps is not None and not isinstance(local_steps, LocalSteps):
+        local_steps = LocalSteps(local_steps)
+    if group.num_nodes == 1:
+        local_steps = None
     few = 1 < group.num_nodes <= MOST_NODES
-    unasked = few and ops.sums_pieces and sync_group is None and not environment.job
+    unasked = few and ops.sums_pieces and sync_group is None and not environment.job and local_steps is None
     return StrategyExtended(
         strategy,
         group,
@@ -194,7 +211,36 @@ def assemble(
         distributed=kind.distributed,
         central=kind.central,
         sharded_slots=unasked if sharded_slots is None else sharded_slots and group.num_nodes > 1,
+        local_steps=local_steps,
     )
+
+
+def _check_local_steps(
+    function: str, given: LocalSteps | int | None, topology: Topology, ordered: bool, sharded: bool
+) -> None:
+    """Do nothing if a strategy can be made with these local steps.
+
+    Raises:
+        TypeError: no number of steps, nor LocalSteps.
+        ValueError: a number out of range; with `replicas`, or with slots divided over nodes.
+        DeviceError: this rank has GPUs.
+    """
+    if given is None:
+        return
+    if not isinstance(given, LocalSteps):
+        try:
+            LocalSteps(given)
+        except (TypeError, ValueError) as error:
+            expected = "ms.LocalSteps, or a number of updates of at least 1"
+            raise type(error)(explain(function, "local_steps", expected=expected, got=repr(given))) from None
+    if ordered or sharded:
+        other = "replicas" if ordered else "sharded_slots=True"
+        expected = f"no {other} beside local_steps"
+        got = "both: nodes sum, and keep slots, each for itself"
+        raise ValueError(explain(function, "local_steps", expected=expected, got=got))
+    if any(parse(device)[0] != "cpu" for device in topology.devices):
+        expected, got = "variables on CPUs", f"devices {', '.join(topology.devices)}"
+        raise DeviceError(explain(function, "local_steps", expected=expected, got=got, rank=topology.rank))
 
 
 def _check_evaluator(kind: StrategyKind, topology: Topology) -> None:

@@ -14,6 +14,7 @@ from .._util import log
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
+from ..optimizers.node_slots import slots_for
 from ..variables import Placement
 from ..variables.values import parse_dtype
 from .checkpoint_file import CheckpointFile, FileRange, Form, from_rank_0, key_of, name_of, ranges_of
@@ -75,7 +76,8 @@ class Restoring:
                 problems = "; ".join([*left.problems.values(), *strangers.values()])
                 expected = "a file of this program's variables and optimizers"
                 raise ValueError(explain("Strategy.restore", os.fspath(path), expected=expected, got=problems))
-            forms = {key: form for key, form in forms.items() if left.fits(key)}
+            taken = self._slots_taken(forms)
+            forms = {key: form for key, form in forms.items() if left.fits(key) and taken.get(key, key)}
             arrays: Contents = {}
 
             def read() -> dict[str, Any]:
@@ -84,6 +86,7 @@ class Restoring:
                 return {"extra": file.extra()}
 
             extra = from_rank_0(group, "restore", path, read, root)["extra"]
+        self._placement.apart.clear()  # a file has what nodes have alike
         for variable in self._placement.variables:
             where = ranges.get(variable.name) or FileRange(variable.name, 0, variable.shape)
             key = f"variables/{key_of(there[where.name])}"
@@ -98,12 +101,11 @@ class Restoring:
             prefix = f"optimizers/{index}/slots/"
             slots: dict[str, Contents] = {}
             for key in sorted(key for key in forms if key.startswith(prefix)):
-                link, slot = map(name_of, key.removeprefix(prefix).split("/"))
-                name = here[link]
+                name = here[name_of(key.removeprefix(prefix).split("/")[0])]
                 for part, start, shape in parts.get(name, [(name, 0, forms[key][0])]):
-                    slots.setdefault(part, {})[slot] = _shared(
-                        group, root, key, arrays.get(key), forms[key], start, shape
-                    )
+                    array = _shared(group, root, key, arrays.get(key), forms[key], start, shape)
+                    if key in taken:
+                        slots.setdefault(part, {})[taken[key]] = array
             if numbers[index] not in strangers:
                 state = {"iterations": optimizer["iterations"], "slots": slots}
                 self._states.restore(numbers[index], optimizer["name"], state, optimizer["made"])
@@ -116,6 +118,21 @@ class Restoring:
                 unused += [f"optimizer {name!r}" for name in dropped]
                 _say_what_is_left(os.fspath(path), stays, unused)
         return dict(extra or {})
+
+    def _slots_taken(self, keys: Iterable[str]) -> dict[str, str]:
+        """Return what this node's optimizers call the slots that they take of a file, by key, "" for what no node takes."""
+        by_owner: dict[str, list[str]] = {}
+        for key in keys:
+            if key.startswith("optimizers/"):
+                owner, _, slot = key.rpartition("/")
+                by_owner.setdefault(owner, []).append(name_of(slot))
+        placement, found = self._placement, dict[str, str]()
+        node = None if placement.local_steps is None else placement.group.node_index
+        for owner, names in by_owner.items():
+            if node is None:
+                found.update((f"{owner}/{key_of(name)}", "") for name in names)
+            found.update((f"{owner}/{key_of(name)}", here) for name, here in slots_for(names, node).items())
+        return found
 
     def _strangers(self, optimizers: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
         """Return what is wrong with the optimizers that have been applied here, by number."""

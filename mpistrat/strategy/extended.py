@@ -15,7 +15,7 @@ from ..context import Frame
 from ..cross_device.ops import CrossDeviceOps
 from ..distributed_values import DistributedValues, Mirrored, regroup, select_replica
 from ..errors import ClosedError, ContextError, explain
-from ..options import CommunicationOptions
+from ..options import CommunicationOptions, LocalSteps
 from ..types import ReduceOp
 from ..variables import ArenaAllocator, Placement, ShardedVariable, Variable, create_variable, explain_foreign
 from .contexts import ReplicaContext
@@ -75,6 +75,7 @@ class StrategyExtended:
         distributed: bool = True,
         central: bool = False,
         sharded_slots: bool = False,
+        local_steps: LocalSteps | None = None,
         is_default: bool = False,
         shared: bool = False,
     ) -> None:
@@ -87,7 +88,7 @@ class StrategyExtended:
             options: defaults of every reduction.
             sync_group: the ranks whose replicas step together, where these are not all.
             parameter_devices: where variables lie; default this rank's devices.
-            distributed, central, sharded_slots: see `Placement` and `ArenaAllocator`.
+            distributed, central, sharded_slots, local_steps: see `Placement` and `ArenaAllocator`.
             is_default: whether this is the strategy that holds outside every scope.
             shared: whether the group belongs to another strategy, which closes it.
         """
@@ -97,7 +98,8 @@ class StrategyExtended:
         self.num_input_pipelines = self.topology.size
         self.process_group, self.cross_device_ops = group, ops
         arenas = ArenaAllocator(sync_group, parameter_devices, central, sharded_slots)
-        self.placement = Placement(sync_group, ops, arenas, strategy, self.sync_topology.devices, distributed)
+        devices = self.sync_topology.devices
+        self.placement = Placement(sync_group, ops, arenas, strategy, devices, distributed, local_steps=local_steps)
         self.is_default, self.closed = is_default, False
         self.coordination = Coordination()
         self._strategy = strategy
@@ -122,6 +124,7 @@ class StrategyExtended:
             distributed=placement.distributed,
             central=placement.arenas.central,
             sharded_slots=placement.arenas.sharded,
+            local_steps=placement.local_steps,
             is_default=self.is_default,
             shared=True,
         )

@@ -55,6 +55,7 @@ class Files(ABC):
             >>> strategy.close()
         """
         self._begin_file("save", path, extra)
+        self._require_alike("save")
         self._checkpoint.save(path, extra)
 
     def begin_save(
@@ -92,6 +93,7 @@ class Files(ABC):
             ({'epoch': 3}, [1.0, 2.0])
         """
         self._begin_file("begin_save", path, extra)
+        self._require_alike("begin_save")
         return self._checkpoint.begin(path, extra, then)
 
     def prepare_save(self) -> None:
@@ -120,6 +122,7 @@ class Files(ABC):
             TypeError, CollectiveMismatchError: as `save`.
         """
         self._begin_snapshot("take_snapshot")
+        self._require_alike("take_snapshot")
         self._checkpoint.take_snapshot(step, extra, run)
 
     def reach(self, step: int) -> None:
@@ -182,6 +185,7 @@ class Files(ABC):
             OSError: on every rank, when it cannot be written.
         """
         self._begin_file("export", path)
+        self._require_alike("export")
         if Path(path).suffix != SUFFIX:
             remedy = "save writes HDF5, with optimizers"
             expected, got = f'a name that ends in "{SUFFIX}"', os.fspath(path)
@@ -211,7 +215,24 @@ class Files(ABC):
             OSError: on every rank, when it cannot be read, or is not as it was saved.
         """
         self._begin_file("restore", path, map, strict)
+        if not strict:
+            self._require_alike("restore")
         return self._checkpoint.restore(path, map or {}, strict)
+
+    def _require_alike(self, function: str) -> None:
+        """Do nothing where nodes hold the same weights.
+
+        Raises:
+            ContextError: nodes have taken local steps since the last outer step.
+        """
+        if self._extended.placement.apart:
+            expected = "a call after an outer step, when all nodes have the same weights"
+            got = f"local steps since then, of {self._extended.placement.local_steps}"
+            remedy = (
+                "Call it while strategy.nodes_differ is false, as after each so many updates, or strategy.outer_step() before, "
+                "which takes one now. ms.train.Checkpoints waits for the next one"
+            )
+            raise ContextError(explain(f"Strategy.{function}", "", expected=expected, got=got, remedy=remedy))
 
     def _begin_file(self, function: str, path: str | os.PathLike[str], *more: Any) -> None:
         """Come before each call: what ranks must do to have variables at rest."""

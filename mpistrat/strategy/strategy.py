@@ -218,6 +218,32 @@ class Strategy(RankCollectives, Files):
         self._stop_request.save_seconds = self._checkpoint.seconds
         return self._stop_agreement.ask(bool(self._stop_request))
 
+    # local steps
+
+    @property
+    def nodes_differ(self) -> bool:
+        """Whether nodes have taken local steps since the last outer step (`local_steps`): each has weights of its own then."""
+        return bool(self._extended.placement.apart)
+
+    def outer_step(self) -> None:
+        """Take the outer step now, if nodes have taken local ones since the last: all have the same weights then. Collective.
+
+        For the end of training, and before what needs weights of all nodes: `save`, `assign`, an evaluation of one model. A round
+        that it cuts short is a round like any other. Without `local_steps` nothing happens.
+
+        Raises:
+            ContextError: in a step.
+
+        Example:
+            >>> with ms.OneDeviceStrategy() as strategy:
+            ...     strategy.outer_step()
+            ...     strategy.nodes_differ
+            False
+        """
+        self._extended.require_cross("Strategy.outer_step")
+        for optimizer in self._extended.optimizers if self.nodes_differ else ():
+            optimizer.take_outer_step()
+
     # values
 
     def reduce(

@@ -22,7 +22,7 @@ from ..cross_device.mpi import MpiAllReduce
 from ..cross_device.ops import CrossDeviceOps
 from ..environment import STRATEGIES, Environment
 from ..errors import ClusterError, explain
-from ..options import CommunicationOptions
+from ..options import CommunicationOptions, LocalSteps
 from .assemble import CENTRAL_STORAGE, MIRRORED, MULTI_WORKER_MIRRORED, ONE_DEVICE, assemble
 from .extended import StrategyExtended
 from .strategy import Strategy
@@ -145,11 +145,16 @@ class MultiWorkerMirroredStrategy(Strategy):
             new weight; False: on every node. None: True on 2 to 64 nodes, unless the job keeps snapshots in memory
             (`mpistrat run --restarts`), `replicas` is given, or cross_device_ops is another one than the default or
             HierarchicalAllReduce. Arrays on GPUs, and small ones, are kept by every node in any case.
+        local_steps: `ms.LocalSteps`, or a number of updates, with its defaults: so many updates each node takes by itself, its
+            ranks in sync, before all nodes average what they have learned. These are other numbers than those of synchronous
+            training: see "Local steps" in the guide. On CPUs, without `replicas` and sharded_slots=True; on one node it has no
+            effect. None: all nodes step together.
 
     Raises:
         ClusterError: on every rank, when the resolver's cluster does not fit the ranks, or differs between them, or two
             ranks are the same task.
-        DeviceError: on every rank, for a device that is not there.
+        DeviceError: on every rank, for a device that is not there; for GPUs with local_steps.
+        TypeError, ValueError: on every rank, for local_steps that are none, or with what they cannot be combined with.
     """
 
     def __init__(
@@ -162,6 +167,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         replicas: int | None = None,
         sharded_slots: bool | None = None,
+        local_steps: LocalSteps | int | None = None,
     ) -> None:
         resolver = cluster_resolver
 
@@ -181,7 +187,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(
             assemble(
                 self, MULTI_WORKER_MIRRORED, comm, devices, cross_device_ops, communication_options,
-                order=order, replicas=replicas, sharded_slots=sharded_slots,
+                order=order, replicas=replicas, sharded_slots=sharded_slots, local_steps=local_steps,
             )
         )  # fmt: skip
         self.cluster_resolver = resolver or MPIClusterResolver(self.comm)

@@ -95,6 +95,7 @@ class Checkpoints:
         if snapshot_seconds is not None and strategy.takes_snapshots:
             self._snapshots = _Period(strategy, snapshot_seconds)
         self._saved, self._saving_step = False, 0
+        self._postponed = False  # until nodes have the same weights
         group = strategy.extended.process_group
         self._until, self._layouts = group.environment.until, [(0, group.topology.ranks_per_node)]
 
@@ -140,7 +141,8 @@ class Checkpoints:
     ) -> Path | None:
         """Save after a step if it is time to. Collective; with the same step on all ranks.
 
-        A disk that is full, or the like, is a warning: the files before stay, and training goes on.
+        A disk that is full, or the like, is a warning: the files before stay, and training goes on. While nodes have weights of
+        their own (`local_steps`), what is due waits for the next outer step.
 
         Args:
             step: how many steps there were.
@@ -158,11 +160,12 @@ class Checkpoints:
             self.save(step, notes)
             self.wait()
             sys.exit(RESTART_EXIT_CODE)
+        self._postponed |= self._every is not None and step % self._every == 0
+        if self._strategy.nodes_differ:
+            return None
         if self._snapshots is not None and self._snapshots.due(step, met_after):
             self._snapshots = self._take_snapshot(self._snapshots, step, notes)
-        if not (self._every is not None and step % self._every == 0) and not (
-            self._period is not None and self._period.due(step, met_after)
-        ):
+        if not self._postponed and not (self._period is not None and self._period.due(step, met_after)):
             return None
         try:
             return self.save(step, notes)
@@ -191,9 +194,11 @@ class Checkpoints:
         Raises:
             OSError: on every rank, when it cannot be written, as far as it is known now.
             TypeError: on every rank, when the notes hold something else than numbers, text, lists and dicts.
+            ContextError: nodes have taken local steps since the last outer step; `postpone` waits for the next one.
             CollectiveMismatchError: on every rank, when step or notes are not the same on all.
         """
         path, strategy = self.path(step), self._strategy
+        self._postponed = False
         if strategy.rank == 0:
             with contextlib.suppress(OSError):  # which `Strategy.save` tells all ranks
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -210,6 +215,10 @@ class Checkpoints:
         if self._period is not None:
             self._period.begin(step)
         return path
+
+    def postpone(self) -> None:
+        """Have `step` save as soon as all nodes have the same weights: after the next outer step. Every rank calls it."""
+        self._postponed = True
 
     def wait(self) -> None:
         """Wait until the last file is complete. Collective.
@@ -234,7 +243,7 @@ class Checkpoints:
 
         For a loop of your own. What the loop has done with a batch is done when it asks for the next one: then files and
         snapshots have the position in the data, too, and the states of random generators. It ends when `should_stop` says so,
-        with a file of that step.
+        with a file of that step, the next one after which all nodes have the same weights. At the end they do.
 
         Args:
             data: a distributed dataset, the same number of batches on all ranks.
@@ -282,13 +291,14 @@ class Checkpoints:
                 yield batch
                 step += 1
                 self.step(step, now)
-                if strategy.should_stop():
+                if strategy.should_stop() and not strategy.nodes_differ:
                     self.save(step, now)
                     self.wait()
                     iterator.close()
                     return
             position = None
         if first < epochs:
+            strategy.outer_step()
             self.save(step, {"epoch": epochs, "position": None, "lists": lists, "random": gather_states(strategy)})
             self.wait()
 

@@ -99,7 +99,8 @@ class Trainer:
         """Train for some epochs, or until a callback stops, or `should_stop` says so. Collective.
 
         With checkpoints it goes on where the newest one was saved, within an epoch too: results, decisions and weights are
-        those of a run that nobody interrupted. When `strategy.should_stop()` is true afterwards, end the program.
+        those of a run that nobody interrupted. When `strategy.should_stop()` is true afterwards, end the program. With
+        `local_steps` it saves, and stops, after outer steps, and ends with one.
 
         Args:
             data: batches of this rank, as `strategy.distribute_dataset` returns them; iterated once an epoch.
@@ -155,11 +156,11 @@ class Trainer:
                     self._call("on_step_end")
                     if self._checkpoints is not None and not self._servers:
                         self._checkpoints.step(loop.step, self._notes)
-                    if strategy.should_stop():
+                    if strategy.should_stop() and not strategy.nodes_differ:
                         batches.close()
                         self._close()
                         break
-                if strategy.should_stop():
+                if strategy.should_stop() and not strategy.nodes_differ:
                     self._save()
                     break
                 loop.step = begun + count if count else loop.step  # of servers, too, which take no batches
@@ -171,6 +172,8 @@ class Trainer:
                 loop.agree()
                 self._taken, begun = 0, loop.step
                 over = loop.stop_training or reached or loop.epoch + 1 == last
+                if over:
+                    strategy.outer_step()
                 if self._checkpoints is not None and (over or not self._checkpoints.periodic):
                     self._save(next_epoch=True)
                 elif self._checkpoints is not None and self._servers:
@@ -192,7 +195,9 @@ class Trainer:
     # checkpoints
 
     def _save(self, next_epoch: bool = False) -> None:
-        if self._checkpoints is not None:
+        if self._checkpoints is not None and self.strategy.nodes_differ:
+            self._checkpoints.postpone()
+        elif self._checkpoints is not None:
             step = self.strategy.broadcast_object(self.loop.step, self.loop.first)  # workers of servers have their own
             self._checkpoints.save(step, self._notes(next_epoch))
 

@@ -16,7 +16,7 @@ import numpy as np
 from .. import context
 from ..comm.arrays import to_host
 from ..distributed_values import DistributedValues, PerReplica
-from ..errors import explain
+from ..errors import ContextError, explain
 from ..types import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
 from .arena import Arena
 from .placement import Description, Placement
@@ -54,6 +54,7 @@ class OnWriteVariable(Variable):
 
     def _update(self, op: str, value: Any) -> Self:
         function = f"Variable.{op}"
+        self._require_alike(function)
         frame = self._frame(op)
         if frame.replica is None or not self.placement.distributed:
             flat = as_flat(one_value(value, function), self.shape, self.dtype, function)
@@ -70,6 +71,7 @@ class OnWriteVariable(Variable):
         self._store(op, as_flat(total, self.shape, self.dtype, f"Variable.{op}"))
 
     def _scatter(self, op: str, depth: int, indices: np.ndarray, updates: np.ndarray) -> Self:
+        self._require_alike(f"Variable.scatter_{op}")
         frame = self._frame(f"scatter_{op}")
         delta = IndexedSlices(updates, indices)
         if frame.replica is None or not self.placement.distributed:
@@ -78,6 +80,17 @@ class OnWriteVariable(Variable):
         check_scatter(self, op)
         frame.replica.merge_call(functools.partial(self._merge_rows, op, depth), args=(delta,))
         return self
+
+    def _require_alike(self, function: str) -> None:
+        """Do nothing unless nodes have updated it by themselves: the outer step would undo a part of what is written.
+
+        Raises:
+            ContextError: they have.
+        """
+        if self in self.placement.apart:
+            expected, got = "nodes with the same value", "local steps since the last outer step"
+            remedy = "Call strategy.outer_step() before, or write while strategy.nodes_differ is false"
+            raise ContextError(explain(function, self.name, expected=expected, got=got, remedy=remedy))
 
     def _merge_rows(self, op: str, depth: int, strategy: Any, delta: Any) -> None:
         self._store_rows(op, depth, aggregate_slices(self, self._per_replica(delta)))

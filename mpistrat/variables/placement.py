@@ -12,6 +12,7 @@ import numpy as np
 
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
+from ..options import LocalSteps
 from ..types import VariableAggregation, VariableSynchronization
 from .arena import ArenaAllocator
 
@@ -126,12 +127,14 @@ class Placement:
         distributed: False for a strategy that has one replica by its nature (the default, OneDeviceStrategy): there a
             write in replica context needs no aggregation, and writes what it was given.
         store: what keeps variables, and what optimizers keep of them, where that is not the arenas.
+        local_steps: how nodes train by themselves; None where they do not, and on one node.
         partitioner: returns into how many shards a variable is cut, see `partitioners`; default: none is cut.
 
     Attributes:
         variables: every `Variable`, in the order of creation, the same on every rank.
         sharded: each `ShardedVariable` that several of them are together.
         made: the optimizers that were made in the strategy's scope, in that order.
+        apart: the variables that nodes have updated by themselves since the last outer step, and whose outer step they wait for.
         optimizers: those counted by the store. Others may name them when this rank's program no longer holds them.
     """
 
@@ -142,11 +145,13 @@ class Placement:
     devices: Sequence[str] = ("cpu:0",)
     distributed: bool = True
     store: Store | None = None
+    local_steps: LocalSteps | None = None
     partitioner: Callable[..., Sequence[int]] | None = None
     variables: list[Any] = field(default_factory=list)
     sharded: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     made: list[weakref.ref[Any]] = field(default_factory=list)
+    apart: dict[Any, Any] = field(default_factory=dict)
     _names: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -1,0 +1,262 @@
+"""Local steps: nodes train by themselves, and after so many updates take an outer step together.
+
+Within a round, from one outer step to the next, a step sums gradients over the node alone, and nodes' weights differ. The outer
+step sums the weights of all nodes, piece by piece, each on the node that keeps the piece's anchor and momentum: anchor minus the
+mean is the outer gradient, and SGD with Nesterov's momentum gives the new weights, which all nodes get.
+
+Source: Douillard et al., DiLoCo (arXiv 2311.08105), with the inner optimizer's slots each node's own, as there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from .._util.partition import aligned_bounds, merge
+from ..comm.arrays import accumulation_dtype
+from ..comm.process_group import ProcessGroup
+from ..cross_device.arena import BLOCK, ArenaSum, Consume
+from ..cross_device.arithmetic import arithmetic
+from ..cross_device.pieces import PieceShare, PieceSum
+from ..errors import ClosedError, ContextError, explain
+from ..options import LocalSteps
+from ..types import ReduceOp
+from ..variables.arena import Arena
+from ..variables.placement import Placement
+from ..variables.variable import Variable
+
+__all__ = ["OuterSteps"]
+
+Range = tuple[int, int]
+
+
+@final
+class OuterSteps:
+    """The rounds of one optimizer, and what its outer steps keep.
+
+    Which variables are in a round is in `Placement.apart`, for all that must not meet variables whose nodes differ.
+
+    Attributes:
+        group: the ranks of the strategy.
+    """
+
+    def __init__(self, placement: Placement, how: LocalSteps) -> None:
+        self.group = group = placement.group
+        self._placement, self._how = placement, how
+        self._updates = 0  # in this round
+        self._parity = 0
+        self._arenas: dict[Arena, _OuterArena] = {}
+        self._sums: dict[np.dtype, PieceSum] = {}
+        self._node_sum = ArenaSum(group, within_node=True)
+        counts = replicas_by_node(group)
+        mine, common = counts[group.node_index], math.gcd(*counts)
+        # A loss is scaled for the sum over all replicas. The sum over a node's, times this, is the gradient of the mean over the
+        # node's part of the batch; and the mean over nodes of these, weighted by replicas, is the gradient of all nodes.
+        self._factor = sum(counts) / mine
+        self._weight, self._divisor = mine // common, sum(counts) // common
+
+    # steps within a round
+
+    @property
+    def begun(self) -> bool:
+        """Whether nodes have taken local steps since the last outer step."""
+        return self in self._placement.apart.values()
+
+    def enter(self, variables: Sequence[Variable]) -> None:
+        """Take the anchors of variables before their first update in a round; nodes have the same weights of them.
+
+        Raises:
+            ContextError: on every rank, for variables that another optimizer has updated in a round of its own.
+        """
+        apart = self._placement.apart
+        if not self.begun:
+            self._updates = 0
+        for variable in variables:
+            if apart.get(variable, self) is not self:
+                expected = "one optimizer for each variable between two outer steps"
+                remedy = "Call strategy.outer_step() before another one updates it"
+                got = "a second one"
+                raise ContextError(explain("apply_gradients", variable.name, expected=expected, got=got, remedy=remedy))
+        new = [variable for variable in variables if variable not in apart]
+        apart.update(dict.fromkeys(new, self))
+        for arena, ranges in _ranges_of(new).items():
+            self._of(arena).take_anchor(ranges)
+
+    def sum_node(self, arena: Any, ranges: Sequence[Range], consume: Consume) -> None:
+        """Sum gradients over this node's replicas, and hand out what stands for the sum over all. Not between nodes."""
+        factor = self._factor
+
+        def scaled(low: int, high: int, block: np.ndarray) -> None:
+            if factor != 1:
+                np.multiply(block, factor, out=block)
+            consume(low, high, block)
+
+        self._node_sum.hand_out(arena, arena.owned(ranges), arithmetic(ReduceOp.SUM, arena.dtype, 1), scaled)
+
+    def count_update(self) -> None:
+        """Count an update of this round."""
+        self._updates += 1
+
+    @property
+    def due(self) -> bool:
+        """Whether the round is over."""
+        return self._updates >= self._how.every
+
+    # the outer step
+
+    def take(self) -> None:
+        """Take the outer step of all variables in the round, and end it. Collective."""
+        group, apart = self.group, self._placement.apart
+        variables = [variable for variable, owner in apart.items() if owner is self]
+        # Nodes compare a call that differs from the last one of its name: none waits in sums for one that takes no outer step.
+        self._parity = 1 - self._parity
+        names = ", ".join(variable.name for variable in variables)
+        detail = f"of {names} by {self._how}, {'an odd' if self._parity else 'an even'} one"
+        with group.collective("outer_step", detail=detail).stamp(f", after {self._updates} updates") as call:
+            shares: list[PieceShare] = []
+            try:
+                for arena, ranges in _ranges_of(variables).items():
+                    self._step(arena, ranges, shares)
+                for share in shares:
+                    share.finish()
+            except BaseException as error:
+                for share in shares:
+                    share.leave()
+                if group.monitor.refusal is None:
+                    why = f"an error left messages between nodes under way: {type(error).__name__}: {error}"
+                    group.monitor.refusal = ClosedError(f"the strategy is of no more use, {why}")
+                raise
+            group.node.barrier(call)
+        for variable in variables:
+            del apart[variable]
+        for variable in variables:
+            variable.apply_constraint(compare=True)
+
+    def _step(self, arena: Arena, ranges: Sequence[Range], shares: list[PieceShare]) -> None:
+        """Make the new weights of element ranges, and begin to share them. Collective over `group.inter`."""
+        inter, kept = self.group.inter, self._of(arena)
+        pieces, values = kept.pieces(ranges), arena.values
+        if inter is None:
+            return
+        how = arithmetic(ReduceOp.SUM, arena.dtype, 1)
+        sums = self._sums.get(how.accumulate)
+        if sums is None:
+            sums = self._sums[how.accumulate] = PieceSum(inter, how.accumulate, BLOCK)
+        rate, momentum, divisor = self._how.outer_learning_rate, self._how.outer_momentum, self._divisor
+
+        def update(low: int, high: int, total: np.ndarray) -> None:
+            np.divide(total, divisor, out=total)
+            anchor, velocity = kept.part(kept.anchor, low, high), kept.part(kept.momentum, low, high)
+            gradient = anchor - total
+            velocity *= momentum
+            velocity += gradient
+            # anchor - rate (gradient + momentum velocity), from the mean on: exactly the mean with rate 1 and momentum 0
+            anchor[...] = total
+            anchor += (1 - rate) * gradient
+            anchor -= (rate * momentum) * velocity
+
+        # Nodes weigh by their replicas: weights are added as often.
+        sums.hand_out([values] * self._weight, pieces, how, update)
+        for low, high in pieces[inter.rank]:  # not before: others' sums are read from here
+            values[low:high] = kept.part(kept.anchor, low, high)
+        share = PieceShare(inter, values, pieces)
+        shares.append(share)
+        share.ready(arena.size)
+
+    # files
+
+    def reset(self) -> None:
+        """Begin anew, without momentum."""
+        for kept in self._arenas.values():
+            kept.momentum[...] = 0
+
+    def load(self, variable: Variable, momentum: Any) -> None:
+        """Overwrite this rank's piece of the momentum of a variable's outer steps."""
+        assert variable.arena is not None
+        kept, first = self._of(variable.arena), variable.offset
+        flat = np.asarray(momentum).reshape(-1)
+        for low, high in kept.own([(first, first + variable.size)]):
+            kept.part(kept.momentum, low, high)[...] = flat[low - first : high - first]
+
+    def momentum_of_slice(self, variable: Variable) -> list[tuple[int, np.ndarray]]:
+        """Return the momentum of a variable's elements in this rank's slice: their first number, and arrays.
+
+        Collective over peers, inside a collective.
+        """
+        assert variable.arena is not None
+        first = variable.offset
+        found = self._of(variable.arena).gathered(first, first + variable.size)
+        return [(low - first, array) for low, array in found]
+
+    def _of(self, arena: Arena) -> _OuterArena:
+        kept = self._arenas.get(arena)
+        if kept is None:
+            kept = self._arenas[arena] = _OuterArena(arena)
+        return kept
+
+
+@final
+class _OuterArena:
+    """This rank's piece of an arena: the anchor, and the momentum of outer steps; each element is on one rank of all.
+
+    Attributes:
+        anchor, momentum: flat arrays of the piece, in the dtype of sums.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        low, high = (arena.sliced([(0, arena.size)]) or [(0, 0)])[0]
+        self._bounds = [(low + a, low + b) for a, b in aligned_bounds(high - low, arena.group.num_nodes)]
+        self._low, end = self._bounds[arena.group.node_index]
+        self.anchor = np.zeros(end - self._low, accumulation_dtype(arena.dtype))
+        self.momentum = np.zeros_like(self.anchor)
+
+    def pieces(self, ranges: Sequence[Range]) -> list[list[Range]]:
+        """Return the parts of element ranges in the piece that each node has of this rank's slice."""
+        inside = [[(max(a, low), min(b, high)) for a, b in ranges] for low, high in self._bounds]
+        return [[(a, b) for a, b in piece if a < b] for piece in inside]
+
+    def own(self, ranges: Sequence[Range]) -> list[Range]:
+        """Return the parts in this rank's piece."""
+        return self.pieces(ranges)[self._arena.group.node_index]
+
+    def part(self, array: np.ndarray, low: int, high: int) -> np.ndarray:
+        """Return elements [low, high) of the arena, which are in this rank's piece, of one of the arrays."""
+        return array[low - self._low : high - self._low]
+
+    def take_anchor(self, ranges: Sequence[Range]) -> None:
+        """Take the weights for anchors."""
+        for low, high in self.own(ranges):
+            self.part(self.anchor, low, high)[...] = self._arena.values[low:high]
+
+    def gathered(self, low: int, high: int) -> list[tuple[int, np.ndarray]]:
+        """Return the momentum of what of elements [low, high) is in this rank's slice. Collective over peers."""
+        inter, found = self._arena.group.inter, []
+        if inter is None:
+            return []
+        for first, end in self._arena.sliced([(low, high)]):
+            whole, pieces = np.empty(end - first, self.momentum.dtype), self.pieces([(first, end)])
+            for begin, after in pieces[inter.rank]:
+                whole[begin - first : after - first] = self.part(self.momentum, begin, after)
+            share = PieceShare(inter, whole, pieces, first)
+            share.ready(end)
+            share.finish()
+            found.append((first, whole))
+        return found
+
+
+def replicas_by_node(group: ProcessGroup) -> list[int]:
+    """Return the number of replicas on each node."""
+    return [sum(group.topology.replicas_per_rank[rank] for rank in group.ranks_of(n)) for n in range(group.num_nodes)]
+
+
+def _ranges_of(variables: Sequence[Variable]) -> dict[Arena, list[Range]]:
+    """Return the elements of variables, by arena, in their order."""
+    found: dict[Arena, list[Range]] = {}
+    for variable in variables:
+        if variable.arena is not None and variable.size:
+            found.setdefault(variable.arena, []).append((variable.offset, variable.offset + variable.size))
+    return {arena: merge(ranges) for arena, ranges in found.items()}
