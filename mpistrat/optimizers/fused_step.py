@@ -81,6 +81,8 @@ class FusedStep(UpdateRun):
     def run(self, aggregate: bool) -> None:
         """Take the step. Collective; in cross-replica context."""
         optimizer, group = self._optimizer, self._group
+        if self._outer is not None:
+            self._outer.check(self._variables)
         number, rate = optimizer.calls + 1, optimizer.learning_rate
         detail = self._detail if aggregate else self._detail + ", without aggregation"
         if self._rate_words[0] != rate:  # a number takes longer to write than to compare

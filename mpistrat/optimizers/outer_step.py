@@ -65,21 +65,25 @@ class OuterSteps:
         """Whether nodes have taken local steps since the last outer step."""
         return self in self._placement.apart.values()
 
-    def enter(self, variables: Sequence[Variable]) -> None:
-        """Take the anchors of variables before their first update in a round; nodes have the same weights of them.
+    def check(self, variables: Sequence[Variable]) -> None:
+        """Do nothing if this optimizer may update variables.
 
         Raises:
-            ContextError: on every rank, for variables that another optimizer has updated in a round of its own.
+            ContextError: on every rank, for one that another optimizer has updated in a round of its own.
         """
         apart = self._placement.apart
-        if not self.begun:
-            self._updates = 0
         for variable in variables:
             if apart.get(variable, self) is not self:
                 expected = "one optimizer for each variable between two outer steps"
                 remedy = "Call strategy.outer_step() before another one updates it"
                 got = "a second one"
                 raise ContextError(explain("apply_gradients", variable.name, expected=expected, got=got, remedy=remedy))
+
+    def enter(self, variables: Sequence[Variable]) -> None:
+        """Take the anchors of variables before their first update in a round; nodes have the same weights of them."""
+        apart = self._placement.apart
+        if not self.begun:
+            self._updates = 0
         new = [variable for variable in variables if variable not in apart]
         apart.update(dict.fromkeys(new, self))
         for arena, ranges in _ranges_of(new).items():
