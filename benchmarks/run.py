@@ -30,9 +30,10 @@ LAYOUTS = {  # ranks on one host
     "transports": (4,),
     "checkpoints": (2, 4),
     "watching": (2, 4),
+    "local_steps": (4,),
 }
 BENCHMARKS = tuple(LAYOUTS)
-OVER_HOSTS = ("all_reduce", "training_step", "frameworks", "parameter_server")
+OVER_HOSTS = ("all_reduce", "training_step", "frameworks", "parameter_server", "local_steps")
 FRAMEWORKS = ("torch", "jax", "keras")
 PEERS = {"tensorflow": ("all_reduce", "training_step", "parameter_server"), "torch": ("parameter_server",)}
 

@@ -484,3 +484,64 @@ def test_on_one_node_there_are_no_outer_steps():
             assert not strategy.nodes_differ
             found.append(state_of(variables))
     assert_same(*found)
+
+
+class Counted:
+    """A communicator between nodes that counts the bytes of what it sends piece by piece."""
+
+    def __init__(self, comm):
+        self.comm, self.sent, self.reduced = comm, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+    def Isend(self, buffer, *where):
+        self.sent += buffer[0].nbytes
+        return self.comm.Isend(buffer, *where)
+
+    def Allreduce(self, *buffers):
+        self.reduced += 1
+        return self.comm.Allreduce(*buffers)
+
+
+def test_bytes_between_nodes_fall_by_the_number_of_steps(layout):
+    """An outer step sends as much as a synchronous step whose slots are divided: sums to a piece's node, and its weights back."""
+    sizes, steps, every = (70_001, 15, 1, 66_177), 8, 4
+    sent = []
+    for more in ({"sharded_slots": True}, {"local_steps": every}):
+        with ms.MultiWorkerMirroredStrategy(**more) as strategy:
+            group = strategy.extended.process_group
+            variables, optimizer = make(strategy, lambda o: o.Adam(0.01), sizes=sizes)
+            counted = group.inter = None if group.inter is None else Counted(group.inter)
+            train(strategy, variables, optimizer, range(steps))
+            sent.append(counted and counted.sent)
+            if counted is not None and "local_steps" in more:
+                assert counted.reduced == 1 + steps // every - 1  # nodes compare their weights as a round begins
+    if sent[0] is not None:
+        assert sent[0] > 0
+        assert abs(sent[1] * every / sent[0] - 1) < 0.05  # pieces are not cut at the same elements
+
+
+def test_a_run_that_is_told_to_stop_ends_at_an_outer_step(layout, mpi_tmp_path, monkeypatch):
+    """And goes on from there as if nobody had stopped it."""
+    ends = []
+    for told in (False, True):
+        for _ in range(1 + told):
+            with opened(4) as strategy:
+                variables, optimizer = make(strategy, BUILDS["adam"])
+                rows = ms.data.from_arrays(np.arange(3 * strategy.size)).batch(strategy.size)
+
+                def step(x):
+                    gradients = [gradient_of(v.array, int(x[0]), 0, strategy.rank, strategy.size) for v in variables]  # noqa: B023
+                    optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))  # noqa: B023
+
+                checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path / str(told))
+                trainer = ms.train.Trainer(strategy, step, checkpoints=checkpoints)
+                with monkeypatch.context() as patched:
+                    if told and not checkpoints.steps():
+                        patched.setattr(type(strategy), "should_stop", lambda self: trainer.loop.step >= 2)  # noqa: B023
+                    trainer.fit(strategy.distribute_dataset(rows), epochs=4)
+                ends.append((trainer.loop.step, state_of(variables)))
+    whole, stopped, went_on = ends
+    assert (whole[0], stopped[0], went_on[0]) == (12, 4, 12)
+    assert_same(went_on[1], whole[1])
