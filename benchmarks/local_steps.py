@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def contenders() -> dict[str, ms.LocalSteps | None]:
-    """Return what is compared: synchronous training, and local steps, with DiLoCo's outer step and with plain means of weights."""
+    """Return what is compared: synchronous training; local steps with the outer step of DiLoCo, and with plain means."""
     found: dict[str, ms.LocalSteps | None] = {"synchronous": None}
     for every in EVERY:
         found[f"{every} local steps, means"] = ms.LocalSteps(every, outer_learning_rate=1.0, outer_momentum=0.0)

@@ -18,7 +18,7 @@ from .outer_step import OuterSteps
 
 __all__ = ["OUTER_MOMENTUM", "node_slots_here", "slots_for", "waiting_of_nodes"]
 
-OUTER_MOMENTUM = "outer_momentum"
+OUTER_MOMENTUM = "@outer_momentum"
 _NODE = "@node"
 
 Parts = list[tuple[int, Any]]
@@ -36,8 +36,8 @@ def slots_for(names: Iterable[str], node: int | None) -> dict[str, str]:
         node: None where nodes have equal slots.
 
     Example:
-        >>> slots_for(["momentum", "momentum@node1", "outer_momentum"], 3)
-        {'momentum@node1': 'momentum', 'outer_momentum': 'outer_momentum'}
+        >>> slots_for(["momentum", "momentum@node1", "@outer_momentum"], 3)
+        {'@outer_momentum': '@outer_momentum', 'momentum@node1': 'momentum'}
     """
     known = set(names)
     plain = sorted(name for name in known if _NODE not in name)

@@ -70,3 +70,22 @@ def test_tensorflow_s_names_of_implementations():
         chosen = CommunicationOptions(implementation=name).implementation
         assert chosen is CommunicationImplementation[name] is ms.CollectiveCommunication[name]
     assert CommunicationImplementation.RING is CommunicationImplementation.MPI
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"every": 0}, ValueError, "every: expected an integer of at least 1, got 0"),
+        ({"every": 2.0}, TypeError, "every: expected an integer of at least 1, got 2.0"),
+        ({"every": True}, TypeError, "every"),
+        ({"every": 2, "outer_learning_rate": 0.0}, ValueError, "outer_learning_rate: expected a number > 0"),
+        ({"every": 2, "outer_momentum": 1.0}, ValueError, "outer_momentum: expected 0 ≤ value < 1"),
+    ],
+)
+def test_local_steps_out_of_range(given, error, text) -> None:
+    with pytest.raises(error, match=text):
+        ms.LocalSteps(**given)
+
+
+def test_local_steps_are_those_of_the_paper() -> None:
+    assert ms.LocalSteps(500) == ms.LocalSteps(every=500, outer_learning_rate=0.7, outer_momentum=0.9)
