@@ -2,7 +2,8 @@
 
 The barrier is an array of flags in shared memory. Rank r counts the barriers it has reached in its own flag and waits until
 every other flag has reached that count. Next to the flag are two tag words, used alternately: a rank may be one barrier ahead
-of another, never two, so a tag is not overwritten until every rank has compared it.
+of another, never two, so a tag is not overwritten until every rank has compared it. `loops.meet` does in C what `Node._meet`
+does here, on the same memory; what takes longer than a millisecond, and what may go wrong, is done here for both.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, final
 
 import numpy as np
 
+from .._util import loops
 from .._util.text import binary_size, named
 from ..errors import CollectiveTimeoutError, PeerExitError
 from . import shared_memory
@@ -42,7 +44,8 @@ _HERE, _LEFT, _GAVE_UP = 0, 1, 2  # states; added to _LEFT, times _STATES, is th
 _STATES = 4
 _POISON = -1  # the tag of a rank that gave up: no call has it
 
-_SPINS, _YIELDS = 50, 1500  # about 2 µs and 1 ms
+_SPIN, _YIELDS = 2000, 1500  # ns without letting others run, then times that it does: about 1 ms
+_DIFFERENT, _LATE = -1, -2  # of `_meet`
 _START, _GROWTH = 5e-5, 1.01  # seconds of the first sleep; the end of a wait of 50 ms is noticed within half a ms
 
 
@@ -118,31 +121,46 @@ class Node:
             call = self._plain
         self._sequence = sequence = self._sequence + 1
         half = sequence & 1
-        flags = self._flags
-        began = perf_counter_ns()
         if self._laid[half] is not call.payload:
             self._lay(half, call)
-        tag = flags[self._own + _TAG + half] = call.tag ^ self.draws.mark
+        tag = call.tag ^ self.draws.mark
+        waited = self._by_flags and loops.meet(self._bytes, self.rank, sequence, tag, _SPIN)
+        if waited is False:
+            waited = self._meet(sequence, tag)
+        if waited >= 0:
+            RECORDER.waited += waited
+        elif waited == _DIFFERENT or self._wait(sequence, tag, _LATE - waited, call) == _DIFFERENT:
+            self._differ(half, call)
+
+    def _meet(self, sequence: int, tag: int) -> int:
+        """As `loops.meet`, whose results it returns: ns that this rank waited, _DIFFERENT, or _LATE less the ns."""
+        began = perf_counter_ns()
+        flags = self._flags
+        flags[self._own + _TAG + (sequence & 1)] = tag
         self._sync()
         flags[self._own] = sequence
-        if self._by_flags:
-            for i in self._others:
-                if flags[i] < sequence:
-                    for _ in range(_SPINS):
-                        if flags[i] >= sequence:
-                            break
-                    else:
-                        self._wait(i, sequence, call)
-        else:
+        if not self._by_flags:
             self._comm.Barrier()
-        RECORDER.waited += perf_counter_ns() - began
+            return self._compare(sequence, tag, began)
+        for i in self._others:
+            while flags[i] < sequence:
+                if perf_counter_ns() - began < _SPIN or self._comes(i, sequence):
+                    continue
+                return _LATE - (perf_counter_ns() - began)
+        return self._compare(sequence, tag, began)
+
+    def _compare(self, sequence: int, tag: int, began: int) -> int:
+        """The same, after all have come."""
+        waited, half = perf_counter_ns() - began, sequence & 1
         self._sync()
         if self._by_flags:
+            flags = self._flags
             for i in self._other_tags[half]:
                 if flags[i] != tag:
-                    self._differ(half, call)
+                    return _DIFFERENT
         elif np.count_nonzero(self._tags[half] != tag):  # of many ranks at once: 128 in 1.4 µs, one by one in 3.5
-            self._differ(half, call)
+            return _DIFFERENT
+        return waited
 
     def _lay(self, half: int, call: Call) -> None:
         """Write the text of a call where the others find it."""
@@ -150,17 +168,22 @@ class Node:
         start = self.rank * _PAGE + _TEXT[half]
         self._bytes[start : start + len(call.payload)] = call.payload
 
-    def _wait(self, i: int, sequence: int, call: Call) -> None:
-        """Wait for one flag: first spinning, then with sleeps, checking for all that may go wrong."""
+    def _comes(self, i: int, sequence: int) -> bool:
+        """Return whether a rank comes soon; let others run meanwhile."""
         flags, yield_core = self._flags, os.sched_yield
         for _ in range(_YIELDS):
             if flags[i] >= sequence:
-                return
+                return True
             yield_core()
+        return False
+
+    def _wait(self, sequence: int, tag: int, waited: int, call: Call) -> int:
+        """Wait for ranks that are long in coming, checking for all that may go wrong. Return what `_meet` does."""
+        began = perf_counter_ns() - waited
         backoff, deadline = Backoff(yields=0, start=_START, growth=_GROWTH), Deadline(call.timeout)
         self._monitor.on_flags = True
         try:
-            while flags[i] < sequence:
+            while self._missing(sequence):
                 backoff.pause()
                 self._comm.Iprobe()  # MPI sends what it has buffered for other ranks only within its calls
                 self._check_gone(sequence, call)
@@ -168,6 +191,9 @@ class Node:
                     self._give_up(sequence, call)
         finally:
             self._monitor.on_flags = False
+        waited = self._compare(sequence, tag, began)
+        RECORDER.waited += max(0, waited)
+        return waited
 
     def _missing(self, sequence: int) -> list[int]:
         """The offsets of the flags of ranks that have not come."""

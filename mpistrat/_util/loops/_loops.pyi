@@ -13,6 +13,13 @@ INSTRUCTIONS: str
 def add(out: Any, parts: list[Any], /) -> bool:
     """Write the sum of the parts, from the first to the last; of 16-bit ones, too, in float32. uint16 are bits of bfloat16."""
 
+def meet(pages: Any, rank: int, sequence: int, tag: int, spin: int, /) -> int:
+    """Come to barrier number `sequence` of a node with a tag, and wait for the other ranks for about a millisecond.
+
+    `pages` are the control pages of all ranks (see comm/node.py); for the first `spin` ns no other thread may run.
+    Returns how many ns it waited, if all came with this tag; -1 if one came with another; -2 less the ns where not all came.
+    """
+
 def narrow(out: Any, values: Any, /) -> bool:
     """Round float32 to float16, or to bfloat16, whose bits `out` has as uint16."""
 
