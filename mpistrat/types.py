@@ -30,6 +30,10 @@ class ReduceOp(enum.Enum):
     MAX = "MAX"
     PROD = "PROD"
 
+    __hash__ = (
+        object.__hash__
+    )  # each is one object; Enum's own is a function of Python, which costs more than a look-up
+
     @classmethod
     def parse(cls, value: ReduceOp | str, function: str = "reduce") -> ReduceOp:
         """Return the ReduceOp that a member or its name (in any case) stands for.

@@ -25,7 +25,7 @@ from .arena import Consume, GradientArena
 from .hierarchical import HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .nccl import NcclAllReduce
-from .ops import IMPLEMENTATIONS, CrossDeviceOps
+from .ops import IMPLEMENTATIONS, CrossDeviceOps, SmallReduction
 
 __all__ = ["AutoAllReduce", "Chooser", "Rule", "make_cross_device_ops"]
 
@@ -98,6 +98,9 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         chosen = self._choose(arrays[0])
         synchronize, how = chosen.entry(arrays, destinations)
         return synchronize, (type(chosen).__name__, how)
+
+    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> SmallReduction | None:
+        return self._choose(array).small_reduction(reduce_op, array)
 
     def reduce_implementation(
         self,

@@ -21,6 +21,7 @@ import numpy as np
 from .._util.buffers import BufferPool
 from .._util.partition import aligned_bounds
 from ..comm.arrays import all_reduce, is_gpu
+from ..comm.node import Node
 from ..comm.packing import pack_sizes
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import PerReplica
@@ -31,6 +32,7 @@ from .arena import ArenaSum, Consume, Destination, GradientArena
 from .arithmetic import Arithmetic, combine, finish
 from .flat import FlatAllReduce
 from .mpi import mpi_sum
+from .ops import SmallReduction
 
 __all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
 
@@ -92,6 +94,12 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         if self._exchanged(arrays[0]) is not None:
             return False, "exchange"
         return True, ""
+
+    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> SmallReduction | None:
+        exchange = self._exchanged(array)
+        if exchange is None or array.nbytes > SMALL_BYTES or is_gpu(array):
+            return None
+        return exchange.small(array.shape, self.arithmetic(reduce_op, array.dtype))
 
     # Users' own arrays
 
@@ -315,6 +323,11 @@ class _ExchangeSum:
                 np.copyto(chunk, total, casting="unsafe")
         return out
 
+    def small(self, shape: tuple[int, ...], how: Arithmetic) -> SmallReduction | None:
+        """Return what sums arrays of one shape, if it takes one barrier."""
+        size = int(np.prod(shape, dtype=np.int64))
+        return _SmallExchange(self._node, shape, how).sum if size * how.accumulate.itemsize <= self._chunk else None
+
     def _sum_chunk(self, arrays: Sequence[np.ndarray], total: np.ndarray, ufunc: np.ufunc, call: Any) -> None:
         views = self._staged(total.dtype, total.size)
         node = self._node
@@ -333,3 +346,33 @@ class _ExchangeSum:
             cached = half, [memory[: size * dtype.itemsize].view(dtype) for memory in half]
             self._views[key] = cached
         return cached[1]
+
+
+@final
+class _SmallExchange:
+    """The same for one form of array: what can be known before is, for here each microsecond counts."""
+
+    def __init__(self, node: Node, shape: tuple[int, ...], how: Arithmetic) -> None:
+        self._node, self._shape, self._how = node, shape, how
+        self._ufunc, self._dtype = how.ufunc, how.accumulate
+        self._rounded = how.divisor != 1 or how.accumulate != how.result
+        self._halves: list[list[np.ndarray]] = [[], []]  # every rank's part, of even barriers and of odd ones
+
+    def sum(self, array: np.ndarray, call: Any) -> np.ndarray:
+        """Return the reduction, a new array. Collective on the node. The barrier compares `call`."""
+        node = self._node
+        parts = self._halves[node.barriers & 1] or self._view(node.barriers & 1)
+        parts[node.rank][...] = array
+        node.barrier(call)
+        total = np.empty(self._shape, self._dtype)
+        if len(parts) == 2:
+            self._ufunc(parts[0], parts[1], out=total)
+        else:
+            combine(self._ufunc, [part.reshape(-1) for part in parts], total.reshape(-1))
+        return finish(total, self._how) if self._rounded else total
+
+    def _view(self, half: int) -> list[np.ndarray]:
+        nbytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
+        parts = [memory[:nbytes].view(self._dtype).reshape(self._shape) for memory in self._node.staging()]
+        self._halves[half] = parts
+        return parts

@@ -6,13 +6,14 @@ It checks and compares; the algorithms are in a file each, gather and broadcast 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .._util.partition import blocks
 from ..comm.arrays import array_module, as_array
+from ..comm.contract import Collective
 from ..comm.process_group import ProcessGroup
 from ..distributed_values import Mirrored, PerReplica
 from ..errors import explain
@@ -34,14 +35,19 @@ from .values import (
     reducible_values,
 )
 
-__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps"]
+__all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "SmallReduction"]
 
 CHUNK = 1 << 22  # elements that an algorithm without arenas of its own reduces at a time
 
 _NO_OPTIONS = CommunicationOptions()
+_NUMBERS = (float, int, np.number)
+_KEPT_PLANS = 1024
 
 #: The algorithms that a setting can name; each class enters itself: `class X(CrossDeviceOps, implementation=...)`.
 IMPLEMENTATIONS: dict[CommunicationImplementation, type[CrossDeviceOps]] = {}
+
+
+SmallReduction = Callable[[np.ndarray, Collective], np.ndarray]
 
 
 class CrossDeviceOps(ABC):
@@ -66,6 +72,8 @@ class CrossDeviceOps(ABC):
 
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
+    #: The call and the function for small arrays, by reduction, dtype, shape, options and name.
+    _plans: dict[Hashable, tuple[Collective, SmallReduction]]
     #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.
     call: Any = None
 
@@ -85,10 +93,11 @@ class CrossDeviceOps(ABC):
             expected, got = "an object of one strategy", "one that another strategy uses"
             raise ValueError(explain(type(self).__name__, "", expected=expected, got=got, remedy=remedy))
         self._group = group
-        self._others = None
+        self._others, self._plans = None, {}
 
     def close(self) -> None:
         """Free what the algorithm owns, such as NCCL communicators. Collective; the strategy calls it before it closes."""
+        self._plans = {}
         for other in (self._others or {}).values():
             if other is not self:
                 other.close()
@@ -139,7 +148,20 @@ class CrossDeviceOps(ABC):
         """
         op = ReduceOp.parse(reduce_op, "reduce")
         check_destinations(destinations, "reduce")
-        options = options or _NO_OPTIONS
+        if type(per_replica_value) is np.ndarray or isinstance(per_replica_value, _NUMBERS):
+            array = np.asarray(per_replica_value)
+            plan = self._plans.get((op, array.dtype, array.shape, options, name))
+            if plan is not None:
+                with plan[0] as call:
+                    result = plan[1](array, call)
+                return result if destinations is None else on_destination(result, destinations)
+        return self._reduce(op, per_replica_value, destinations, options, name)
+
+    def _reduce(
+        self, op: ReduceOp, per_replica_value: Any, destinations: Any, given: CommunicationOptions | None, name: str
+    ) -> Any:
+        """As `reduce`, of a value for which there is no plan."""
+        options = given or _NO_OPTIONS
         ops = self._chosen(options)
         ops._check_known(op, "reduce")
         group = ops.group
@@ -162,6 +184,12 @@ class CrossDeviceOps(ABC):
             synchronize=synchronize,
         ) as ops.call:
             result = ops.reduce_implementation(op, PerReplica(arrays), destinations, options)
+        if len(arrays) == 1 and not synchronize:
+            small = ops.small_reduction(op, first)
+            if small is not None:
+                if len(self._plans) >= _KEPT_PLANS:
+                    self._plans.clear()
+                self._plans[op, first.dtype, first.shape, given, name] = ops.call, small
         return result if destinations is None else on_destination(result, destinations)
 
     def batch_reduce(
@@ -332,6 +360,13 @@ class CrossDeviceOps(ABC):
                     block = scratch[: end - begin]
                     xp.copyto(block, total[begin - low : end - low], casting="unsafe")
                     consume(begin, end, block)
+
+    def small_reduction(self, reduce_op: ReduceOp, array: Any) -> SmallReduction | None:
+        """Return what reduces arrays of one dtype and shape, wherever they lie, instead of `reduce_implementation`; else None.
+
+        It is called as small(array, call), and itself begins with `self.group.node.barrier(call)`: `entry` has said so.
+        """
+        return None
 
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
         """Return how a reduction begins: what ranks must agree on beside the values.
