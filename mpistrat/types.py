@@ -45,12 +45,16 @@ class ReduceOp(enum.Enum):
             >>> ReduceOp.parse("sum")
             <ReduceOp.SUM: 'SUM'>
         """
-        if isinstance(value, cls):
+        if type(value) is cls:
             return value
-        if isinstance(value, str) and value.upper() in cls.__members__:
-            return cls[value.upper()]
+        known = _REDUCTIONS.get(value.upper()) if isinstance(value, str) else None
+        if known is not None:
+            return known
         names = ", ".join(cls.__members__)
         raise ValueError(f"{function}: reduce_op: expected a ReduceOp or its name ({names}), got {value!r}")
+
+
+_REDUCTIONS = dict(ReduceOp.__members__)
 
 
 class VariableSynchronization(enum.Enum):

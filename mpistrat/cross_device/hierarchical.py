@@ -325,8 +325,8 @@ class _ExchangeSum:
 
     def small(self, shape: tuple[int, ...], how: Arithmetic) -> SmallReduction | None:
         """Return what sums arrays of one shape, if it takes one barrier."""
-        size = int(np.prod(shape, dtype=np.int64))
-        return _SmallExchange(self._node, shape, how).sum if size * how.accumulate.itemsize <= self._chunk else None
+        nbytes = int(np.prod(shape, dtype=np.int64)) * how.accumulate.itemsize
+        return _SmallExchange(self._node, shape, how).sum if nbytes <= self._chunk else None
 
     def _sum_chunk(self, arrays: Sequence[np.ndarray], total: np.ndarray, ufunc: np.ufunc, call: Any) -> None:
         views = self._staged(total.dtype, total.size)
@@ -356,23 +356,25 @@ class _SmallExchange:
         self._node, self._shape, self._how = node, shape, how
         self._ufunc, self._dtype = how.ufunc, how.accumulate
         self._rounded = how.divisor != 1 or how.accumulate != how.result
-        self._halves: list[list[np.ndarray]] = [[], []]  # every rank's part, of even barriers and of odd ones
+        self._size = int(np.prod(shape, dtype=np.int64))
+        self._views: list[list[np.ndarray]] = [[], []]  # of every rank's part, for even barriers and for odd ones
 
     def sum(self, array: np.ndarray, call: Any) -> np.ndarray:
         """Return the reduction, a new array. Collective on the node. The barrier compares `call`."""
         node = self._node
-        parts = self._halves[node.barriers & 1] or self._view(node.barriers & 1)
+        half = node.barriers & 1
+        parts = self._views[half] or self._view(half)
         parts[node.rank][...] = array
         node.barrier(call)
-        total = np.empty(self._shape, self._dtype)
         if len(parts) == 2:
-            self._ufunc(parts[0], parts[1], out=total)
+            total = np.asarray(self._ufunc(parts[0], parts[1]))
         else:
+            total = np.empty(self._shape, self._dtype)
             combine(self._ufunc, [part.reshape(-1) for part in parts], total.reshape(-1))
         return finish(total, self._how) if self._rounded else total
 
     def _view(self, half: int) -> list[np.ndarray]:
-        nbytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
-        parts = [memory[:nbytes].view(self._dtype).reshape(self._shape) for memory in self._node.staging()]
-        self._halves[half] = parts
-        return parts
+        nbytes = self._size * self._dtype.itemsize
+        views = [memory[:nbytes].view(self._dtype).reshape(self._shape) for memory in self._node.staging()]
+        self._views[half] = views
+        return views

@@ -73,7 +73,7 @@ class CrossDeviceOps(ABC):
     _group: ProcessGroup | None = None
     _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
     #: The call and the function for small arrays, by reduction, dtype, shape, options and name.
-    _plans: dict[Hashable, tuple[Collective, SmallReduction]]
+    _plans: dict[Hashable, tuple[Collective, SmallReduction]] | None = None
     #: The collective call that is under way: what the first node barrier of `reduce_implementation` carries.
     call: Any = None
 
@@ -93,11 +93,11 @@ class CrossDeviceOps(ABC):
             expected, got = "an object of one strategy", "one that another strategy uses"
             raise ValueError(explain(type(self).__name__, "", expected=expected, got=got, remedy=remedy))
         self._group = group
-        self._others, self._plans = None, {}
+        self._others = self._plans = None
 
     def close(self) -> None:
         """Free what the algorithm owns, such as NCCL communicators. Collective; the strategy calls it before it closes."""
-        self._plans = {}
+        self._plans = None
         for other in (self._others or {}).values():
             if other is not self:
                 other.close()
@@ -146,12 +146,16 @@ class CrossDeviceOps(ABC):
             TypeError: values that cannot be reduced: bool, structured, objects; by MIN, MAX and PROD complex numbers and
                 IndexedSlices.
         """
-        op = ReduceOp.parse(reduce_op, "reduce")
-        check_destinations(destinations, "reduce")
-        if type(per_replica_value) is np.ndarray or isinstance(per_replica_value, _NUMBERS):
-            array = np.asarray(per_replica_value)
-            plan = self._plans.get((op, array.dtype, array.shape, options, name))
-            if plan is not None:
+        op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.parse(reduce_op, "reduce")
+        if destinations is not None:
+            check_destinations(destinations, "reduce")
+        value = per_replica_value
+        if type(value) is PerReplica and len(value.values) == 1:
+            value = value.values[0]
+        if type(value) is np.ndarray or isinstance(value, _NUMBERS):
+            array = np.asarray(value)
+            plan = self._plans and self._plans.get((op, array.dtype, array.shape, options, name))
+            if plan:
                 with plan[0] as call:
                     result = plan[1](array, call)
                 return result if destinations is None else on_destination(result, destinations)
@@ -187,8 +191,8 @@ class CrossDeviceOps(ABC):
         if len(arrays) == 1 and not synchronize:
             small = ops.small_reduction(op, first)
             if small is not None:
-                if len(self._plans) >= _KEPT_PLANS:
-                    self._plans.clear()
+                if self._plans is None or len(self._plans) >= _KEPT_PLANS:
+                    self._plans = {}
                 self._plans[op, first.dtype, first.shape, given, name] = ops.call, small
         return result if destinations is None else on_destination(result, destinations)
 

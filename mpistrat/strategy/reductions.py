@@ -21,6 +21,7 @@ from ..variables import Variable
 __all__ = ["Axis", "Reductions", "as_scalar", "read_variables"]
 
 Axis = int | Sequence[int] | None
+_PLAIN = frozenset({np.ndarray, np.float64, np.float32, float, int})  # so quick to ask that it is asked first
 
 
 @final
@@ -54,7 +55,7 @@ class Reductions:
         if axis is None:
             if self.alone:
                 return value
-            if not nest.is_nested(value):
+            if type(value) in _PLAIN or not nest.is_nested(value):
                 return as_scalar(self.ops.reduce(op, value, None, self.merged(options)))
             return nest.pack_like(value, self._reduce_all(op, nest.flatten(value), options, nest.form(value)))
         over = _OVER[op]
@@ -93,6 +94,8 @@ class Reductions:
 
         With one replica in all, an ON_WRITE variable is a value like any other.
         """
+        if type(value) in _PLAIN:
+            return value
         if isinstance(value, Variable):
             if value.synchronization is VariableSynchronization.ON_READ and not self.alone:
                 return PerReplica(value.values)

@@ -119,6 +119,36 @@ def test_dtypes(ops, group, replicas):
         assert mean.astype(complex).tolist() == [k * (replicas + 1) / 2 * factor for k in (1, 2, 3, 0)], dtype
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+def test_a_form_that_was_reduced_before(ops, group, replicas, shape):
+    """What is kept of a dtype and a shape changes nothing, also where other calls come between."""
+    counts = np.arange(1, replicas + 1)
+    for turn in (1, 2, 3, 4):
+        for dtype in ("int8", "int64", "float16", "float32", "float64", "complex128"):
+            values = local(group, lambda replica: np.full(shape, turn * (replica + 1), dtype))  # noqa: B023
+            total, mean = ops.reduce("SUM", values, name=f"{turn % 2}"), ops.reduce(ReduceOp.MEAN, values)
+            assert total.dtype == dtype and total.shape == shape and isinstance(total, np.ndarray)
+            assert (total == turn * counts.sum()).all()
+            assert mean.dtype == (np.float64 if dtype.startswith("int") else dtype) and mean.shape == shape
+            assert (mean == turn * counts.mean()).all()
+            total[...] = 0  # it is the caller's
+            ops.broadcast(np.ones(3))
+
+
+def test_ranks_that_make_different_calls_made_before(ops, group):
+    if group.topology.size == 1 or group.num_nodes > 1:  # other nodes compare at intervals
+        pytest.skip("needs two ranks of a node")
+    first = group.topology.rank == 0
+    calls = [("SUM", np.ones(2)), ("MEAN", np.ones(2)), ("SUM", np.ones(3)), ("SUM", np.ones(2, np.float32))]
+    pairs = [(op, local(group, lambda replica: array)) for op, array in calls]  # noqa: B023
+    for op, value in pairs * 3:
+        ops.reduce(op, value)
+    for op, value in pairs[1:]:
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0: reduce float64 \(2,\) .*SUM.*ranks? 1"):
+            ops.reduce(*(pairs[0] if first else (op, value)))
+        assert ops.reduce(*pairs[1]).tolist() == [1.0, 1.0]  # nothing is broken
+
+
 def test_narrow_floats_are_rounded_once(ops, group, replicas):
     # 2048 + 1 is 2048 in float16, so sums formed in float16 would stay there.
     values = local(group, lambda replica: np.float16([2048 if replica == 0 else 1]))

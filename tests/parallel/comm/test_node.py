@@ -1,10 +1,15 @@
 """The barrier of a node and its staging room."""
 
+import contextlib
+import os
+import signal
 import time
 
 import numpy as np
 import pytest
 
+from mpistrat._util import loops
+from mpistrat.comm.recorder import RECORDER
 from mpistrat.errors import CollectiveMismatchError, CollectiveTimeoutError
 
 pytestmark = pytest.mark.ranks(2, 4)
@@ -15,11 +20,25 @@ def enter(group, *what, **options):
         pass
 
 
-@pytest.fixture(params=["flags", "mpi"])
+def wait_in(way, monkeypatch):
+    """Let ranks wait for flags in C, in Python, or some so and some so. Without compiled loops all do it in Python."""
+    from mpi4py import MPI
+
+    if way == "python" or (way == "mixed" and MPI.COMM_WORLD.rank % 2):
+        monkeypatch.setattr(loops, "meet", loops.leave_to_numpy)
+
+
+@pytest.fixture(params=["compiled", "python", "mixed"])
+def way(request, monkeypatch):
+    wait_in(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["compiled", "python", "mixed", "mpi"])
 def group(request, make_group, monkeypatch):
-    """A group whose barrier goes through flags, and one whose barrier goes through MPI as on large nodes."""
+    """A group whose barrier goes through flags, in each way, and one whose barrier goes through MPI as on large nodes."""
     from mpistrat.comm import node
 
+    wait_in(request.param, monkeypatch)
     if request.param == "mpi":
         monkeypatch.setattr(node, "FLAG_RANKS", 1)
     return make_group()
@@ -96,6 +115,7 @@ def test_long_texts(group):
         enter(group, "all_reduce", "é" * 900 + str(group.topology.rank))
 
 
+@pytest.mark.usefixtures("way")
 def test_missing_rank_is_named_with_its_place(make_group):
     group = make_group(abort_after=0.5)
     rank, last = group.topology.rank, group.topology.size - 1
@@ -117,6 +137,7 @@ def test_missing_rank_is_named_with_its_place(make_group):
         group.barrier("afterwards")
 
 
+@pytest.mark.usefixtures("way")
 def test_timeout_of_one_call(make_group):
     group = make_group(abort_after=30.0)
     if group.topology.rank == 0:
@@ -125,3 +146,51 @@ def test_timeout_of_one_call(make_group):
     with pytest.raises(CollectiveTimeoutError):
         enter(group, "reduce", timeout=0.3)
     assert time.monotonic() - start < 3
+
+
+def test_waiting_is_counted(group):
+    """A rank that waits 0.1 s for another counts as much, in the unit of the recorder; who comes last waits for nobody."""
+    node, late = group.node, group.topology.rank == 0
+    node.barrier()
+    before = RECORDER.waited
+    if late:
+        time.sleep(0.1)
+    node.barrier()
+    waited = (RECORDER.waited - before) / 1e9
+    assert waited < 0.09 if late else 0.09 < waited < 5
+
+
+@pytest.mark.usefixtures("way")
+def test_a_signal_ends_the_wait(make_group):
+    """Ctrl-C reaches a rank that waits for another; it has come to the barrier, so the next one works."""
+    node = make_group().node
+    node.barrier()
+    if node.rank == 0:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        start = time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                node.barrier()
+            assert time.monotonic() - start < 0.9
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    else:
+        time.sleep(1)
+        node.barrier()
+    node.barrier()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs the right to choose a core")
+@pytest.mark.usefixtures("way")
+def test_all_ranks_on_one_core(make_group):
+    """A rank that waits lets those that it waits for have the core."""
+    node, cores = make_group().node, os.sched_getaffinity(0)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, cores)
+        os.sched_setaffinity(0, {min(cores)})
+        for k in range(300):
+            staging = node.staging()
+            staging[node.rank][:8] = (k + node.rank) % 251
+            node.barrier()
+            assert [int(room[:8].sum()) for room in staging] == [8 * ((k + r) % 251) for r in range(node.size)]
