@@ -24,6 +24,8 @@ from .replica_threads import current_rendezvous
 
 __all__ = ["ReplicaContext", "Scope", "ValueContext", "in_step", "local_replica"]
 
+_ALL_REDUCE = {op: f"all_reduce {op.value}" for op in ReduceOp}
+
 
 @final
 class Scope:
@@ -162,8 +164,7 @@ class ReplicaContext:
             ...     return ctx.all_reduce("SUM", ctx.replica_id_in_sync_group)  # 0 + 1 + 2 + 3 = 6
         """
         op = ReduceOp.parse(reduce_op, "all_reduce")
-        what = f"all_reduce {op.value}"
-        return self._together(what, lambda joined: self._reductions.reduce(op, joined, None, options), value)
+        return self._together(_ALL_REDUCE[op], lambda joined: self._reductions.reduce(op, joined, None, options), value)
 
     def all_gather(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the replicas' arrays concatenated along an axis, in replica order, on every replica. Collective.
