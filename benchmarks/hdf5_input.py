@@ -35,6 +35,7 @@ CASES = [
         for files in (1, 8, 100)
         for order in ("in order", "shuffled")
     ),
+    Case("contiguous", 1, "shuffled", 3072, labels=True),
     *(
         Case(layout, 8, order, row_bytes)
         for row_bytes in (64, 150_000)
@@ -68,6 +69,12 @@ class Share:
     def maps(self) -> list[np.ndarray]:
         """Memory maps of the contiguous datasets."""
         return [np.memmap(d.file.filename, np.uint8, "r", d.id.get_offset(), d.shape) for d in self.datasets]
+
+    @functools.cached_property
+    def labels(self) -> np.ndarray:
+        """A memory map of the first file's labels."""
+        label = self.datasets[0].file["y"]
+        return np.memmap(label.file.filename, label.dtype, "r", label.id.get_offset(), label.shape)
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
@@ -142,11 +149,13 @@ def _chunks_by_hand(share: Share) -> Iterator[np.ndarray]:
 
 
 def bare_map(share: Share) -> Iterator[Any]:
-    """One memory map and `np.take` into one buffer: what the machine can do."""
-    out = np.empty((share.case.batch, share.case.row_bytes), np.uint8)
+    """One memory map a field and `np.take` into one buffer: what NumPy can do."""
+    fields = (share.maps[0], share.labels) if share.case.labels else (share.maps[0],)
+    out = tuple(np.empty((share.case.batch, *field.shape[1:]), field.dtype) for field in fields)
     while True:
         for rows in share.batches(1):
-            share.maps[0].take(rows, axis=0, out=out, mode="clip")
+            for field, buffer in zip(fields, out, strict=True):
+                field.take(rows, axis=0, out=buffer, mode="clip")
             yield out
 
 
@@ -208,9 +217,11 @@ def tf_data(share: Share) -> Iterator[Any]:
 
 def contenders(case: Case) -> dict[str, Reader]:
     """Return who can read a case, by name; peers that are not installed are left out."""
-    readers: dict[str, Reader] = {OURS: ours, HAND: by_hand}
+    readers: dict[str, Reader] = {OURS: ours} if case.labels else {OURS: ours, HAND: by_hand}
     if case.layout == "contiguous" and case.files == 1:
         readers[MAP] = bare_map
+    if case.labels:
+        return readers
     if harness.version("torch"):
         for workers in (0, 1, 2):
             readers[OVER_H5PY.format(workers)] = functools.partial(torch_loader, workers=workers, mapped=False)

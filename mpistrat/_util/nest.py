@@ -38,7 +38,7 @@ def is_nested(value: Any) -> bool:
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
     """Key and child pairs; mappings in sorted key order, so that ranks agree whatever the insertion order."""
-    if isinstance(node, Mapping):
+    if type(node) is dict or isinstance(node, Mapping):
         try:
             return [(key, node[key]) for key in sorted(node)]
         except TypeError:  # keys that do not compare: 1 and "a"
@@ -54,7 +54,7 @@ def _key(key: Any) -> str:
 
 
 def _rebuild(node: Any, keys: list[Any], children: list[Any]) -> Any:
-    if isinstance(node, Mapping):
+    if type(node) is dict or isinstance(node, Mapping):
         by_key = dict(zip(keys, children, strict=True))
         ordered = {key: by_key[key] for key in node}
         return ordered if type(node) is dict else type(node)(ordered)  # type: ignore[call-arg]
@@ -77,7 +77,13 @@ def flatten(structure: Any) -> list[Any]:
     """
     if not is_nested(structure):
         return [structure]
-    return [leaf for _, child in _children(structure) for leaf in flatten(child)]
+    leaves: list[Any] = []
+    for child in structure if type(structure) in (list, tuple) else [child for _, child in _children(structure)]:
+        if is_nested(child):
+            leaves += flatten(child)
+        else:
+            leaves.append(child)
+    return leaves
 
 
 def paths(structure: Any, prefix: str = "") -> list[str]:
@@ -145,6 +151,8 @@ def pack_like(structure: Any, leaves: list[Any]) -> Any:
 def _pack(structure: Any, leaves: Iterator[Any]) -> Any:
     if not is_nested(structure):
         return next(leaves)
+    if type(structure) in (list, tuple):
+        return type(structure)([_pack(child, leaves) for child in structure])
     children = _children(structure)
     packed = []
     for _, child in children:
@@ -162,7 +170,18 @@ def map_structure(function: Callable[..., Any], *structures: Any) -> Any:
         >>> map_structure(lambda a, b: a + b, {"x": (1, 2)}, {"x": (10, 20)})
         {'x': (11, 22)}
     """
-    return _map(function, structures, "")
+    return _map_alone(function, structures[0]) if len(structures) == 1 else _map(function, structures, "")
+
+
+def _map_alone(function: Callable[..., Any], structure: Any) -> Any:
+    """Map one structure, which has no other to be compared with."""
+    kind = type(structure)
+    if not is_nested(structure):
+        return function(structure)
+    if kind is tuple or kind is list:
+        return kind([_map_alone(function, child) for child in structure])
+    children = _children(structure)
+    return _rebuild(structure, [key for key, _ in children], [_map_alone(function, child) for _, child in children])
 
 
 def _map(function: Callable[..., Any], structures: tuple[Any, ...], path: str) -> Any:

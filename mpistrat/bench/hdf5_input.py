@@ -34,12 +34,13 @@ CASES = {  # storage -> label -> order
 
 @dataclass(frozen=True)
 class Case:
-    """What is read: storage, number of files, order and size of the rows."""
+    """What is read: storage, number of files, order and size of the rows, and whether each has a label of 8 bytes."""
 
     layout: str
     files: int
     order: str
     row_bytes: int
+    labels: bool = False
 
     @property
     def batch(self) -> int:
@@ -57,7 +58,8 @@ class Case:
         return max(16, 4 * self.batch // self.chunk_rows)
 
     def __str__(self) -> str:
-        return f"{self.layout}, {counted(self.files, 'file')}, {self.order}, {self.row_bytes:,} B rows"
+        labels = " and labels" if self.labels else ""
+        return f"{self.layout}, {counted(self.files, 'file')}, {self.order}, {self.row_bytes:,} B rows{labels}"
 
 
 @contextlib.contextmanager
@@ -107,13 +109,15 @@ def _write(folder: Path, case: Case, megabytes: int) -> int:
             if case.layout == "lzf":  # which finds repetitions only
                 data[:, case.row_bytes // 2 :] = 0
             file.create_dataset("x", data=data, **storage)
+            if case.labels:
+                file.create_dataset("y", data=np.arange(rows))
     return rows * case.files
 
 
 def batches(case: Case, paths: Sequence[Path], comm: Any) -> Iterator[Any]:
     """Yield this rank's batches without end, as a user's program has them. Collective."""
     strategy = MultiWorkerMirroredStrategy(comm=comm)
-    dataset: Dataset = HDF5Dataset(list(paths), fields="x")
+    dataset: Dataset = HDF5Dataset(list(paths), fields=("x", "y") if case.labels else "x")
     if case.order == "shuffled":
         window = case.window_chunks * case.chunk_rows * case.row_bytes
         dataset = dataset.shuffle(seed=1, window_bytes=window)
@@ -134,7 +138,8 @@ def rate(comm: Any, source: Iterator[Any], seconds: float) -> float:
         go_on = np.ones(1, np.int32)
         while go_on[0]:
             for _ in range(4):
-                got += next(source).nbytes
+                element = next(source)
+                got += sum([a.nbytes for a in element]) if type(element) is tuple else element.nbytes
             go_on[0] = time.perf_counter() - start < seconds
             if comm.size > 1:
                 comm.Bcast(go_on, root=0)

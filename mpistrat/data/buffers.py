@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
+from .._util import loops
 from .._util.buffers import BufferPool
 
 __all__ = ["LastRead", "RowBuffers", "take_rows"]
@@ -37,7 +38,7 @@ class RowBuffers:
 
 def take_rows(array: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -> None:
     """Copy rows of an array, in range and in any order, into a buffer: one memory copy where they are consecutive."""
-    if rows.size == 0 or out.nbytes == 0:
+    if rows.size == 0 or out.nbytes == 0 or loops.gather(out, array, rows):
         return
     first, last = rows.item(0), rows.item(-1)
     if last - first == rows.size - 1 and (rows.size < 3 or bool((np.diff(rows) == 1).all())):

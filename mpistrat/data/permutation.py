@@ -26,6 +26,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .._util import loops
+
 __all__ = ["DEFAULT_SEED", "LOCALITIES", "BlockOrder", "by_locality", "localities", "permute", "random_words"]
 
 DEFAULT_SEED = 0  # of orders for which none is named: the same on all ranks, and in a job that goes on after an end
@@ -47,9 +49,9 @@ def _digest(key: _Key, words: int) -> NDArray[np.uint64]:
 
 
 @functools.lru_cache(maxsize=64)
-def _keys(key: _Key) -> tuple[np.uint64, ...]:
+def _keys(key: _Key) -> NDArray[np.uint64]:
     """One 64-bit key a round."""
-    return tuple(_digest(key, _ROUNDS))
+    return _digest(key, _ROUNDS)
 
 
 @functools.lru_cache(maxsize=16)
@@ -70,7 +72,7 @@ def _mix(half: NDArray[np.uint64], key: np.uint64, bits: int) -> NDArray[np.uint
     return mixed
 
 
-def _encrypt(values: NDArray[np.uint64], bits: int, keys: tuple[np.uint64, ...]) -> NDArray[np.uint64]:
+def _encrypt(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """One pass of the Feistel network over [0, 2**bits)."""
     low_bits = (bits + 1) // 2
     high_bits = bits - low_bits
@@ -86,7 +88,10 @@ def _encrypt(values: NDArray[np.uint64], bits: int, keys: tuple[np.uint64, ...])
     return high
 
 
-def _permute_block(positions: NDArray[np.int64], n: int, keys: tuple[np.uint64, ...]) -> NDArray[np.int64]:
+def _permute_block(positions: NDArray[np.int64], n: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    in_place = positions.copy()
+    if loops.permute(in_place, keys, n):
+        return in_place
     bits = (n - 1).bit_length()
     limit = np.uint64(n)
     result = _encrypt(positions.astype(np.uint64), bits, keys)

@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["adagrad", "adam", "add", "leave_to_numpy", "meet", "narrow", "report", "rmsprop", "sgd", "used"]
+__all__ = [
+    "adagrad", "adam", "add", "gather", "leave_to_numpy", "meet", "narrow", "permute", "report", "rmsprop", "sgd",
+    "unshuffle", "used",
+]  # fmt: skip
 
 
 def leave_to_numpy(*_: Any) -> bool:
@@ -24,14 +27,14 @@ try:
     if os.environ.get("MPISTRAT_COMPILED_LOOPS") == "0":
         raise ImportError("switched off by MPISTRAT_COMPILED_LOOPS=0")
     from ._loops import INSTRUCTIONS as _instructions
-    from ._loops import adagrad, adam, add, meet, narrow, rmsprop, sgd
+    from ._loops import adagrad, adam, add, gather, meet, narrow, permute, rmsprop, sgd, unshuffle
 except ModuleNotFoundError:
     _reason = "not built when mpistrat was installed, which takes a C compiler and Python's headers"
 except ImportError as error:
     _reason = error.msg
 if _reason:
     _instructions = ""
-    adagrad = adam = add = meet = narrow = rmsprop = sgd = leave_to_numpy
+    adagrad = adam = add = gather = meet = narrow = permute = rmsprop = sgd = unshuffle = leave_to_numpy
 
 
 def used() -> tuple[str, str]:

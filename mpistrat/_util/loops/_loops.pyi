@@ -23,6 +23,15 @@ def meet(pages: Any, rank: int, sequence: int, tag: int, spin: int, /) -> int:
 def narrow(out: Any, values: Any, /) -> bool:
     """Round float32 to float16, or to bfloat16, whose bits `out` has as uint16."""
 
+def gather(out: Any, array: Any, rows: Any, /) -> bool:
+    """Copy rows of an array of any type but objects, at int64 places in any order, into a buffer of the same type."""
+
+def permute(positions: Any, keys: Any, count: int, /) -> bool:
+    """Put in the place of each int64 position in [0, count) where `data.permutation` sends it, by 12 keys, uint64."""
+
+def unshuffle(out: Any, encoded: Any, size: int, /) -> bool:
+    """Undo HDF5's shuffle filter, over elements of so many bytes."""
+
 def adam(
     gradient: Any,
     weights: Any,

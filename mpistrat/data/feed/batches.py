@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOK_AHEAD", "Located", "LookAhead", "Part", "successive_batches"]
 
-_LOCATED = 4096  # rows whose places are found out at a time
-TOGETHER_BYTES = 1 << 17  # of batches that are gathered at a time
+_LOCATED = 1 << 14  # rows whose places are found out at a time
+TOGETHER_BYTES = 1 << 19  # of batches that are gathered at a time
 TOGETHER_SECONDS = 1e-3
 
 Part = Callable[[int], tuple[int, int]]  # which rows of a batch of so many are ours
@@ -76,7 +77,7 @@ def _gathered(batches: Located, pace: _Pace) -> Iterator[tuple[int, Any]]:
             pass
         else:
             for total, own in zip(totals, ranges, strict=True):
-                yield total, nest.map_structure(lambda leaf, own=own: leaf[own], rows)
+                yield total, nest.map_structure(operator.itemgetter(own), rows)
             return
     for total, own in zip(totals, ranges, strict=True):
         yield total, pace.gather(source, epochs[own], positions[own])
@@ -90,19 +91,14 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
     position, together = start, 1
     while length < 0 or position < length:
         stop = position + together if length < 0 else min(position + together, length)
-        addresses = [dataset.locate(epoch, each) for each in range(position, stop)]
-        counts = [positions.size for _, positions in addresses]
-        epochs = np.concatenate([each for each, _ in addresses])
-        positions = np.concatenate([each for _, each in addresses])
-        ends = np.cumsum(counts).tolist()
+        (epochs, positions), counts = dataset.locate_range(epoch, position, stop)
+        ends = list(itertools.accumulate(counts))
         if part is not None:
-            ranges = [(end - count, *part(count)) for count, end in zip(counts, ends, strict=True)]
             if sort and (numbers := dataset.locality(epochs, positions)) is not None:
                 order = by_locality(numbers, counts)
                 epochs, positions = epochs[order], positions[order]
-            ends = np.cumsum([high - low for _, low, high in ranges]).tolist()
-            if ends[-1] < positions.size:
-                own = np.concatenate([np.arange(first + low, first + high) for first, low, high in ranges])
+            own, ends = _parts(counts, part)
+            if own.size < positions.size:
                 epochs, positions = epochs[own], positions[own]
         source, epochs, positions = dataset.read_plan(epochs, positions)
         most = functools.partial(pace.batches, _rows_together(source), max(1, ends[-1] // len(ends)))
@@ -113,6 +109,16 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
             )
         located = sum(counts) if sort else ends[-1]
         position, together = stop, max(1, min(2 * together, _LOCATED * (stop - position) // max(1, located)))
+
+
+def _parts(counts: Sequence[int], part: Part) -> tuple[NDArray[np.int64], list[int]]:
+    """Which of the rows of successive batches are ours, and behind which of them our part of each batch ends."""
+    ranges = {count: part(count) for count in set(counts)}
+    lows, highs = np.array([ranges[count] for count in counts], np.int64).T
+    sizes = highs - lows
+    ends = np.cumsum(sizes)
+    firsts = np.cumsum(counts) - counts + lows
+    return np.arange(ends[-1]) + np.repeat(firsts - (ends - sizes), sizes), ends.tolist()
 
 
 def _groups(ends: Sequence[int], epochs: NDArray[np.int64], most: Callable[[], int]) -> Iterator[slice]:

@@ -107,6 +107,7 @@ class GlobalPlan(Plan):
     ) -> None:
         super().__init__(workers, [dataset])
         self._dataset, self._which, self._dealt = dataset, which, dealt
+        self._is_single = workers.num_local_replicas == 1
 
     def cardinality(self) -> int:
         return self._dataset.cardinality()
@@ -124,7 +125,7 @@ class GlobalPlan(Plan):
 
     def _divided(self, count: int, rows: Any) -> Step:
         """A step of this worker's rows of a batch of so many."""
-        if self.workers.num_local_replicas == 1:
+        if self._is_single:
             return Step(count, [rows])
         blocks = self.workers.blocks(count)
         return Step(count, cut(rows, [(low - blocks[0][0], high - blocks[0][0]) for low, high in blocks]))

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._util import loops
+
 if TYPE_CHECKING:
     import h5py
 
@@ -116,6 +118,8 @@ def decoder_of(code: int, package: str) -> Decoder:
 
 def unshuffle(encoded: Bytes, out: Bytes, size: int) -> None:
     """Undo the shuffle filter: first all elements' first bytes, then their second; what is over stays as it is."""
+    if loops.unshuffle(out, encoded, size):
+        return
     count = out.size // size
     elements = out[: count * size].reshape(count, size)
     for byte in range(size):

@@ -51,10 +51,15 @@ class Batches(Stage):
         return rows // size if self._batching.drop_remainder else -(-rows // size)
 
     def locate(self, epoch: int, position: int) -> Addresses:
+        return self.locate_range(epoch, position, position + 1)[0]
+
+    def locate_range(self, epoch: int, start: int, stop: int) -> tuple[Addresses, list[int]]:
         rows, size = self._parent.cardinality(), self._batching.size
-        start = position * size
-        positions = np.arange(start, start + size if rows < 0 else min(start + size, rows), dtype=np.int64)
-        return np.full(positions.size, epoch, np.int64), positions
+        first, end = start * size, stop * size
+        positions = np.arange(first, end if rows < 0 else min(end, rows), dtype=np.int64)
+        counts = [size] * (stop - start)
+        counts[-1] -= end - first - positions.size  # the last of an epoch may be smaller
+        return (np.full(positions.size, epoch, np.int64), positions), counts
 
     def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
         size = self._batching.size

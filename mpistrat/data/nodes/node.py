@@ -115,6 +115,12 @@ class Node(ABC):
         """Return the addresses of the rows that make up one element."""
         raise NotImplementedError(f"{self.describe()} reads in order")
 
+    def locate_range(self, epoch: int, start: int, stop: int) -> tuple[Addresses, list[int]]:
+        """Return the addresses of the rows of successive elements, at least one, and how many rows each has."""
+        each = [self.locate(epoch, position) for position in range(start, stop)]
+        epochs, positions = (np.concatenate(parts) for parts in zip(*each, strict=True))
+        return (epochs, positions), [positions.size for _, positions in each]
+
     def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
         """Return the rows at addresses that `locate` gave, stacked along a first axis."""
         raise NotImplementedError(f"{self.describe()} reads in order")

@@ -175,6 +175,9 @@ class SameElements(Stage):
     def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
         return self._parent.read_plan(epochs, positions)
 
+    def locate_range(self, epoch: int, start: int, stop: int) -> tuple[Addresses, list[int]]:
+        return self._parent.locate_range(epoch, start, stop)
+
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
         return self._parent.elements(epoch, start)
 
