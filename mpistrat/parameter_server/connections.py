@@ -18,7 +18,8 @@ from .roles import register_role
 from .server.server import Server
 from .wire.choice import choose
 from .wire.memory import HALVES, ServerMemory, SharedMemory, Staging, area_bytes
-from .wire.messages import MessagePort, MessageTransport
+from .wire.message_port import MessagePort
+from .wire.messages import MessageTransport
 from .wire.transport import Pair, Transport
 from .wire.windows import OneSidedTransport, SharedWindowTransport, WindowPort
 

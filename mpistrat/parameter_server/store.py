@@ -137,7 +137,10 @@ class ServerStore(Store):
     def updates(self, optimizer: Optimizer) -> LocalUpdates:
         """Return what applies an optimizer on this server."""
         if optimizer not in self._updates:
-            self._updates[optimizer] = LocalUpdates(optimizer)
+            server = self._connections.server
+            self._updates[optimizer] = (
+                LocalUpdates(optimizer) if server is None else LocalUpdates(optimizer, server.move)
+            )
             optimizer.join(self._strategy)
         return self._updates[optimizer]
 

@@ -28,9 +28,8 @@ import numpy as np
 from ...comm.waiting import Backoff, PeerWait
 from ...comm.window import SharedWindow, Window
 from ..layout import Address
-from ..wire.memory import ServerMemory
 
-__all__ = ["HeldSnapshot", "SeqLockReader", "SeqLockWriter", "SnapshotBuffers"]
+__all__ = ["HeldSnapshot", "SeqLockReader", "SeqLockWriter"]
 
 _BITS = 24  # of an announcement for the variable, the others number the announcements
 _VARIABLES = 1 << _BITS
@@ -183,61 +182,3 @@ class HeldSnapshot:
 
 def _no_array() -> None:
     """Stands for a reference to an array that is gone."""
-
-
-@final
-class SnapshotBuffers:
-    """A server's end, for one variable. Under the server's lock.
-
-    Args:
-        address: where the variable lies.
-        slab: the memory there.
-
-    Attributes:
-        current: number of the buffer with the newest version.
-    """
-
-    def __init__(self, address: Address, slab: ServerMemory) -> None:
-        self._address, self._slab = address, slab
-        self._words = [address.held(worker) // 8 for worker in address.near]
-        self._open: bool | None = None if address.near else False  # None: not requested yet
-        self.current = 0
-
-    def view(self, buffer: int) -> np.ndarray:
-        """Return a buffer as an array, writable."""
-        start, spec = self._address.buffer(buffer), self._address.spec
-        return self._slab.own[start : start + spec.nbytes].view(spec.dtype).reshape(spec.shape)
-
-    def open(self) -> bool:
-        """Return whether buffers may be held: once a worker has requested one, if there is memory for them."""
-        if self._open is None and any(self._held()):
-            address = self._address
-            self._open = self._slab.find(address.buffer(1), address.buffer(address.buffers))
-            self._allow(self._open)
-        return bool(self._open)
-
-    def close(self) -> bool:
-        """Let no buffer be held from now on. Return whether the current one is held still."""
-        if not self._open:
-            return False
-        self._open = False
-        self._allow(False)
-        return self.current + 1 in self._held()
-
-    def free(self) -> int:
-        """Return a buffer that is neither current nor held."""
-        taken = {self.current + 1, *self._held()}
-        return next(buffer for buffer in range(self._address.buffers) if buffer + 1 not in taken)
-
-    def make_current(self, buffer: int) -> None:
-        """Say where the newest version lies. The version must be odd meanwhile."""
-        self.current = self._slab.words[self._address.current // 8] = buffer
-
-    def _held(self) -> list[int]:
-        self._slab.sync()
-        words = self._slab.words
-        return [words[at] for at in self._words]
-
-    def _allow(self, yes: bool) -> None:
-        self._slab.words[self._address.may_hold // 8] = yes
-        self._slab.sync()

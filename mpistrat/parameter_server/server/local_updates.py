@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import mmap
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, final
 
@@ -27,6 +27,10 @@ _MOST_THREADS = 4  # that update one variable; memory has no more to give
 _SHARED = 16  # blocks from which on a variable is worth waking other threads
 
 
+def _nothing() -> None:
+    """Stands for what is done between two blocks."""
+
+
 @final
 class LocalUpdates:
     """Updates whole variables, and keeps their slots beside them. Threads take turns.
@@ -42,10 +46,11 @@ class LocalUpdates:
 
     Args:
         optimizer: whose rule, rate and number of steps it uses.
+        between: called between two blocks of a large variable, by the thread that updates it.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, between: Callable[[], object] = _nothing) -> None:
+        self._optimizer, self._between = optimizer, between
         self._turn = threading.RLock()
         self._scratch: dict[np.dtype, list[_Scratch]] = {}
         self._kept: dict[Any, _Kept] = {}
@@ -90,8 +95,9 @@ class LocalUpdates:
                 return
             blocks = iter(range(0, flat.size, BLOCK))  # shared by the threads
 
-            def update(scratch: _Scratch) -> None:
+            def update(scratch: _Scratch, between: Callable[[], object] = _nothing) -> None:
                 for low in blocks:
+                    between()
                     high = low + BLOCK
                     target = flat[low:high]
                     if before is not None:
@@ -100,7 +106,7 @@ class LocalUpdates:
 
             others = self._others(kept, flat.size, step) if flat.size >= _SHARED * BLOCK else []
             working = [_helpers().submit(update, scratch) for scratch in others]
-            update(kept.scratch)
+            update(kept.scratch, self._between)
             for thread in working:
                 thread.result()
 

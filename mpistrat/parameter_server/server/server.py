@@ -20,8 +20,9 @@ from ..report import ServerStats, count
 from ..wire.fragments import Fragment, MessageKind
 from ..wire.memory import ServerMemory, SharedMemory
 from ..wire.transport import FOR_GOOD, Port
-from .atomic_reads import SeqLockWriter, SnapshotBuffers
+from .atomic_reads import SeqLockWriter
 from .service import PassWait, Rounds, Service
+from .version_buffers import PrivateBuffers, SnapshotBuffers, VersionBuffers
 
 __all__ = ["Server"]
 
@@ -33,26 +34,28 @@ class _Held:
     """A variable that this server holds; also the context in which it is written."""
 
     __slots__ = (
-        "_address", "_lock", "_next", "_seqlock", "_snapshots", "_sync", "_view", "array", "dtype", "row_size", "shape", "word",
+        "_address", "_buffers", "_lock", "_next", "_seqlock", "_sync", "_view", "array", "dtype", "row_size", "shape", "word",
         "words",
     )  # fmt: skip
 
-    def __init__(self, address: Address, slab: ServerMemory, seqlock: SeqLockWriter, lock: Any) -> None:
+    def __init__(
+        self, address: Address, slab: ServerMemory, seqlock: SeqLockWriter, lock: Any, buffers: VersionBuffers
+    ) -> None:
         self.shape, self.dtype = address.spec.shape, address.spec.dtype
         self.row_size = address.spec.row_bytes // self.dtype.itemsize
         self.words, self.word = slab.words, address.version // 8
         self._address, self._sync, self._seqlock, self._lock = address, slab.sync, seqlock, lock
-        self._snapshots = SnapshotBuffers(address, slab)
-        self._next: int | None = None  # the buffer of the next version, while it is written
-        self._use(0)
+        self._buffers = buffers
+        self._next: Any = None  # the buffer of the next version, while it is written
+        self._use(buffers.current)
 
     def __enter__(self) -> np.ndarray:
         self._lock.acquire()
         try:
             self._begin()
-            if self._snapshots.close():  # a worker holds it, and must not see what is written
+            if self._buffers.close():  # a worker holds it, or it is being sent
                 before = self.array
-                self._use(self._snapshots.free())
+                self._use(self._buffers.free())
                 np.copyto(self._view, before)
         except BaseException:
             self._lock.release()
@@ -66,13 +69,18 @@ class _Held:
             self._end()
         self._lock.release()
 
+    def lend(self) -> tuple[int, np.ndarray]:
+        """Do what `Server.lend` is for."""
+        version = self.words[self.word]
+        return version >> 1, self._buffers.lend(version)
+
     def enter_replacing(self) -> tuple[np.ndarray, np.ndarray]:
         """Begin what `Server.replacing` is for."""
         self._lock.acquire()
         try:
-            if self._snapshots.open():
-                self._next = self._snapshots.free()
-                return self.array, self._snapshots.view(self._next)
+            if self._buffers.open():
+                self._next = self._buffers.free()
+                return self.array, self._buffers.view(self._next)
             view = self.__enter__()
             return view, view
         except BaseException:
@@ -102,10 +110,10 @@ class _Held:
         self.words[self.word] += 1
         self._sync()
 
-    def _use(self, buffer: int) -> None:
+    def _use(self, buffer: Any) -> None:
         """Let a buffer be the current one."""
-        self._snapshots.make_current(buffer)
-        self._view = self._snapshots.view(buffer)
+        self._buffers.make_current(buffer)
+        self._view = self._buffers.view(buffer)
         self.array = read_only(self._view)
 
 
@@ -162,6 +170,7 @@ class Server(Rounds):
         self.applied = [0] * layout.workers
         self._group, self._worker_ranks, self._layout = group, tuple(worker_ranks), layout
         self._addresses, self._mailbox, self._slabs, self._progress = memory.addresses, mailbox, memory.slabs, progress
+        self._make_buffers = SnapshotBuffers if readers else PrivateBuffers
         self._seqlock = SeqLockWriter(mailbox.words, [layout.announced(w) for w in readers], mailbox.sync, progress)
         self._ports: list[Port] = []
         self._port_of: dict[int, Port] = {}
@@ -204,6 +213,12 @@ class Server(Rounds):
         held = self._held.get(variable) or self._hold(variable, "read_rows")
         with self._lock:
             return held.words[held.word] >> 1, np.take(held.array, rows, axis=0)
+
+    def lend(self, variable: int) -> tuple[int, np.ndarray]:
+        """Return the version of a variable and its bytes, which stay as they are as long as anything refers to them."""
+        held = self._held.get(variable) or self._hold(variable, "lend")
+        with self._lock:
+            return held.lend()
 
     def version(self, variable: int) -> int:
         """Return how often a variable was written."""
@@ -352,6 +367,11 @@ class Server(Rounds):
         if push.version >= 0:
             self.stats.stale(push.worker, push.variable, self.version(push.variable) - push.version)
 
+    def move(self) -> None:
+        """Let large messages get on, between two parts of a long update: MPI moves them only while it is called."""
+        for port in self._ports:
+            port.move()
+
     # the rounds of the service
 
     def poll(self) -> bool:
@@ -407,5 +427,7 @@ class Server(Rounds):
             got = f"variable {address.spec.name!r} of server {address.spec.server}"
             expected = f"a variable of server {self.index}"
             raise ValueError(explain(f"Server.{function}", "variable", expected=expected, got=got))
-        held = self._held[variable] = _Held(address, self._slabs[address.slab], self._seqlock, self._lock)
+        slab = self._slabs[address.slab]
+        buffers = self._make_buffers(address, slab)
+        held = self._held[variable] = _Held(address, slab, self._seqlock, self._lock, buffers)
         return held

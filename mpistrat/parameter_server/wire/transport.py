@@ -298,6 +298,9 @@ class Port(ABC):
     def busy(self) -> bool:
         """Return whether something is still on its way to a worker."""
 
+    def move(self) -> None:  # noqa: B027  # nothing to do where workers move it themselves
+        """Let large messages get on, while a push is being applied; take none."""
+
 
 def flat_bytes(array: np.ndarray) -> np.ndarray:
     """Return a C-contiguous array as flat bytes, not copied.

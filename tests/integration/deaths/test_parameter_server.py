@@ -50,6 +50,42 @@ with ranks_and_servers(chunk_bytes=1 << 16) as ps:
         print("seconds", results[0])
 """
 
+# Worker 1 is stopped, or dies, with the first pieces of a large read. The others write that variable and read it meanwhile.
+IN_A_READ = """
+def interrupted(link):
+    look = link._pieces.look
+    def look_once():
+        moved = look()
+        if moved:
+            link._pieces.look = look
+            HAPPENS
+        return moved
+    link._pieces.look = look_once
+
+def stop():
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def work(worker, transports):
+    link, out = transports[0], np.zeros(500_000, np.float32)
+    if worker == 1:
+        interrupted(link)
+    start = time.monotonic()
+    for _ in range(1 if worker == 1 else 10):
+        version = link.read(1, out)
+        assert (out == version).all(), (version, out.min(), out.max())
+        link.push(1, np.ones(500_000, np.float32))
+        link.flush()
+    return time.monotonic() - start, version
+
+with ranks_and_servers(chunk_bytes=1 << 16) as ps:
+    results = run(ps, work)
+    if ps.server is not None:
+        assert (ps.server.array(1) == 21).all(), ps.server.array(1)
+    else:
+        print(*results[0])
+"""
+
 STAY = """
 with ranks_and_servers(abort_after=ABORT) as ps:
     rank = ps.group.topology.rank
@@ -83,6 +119,21 @@ def test_a_stopped_worker_does_not_stop_the_others(mpi_run, transport):
     seconds = [float(result.out[rank].split()[-1]) for rank in (0, 1, 2)]
     assert seconds[1] > 3.5, seconds  # it was stopped
     assert max(seconds[0], seconds[2]) < 3, seconds
+
+
+def test_a_version_is_sent_as_it_was_to_a_worker_that_stops(mpi_run):
+    result = mpi_run(program("messages", IN_A_READ, HAPPENS="stop()"), 4, timeout=60)
+    assert result.returncode == 0, result
+    seconds, versions = zip(*[map(float, result.out[rank].split()) for rank in (0, 1, 2)], strict=True)
+    assert seconds[1] > 3.5, seconds
+    assert max(seconds[0], seconds[2]) < 3, seconds
+    assert versions[1] < max(versions), versions  # others have written since
+
+
+def test_a_worker_that_dies_in_a_read_ends_the_job(mpi_run):
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    result = mpi_run(program("messages", IN_A_READ, HAPPENS=kill), 4, timeout=40)
+    assert result.returncode not in (0, None), result
 
 
 ENDS = {

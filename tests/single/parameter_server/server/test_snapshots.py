@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.parameter_server.layout import Address, VariableSpec
-from mpistrat.parameter_server.server.atomic_reads import HeldSnapshot, SnapshotBuffers
+from mpistrat.parameter_server.server.atomic_reads import HeldSnapshot
+from mpistrat.parameter_server.server.version_buffers import SnapshotBuffers
 
 
 class Memory:

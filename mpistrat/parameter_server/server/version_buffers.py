@@ -1,0 +1,164 @@
+"""Memory of a variable's versions on its server: each stays as it is while a worker holds it, or while it is being sent."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from typing import Any, final
+
+import numpy as np
+
+from ..._util.buffers import BufferPool
+from ..layout import Address
+from ..wire.memory import ServerMemory
+
+__all__ = ["PrivateBuffers", "SnapshotBuffers", "VersionBuffers"]
+
+_POOL = BufferPool()  # fresh memory would cost as much in page faults as a copy
+_BYTES = np.dtype(np.uint8)
+
+
+class VersionBuffers(ABC):
+    """The buffers of one variable. Under the server's lock.
+
+    Args:
+        address: where the variable lies.
+        slab: the memory there.
+
+    Attributes:
+        current: the buffer with the newest version.
+    """
+
+    current: Any
+
+    def __init__(self, address: Address, slab: ServerMemory) -> None:
+        self._address, self._slab = address, slab
+        self._lent: Any = _nothing  # the root of all arrays that refer to what was lent last
+
+    @final
+    def view(self, buffer: Any) -> np.ndarray:
+        """Return a buffer as an array, writable."""
+        spec = self._address.spec
+        return self._bytes(buffer).view(spec.dtype).reshape(spec.shape)
+
+    @abstractmethod
+    def lend(self, version: int) -> np.ndarray:
+        """Return the current version as bytes, read-only, which stay as they are as long as anything refers to them."""
+
+    @abstractmethod
+    def open(self) -> bool:
+        """Return whether the next version of all of the variable is to be written into another buffer."""
+
+    @abstractmethod
+    def close(self) -> bool:
+        """Begin to change parts of the variable in place. Return whether that must not be, as the current buffer is used."""
+
+    @abstractmethod
+    def free(self) -> Any:
+        """Return a buffer that is not used."""
+
+    @abstractmethod
+    def make_current(self, buffer: Any) -> None:
+        """Say where the newest version lies. The version word must be odd meanwhile."""
+
+    @abstractmethod
+    def _bytes(self, buffer: Any) -> np.ndarray: ...
+
+    def _lend(self, memory: np.ndarray) -> np.ndarray:
+        if not memory.nbytes:
+            return memory
+        root = np.frombuffer(memory.data, np.uint8)  # over a buffer: views of it refer to it, not to `memory`
+        root.flags.writeable = False
+        self._lent = weakref.ref(root)
+        return root
+
+
+@final
+class PrivateBuffers(VersionBuffers):
+    """Buffers that only this server reads, which sends them. While one is being sent, the next version comes into another."""
+
+    def __init__(self, address: Address, slab: ServerMemory) -> None:
+        super().__init__(address, slab)
+        self.current = slab.own[address.offset : address.offset + address.spec.nbytes]
+
+    def lend(self, version: int) -> np.ndarray:
+        root = self._lent()
+        return self._lend(self.current) if root is None else root
+
+    def open(self) -> bool:
+        return self._lent() is not None
+
+    def close(self) -> bool:
+        return self._lent() is not None
+
+    def free(self) -> np.ndarray:
+        return _POOL.empty(self._address.spec.nbytes, _BYTES)
+
+    def make_current(self, buffer: np.ndarray) -> None:
+        self.current, self._lent = buffer, _nothing
+
+    def _bytes(self, buffer: np.ndarray) -> np.ndarray:
+        return buffer
+
+
+@final
+class SnapshotBuffers(VersionBuffers):
+    """Numbered buffers that workers of the node may hold: see `atomic_reads.py`. What is sent is a copy, one for each version."""
+
+    def __init__(self, address: Address, slab: ServerMemory) -> None:
+        super().__init__(address, slab)
+        self._words = [address.held(worker) // 8 for worker in address.near]
+        self._open: bool | None = None if address.near else False  # None: not requested yet
+        self.current, self._version = 0, -1  # the latter of what was lent last
+
+    def lend(self, version: int) -> np.ndarray:
+        root = self._lent()
+        if root is None or self._version != version:
+            root, self._version = self._lend(_copy(self._bytes(self.current))), version
+        return root
+
+    def open(self) -> bool:
+        """Return whether buffers may be held: once a worker has requested one, if there is memory for them."""
+        if self._open is None and any(self._held()):
+            address = self._address
+            self._open = self._slab.find(address.buffer(1), address.buffer(address.buffers))
+            self._allow(self._open)
+        return bool(self._open)
+
+    def close(self) -> bool:
+        """Let no buffer be held from now on. Return whether the current one is held still: it must not change."""
+        if not self._open:
+            return False
+        self._open = False
+        self._allow(False)
+        return self.current + 1 in self._held()
+
+    def free(self) -> int:
+        taken = {self.current + 1, *self._held()}
+        return next(buffer for buffer in range(self._address.buffers) if buffer + 1 not in taken)
+
+    def make_current(self, buffer: int) -> None:
+        self.current = self._slab.words[self._address.current // 8] = buffer
+
+    def _bytes(self, buffer: int) -> np.ndarray:
+        start = self._address.buffer(buffer)
+        return self._slab.own[start : start + self._address.spec.nbytes]
+
+    def _held(self) -> list[int]:
+        self._slab.sync()
+        words = self._slab.words
+        return [words[at] for at in self._words]
+
+    def _allow(self, yes: bool) -> None:
+        self._slab.words[self._address.may_hold // 8] = yes
+        self._slab.sync()
+
+
+def _copy(memory: np.ndarray) -> np.ndarray:
+    copy = _POOL.empty(memory.nbytes, _BYTES)
+    np.copyto(copy, memory)
+    return copy
+
+
+def _nothing() -> None:
+    """Stands for a reference to an array that is gone."""

@@ -1,0 +1,233 @@
+"""Messages to the server's loop: the server's end."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from time import monotonic
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ...comm.mailbox import Mailbox
+from ..layout import LINE
+from .fragments import Fragment, MessageKind
+from .memory import SharedMemory
+from .messages import ACKNOWLEDGE, DATA, PAYLOAD, REPLY, REQUEST, SHORT
+from .pieces import Pieces
+from .transport import Port, flat_bytes
+
+if TYPE_CHECKING:
+    from ..server.server import Server
+
+__all__ = ["MessagePort"]
+
+_MOVING = 5e-3  # seconds without sleep for what is on its way, since any of it got on
+_QUESTIONS = (MessageKind.READ, MessageKind.READ_ROWS, MessageKind.CLOCKS)
+_OTHERS = (*_QUESTIONS, MessageKind.CLOCK, MessageKind.LEAVE)  # than pushes
+
+
+@final
+class MessagePort(Port):
+    """Receives fragments without ever waiting for a worker, and answers.
+
+    A variable is sent out of memory that keeps its version as long as that takes, so that a worker that receives slowly keeps
+    nobody from writing.
+
+    Args:
+        server: whose port it is.
+        ranks: the worker of each rank that sends messages.
+        memory: with the words in which clocks and sign-offs are kept.
+        comm: a communicator on which nothing else is sent.
+        deliver: takes a worker, the request, and the whole payload.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        ranks: Mapping[int, int],
+        memory: SharedMemory,
+        comm: Any,
+        deliver: Callable[[int, Fragment, np.ndarray], None],
+    ) -> None:
+        from mpi4py import MPI
+
+        self._server, self._comm, self._deliver = server, comm, deliver
+        self._layout, self._memory = memory.layout, memory.mailbox
+        self._worker_of = dict(ranks)
+        self._workers = {
+            worker: _Worker(worker, comm, rank, memory.layout.chunk_bytes) for rank, worker in ranks.items()
+        }
+        self._owed: set[int] = set()  # workers to be told what was taken and applied
+        self._spare: list[np.ndarray] = []
+        self._mailbox = Mailbox(comm)  # sends only: requests are received into buffers that are used again
+        self._got_on = 0.0  # when large messages did last
+        self._any, self._byte, self._status = MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
+
+    def poll(self) -> int:
+        if self._mailbox.sending:
+            self._mailbox.prune()
+        moved, waiting, flows = self._match(), 0, False
+        for worker in self._workers.values():
+            moved, flows = self._move(worker) or moved, flows or worker.flows
+            if worker.coming or worker.fragment is not None:
+                waiting += len(worker.coming) + (worker.fragment is not None)
+                moved = self._take_from(worker) or moved
+        if self._owed:
+            self._answer()
+        if moved:
+            return max(waiting, 1)
+        return self._wait_for_more() if flows else 0
+
+    def acknowledge(self, worker: int, number: int) -> None:
+        self._owed.add(worker)
+
+    def busy(self) -> bool:
+        return bool(self._mailbox.sending or self._owed) or any(
+            worker.flows or (worker.coming and not worker.refused) for worker in self._workers.values()
+        )
+
+    def move(self) -> None:
+        for worker in self._workers.values():
+            if worker.flows:
+                self._move(worker)
+
+    def _wait_for_more(self) -> int:
+        """Return whether the loop shall go on at once: MPI moves large messages only while it is called.
+
+        Where nothing has got on for some time, because a worker is stopped, it gets one look a round until something does.
+        """
+        if monotonic() - self._got_on > _MOVING:
+            return 0
+        os.sched_yield()
+        return 1
+
+    def _match(self) -> bool:
+        """Begin to receive what has arrived. Each worker sends few fragments before it hears that they were taken."""
+        moved = False
+        while (message := self._comm.Improbe(self._any, REQUEST, self._status)) is not None:
+            buffer = self._spare.pop() if self._spare else np.zeros(LINE + self._layout.chunk_bytes, np.uint8)
+            request = message.Irecv([buffer, self._byte])
+            self._workers[self._worker_of[self._status.source]].coming.append((request, buffer))
+            moved = True
+        return moved
+
+    def _move(self, worker: _Worker) -> bool:
+        """Let a worker's large messages get on. Return whether they did."""
+        moved = bool(worker.sending) and worker.sending.look()
+        moved = (bool(worker.arriving) and worker.arriving.look()) or moved
+        if moved:
+            self._got_on = monotonic()
+        return moved
+
+    def _take_from(self, worker: _Worker) -> bool:
+        """Take what has come of a worker. Return whether anything has."""
+        moved = worker.fragment is not None and not worker.arriving
+        if worker.fragment is not None and moved:
+            self._take(worker, worker.fragment, worker.end())
+        worker.refused = False
+        while worker.fragment is None and worker.coming and worker.coming[0][0].Test():
+            fragment = Fragment.read(worker.coming[0][1])
+            if fragment.kind not in _OTHERS and not self._server.accepts(worker.number):
+                worker.refused = True
+                break
+            _, buffer = worker.coming.popleft()
+            if fragment.nbytes < fragment.total:
+                worker.begin(fragment)
+                self._got_on = monotonic()
+            else:
+                self._take(worker, fragment, buffer[LINE : LINE + fragment.nbytes])
+            self._spare.append(buffer)
+            moved = True
+        return moved
+
+    def _take(self, worker: _Worker, fragment: Fragment, payload: np.ndarray) -> None:
+        worker.taken += 1
+        if fragment.kind in _QUESTIONS:
+            self._reply(worker, *self._find(fragment, payload))
+            self._owed.discard(worker.number)  # the reply has told
+            return
+        self._owed.add(worker.number)
+        self._handle(worker.number, fragment, payload)
+
+    def _answer(self) -> None:
+        """Tell workers what was taken and applied; several fragments, and a push that is taken and applied, in one answer."""
+        for number in self._owed:
+            worker = self._workers[number]
+            answer = np.array([worker.taken, self._server.applied[number]], np.int64)
+            self._mailbox.send(answer, worker.rank, ACKNOWLEDGE)
+        self._owed.clear()
+
+    def _handle(self, worker: int, fragment: Fragment, payload: np.ndarray) -> None:
+        words, layout = self._memory.words, self._layout
+        if fragment.kind == MessageKind.CLOCK:  # this worker's words have no other writer than this
+            words[layout.clock(worker) // 8] = fragment.number
+            self._memory.sync()
+        elif fragment.kind == MessageKind.LEAVE:
+            words[layout.signed(worker) // 8] = fragment.version
+            words[layout.left(worker) // 8] = fragment.number
+        else:
+            self._deliver(worker, fragment, payload)
+
+    def _find(self, fragment: Fragment, payload: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return a number and data, as bytes that nobody changes: the answer to a question."""
+        if fragment.kind == MessageKind.READ:
+            return self._server.lend(fragment.variable)
+        if fragment.kind == MessageKind.READ_ROWS:
+            version, rows = self._server.read_rows(fragment.variable, payload.view(np.int64))
+            return version, flat_bytes(rows)
+        return 0, flat_bytes(self._server.clocks())
+
+    def _reply(self, worker: _Worker, number: int, data: np.ndarray) -> None:
+        short = data if data.nbytes <= SHORT else data[:0]
+        reply = np.zeros(LINE + short.nbytes, np.uint8)
+        reply[:LINE].view(np.int64)[:3] = number, worker.taken, self._server.applied[worker.number]
+        reply[LINE:] = short
+        self._mailbox.send(reply, worker.rank, REPLY)
+        if data.nbytes > short.nbytes:
+            worker.sending.send(data, DATA)
+            self._got_on = monotonic()
+
+
+@final
+class _Worker:
+    """What is on its way to and from a worker.
+
+    Attributes:
+        number, rank: of the worker.
+        coming: its requests, in order, as they arrive.
+        taken: how many were taken.
+        refused: whether the next one is a push that is not taken yet.
+        fragment: the request whose large payload arrives; None while there is none.
+        arriving, sending: large data.
+    """
+
+    __slots__ = ("_memory", "arriving", "coming", "fragment", "number", "rank", "refused", "sending", "taken")
+
+    def __init__(self, number: int, comm: Any, rank: int, chunk_bytes: int) -> None:
+        self.number, self.rank = number, rank
+        self.coming: deque[tuple[Any, np.ndarray]] = deque()
+        self.taken, self.refused = 0, False
+        self.fragment: Fragment | None = None
+        self.arriving, self.sending = Pieces(comm, rank, chunk_bytes), Pieces(comm, rank, chunk_bytes)
+        self._memory = np.empty(0, np.uint8)  # that of the largest payload so far
+
+    @property
+    def flows(self) -> bool:
+        """Whether large data is on its way."""
+        return bool(self.arriving or self.sending)
+
+    def begin(self, fragment: Fragment) -> None:
+        """Begin to receive a payload: row numbers, if any, and then numbers, each cut as the worker does it."""
+        if self._memory.nbytes < fragment.total:
+            self._memory = np.empty(fragment.total, np.uint8)
+        self.fragment, rows = fragment, 8 * fragment.rows
+        self.arriving.receive(self._memory[:rows], PAYLOAD)
+        self.arriving.receive(self._memory[rows : fragment.total], PAYLOAD)
+
+    def end(self) -> np.ndarray:
+        """Return the payload, valid until the next one begins, when all has arrived."""
+        assert self.fragment is not None
+        payload, self.fragment = self._memory[: self.fragment.total], None
+        return payload
