@@ -103,7 +103,6 @@ class Address:
         slab: the number of the slab.
         offset: of its bytes in its server's segment of the slab.
         near: the workers that may hold buffers of the variable, in ascending order.
-        version: offset of the version word.
     """
 
     index: int
@@ -122,8 +121,9 @@ class Address:
         """The first byte of all that belongs to the variable."""
         return self.version - aligned(8 * len(self.near))
 
-    @property
+    @functools.cached_property
     def version(self) -> int:
+        """Offset of the version word."""
         return self.offset - LINE
 
     @property

@@ -90,7 +90,7 @@ class LocalUpdates:
         with self._turn:
             kept = self._begin(variable, step)
             kept.fill()
-            if flat.size <= BLOCK and before is None:
+            if before is None and flat.size <= BLOCK:
                 kept.update(kept.scratch, flat, kept.slots, parts)
                 return
             blocks = iter(range(0, flat.size, BLOCK))  # shared by the threads

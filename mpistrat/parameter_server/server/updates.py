@@ -97,16 +97,18 @@ class Updates:
             self.write(push)
             return True
         steps = self._steps[push.worker]
-        begun = steps.get(key) or self.begin(key, (push.worker,))
+        begun = steps.get(key)
         if begun is None:
-            return False
+            begun = self.begin(key, (push.worker,))
+            if begun is None:
+                return False
+            steps[key] = begun
         updater, step = begun
         if push.variable < 0:
-            steps.pop(key, None)
+            del steps[key]
             updater.count_step()
         else:
-            steps[key] = updater, step
-            self.apply(updater, step, [push])
+            self.apply(updater, step, (push,))
         return True
 
     def begin(self, key: int, workers: Sequence[int]) -> tuple[Updater, int] | None:
@@ -149,7 +151,7 @@ class Updates:
             variable = self._variables[number] = self._variable(number)
         for push in pushes:
             self._server.count_staleness(push)
-        if all(push.rows is not None for push in pushes):
+        if pushes[0].rows is not None and all(push.rows is not None for push in pushes):
             with self._server.writing(number) as weights:
                 updater.rows(variable, weights, *_sum_of_rows(pushes), step)
                 _constrain(variable, weights)

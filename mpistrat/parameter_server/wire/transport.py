@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ _SERVE = (
     " iterates a distributed dataset"
 )
 
+_LOOKS = 20  # for the end of a flush, before a wait is made, which costs as much as some of them
 FINISHED = 1 << 62  # the clock of a worker that has signed off
 FOR_GOOD = 1 << 62  # the passes of a worker that will not come back
 
@@ -208,9 +210,16 @@ class Transport(ABC):
             PeerExitError: the server has left the program.
             CollectiveTimeoutError: the server takes longer than `environment.abort_after`.
         """
-        wait = None
+        if self.acknowledged() < self.pushed:
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        for _ in range(_LOOKS):
+            os.sched_yield()
+            if self.acknowledged() >= self.pushed:
+                return
+        wait = self.pair.wait_for_server(f"flush of push {self.pushed}")
         while self.acknowledged() < self.pushed:
-            wait = wait or self.pair.wait_for_server(f"flush of push {self.pushed}")
             wait.pause()
 
     @final

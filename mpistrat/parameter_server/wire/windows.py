@@ -61,14 +61,15 @@ class _WindowTransport(Transport):
 
     @final
     def _read(self, address: Address, out: np.ndarray) -> int:
-        return self._copy(address, self._slab(address).get, out)
+        slab = self._slab(address)
+        return self._copy(address, slab, slab.get, out)
 
     @final
     def _read_rows(self, address: Address, rows: np.ndarray, out: np.ndarray) -> int:
-        return self._copy(address, self._slab(address).get_rows, rows, out)
-
-    def _copy(self, address: Address, get: Callable[..., None], *args: Any) -> int:
         slab = self._slab(address)
+        return self._copy(address, slab, slab.get_rows, rows, out)
+
+    def _copy(self, address: Address, slab: Window, get: Callable[..., None], *args: Any) -> int:
         if not address.near:
             return self._seqlock.read(address.index, slab, address.version, get, self._rank, address.offset, *args)
 

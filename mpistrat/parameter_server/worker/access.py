@@ -319,48 +319,47 @@ class WorkerAccess(Access):
                 self.flush()
             self._sync_group.barrier("write")
 
-    def push(self, variable: int, gradient: np.ndarray, optimizer: int, version: int, last: bool) -> None:
+    def push(self, variable: int, gradient: np.ndarray, what: int, version: int, last: bool) -> None:
         """Send a gradient, which was computed from a version of the variable.
 
         Args:
             variable: its number.
             gradient: of its shape and dtype.
-            optimizer: the key of the optimizer that applies it.
+            what: a GRADIENT, packed with the key of the optimizer that applies it.
             version: of the variable.
             last: whether it is this step's last to its server, which counts the step then.
         """
         if not self._leads:
             return
         with self.lock:
-            what = pack(Operation.GRADIENT, optimizer)
             event = RECORDER.begin(_PUSH, variable)
             self._transport(variable).push(variable, gradient, what=what, version=version, commit=last)
             RECORDER.end(event)
 
     def push_rows(
-        self, variable: int, rows: np.ndarray, values: np.ndarray, optimizer: int, version: int, last: bool
+        self, variable: int, rows: np.ndarray, values: np.ndarray, what: int, version: int, last: bool
     ) -> None:
         """Send a gradient that has these rows only; rows that are named twice are summed."""
         if not self._leads:
             return
         with self.lock:
-            transport, what = self._transport(variable), pack(Operation.GRADIENT, optimizer)
+            transport = self._transport(variable)
             if rows.size:
                 rows, values = sum_duplicate_rows(rows, values, "push_rows")
                 transport.push_rows(variable, rows, values, what=what, version=version, commit=last)
             elif last:
                 transport.commit(what=what)
 
-    def finish_step(self, optimizer: int, others: Iterable[int]) -> None:
+    def finish_step(self, what: int, others: Iterable[int]) -> None:
         """Say that all gradients of a step were sent.
 
         Args:
-            optimizer: its key.
+            what: as in `push`.
             others: servers that hold variables of the optimizer and got no gradient: they count the step, too.
         """
         with self.lock:
             for server in others if self._leads else ():
-                self._transports[server].commit(what=pack(Operation.GRADIENT, optimizer))
+                self._transports[server].commit(what=what)
             self._hand_over()
 
     def _transport(self, variable: int) -> Any:

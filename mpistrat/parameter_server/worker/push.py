@@ -14,7 +14,7 @@ from ...errors import explain
 from ...optimizers.gradients import checked
 from ...optimizers.rule import UpdateRun
 from ...types import IndexedSlices, ReduceOp
-from ..operations import optimizer_key, sum_duplicate_rows
+from ..operations import Operation, optimizer_key, pack, sum_duplicate_rows
 from ..variable import ParameterServerVariable
 from .access import WorkerAccess
 
@@ -56,6 +56,7 @@ class PushStep(UpdateRun):
     def describe(self) -> None:
         """Say again which optimizer it is, after its numbers have changed."""
         self._key = optimizer_key(self._optimizer)
+        self._what = pack(Operation.GRADIENT, self._key)
 
     def load(self, replicas: Sequence[Sequence[tuple[Any, Any]]], key: tuple[int, ...]) -> None:
         """Take the gradients that the local replicas handed over. Arguments as `load_gradients`."""
@@ -82,7 +83,7 @@ class PushStep(UpdateRun):
             gradients = [clipped for gradient in gradients for clipped in _clip([gradient], self._optimizer.clipnorm)]
         for variable, gradient, last in zip(self._variables, gradients, self._last, strict=True):
             self._push(variable, gradient, last)
-        self._access.finish_step(self._key, self._others())
+        self._access.finish_step(self._what, self._others())
 
     def _sum(self, gradients: Sequence[Sequence[Any]]) -> list[Any]:
         """Sum each variable's gradients over the replicas in sync."""
@@ -105,10 +106,11 @@ class PushStep(UpdateRun):
         if isinstance(gradient, IndexedSlices):
             rows = np.asarray(to_host(gradient.indices), np.int64)
             values = np.asarray(to_host(gradient.values)).astype(dtype, copy=False)
-            access.push_rows(variable.number, rows, values, self._key, variable.version_of_step, last)
-        else:
-            array = np.asarray(to_host(gradient)).astype(dtype, copy=False)
-            access.push(variable.number, array, self._key, variable.version_of_step, last)
+            access.push_rows(variable.number, rows, values, self._what, variable.version_of_step, last)
+            return
+        if type(gradient) is not np.ndarray or gradient.dtype != dtype:
+            gradient = np.asarray(to_host(gradient)).astype(dtype, copy=False)
+        access.push(variable.number, gradient, self._what, variable.version_of_step, last)
 
     def _others(self) -> Iterable[int]:
         """The servers that hold variables of the optimizer, but none of these: they count its steps, too.
