@@ -79,7 +79,8 @@ class PrivateBuffers(VersionBuffers):
 
     def __init__(self, address: Address, slab: ServerMemory) -> None:
         super().__init__(address, slab)
-        self.current = slab.own[address.offset : address.offset + address.spec.nbytes]
+        self.current = self._home = slab.own[address.offset : address.offset + address.spec.nbytes]
+        self._home_lent: Any = _nothing
 
     def lend(self, version: int) -> np.ndarray:
         root = self._lent()
@@ -92,10 +93,15 @@ class PrivateBuffers(VersionBuffers):
         return self._lent() is not None
 
     def free(self) -> np.ndarray:
+        if self.current is not self._home and self._home_lent() is None:
+            return self._home  # which is there anyway
         return _POOL.empty(self._address.spec.nbytes, _BYTES)
 
     def make_current(self, buffer: np.ndarray) -> None:
-        self.current, self._lent = buffer, _nothing
+        if buffer is not self.current:
+            if self.current is self._home:
+                self._home_lent = self._lent
+            self.current, self._lent = buffer, _nothing
 
     def _bytes(self, buffer: np.ndarray) -> np.ndarray:
         return buffer

@@ -53,6 +53,19 @@ def test_memory_that_is_not_lent_any_more_is_written_in_place():
         assert address(new) == address(old) == before
 
 
+def test_no_more_memory_than_is_lent():
+    """A version that is lent moves the next one to other memory, and that is left again for the first when it is lent."""
+    server = ServerHarness(1, [Weights(np.zeros(100_000, np.float32))]).server
+    places = []
+    for _ in range(4):
+        _, data = server.lend(0)
+        with server.writing(0) as array:
+            array += 1
+        places.append(address(server.array(0)))
+        del data
+    assert places[0] == places[2] != places[1] == places[3]
+
+
 @pytest.mark.parametrize("replacing", [False, True])
 def test_an_error_while_it_is_written_leaves_what_is_lent(replacing):
     server = ServerHarness(1, [Weights(np.zeros(1000, np.float32))]).server
