@@ -8,7 +8,9 @@ from typing import Any
 from .errors import explain
 from .types import CommunicationImplementation
 
-__all__ = ["CommunicationOptions", "LocalSteps", "RunOptions"]
+__all__ = ["WIRES", "CommunicationOptions", "LocalSteps", "RunOptions"]
+
+WIRES = ("bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,18 @@ class CommunicationOptions:
         bytes_per_pack: largest number of bytes that are reduced in one call; 0 puts everything in one.
         timeout_seconds: seconds after which the collective raises CollectiveTimeoutError.
         implementation: the algorithm; AUTO lets the chooser decide.
+        wire: the form in which float32 numbers travel between nodes: "bfloat16" or "int8", of which the numbers are others than
+            float32's; None: their own. Given to a strategy, it holds for the steps of optimizers, not for other reductions; given
+            to a call of reduce or all_reduce, which knows "bfloat16" only, for that call. On one node nothing travels.
 
     Raises:
-        ValueError: for a negative size or a timeout that is not positive.
+        ValueError: for a negative size, a timeout that is not positive, or an unknown name.
     """
 
     bytes_per_pack: int | None = None
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str | None = None
+    wire: str | None = None
 
     def __post_init__(self) -> None:
         if self.bytes_per_pack is not None and self.bytes_per_pack < 0:
@@ -35,6 +41,9 @@ class CommunicationOptions:
             raise ValueError(
                 explain("CommunicationOptions", "timeout_seconds", expected="> 0", got=self.timeout_seconds)
             )
+        if self.wire not in (None, *WIRES):
+            expected = f"None or one of {', '.join(WIRES)}"
+            raise ValueError(explain("CommunicationOptions", "wire", expected=expected, got=repr(self.wire)))
         if isinstance(self.implementation, str):
             name = self.implementation.upper()
             if name not in CommunicationImplementation.__members__:

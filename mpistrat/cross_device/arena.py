@@ -18,6 +18,7 @@ from ..comm.process_group import ProcessGroup
 from ..types import ReduceOp
 from .arithmetic import Arithmetic, arithmetic, combine
 from .pieces import PieceSum
+from .wire import Unsent, Wire
 
 __all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena"]
 
@@ -53,6 +54,11 @@ class GradientArena(Protocol):
 
     @property
     def key(self) -> str: ...
+
+    @property
+    def wire(self) -> Wire | None:
+        """The form in which pieces travel between nodes, None for their own."""
+        ...
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the part of element ranges that this rank reduces and updates."""
@@ -109,20 +115,26 @@ class ArenaSum:
         """Sum over all nodes, or within this one only: then nothing here is collective."""
         self._group, self._inter = group, None if within_node else group.inter
         self._scratch: dict[np.dtype, np.ndarray] = {}
-        self._piece_sums: dict[np.dtype, PieceSum] = {}
+        self._piece_sums: dict[tuple[np.dtype, Wire | None], PieceSum] = {}
 
     def sum_owned(
-        self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
+        self,
+        arena: GradientArena,
+        ranges: Sequence[tuple[int, int]],
+        how: Arithmetic,
+        consume: Consume,
+        unsent: Unsent | None,
     ) -> None:
         """Call consume(low, high, sum) for what this rank owns of the ranges, in order. Collective over `group.inter`."""
         pieces, inter = arena.pieces(ranges), self._inter
         if pieces is None:
             self.hand_out(arena, arena.owned(ranges), how, consume)
         elif inter is not None:
-            summed = self._piece_sums.get(how.accumulate)
+            key = how.accumulate, arena.wire
+            summed = self._piece_sums.get(key)
             if summed is None:
-                summed = self._piece_sums[how.accumulate] = PieceSum(inter, how.accumulate, BLOCK)
-            summed.hand_out(_of_node(arena), pieces, how, consume)
+                summed = self._piece_sums[key] = PieceSum(inter, how.accumulate, BLOCK, arena.wire)
+            summed.hand_out(_of_node(arena), pieces, how, consume, unsent)
 
     def hand_out(
         self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume

@@ -26,6 +26,7 @@ from .hierarchical import HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .nccl import NcclAllReduce
 from .ops import IMPLEMENTATIONS, CrossDeviceOps, SmallReduction
+from .wire import Unsent
 
 __all__ = ["AutoAllReduce", "Chooser", "Rule", "make_cross_device_ops"]
 
@@ -74,6 +75,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
 
     reduce_ops = tuple(ReduceOp)
     sums_pieces = True
+    wires = ("bfloat16",)
 
     def __init__(self) -> None:
         self.chooser = Chooser()
@@ -133,12 +135,18 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
                 results[index] = result
         return results
 
-    def reduce_arena(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
+    def reduce_arena(
+        self,
+        arena: GradientArena,
+        ranges: Sequence[tuple[int, int]],
+        consume: Consume,
+        unsent: Unsent | None = None,
+    ) -> None:
         chosen = self._algorithms["HIERARCHICAL"]
         if is_gpu(arena.local[0]):
             chosen = self._algorithm("gpu", arena.size * arena.dtype.itemsize)
         chosen.call = self.call
-        chosen.reduce_arena(arena, ranges, consume)
+        chosen.reduce_arena(arena, ranges, consume, unsent)
 
     def _choose(self, array: Any) -> CrossDeviceOps:
         return self._algorithm("gpu" if is_gpu(array) else "cpu", array.nbytes)

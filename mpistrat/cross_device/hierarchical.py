@@ -13,7 +13,8 @@ gradients of variables are summed where they lie (`arena.ArenaSum`), where step 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -28,11 +29,13 @@ from ..distributed_values import PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, ReduceOp
-from .arena import ArenaSum, Consume, Destination, GradientArena
+from .arena import BLOCK, ArenaSum, Consume, Destination, GradientArena
 from .arithmetic import Arithmetic, combine, finish
+from .encoded import EncodedAllReduce
 from .flat import FlatAllReduce
 from .mpi import mpi_sum
 from .ops import SmallReduction
+from .wire import Unsent, Wire, wire_named
 
 __all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
 
@@ -47,6 +50,7 @@ NODE_CHUNK = 1 << 21  # on one node: few barriers, which cost most where other p
 SLICE_CHUNK = 1 << 20  # for each slice between nodes: what crosses the network at a time
 STAGING_BYTES = 1 << 25  # of the ranks of a node together, half of what is allocated
 SMALLEST_CHUNK = 1 << 18
+LEAST_ENCODED = 1 << 16  # bytes of an array that may travel in fewer
 
 
 @final
@@ -68,6 +72,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
     """
 
     sums_pieces = True
+    wires = ("bfloat16",)
 
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
@@ -77,16 +82,16 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         self._exchange: _ExchangeSum | None = None
         self._staged: _StagedSum | None = None
         self._arenas: ArenaSum | None = None
+        self._encoded: EncodedAllReduce | None = None
 
     def bind(self, group: ProcessGroup) -> None:
         super().bind(group)
-        self._staged = None
-        self._arenas = None
+        self._staged = self._arenas = self._encoded = None
         self._exchange = _ExchangeSum(group, self.results) if group.num_nodes == 1 and group.node.size > 1 else None
 
     def close(self) -> None:
         super().close()
-        self._exchange = self._staged = self._arenas = None  # memory with references cannot be freed
+        self._exchange = self._staged = self._arenas = self._encoded = None  # memory with references cannot be freed
 
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
         if self._find(arrays, destinations) is not None:
@@ -103,16 +108,23 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     # Users' own arrays
 
-    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
-        group = self.group
+    def _sum_flat(self, arrays: Sequence[np.ndarray], how: Arithmetic, wire: Wire | None = None) -> np.ndarray:
+        group, encoded = self.group, None
+        if wire is not None and arrays[0].nbytes >= LEAST_ENCODED and arrays[0].dtype == np.float32:
+            encoded = self._all_reduce_encoded(wire) if how.ufunc is np.add else None
         if group.num_nodes == group.topology.size:  # no ranks share memory
-            return mpi_sum(group.inter, arrays, how, self.results)
+            return mpi_sum(group.inter, arrays, how, self.results, encoded)
         exchange = self._exchanged(arrays[0])
         if exchange is not None:
             return exchange.sum(arrays, how, self.call)
         if self._staged is None:
             self._staged = _StagedSum(group, self.results)
-        return self._staged.sum(arrays, how, self.call)
+        return self._staged.sum(arrays, how, self.call, encoded)
+
+    def _all_reduce_encoded(self, wire: Wire) -> EncodedAllReduce | None:
+        if self._encoded is None and self.group.inter is not None:
+            self._encoded = EncodedAllReduce(self.group.inter, wire, BLOCK)
+        return self._encoded
 
     def _exchanged(self, array: Any) -> _ExchangeSum | None:
         exchange = self._exchange
@@ -125,7 +137,9 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
         pairs = value_destination_pairs
-        found = [self._destination(value.values, variable, reduce_op) for value, variable in pairs]
+        found: list[Destination | None] = [None] * len(pairs)
+        if options is None or options.wire is None:
+            found = [self._destination(value.values, variable, reduce_op) for value, variable in pairs]
         if any(found):
             self._arena_sum().reduce_in_place([where for where in found if where is not None], reduce_op, self.call)
         rest = [value.values for (value, _), where in zip(pairs, found, strict=True) if where is None]
@@ -139,16 +153,17 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         self, reduce_op: ReduceOp, leaves: Sequence[Sequence[Any]], options: CommunicationOptions | None
     ) -> list[Any]:
         limit = options.bytes_per_pack if options else None
-        sum_flat = self._sum_flat
+        sum_flat: Callable[..., np.ndarray] = self._sum_flat
         if limit is None:
             limit = 1 if self.num_packs == 0 else 0
             sum_flat = self._sum_in_packs if self.num_packs > 1 else self._sum_flat
+        sum_flat = partial(sum_flat, wire=_wire_of(options))
         return self._reduce_packs(sum_flat, reduce_op, leaves, limit)
 
-    def _sum_in_packs(self, arrays: Sequence[np.ndarray], how: Arithmetic) -> np.ndarray:
+    def _sum_in_packs(self, arrays: Sequence[np.ndarray], how: Arithmetic, wire: Wire | None) -> np.ndarray:
         sums, low = [], 0
         for size in pack_sizes(arrays[0].size, self.num_packs):
-            sums.append(self._sum_flat([array[low : low + size] for array in arrays], how))
+            sums.append(self._sum_flat([array[low : low + size] for array in arrays], how, wire))
             low += size
         return np.concatenate(sums)
 
@@ -162,18 +177,26 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         options: CommunicationOptions | None = None,
     ) -> Any:
         values = per_replica_value.values
-        where = self._destination(values, destinations, reduce_op)
+        wire = _wire_of(options)
+        where = self._destination(values, destinations, reduce_op) if wire is None else None
         if where is None:
-            return self._reduce_one(self._sum_flat, values, self.arithmetic(reduce_op, values[0].dtype))
+            sum_flat = partial(self._sum_flat, wire=wire)
+            return self._reduce_one(sum_flat, values, self.arithmetic(reduce_op, values[0].dtype))
         self._arena_sum().reduce_in_place([where], reduce_op, self.call)
         return where.view(values[0].shape)
 
-    def reduce_arena(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
+    def reduce_arena(
+        self,
+        arena: GradientArena,
+        ranges: Sequence[tuple[int, int]],
+        consume: Consume,
+        unsent: Unsent | None = None,
+    ) -> None:
         if is_gpu(arena.local[0]):
             super().reduce_arena(arena, ranges, consume)
             return
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
-        self._arena_sum().sum_owned(arena, ranges, how, consume)
+        self._arena_sum().sum_owned(arena, ranges, how, consume, unsent)
 
     def _destination(self, values: Sequence[Any], variable: Any, reduce_op: ReduceOp) -> Destination | None:
         """Where in a gradient arena the values lie that shall be reduced in place; None for all others."""
@@ -190,6 +213,10 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         if self._arenas is None:
             self._arenas = ArenaSum(self.group)
         return self._arenas
+
+
+def _wire_of(options: CommunicationOptions | None) -> Wire | None:
+    return None if options is None else wire_named(options.wire)
 
 
 #: TF's name of it.
@@ -222,7 +249,9 @@ class _StagedSum:
         self._sums = [[s[h * half + self._chunk : (h + 1) * half] for s in self._block.segments] for h in (0, 1)]
         self._turn = 0
 
-    def sum(self, arrays: Sequence[np.ndarray], how: Arithmetic, call: Any) -> np.ndarray:
+    def sum(
+        self, arrays: Sequence[np.ndarray], how: Arithmetic, call: Any, encoded: EncodedAllReduce | None
+    ) -> np.ndarray:
         """Return the reduction of the local replicas' flat arrays, a new array. Collective over all ranks.
 
         The barriers compare `call`.
@@ -238,7 +267,7 @@ class _StagedSum:
             if 0 < turn <= len(chunks):
                 total = self._reduce_in_node(chunks[turn - 1], how, before, half)
                 if total is not None:
-                    self._all_reduce_between_nodes(total, how)
+                    self._all_reduce_between_nodes(total, how, encoded)
             if turn >= 2:
                 self._broadcast_in_node(out, chunks[turn - 2], how, before)
             if turn <= len(chunks):
@@ -265,9 +294,11 @@ class _StagedSum:
         combine(how.ufunc, inputs, total)
         return total
 
-    def _all_reduce_between_nodes(self, total: np.ndarray, how: Arithmetic) -> None:
+    def _all_reduce_between_nodes(self, total: np.ndarray, how: Arithmetic, encoded: EncodedAllReduce | None) -> None:
         """Step 2, and the division of a mean."""
-        if self._group.inter is not None:
+        if encoded is not None:
+            encoded.sum(total)
+        elif self._group.inter is not None:
             all_reduce(self._group.inter, total, ufunc=how.ufunc)
         if how.divisor != 1:
             total /= how.divisor

@@ -34,6 +34,7 @@ from .values import (
     reduced_already,
     reducible_values,
 )
+from .wire import Unsent
 
 __all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "SmallReduction"]
 
@@ -66,6 +67,9 @@ class CrossDeviceOps(ABC):
 
     #: Whether `reduce_arena` sends nodes the sums of what they own alone: nodes then share slots unless told otherwise.
     sums_pieces: bool = False
+
+    #: The forms in which it sends sums of float32 between nodes where a call's options say so; all others raise an error.
+    wires: tuple[str, ...] = ()
 
     #: Whether an error in the middle of `reduce_arena` leaves messages between nodes under way.
     sends_ahead: bool = False
@@ -135,14 +139,15 @@ class CrossDeviceOps(ABC):
             destinations: a Variable, a device string, a value, or None: where the result is to be. Where every value is
                 the memory of this Variable's gradient, HierarchicalAllReduce sums in place, and the result is a
                 read-only view, valid until that gradient is written again.
-            options: bytes_per_pack, timeout_seconds, implementation of this call.
+            options: bytes_per_pack, timeout_seconds, implementation of this call; wire: "bfloat16" sends sums of float32 from
+                64 KB on in this form between nodes, which is rounded twice, once for each node and once in all.
             name: what the value is, the same on every rank.
 
         Raises:
             CollectiveMismatchError: ranks passed different operations, shapes or dtypes.
             CollectiveTimeoutError: a rank did not come.
             ValueError: a plain value under SUM or PROD on a rank with several replicas; a list of destinations; a
-                reduction that this object does not know.
+                reduction or a wire that this object does not know.
             TypeError: values that cannot be reduced: bool, structured, objects; by MIN, MAX and PROD complex numbers and
                 IndexedSlices.
         """
@@ -167,7 +172,7 @@ class CrossDeviceOps(ABC):
         """As `reduce`, of a value for which there is no plan."""
         options = given or _NO_OPTIONS
         ops = self._chosen(options)
-        ops._check_known(op, "reduce")
+        ops._check_known(op, options, "reduce")
         group = ops.group
         if reduced_already(op, per_replica_value, group):
             return per_replica_value
@@ -183,7 +188,7 @@ class CrossDeviceOps(ABC):
             name,
             first.dtype,
             first.shape,
-            (op.value, type(ops).__name__, how),
+            (op.value, type(ops).__name__, how, *_said(options)),
             timeout=options.timeout_seconds,
             synchronize=synchronize,
         ) as ops.call:
@@ -219,7 +224,7 @@ class CrossDeviceOps(ABC):
         op = ReduceOp.parse(reduce_op, "batch_reduce")
         options = options or _NO_OPTIONS
         ops = self._chosen(options)
-        ops._check_known(op, "batch_reduce")
+        ops._check_known(op, options, "batch_reduce")
         group = ops.group
         dense: list[tuple[PerReplica, Any]] = []
         results: list[Any] = []
@@ -237,7 +242,7 @@ class CrossDeviceOps(ABC):
             results.append(None)
             dense.append((PerReplica(arrays), destination))
             forms.append((arrays[0].dtype, arrays[0].shape, ops.entry(arrays, destination)[1]))
-        detail = (op.value, type(ops).__name__, options.bytes_per_pack, tuple(forms))
+        detail = (op.value, type(ops).__name__, options.bytes_per_pack, tuple(forms), *_said(options))
         with group.collective("batch_reduce", name, detail=detail, timeout=options.timeout_seconds) as ops.call:
             done = iter(ops.batch_reduce_implementation(op, dense, options) if dense else ())
             for index, slices in enumerate(results):
@@ -340,7 +345,13 @@ class CrossDeviceOps(ABC):
         """Return the concatenated arrays. Collective; all ranks have arrived, and compare the shapes in here."""
         return gather(self.group, per_replica_value.values, axis)
 
-    def reduce_arena(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
+    def reduce_arena(
+        self,
+        arena: GradientArena,
+        ranges: Sequence[tuple[int, int]],
+        consume: Consume,
+        unsent: Unsent | None = None,
+    ) -> None:
         """Sum gradient arenas over all replicas and hand the sums out block by block. Collective, inside one.
 
         Every rank of the node has arrived before the call; no rank may write a gradient before the caller's next barrier.
@@ -350,6 +361,8 @@ class CrossDeviceOps(ABC):
             ranges: element ranges, ascending, equal on every rank.
             consume: called as consume(low, high, block) for blocks that cover exactly `arena.owned(ranges)`, in order. `block`
                 is scratch in the accumulation dtype, and valid in the call only.
+            unsent: what was not sent of the arena's gradients before, by an algorithm of `sums_pieces` where `arena.wire`
+                feeds it back.
         """
         dtype = arithmetic(ReduceOp.SUM, arena.dtype, 1).accumulate
         xp = array_module(arena.local[0])
@@ -393,7 +406,14 @@ class CrossDeviceOps(ABC):
 
     # Internals
 
-    def _check_known(self, op: ReduceOp, function: str) -> None:
+    def _check_known(self, op: ReduceOp, options: CommunicationOptions, function: str) -> None:
+        wire = options.wire
+        if wire is not None and wire not in self.wires and (wire != "bfloat16" or self.group.num_nodes > 1):
+            remedy = "int8 is for steps of optimizers, which make up for what it loses: give it to the strategy"
+            if wire == "bfloat16":
+                remedy = "Leave it out, or let HierarchicalAllReduce reduce"
+            expected = f"{' or '.join(self.wires) or 'none'}, for reductions by {type(self).__name__}"
+            raise ValueError(explain(function, "options.wire", expected=expected, got=repr(wire), remedy=remedy))
         if op not in self.reduce_ops:
             name = type(self).__name__
             expected = f"{', '.join(known.value for known in self.reduce_ops)}, the reductions of {name}"
@@ -422,3 +442,8 @@ class CrossDeviceOps(ABC):
         detail = (op.value, form(slices[0]))
         with group.collective("reduce", name, detail=detail, timeout=options.timeout_seconds):
             return reduce_slices(group, op, slices, "reduce")
+
+
+def _said(options: CommunicationOptions) -> tuple[str, ...]:
+    """What ranks compare of the options beside what others show."""
+    return () if options.wire is None else (f"wire {options.wire}",)

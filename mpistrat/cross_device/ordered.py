@@ -21,6 +21,7 @@ from .arena import BLOCK, ArenaSum, Consume, GradientArena
 from .arithmetic import Arithmetic, combine, finish
 from .flat import FlatAllReduce
 from .pieces import leave
+from .wire import Unsent
 
 __all__ = ["OrderedAllReduce"]
 
@@ -69,9 +70,15 @@ class OrderedAllReduce(FlatAllReduce):
         topology.comm.Allgatherv(MPI.IN_PLACE, [out, counts, None, mpi_datatype(dtype)])
         return list(out)
 
-    def reduce_arena(self, arena: GradientArena, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
+    def reduce_arena(
+        self,
+        arena: GradientArena,
+        ranges: Sequence[tuple[int, int]],
+        consume: Consume,
+        unsent: Unsent | None = None,
+    ) -> None:
         if is_gpu(arena.local[0]) or not self._chained:
-            super().reduce_arena(arena, ranges, consume)
+            super().reduce_arena(arena, ranges, consume, unsent)
             return
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
         if self.group.num_nodes == 1:

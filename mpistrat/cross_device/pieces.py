@@ -17,15 +17,16 @@ import numpy as np
 from .._util.partition import blocks
 from ..comm.arrays import mpi_datatype
 from .arithmetic import Arithmetic, combine
+from .wire import Unsent, Wire
 
-__all__ = ["PieceShare", "PieceSum", "leave", "round_size"]
+__all__ = ["PieceShare", "PieceSum", "Pieces", "Range", "leave", "round_size", "rounds_of", "wait"]
 
 Range = tuple[int, int]
 Pieces = Sequence[Sequence[Range]]  # element ranges by node
 
 _ROUND = 1 << 20  # bytes of all pieces together that a rank sums in a round
 _LEAST_BLOCK = 64 << 10  # bytes of one, where many nodes share that
-_SUMS, _SHARED = 10, 11  # tags
+_SUMS, SHARED = 10, 11  # tags
 _left: list[Any] = []  # requests, which keep their memory
 
 
@@ -39,7 +40,7 @@ def round_size(nodes: int, dtype: np.dtype) -> int:
     return max(_ROUND // nodes, _LEAST_BLOCK) // dtype.itemsize
 
 
-def _rounds(pieces: Pieces, size: int) -> list[tuple[Range | None, ...]]:
+def rounds_of(pieces: Pieces, size: int) -> list[tuple[Range | None, ...]]:
     """Return the block of each node's piece in each round, None where it has none any more."""
     return list(zip_longest(*(blocks(piece, size) for piece in pieces)))
 
@@ -48,21 +49,26 @@ def _rounds(pieces: Pieces, size: int) -> list[tuple[Range | None, ...]]:
 class PieceSum:
     """Sums arrays of a node's ranks, and these sums over nodes, each piece on its own node; owns the scratch memory."""
 
-    def __init__(self, inter: Any, dtype: np.dtype, block: int) -> None:
+    def __init__(self, inter: Any, dtype: np.dtype, block: int, wire: Wire | None = None) -> None:
         """Allocate.
 
         Args:
             inter: the peers that own the same slice, by node.
             dtype: in which sums are formed.
             block: elements that are summed while they are in cache.
+            wire: the form in which float32 sums travel, None for their own.
         """
-        self._inter, self._block = inter, block
+        self._inter, self._block, self._wire = inter, block, wire
         self._size = round_size(inter.size, dtype)
-        self._kind = mpi_datatype(dtype)
         # For two rounds: what is summed here, and what comes, by node; of this node's own piece the former is used.
         self._sums = np.empty((2, inter.size, self._size), dtype)
-        self._came = np.empty((2, inter.size, self._size), dtype)
         self._total = np.empty(min(block, self._size), dtype)
+        self._kind = mpi_datatype(dtype if wire is None else np.dtype(np.uint8))
+        self._sent = self._sums if wire is None else self._new_messages(wire)
+        self._came = np.empty_like(self._sums) if wire is None else self._new_messages(wire)
+
+    def _new_messages(self, wire: Wire) -> np.ndarray:
+        return np.empty((2, self._inter.size, wire.nbytes(self._size)), np.uint8)
 
     def hand_out(
         self,
@@ -70,21 +76,25 @@ class PieceSum:
         pieces: Pieces,
         how: Arithmetic,
         consume: Callable[[int, int, np.ndarray], None],
+        unsent: Unsent | None = None,
     ) -> None:
-        """Call consume(low, high, sum) for this node's piece, in order. Collective over `inter`."""
-        me, rounds = self._inter.rank, _rounds(pieces, self._size)
+        """Call consume(low, high, sum) for this node's piece, in order. Collective over `inter`.
+
+        `unsent` has what was not sent of earlier sums, where that is to follow.
+        """
+        me, rounds = self._inter.rank, rounds_of(pieces, self._size)
         travelling: list[list[Any]] = [[], []]
         try:
             for number in range(len(rounds) + 1):
                 if number < len(rounds):
-                    _wait(travelling[number % 2])  # its memory is free then
+                    wait(travelling[number % 2])  # its memory is free then
                     travelling[number % 2] = []
-                    self._begin(number % 2, arrays, rounds[number], how, travelling[number % 2])
+                    self._begin(number % 2, arrays, rounds[number], how, travelling[number % 2], unsent)
                 mine = rounds[number - 1][me] if number else None
                 if mine is not None:
-                    _wait(travelling[(number - 1) % 2])
+                    wait(travelling[(number - 1) % 2])
                     self._consume((number - 1) % 2, mine, how, consume)
-            _wait(travelling[0] + travelling[1])
+            wait(travelling[0] + travelling[1])
         except BaseException:
             leave(travelling[0] + travelling[1])
             raise
@@ -96,6 +106,7 @@ class PieceSum:
         blocks_of: Sequence[Range | None],
         how: Arithmetic,
         requests: list[Any],
+        unsent: Unsent | None,
     ) -> None:
         """Sum a round over this node, and have the sums travel to the nodes that they belong to; add to the requests."""
         inter, nodes = self._inter, self._inter.size
@@ -103,7 +114,7 @@ class PieceSum:
         if mine is not None:
             for step in range(1, nodes):
                 node = (inter.rank - step) % nodes
-                into = self._came[half, node, : mine[1] - mine[0]]
+                into = self._came[half, node, : self._width(mine[1] - mine[0])]
                 requests.append(inter.Irecv([into, self._kind], node, _SUMS))
         for step in [*range(1, nodes), 0]:
             node = (inter.rank + step) % nodes
@@ -111,20 +122,47 @@ class PieceSum:
             if block is None:
                 continue
             low, high = block
-            total = self._sums[half, node, : high - low]
+            message = self._sent[half, node, : self._width(high - low)]
             for begin, end in blocks([block], self._block):
-                combine(how.ufunc, [array[begin:end] for array in arrays], total[begin - low : end - low])
+                total = self._sums[half, node, begin - low : end - low]
+                combine(how.ufunc, [array[begin:end] for array in arrays], total)
+                if step and self._wire is not None:
+                    part = message[self._width(begin - low) : self._width(end - low)]
+                    self._encode(self._wire, total, part, None if unsent is None else unsent.of(begin, end))
             if step:
-                requests.append(inter.Isend([total, self._kind], node, _SUMS))
+                requests.append(inter.Isend([message, self._kind], node, _SUMS))
+
+    def _width(self, count: int) -> int:
+        """Return the elements of a message with so many numbers."""
+        return count if self._wire is None else self._wire.nbytes(count)
+
+    def _encode(self, wire: Wire, total: np.ndarray, message: np.ndarray, unsent: np.ndarray | None) -> None:
+        if unsent is None:
+            wire.encode(total, message)
+        else:
+            wire.encode_sum(total, message, unsent, self._total)
 
     def _consume(self, half: int, mine: Range, how: Arithmetic, consume: Callable[[int, int, Any], None]) -> None:
         low, me = mine[0], self._inter.rank
         for begin, end in blocks([mine], len(self._total)):
             part = slice(begin - low, end - low)
-            parts = [(self._sums if node == me else self._came)[half, node, part] for node in range(self._inter.size)]
             total = self._total[: end - begin]
-            combine(how.ufunc, parts, total)
+            if self._wire is None:
+                from_node = [(self._sums if node == me else self._came)[half, node] for node in range(self._inter.size)]
+                combine(how.ufunc, [numbers[part] for numbers in from_node], total)
+            else:
+                self._add_decoded(self._wire, half, part, total)
             consume(begin, end, total)
+
+    def _add_decoded(self, wire: Wire, half: int, part: slice, total: np.ndarray) -> None:
+        """Write the sum over nodes, in their order, of the elements in a part of a round."""
+        where = slice(wire.nbytes(part.start), wire.nbytes(part.stop))
+        for node in range(self._inter.size):
+            if node != self._inter.rank:
+                wire.decode(self._came[half, node, where], total, add=node > 0)
+            else:
+                own = self._sums[half, node, part]
+                combine(np.add, [total, own] if node else [own], total)
 
 
 @final
@@ -146,7 +184,7 @@ class PieceShare:
         self._inter, self._array, self._first = inter, array, first
         self._kind = mpi_datatype(array.dtype)
         self._requests: list[Any] = []
-        self._rounds = _rounds(pieces, round_size(inter.size, array.dtype))
+        self._rounds = rounds_of(pieces, round_size(inter.size, array.dtype))
         self._next = 0
         self.ready(-1)
 
@@ -166,18 +204,18 @@ class PieceShare:
             node = (inter.rank - step) % nodes
             block = blocks_of[node]
             if block is not None:
-                self._requests.append(inter.Irecv(self._buffer(block), node, _SHARED))
+                self._requests.append(inter.Irecv(self._buffer(block), node, SHARED))
         mine = blocks_of[inter.rank]
         if mine is not None:
             for step in range(1, nodes):
-                self._requests.append(inter.Isend(self._buffer(mine), (inter.rank + step) % nodes, _SHARED))
+                self._requests.append(inter.Isend(self._buffer(mine), (inter.rank + step) % nodes, SHARED))
 
     def _buffer(self, block: Range) -> list[Any]:
         return [self._array[block[0] - self._first : block[1] - self._first], self._kind]
 
     def finish(self) -> None:
         """Wait until all that the others give is here, and what this node gives has been sent."""
-        _wait(self._requests)
+        wait(self._requests)
         self._requests = []
 
     def leave(self) -> None:
@@ -185,6 +223,7 @@ class PieceShare:
         leave(self._requests)
 
 
-def _wait(requests: Sequence[Any]) -> None:
+def wait(requests: Sequence[Any]) -> None:
+    """Wait for all of them."""
     for request in requests:  # one by one: MPI_Waitall hides which error it was
         request.Wait()

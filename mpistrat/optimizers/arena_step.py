@@ -8,9 +8,12 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
+from .._util.buffers import BufferPool
 from .._util.partition import blocks, merge
 from ..cross_device.arena import BLOCK, Consume
+from ..cross_device.encoded import EncodedShare
 from ..cross_device.pieces import PieceShare
+from ..cross_device.wire import Unsent
 from ..variables.arena import ALIGNMENT_BYTES, Arena
 from ..variables.values import move_like, quick_digest
 from ..variables.variable import Variable
@@ -41,12 +44,22 @@ class ArenaStep:
         self._spans = sorted((v.offset, padded[v.offset], v.name) for v in variables)
         self._optimizer, self._mean, self._each, self._apart = optimizer, 0, False, False
         self._slots = slots.of(arena)
-        self._share: PieceShare | None = None  # of the weights, while a step goes on
+        self._share: PieceShare | EncodedShare | None = None  # of the weights, while a step goes on
+        self._messages = BufferPool(kept=16)
         self._rule = BlockUpdate(optimizer, arena.dtype, self._slots.scratch)
 
     @property
     def gradients(self) -> Any:
         return self.arena.gradients  # never kept: memory with references cannot be freed
+
+    @property
+    def unsent(self) -> Unsent | None:
+        """What was not sent of the gradients, where that is to follow."""
+        return self._slots.unsent
+
+    def forget_unsent(self) -> None:
+        """Forget what was not sent of the gradients: they are refused."""
+        self._slots.forget_unsent()
 
     def digest(self) -> int:
         """Return a digest of this rank's slice of the weights, by one pass over it."""
@@ -70,7 +83,12 @@ class ArenaStep:
         """Begin to exchange what this step makes of the weights, where each node updates a piece. Collective over peers."""
         pieces, inter = self.arena.pieces(self.ranges), self.arena.group.inter
         if pieces is not None and inter is not None and self._optimizer.changes_weights(self._number):
-            self._share = PieceShare(inter, self.arena.values, pieces)
+            wire, residual = self.arena.wire, self._slots.residual
+            if wire is None or residual is None:
+                self._share = PieceShare(inter, self.arena.values, pieces)
+            else:
+                work = self._slots.scratch[0]
+                self._share = EncodedShare(inter, self.arena.values, pieces, residual, wire, work, self._messages)
 
     def finish_share(self) -> None:
         """Wait until the weights of all nodes are here."""
@@ -108,17 +126,35 @@ class ArenaStep:
         self._publish(low, high)
 
     def _update_range(self, low: int, high: int, gradient: Any, group: int) -> None:
-        target = self.arena.values[low:high]
+        target = self._meant(low, high)
         slots, decays = self._slots.of_range(low, high), self._decays_of(low, high) if self._decays else ()
         self._rule.update(target, move_like(gradient, target), slots, decays, group)
+        self._set_meant(low, high, target)
         if self._mean:
             slots[GRADIENT_SUM][...] = 0
 
     def _accumulate(self, low: int, high: int, gradient: Any) -> None:
         slots = self._slots.of_range(low, high)
         np.add(slots[GRADIENT_SUM], move_like(gradient, slots[GRADIENT_SUM]), out=slots[GRADIENT_SUM])
-        self._rule.average(self.arena.values[low:high], slots)
+        target = self._meant(low, high)
+        self._rule.average(target, slots)
+        self._set_meant(low, high, target)
         self._publish(low, high)
+
+    def _meant(self, low: int, high: int) -> Any:
+        """Return weights for the rule: themselves, or a copy with what was not sent of them."""
+        target, residual = self.arena.values[low:high], self._slots.residual
+        if residual is None:
+            return target
+        meant = self._slots.scratch[2][: high - low]  # free, as these weights are not 16-bit
+        np.add(target, residual.of(low, high), out=meant)
+        return meant
+
+    def _set_meant(self, low: int, high: int, meant: Any) -> None:
+        """Note what the rule made of weights: what is to be sent of them, if they do not have it already."""
+        if self._slots.residual is not None:
+            with np.errstate(invalid="ignore"):
+                np.subtract(meant, self.arena.values[low:high], out=self._slots.residual.of(low, high))
 
     def _form_mean(self, low: int, high: int, gradient: Any) -> None:
         np.add(gradient, move_like(self._slots.of_range(low, high)[GRADIENT_SUM], gradient), out=gradient)

@@ -175,8 +175,10 @@ class FusedStep(UpdateRun):
             step.take_local(consume)
         elif self._outer is not None:
             self._outer.sum_node(step.gradients, step.ranges, consume)
-        else:
+        elif step.unsent is None:
             self._ops.reduce_arena(step.gradients, step.ranges, consume)
+        else:
+            self._ops.reduce_arena(step.gradients, step.ranges, consume, step.unsent)
 
     def _scales(self, number: int) -> dict[str, float]:
         """Return the factors of the gradients of each variable, the same bits on every rank; NaN for what is not finite.
@@ -211,6 +213,8 @@ class FusedStep(UpdateRun):
         Raises:
             FloatingPointError: on every rank.
         """
+        for step in self._arena_steps:
+            step.forget_unsent()
         own = {
             variable.name: not_finite_of(*(variable.gradient(i).reshape(-1) for i in range(len(step.gradients.local))))
             for step in self._arena_steps

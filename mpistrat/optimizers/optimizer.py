@@ -368,8 +368,8 @@ class Optimizer(Rule):
             yield from store.each_slots(self)
             return
         yield from self._slots.pending.items()
-        if self.slot_names:
-            for variable in self._variables:
+        for variable in self._variables:
+            if self._slots.stored_of(variable):
                 yield variable.name, self._slots.read(variable)
 
     def slots_here(
@@ -387,7 +387,9 @@ class Optimizer(Rule):
             yield from store.slots_here(self, writers, each_node)
             return
         yield from self._slots.waiting(all_else, each_node)
-        for variable in self._variables if self.slot_names or self._slots.outer else ():
+        for variable in self._variables:
+            if not self._slots.stored_of(variable) and self._slots.outer is None:
+                continue
             parts = self._slots.here(variable, writers, each_node)
             yield variable.name, variable.shape, accumulation_dtype(variable.dtype), parts
 
@@ -410,6 +412,7 @@ class Optimizer(Rule):
         """
         self._iterations = self._counted_from = int(state["iterations"])
         self._describe_steps()
+        self._slots.forget_unsent()
         if self._slots.outer is not None:
             self._slots.outer.reset()
         self._slots.pending = {name: dict(values) for name, values in state["slots"].items()}

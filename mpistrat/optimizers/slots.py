@@ -12,6 +12,7 @@ from .._util.partition import aligned_block
 from ..comm.arrays import accumulation_dtype, array_module, as_array, on_device_of, to_host
 from ..cross_device.arena import BLOCK
 from ..cross_device.pieces import PieceShare
+from ..cross_device.wire import Unsent
 from ..errors import explain
 from ..variables.arena import Arena
 from ..variables.placement import Placement, SlotsHere
@@ -22,7 +23,9 @@ from .node_slots import OUTER_MOMENTUM, node_slots_here, waiting_of_nodes
 from .outer_step import OuterSteps
 from .rule import Rule
 
-__all__ = ["ArenaSlots", "SlotStore", "owners", "waiting_slots"]
+__all__ = ["WIRE_RESIDUAL", "ArenaSlots", "SlotStore", "owners", "waiting_slots"]
+
+WIRE_RESIDUAL = "wire_residual"  # what a weight lacks of what was meant, where changes travel in fewer bytes
 
 
 def owners(arena: Arena) -> list[int]:
@@ -46,6 +49,8 @@ class ArenaSlots:
         low, high: the elements: its slice, or its node's piece of it.
         arrays: for each slot a flat array of it, in the dtype in which the arena's gradients are summed.
         scratch: four flat arrays of a block each, of the same dtype.
+        residual: what was not sent of the weights, of all optimizers together; None where they travel as they are.
+        unsent: what this rank has not sent of its node's gradients in its slice, where that is to follow; in no file.
     """
 
     def __init__(self, arena: Arena, names: Iterable[str], start: float) -> None:
@@ -53,6 +58,9 @@ class ArenaSlots:
         dtype = accumulation_dtype(arena.dtype)
         xp, size = array_module(arena.values), self.high - self.low
         self._kept: Any = None
+        self.residual, self.unsent = arena.unsent, None
+        if arena.wire is not None and arena.wire.feeds_back:
+            self.unsent = Unsent(*(arena.sliced([(0, arena.size)]) or [(0, 0)])[0])
         with on_device_of(arena.values):
             self.scratch = [xp.empty(min(BLOCK, arena.size), dtype) for _ in range(4)]
             self.arrays = {name: xp.zeros(size, dtype) for name in names}
@@ -74,6 +82,16 @@ class ArenaSlots:
         """Return the slots of elements [low, high) of the arena, which this rank must own."""
         base = self.low
         return {name: array[low - base : high - base] for name, array in self.arrays.items()}
+
+    def forget_unsent(self) -> None:
+        """Forget what was not sent of the gradients."""
+        if self.unsent is not None:
+            self.unsent.array[...] = 0
+
+    def stored(self, low: int, high: int) -> dict[str, Any]:
+        """Return what a file holds of elements [low, high), which this rank must own."""
+        residual = {} if self.residual is None else {WIRE_RESIDUAL: self.residual.of(low, high)}
+        return self.of_range(low, high) | residual
 
 
 @final
@@ -103,6 +121,16 @@ class SlotStore:
             slots = self._arenas[arena] = ArenaSlots(arena, self.names, self.start)
         return slots
 
+    def stored_of(self, variable: Variable) -> tuple[str, ...]:
+        """Return the names of what a file holds for a variable. All ranks call it."""
+        wire = None if variable.arena is None else variable.arena.wire
+        return self.names if wire is None else (*self.names, WIRE_RESIDUAL)
+
+    def forget_unsent(self) -> None:
+        """Forget what was not sent of gradients: they are of weights that were replaced, or were refused."""
+        for slots in self._arenas.values():
+            slots.forget_unsent()
+
     def read(self, variable: Variable) -> dict[str, np.ndarray]:
         """Return a variable's slots, whole, on every rank; the first node's where nodes have their own. Collective."""
         store = variable.placement.store
@@ -110,11 +138,11 @@ class SlotStore:
             return store.read_slots(self._owner, variable)
         arena = _arena_of(variable)
         low, high = variable.offset, variable.offset + variable.size
-        result = {}
-        with arena.group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, self.names):
-            for name in self.names:
+        result, names = {}, self.stored_of(variable)
+        with arena.group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, names):
+            for name in names:
                 whole = np.zeros(variable.size, accumulation_dtype(arena.dtype))
-                for begin, part in self._sliced(arena, low, high)[name]:
+                for begin, part in self._sliced(arena, low, high, (name,))[name]:
                     whole[begin - low : begin - low + part.size] = to_host(part)
                 for root, (begin, end) in zip(owners(arena), arena.bounds(), strict=False):
                     begin, end = max(begin, low), min(end, high)
@@ -123,19 +151,19 @@ class SlotStore:
                 result[name] = whole.reshape(variable.shape)
         return result
 
-    def _sliced(self, arena: Arena, low: int, high: int) -> dict[str, list[tuple[int, Any]]]:
+    def _sliced(self, arena: Arena, low: int, high: int, names: Iterable[str]) -> dict[str, list[tuple[int, Any]]]:
         """Return the slots of elements [low, high) that lie in this rank's slice. Collective if that has pieces, inside one."""
         ranges, slots = arena.sliced([(low, high)]), self.of(arena)
         pieces, inter = arena.pieces([(low, high)]), arena.group.inter
         if pieces is None or inter is None:
             parts = [(begin, slots.of_range(begin, end)) for begin, end in ranges]
-            return {name: [(begin, found[name]) for begin, found in parts] for name in self.names}
-        result: dict[str, list[tuple[int, Any]]] = {name: [] for name in self.names}
+            return {name: [(begin, found[name]) for begin, found in parts] for name in names}
+        result: dict[str, list[tuple[int, Any]]] = {name: [] for name in names}
         for first, end in ranges:
-            for name in self.names:
+            for name in result:
                 whole = np.empty(end - first, accumulation_dtype(arena.dtype))
                 for begin, after in pieces[inter.rank]:
-                    whole[begin - first : after - first] = slots.of_range(begin, after)[name]
+                    whole[begin - first : after - first] = slots.stored(begin, after)[name]
                 share = PieceShare(inter, whole, pieces, first)
                 share.ready(end)
                 share.finish()
@@ -156,6 +184,7 @@ class SlotStore:
             of_range = self.of(arena).of_range
             return node_slots_here(variable, arena, self.names, of_range, self.outer, writers, each_node)
         group, size, low, high = arena.group, variable.size, 0, 0
+        names = self.stored_of(variable)
         every, own = owners(arena), arena.sharded and not each_node
         if writers is not None and not set(every) <= set(writers):
             if not set(every[: len(arena.bounds())]) <= set(writers):
@@ -163,11 +192,11 @@ class SlotStore:
                 return {name: [(0, array)] if mine else [] for name, array in whole.items()}
             own = False
         if arena.sharded and not own:
-            detail = (self.names, each_node)
+            detail = (names, each_node)
             with group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, detail):
-                found = self._sliced(arena, first, first + size)
+                found = self._sliced(arena, first, first + size, names)
             mine = each_node or group.topology.rank in every[: len(arena.bounds())]
-            return {name: [(begin - first, part) for begin, part in found[name]] if mine else [] for name in self.names}
+            return {name: [(begin - first, part) for begin, part in found[name]] if mine else [] for name in names}
         if own:
             high = size
         elif writers is not None:
@@ -178,18 +207,21 @@ class SlotStore:
             domain = group.topology.node_index if group.environment.shared_memory else group.topology.rank
             low, high = aligned_block(size, group.num_nodes, domain, PAGE // accumulation_dtype(arena.dtype).itemsize)
         owned = arena.owned([(first + low, first + high)]) if low < high else []
-        parts = [(begin, self.of(arena).of_range(begin, end)) for begin, end in owned]
-        return {name: [(begin - first, slots[name]) for begin, slots in parts] for name in self.names}
+        parts = [(begin, self.of(arena).stored(begin, end)) for begin, end in owned]
+        return {name: [(begin - first, slots[name]) for begin, slots in parts] for name in names}
 
     def write(self, variable: Variable, values: Mapping[str, Any]) -> None:
-        """Overwrite this rank's part of a variable's slots.
+        """Overwrite this rank's part of a variable's slots. What was not sent of the weights may be absent: none then.
+
+        Where these travel as they are it is left out, no more than a rounding of the last change.
 
         Raises:
             ValueError: names or shapes do not fit.
         """
         if self.outer is not None and OUTER_MOMENTUM in values:
-            values = dict(values)
-            self.outer.load(variable, values.pop(OUTER_MOMENTUM))
+            self.outer.load(variable, values[OUTER_MOMENTUM])
+        residual, apart = values.get(WIRE_RESIDUAL), (WIRE_RESIDUAL, *((OUTER_MOMENTUM,) if self.outer else ()))
+        values = {name: value for name, value in values.items() if name not in apart}
         if set(values) != set(self.names):
             expected = f"slots {', '.join(self.names) or '(none)'}"
             got = ", ".join(values) or "none"
@@ -199,14 +231,16 @@ class SlotStore:
             store.write_slots(self._owner, variable, values)
             return
         arena, low = _arena_of(variable), variable.offset
-        for name in self.names:
+        if arena.wire is not None:
+            values[WIRE_RESIDUAL] = np.zeros(variable.shape, np.float32) if residual is None else residual
+        for name in values:
             array = as_array(values[name], "Optimizer.set_slots", name)
             if array.shape != variable.shape:
                 expected, got = f"{name} of shape {variable.shape}", f"shape {tuple(array.shape)}"
                 raise ValueError(explain("Optimizer.set_slots", variable.name, expected=expected, got=got))
             flat = array.reshape(-1)
             for begin, end in arena.owned([(low, low + variable.size)]):
-                target = self.of(arena).of_range(begin, end)[name]
+                target = self.of(arena).stored(begin, end)[name]
                 target[...] = move_like(flat[begin - low : end - low], target)
 
     def waiting(self, all_else: bool, each_node: bool) -> Iterator[SlotsHere]:

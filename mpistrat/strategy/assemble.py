@@ -19,6 +19,7 @@ from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
 from ..cross_device.ops import CrossDeviceOps
 from ..cross_device.ordered import OrderedAllReduce
+from ..cross_device.wire import wire_named
 from ..environment import Environment
 from ..errors import (
     ClusterError,
@@ -194,7 +195,16 @@ def assemble(
         group.close()
         topology.close()
         raise
-    _agree(group, kind, settings, lambda: ops.bind(sync_group or group))
+
+    def bind() -> None:
+        if group.num_nodes > 1:
+            _check_wire(kind, options, ops, sharded_slots, local_steps is not None)
+        ops.bind(sync_group or group)
+
+    _agree(group, kind, settings, bind)
+    wire = None if options is None else wire_named(options.wire)
+    if wire is not None:
+        sharded_slots = True
     if local_steps is not None and not isinstance(local_steps, LocalSteps):
         local_steps = LocalSteps(local_steps)
     if group.num_nodes == 1:
@@ -212,6 +222,7 @@ def assemble(
         central=kind.central,
         sharded_slots=unasked if sharded_slots is None else sharded_slots and group.num_nodes > 1,
         local_steps=local_steps,
+        wire=wire,
     )
 
 
@@ -241,6 +252,31 @@ def _check_local_steps(
     if any(parse(device)[0] != "cpu" for device in topology.devices):
         expected, got = "variables on CPUs", f"devices {', '.join(topology.devices)}"
         raise DeviceError(explain(function, "local_steps", expected=expected, got=got, rank=topology.rank))
+
+
+def _check_wire(
+    kind: StrategyKind,
+    options: CommunicationOptions | None,
+    ops: CrossDeviceOps,
+    sharded_slots: bool | None,
+    local: bool,
+) -> None:
+    """Raise ValueError where a form for the way between nodes is given, and steps have no use for it."""
+    if options is None or options.wire is None:
+        return
+    remedy, got = "Leave wire out", ""
+    if kind is PARAMETER_SERVER:
+        got = f"a {kind.name}, whose servers and workers send numbers as they are"
+    elif local:
+        got = "local_steps, whose outer steps send numbers as they are"
+    elif sharded_slots is False:
+        got, remedy = "sharded_slots=False", "Leave sharded_slots out: sums travel to the node that keeps their slots"
+    elif not ops.sums_pieces:
+        got = f"{type(ops).__name__}, which sends whole sums"
+        remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
+    if got:
+        expected = f"what divides sums among nodes, for wire={options.wire!r}"
+        raise ValueError(explain(kind.name, "communication_options", expected=expected, got=got, remedy=remedy))
 
 
 def _check_evaluator(kind: StrategyKind, topology: Topology) -> None:

@@ -13,6 +13,7 @@ from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
 from ..context import Frame
 from ..cross_device.ops import CrossDeviceOps
+from ..cross_device.wire import Wire
 from ..distributed_values import DistributedValues, Mirrored, regroup, select_replica
 from ..errors import ClosedError, ContextError, explain
 from ..options import CommunicationOptions, LocalSteps
@@ -76,6 +77,7 @@ class StrategyExtended:
         central: bool = False,
         sharded_slots: bool = False,
         local_steps: LocalSteps | None = None,
+        wire: Wire | None = None,
         is_default: bool = False,
         shared: bool = False,
     ) -> None:
@@ -88,7 +90,7 @@ class StrategyExtended:
             options: defaults of every reduction.
             sync_group: the ranks whose replicas step together, where these are not all.
             parameter_devices: where variables lie; default this rank's devices.
-            distributed, central, sharded_slots, local_steps: see `Placement` and `ArenaAllocator`.
+            distributed, central, sharded_slots, local_steps, wire: see `Placement` and `ArenaAllocator`.
             is_default: whether this is the strategy that holds outside every scope.
             shared: whether the group belongs to another strategy, which closes it.
         """
@@ -97,7 +99,7 @@ class StrategyExtended:
         self.sync_topology: Topology = sync_group.topology
         self.num_input_pipelines = self.topology.size
         self.process_group, self.cross_device_ops = group, ops
-        arenas = ArenaAllocator(sync_group, parameter_devices, central, sharded_slots)
+        arenas = ArenaAllocator(sync_group, parameter_devices, central, sharded_slots, wire)
         devices = self.sync_topology.devices
         self.placement = Placement(sync_group, ops, arenas, strategy, devices, distributed, local_steps=local_steps)
         self.is_default, self.closed = is_default, False
@@ -125,6 +127,7 @@ class StrategyExtended:
             central=placement.arenas.central,
             sharded_slots=placement.arenas.sharded,
             local_steps=placement.local_steps,
+            wire=placement.arenas.wire,
             is_default=self.is_default,
             shared=True,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -30,7 +31,7 @@ class Reductions:
 
     Args:
         ops: how values of the replicas become one.
-        options: defaults of every call.
+        options: defaults of every call, but for `wire`, which the strategy's are for steps only.
         replicas, local_replicas: how many there are, and how many of them on this rank.
         alone: whether it is the default strategy's, which returns values as they are.
     """
@@ -39,7 +40,8 @@ class Reductions:
         self, ops: CrossDeviceOps, options: CommunicationOptions | None, replicas: int, local_replicas: int, alone: bool
     ) -> None:
         self.ops, self.alone = ops, alone
-        self._options, self._replicas, self._local_replicas = options, replicas, local_replicas
+        self._options = None if options is None else replace(options, wire=None)
+        self._replicas, self._local_replicas = replicas, local_replicas
 
     def merged(self, options: CommunicationOptions | None) -> CommunicationOptions | None:
         """Return the options of a call: the strategy's, overridden by the caller's."""

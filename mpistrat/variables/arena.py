@@ -14,6 +14,7 @@ from ..cluster.devices import parse
 from ..comm.arrays import accumulation_dtype, import_cupy
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space
+from ..cross_device.wire import Unsent, Wire
 from ..errors import DeviceError, SharedMemoryError, explain
 from .values import zeros
 
@@ -58,6 +59,11 @@ class Gradients:
     def key(self) -> str:
         return self._arena.key
 
+    @property
+    def wire(self) -> Wire | None:
+        """The form in which pieces travel between nodes, None for their own."""
+        return self._arena.wire
+
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the part of element ranges that this rank reduces and updates."""
         return self._arena.owned(ranges)
@@ -93,6 +99,7 @@ class Arena:
         shared: bool,
         central: bool = False,
         sharded: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         """Wrap flat arrays of one dtype and size.
 
@@ -100,6 +107,7 @@ class Arena:
             shared: whether the ranks of the node hold the same memory, so that each writes its part of it only.
             central: whether then the first of them writes all of it.
             sharded: whether nodes update pieces of slices, where these are large enough.
+            wire: the form in which float32 pieces then travel between nodes, None for their own.
         """
         self.group = group
         self.key = key
@@ -113,6 +121,8 @@ class Arena:
         if shared and central:
             self._writer = self._slice = (0 if group.node.rank == 0 else None, 1)
         self._may_shard, self._starts = sharded, list[int]()  # where variables begin
+        self._wire = wire if self.dtype == np.float32 else None
+        self._unsent: Unsent | None = None
         self._bounds: list[tuple[int, int]] | None = None
         self._pieces: list[list[tuple[int, int]]] = []  # of each slice, by node
 
@@ -168,6 +178,32 @@ class Arena:
         self.bounds()
         return bool(self._pieces)
 
+    @property
+    def wire(self) -> Wire | None:
+        """The form in which gradients and changes of weights travel between nodes, None for their own. All ranks ask for it."""
+        return self._wire if self.sharded else None
+
+    @property
+    def unsent(self) -> Unsent | None:
+        """What this rank has not sent of the weights that it updates, where these travel in another form: see `wire`.
+
+        A weight and it are the weight that was meant. All ranks ask for it.
+        """
+        if self._unsent is None and self.wire is not None:
+            self._unsent = Unsent(*(self.owned([(0, self.size)]) or [(0, 0)])[0])
+        return self._unsent
+
+    def forget_unsent(self, low: int, high: int, value: Any = None) -> None:
+        """Forget what was not sent of elements [low, high), which are about to be overwritten: of those that `value` changes."""
+        if self._unsent is None:
+            return
+        for begin, end in self.owned([(low, high)]):
+            unsent = self._unsent.of(begin, end)
+            if value is None:
+                unsent[...] = 0
+            else:
+                unsent[self.values[begin:end] != value[begin - low : end - low]] = 0
+
     def sliced(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the parts of element ranges inside this rank's slice, in order; fixes the slices. All ranks call it."""
         bounds = self.bounds()
@@ -214,13 +250,19 @@ class ArenaAllocator:
         devices: where variables lie; default this rank's devices. All "gpu:k", or none.
         central: whether the first rank of a node writes and updates all variables, instead of each its part.
         sharded: whether each node keeps the slots of a part only, see `Arena`.
+        wire: the form in which parts travel between nodes, see `Arena`.
     """
 
     def __init__(
-        self, group: ProcessGroup, devices: Sequence[str] | None = None, central: bool = False, sharded: bool = False
+        self,
+        group: ProcessGroup,
+        devices: Sequence[str] | None = None,
+        central: bool = False,
+        sharded: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         self.group = group
-        self.central, self.sharded = central, sharded
+        self.central, self.sharded, self.wire = central, sharded, wire
         self.devices = tuple(group.topology.devices if devices is None else devices)
         on_gpu = [parse(device)[0] == "gpu" for device in self.devices]
         if any(on_gpu) and not all(on_gpu):
@@ -274,7 +316,7 @@ class ArenaAllocator:
         counts = list(self.group.replicas_of_node)
         values = node.allocate([size if rank == 0 else 0 for rank in range(node.size)], what)
         weights = [values.segments[0].view(dtype)]
-        arena = Arena(self.group, self._key(key), weights, True, self.central, self.sharded and trainable)
+        arena = Arena(self.group, self._key(key), weights, True, self.central, self.sharded and trainable, self.wire)
         self._blocks[arena] = [values]
         if trainable:
             block = node.allocate([size * count for count in counts], f"the gradients of {what}")

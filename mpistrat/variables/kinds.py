@@ -192,6 +192,8 @@ class MirroredVariable(OnWriteVariable):
             else:
                 target[...] = part
 
+        if op not in _IN_PLACE:
+            self.arena.forget_unsent(self.offset, self.offset + self.size, flat if op == "constraint" else None)
         self._write(op, detail, write, only)
 
     def _write(self, op: str, detail: Hashable, write: Callable[[Any], None], only: int | None) -> None:
@@ -212,6 +214,9 @@ class MirroredVariable(OnWriteVariable):
         detail = self._compared(delta.indices, delta.values.reshape(-1)) if given else ()
         count = int(np.prod(self.shape[:depth], dtype=np.int64))
         width = int(np.prod(self.shape[depth:], dtype=np.int64))
+
+        if op == "update":
+            self.arena.forget_unsent(self.offset, self.offset + self.size)
 
         def write(copy: Any) -> None:
             low, high = self.arena.writes(count, 1)

@@ -12,9 +12,23 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "adagrad", "adam", "add", "gather", "leave_to_numpy", "meet", "narrow", "permute", "report", "rmsprop", "sgd",
-    "unshuffle", "used",
-]  # fmt: skip
+    "adagrad",
+    "adam",
+    "add",
+    "decode_int8",
+    "encode_int8",
+    "gather",
+    "leave_to_numpy",
+    "meet",
+    "narrow",
+    "permute",
+    "report",
+    "rest",
+    "rmsprop",
+    "sgd",
+    "unshuffle",
+    "used",
+]
 
 
 def leave_to_numpy(*_: Any) -> bool:
@@ -27,7 +41,21 @@ try:
     if os.environ.get("MPISTRAT_COMPILED_LOOPS") == "0":
         raise ImportError("switched off by MPISTRAT_COMPILED_LOOPS=0")
     from ._loops import INSTRUCTIONS as _instructions
-    from ._loops import adagrad, adam, add, gather, meet, narrow, permute, rmsprop, sgd, unshuffle
+    from ._loops import (
+        adagrad,
+        adam,
+        add,
+        decode_int8,
+        encode_int8,
+        gather,
+        meet,
+        narrow,
+        permute,
+        rest,
+        rmsprop,
+        sgd,
+        unshuffle,
+    )
 except ModuleNotFoundError:
     _reason = "not built when mpistrat was installed, which takes a C compiler and Python's headers"
 except ImportError as error:
@@ -35,6 +63,7 @@ except ImportError as error:
 if _reason:
     _instructions = ""
     adagrad = adam = add = gather = meet = narrow = permute = rmsprop = sgd = unshuffle = leave_to_numpy
+    decode_int8 = encode_int8 = rest = leave_to_numpy
 
 
 def used() -> tuple[str, str]:

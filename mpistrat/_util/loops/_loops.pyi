@@ -32,6 +32,15 @@ def permute(positions: Any, keys: Any, count: int, /) -> bool:
 def unshuffle(out: Any, encoded: Any, size: int, /) -> bool:
     """Undo HDF5's shuffle filter, over elements of so many bytes."""
 
+def encode_int8(out: Any, values: Any, /) -> bool:
+    """Write float32 as bytes, with a scale for each 4,096 of them: `cross_device.wire.Int8`."""
+
+def decode_int8(out: Any, message: Any, add: bool, /) -> bool:
+    """Write, or add, the float32 that `encode_int8` made bytes of."""
+
+def rest(out: Any, first: Any, second: Any, /) -> bool:
+    """Write first - second of float32, 0 where that is not finite."""
+
 def adam(
     gradient: Any,
     weights: Any,

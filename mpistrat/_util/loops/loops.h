@@ -96,6 +96,6 @@ static inline PyObject *end(PyThreadState *state) {
 #define METHOD(NAME) {#NAME, (PyCFunction)(void (*)(void))NAME, METH_FASTCALL, NULL}
 
 /* The functions of each file, for the module. */
-extern PyMethodDef barrier_methods[], rows_methods[], rules_methods[], sums_methods[];
+extern PyMethodDef barrier_methods[], codecs_methods[], rows_methods[], rules_methods[], sums_methods[];
 
 #endif

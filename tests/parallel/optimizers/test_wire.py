@@ -1,0 +1,291 @@
+"""Steps whose gradients and weights travel between nodes in fewer bytes: against NumPy, and what steps can do beside.
+
+Nodes are ranks without shared memory, or made up on this machine: of 3 ranks one of two and one of one.
+"""
+
+import numpy as np
+import optimizer_reference as reference
+import pytest
+from process_groups import fake_nodes
+
+import mpistrat as ms
+from mpistrat._util.partition import blocks
+from mpistrat.cluster.topology import Topology
+from mpistrat.cross_device.pieces import round_size
+from mpistrat.cross_device.wire import wire_named
+
+SIZES = (300_001, 15, 700_001)
+RATE = np.float32(0.25)
+WIRES = ("bfloat16", "int8")
+pytestmark = pytest.mark.ranks(2, 3, 4)
+
+
+@pytest.fixture(params=["private", "nodes"])
+def opened(request, monkeypatch):
+    """A function that makes a strategy over nodes that are alike in all tests of a layout."""
+    from mpi4py import MPI
+
+    def nodes(comm=None, **more):
+        comm = comm or MPI.COMM_WORLD
+        return fake_nodes(comm, [r * 2 // comm.size if comm.size != 3 else r // 2 for r in range(comm.size)])
+
+    if request.param == "private":
+        monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
+    else:
+        monkeypatch.setattr(Topology, "create", nodes)
+
+    def opened(wire, **more):
+        return ms.MultiWorkerMirroredStrategy(communication_options=ms.CommunicationOptions(wire=wire), **more)
+
+    return opened
+
+
+def make(strategy, build, **more):
+    rng = np.random.default_rng(99)
+    with strategy.scope():
+        values = [rng.normal(size=size).astype(np.float32) for size in SIZES]
+        return [ms.Variable(value, name=f"v{i}", **more) for i, value in enumerate(values)], build(ms.optimizers)
+
+
+def gradient(number, i, rank, largest=1000):
+    """Multiples of 1/8 with large ones among them: sums over the ranks of a node are exact."""
+    rng = np.random.default_rng((number, i, rank))
+    values = rng.integers(-64, 65, size=SIZES[i]) / 8
+    values[rng.integers(0, SIZES[i], size=9)] *= largest
+    return values.astype(np.float32)
+
+
+def train(strategy, variables, optimizer, steps, largest=1000):
+    def step(number):
+        for i, variable in enumerate(variables):
+            variable.grad[...] = gradient(number, i, strategy.rank, largest)
+        optimizer.apply_gradients([(v.grad, v) for v in variables])
+
+    for number in steps:
+        strategy.run(step, args=(number,))
+
+
+def state_of(variables, optimizer):
+    found = {v.name: v.numpy() for v in variables}
+    for name, slots in optimizer.get_state()["slots"].items():
+        found.update({f"{name} {slot}": array for slot, array in slots.items()})
+    return found
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def sent(wire, values):
+    """What others read of numbers that travel in one message."""
+    message, out = np.empty(wire.nbytes(values.size), np.uint8), np.empty_like(values)
+    wire.encode(np.ascontiguousarray(values), message)
+    wire.decode(message, out)
+    return out
+
+
+def expected_of(strategy, variables, wire, steps):
+    """The weights after steps of plain gradient descent, and what was not sent of them, of the whole arena."""
+    arena, group = variables[0].arena, strategy.extended.process_group
+    node_of = group.topology.node_of if group.environment.shared_memory else range(strategy.size)
+    weights, unsent = np.zeros(arena.used, np.float32), np.zeros(arena.used, np.float32)
+    lost = np.zeros((group.num_nodes, arena.used), np.float32)
+    rng = np.random.default_rng(99)
+    for v in variables:
+        weights[v.offset : v.offset + v.size] = rng.normal(size=v.size)
+    for number in steps:
+        node_sums = np.zeros_like(lost)
+        for rank, node in enumerate(node_of):
+            for i, v in enumerate(variables):
+                node_sums[node, v.offset : v.offset + v.size] += gradient(number, i, rank)
+        for of_slice in arena._pieces:
+            for owner, piece in enumerate(of_slice):
+                for low, high in blocks([piece], round_size(group.num_nodes, arena.dtype)):
+                    part, total = slice(low, high), np.zeros(high - low, np.float32)
+                    for node in range(group.num_nodes):
+                        own = node_sums[node, part] + lost[node, part]
+                        total += own if node == owner else sent(wire, own)
+                        if wire.feeds_back and node != owner:
+                            lost[node, part] = own - sent(wire, own)
+                    meant = weights[part] + unsent[part]
+                    meant -= RATE * total
+                    change = meant - weights[part]
+                    meant = weights[part] + change  # rounded, where the two are far apart
+                    weights[part] += sent(wire, change)
+                    unsent[part] = meant - weights[part]
+    return weights, unsent
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_against_numpy(opened, wire):
+    with opened(wire) as strategy:
+        variables, optimizer = make(strategy, lambda o: o.SGD(float(RATE)))
+        train(strategy, variables, optimizer, range(4))
+        assert variables[0].arena.sharded
+        weights, unsent = expected_of(strategy, variables, wire_named(wire), range(4))
+        assert np.abs(unsent).max() > 0
+        found = state_of(variables, optimizer)
+        for v in variables:
+            where = slice(v.offset, v.offset + v.size)
+            np.testing.assert_array_equal(found[v.name], weights[where])
+            np.testing.assert_array_equal(found[f"{v.name} wire_residual"], unsent[where])
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_steps_can_do_beside(opened, wire):
+    """Clipping, averages, accumulation, checks: the weights of float32, but for what this step's forms lose."""
+    for name, said in reference.SETTINGS.items():
+        found = []
+        for form in (wire, None):
+            with opened(form) as strategy:
+                variables, optimizer = make(strategy, lambda o: o.Momentum(2.0**-12, **said))  # noqa: B023
+                train(strategy, variables, optimizer, range(5), largest=1)
+                found.append({v.name: v.numpy() for v in variables})
+                start = make(strategy, lambda o: None)[0]
+                moved = np.abs(start[2].numpy() - found[-1]["v2"]).max()
+        off = np.abs(found[0]["v2"] - found[1]["v2"])
+        assert off.max() <= (0.01 if wire == "bfloat16" else 0.2) * moved, name
+        assert off.max() > 0, name
+
+
+def test_checkpoints_of_all_forms(opened, mpi_tmp_path):
+    """One that has what was not sent goes on with the same bits; others take or leave it."""
+
+    def build(o):
+        return o.Adam(0.03)
+
+    path, plain = mpi_tmp_path / "saved.h5", mpi_tmp_path / "plain.h5"
+    with opened("bfloat16") as strategy:
+        variables, optimizer = make(strategy, build)
+        train(strategy, variables, optimizer, range(3))
+        strategy.save(path)
+        middle = state_of(variables, optimizer)
+        train(strategy, variables, optimizer, range(3, 5))
+        end = state_of(variables, optimizer)
+        strategy.restore(path)
+        assert_same(state_of(variables, optimizer), middle)
+    with opened("bfloat16") as strategy:
+        variables, optimizer = make(strategy, build)
+        strategy.restore(path)
+        train(strategy, variables, optimizer, range(3, 5))
+        assert_same(state_of(variables, optimizer), end)
+    with opened(None, sharded_slots=False) as strategy:
+        variables, optimizer = make(strategy, build)
+        strategy.restore(path)
+        train(strategy, variables, optimizer, range(0))
+        optimizer.join(strategy)
+        strategy.restore(path)
+        train(strategy, variables, optimizer, range(3, 4))
+        strategy.save(plain)
+        assert not any("residual" in name for name in state_of(variables, optimizer))
+        left = state_of(variables, optimizer)
+    with opened("int8") as strategy:
+        variables, optimizer = make(strategy, build)
+        strategy.restore(plain)
+        found = state_of(variables, optimizer)
+        assert {name: found[name].tobytes() for name in left} == {name: a.tobytes() for name, a in left.items()}
+        train(strategy, variables, optimizer, range(4, 5))
+        assert np.isfinite(variables[0].numpy()).all()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_value_that_is_assigned_is_that_value(opened, wire):
+    with opened(wire) as strategy:
+        variables, optimizer = make(strategy, lambda o: o.SGD(float(RATE)))
+        train(strategy, variables, optimizer, range(2))
+        values = [np.full(v.shape, 0.1, np.float32) for v in variables]
+        for v, value in zip(variables, values, strict=True):
+            v.assign(value)
+        before = [slots["wire_residual"] for _, slots in optimizer.each_slots()]
+        assert not any(array.any() for array in before)
+        train(strategy, variables, optimizer, range(2, 3))
+        after = state_of(variables, optimizer)
+        meant = after["v2"] + after["v2 wire_residual"]
+        summed = sum(gradient(2, 2, rank) for rank in range(strategy.size))
+        assert np.abs(meant - (0.1 - RATE * summed)).max() <= np.abs(RATE * summed).max() * (
+            0.01 if wire == "bfloat16" else 0.1
+        )
+
+
+def test_constraints_hold(opened):
+    """Of every weight; and what was not sent of weights that a constraint holds back does not add up from step to step."""
+    with opened("int8") as strategy:
+
+        def half(w):
+            return np.where(np.arange(w.size) < w.size // 2, np.maximum(w, 0), np.float32(0.1))
+
+        variables, optimizer = make(strategy, lambda o: o.SGD(float(RATE)), constraint=half)
+        train(strategy, variables, optimizer, range(6), largest=1)
+        found, middle = state_of(variables, optimizer), SIZES[2] // 2
+        assert (found["v2"][:middle] >= 0).all() and (found["v2"][:middle] == 0).any()
+        assert (found["v2"][middle:] == np.float32(0.1)).all()
+        largest = RATE * 8 * strategy.size
+        assert 0 < np.abs(found["v2 wire_residual"]).max() <= 1.1 * largest / 254
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_refused_step_leaves_nothing(opened, wire):
+    with opened(wire) as strategy:
+        variables, optimizer = make(strategy, lambda o: o.SGD(float(RATE), check_numerics=True))
+        train(strategy, variables, optimizer, range(2))
+        middle = state_of(variables, optimizer)
+
+        def bad():
+            for i, v in enumerate(variables):
+                v.grad[...] = gradient(7, i, strategy.rank)
+            if strategy.rank == strategy.size - 1:
+                variables[2].grad[1234] = np.inf
+                variables[0].grad[77] = np.nan
+            optimizer.apply_gradients([(v.grad, v) for v in variables])
+
+        with pytest.raises(FloatingPointError, match=f"rank {strategy.size - 1}: 1 that"):
+            strategy.run(bad)
+        assert_same(state_of(variables, optimizer), middle)
+        for slots in optimizer._slots._arenas.values():
+            assert slots.unsent is None or not slots.unsent.array.any()
+        train(strategy, variables, optimizer, range(2, 3))
+        assert all(np.isfinite(v.numpy()).all() for v in variables)
+
+
+def test_several_optimizers_and_small_arenas(opened):
+    with opened("int8") as strategy:
+        variables, first = make(strategy, lambda o: o.SGD(float(RATE)))
+        with strategy.scope():
+            second = ms.optimizers.Adam(0.1)
+            small = ms.Variable(np.zeros(100, np.float64), name="small")
+
+        def step(optimizer, chosen):
+            for v in chosen:
+                v.grad[...] = 1 + strategy.rank
+            optimizer.apply_gradients([(v.grad, v) for v in chosen])
+
+        for _ in range(3):
+            strategy.run(step, args=(first, variables[:1]))
+            strategy.run(step, args=(second, [*variables[1:], small]))
+        total = strategy.size * (strategy.size + 1) / 2
+        start = np.random.default_rng(99).normal(size=SIZES[0]).astype(np.float32)
+        np.testing.assert_allclose(variables[0].numpy(), start - 3 * RATE * total, atol=0.01 * total)
+        assert "wire_residual" in second.slots(variables[2]) and "wire_residual" not in second.slots(small)
+        assert small.arena.wire is None
+
+
+def test_ranks_must_agree(opened):
+    from mpi4py import MPI
+
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    wire = "int8" if rank == size - 1 or (size == 4 and rank == 2) else "bfloat16"  # the last node's in both layouts
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="wire='int8'"):
+        opened(wire)
+
+
+def test_where_there_is_nothing_to_encode(opened):
+    with pytest.raises(ValueError, match="got sharded_slots=False"):
+        opened("bfloat16", sharded_slots=False)
+    with pytest.raises(ValueError, match="got MpiAllReduce, which"):
+        opened("int8", cross_device_ops=ms.MpiAllReduce())
+    with pytest.raises(ValueError, match="got OrderedAllReduce, which"):
+        opened("int8", replicas=8)
+    with opened("int8", cross_device_ops=ms.HierarchicalAllReduce()) as strategy:
+        assert strategy.extended.placement.arenas.sharded
