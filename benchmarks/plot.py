@@ -1,4 +1,4 @@
-"""Draw the plots of a folder of results: all-reduce, steps, frameworks, HDF5 input, parameter servers, checkpoints, watching.
+"""Draw the plots of a folder of results: all-reduce, steps, frameworks, HDF5 input, servers, checkpoints, watching, the wire.
 
 python benchmarks/plot.py benchmarks/results/2026-11-21
 """
@@ -16,6 +16,7 @@ from mpistrat.bench.machine import layout as title
 from mpistrat.bench.plot import colour, finish, new_figure
 
 COLUMNS = 3
+FORMS = {"float32": "#7f7f7f", "bfloat16": "#1f77b4", "int8": "#d62728"}  # of numbers between nodes
 
 
 def panels(count: int, *, sharey: bool) -> tuple[Any, list[Any]]:
@@ -142,6 +143,36 @@ def draw_watching(folder: Path) -> None:
     finish(figure, "Flight recorder and monitor", caption(results), folder / "watching.png")
 
 
+def draw_wire(folder: Path) -> None:
+    """Draw for each layout the step, the bytes of a host, and how two models learn with each form of the wire."""
+    results = load(folder, "wire")
+    if not results:
+        return
+    figure, axes = panels(4 * len(results), sharey=False)
+    for index, result in enumerate(results):
+        step, sent, digits, loss = axes[4 * index : 4 * index + 4]
+        draw_bars(step, {name: 1e3 * t for name, t in result["seconds"].items()}, "%.0f")
+        step.set_ylabel(f"ms a step, {result['parameters'] / 1e6:.1f} M parameters")
+        draw_bars(sent, {name: n / 1e6 for name, n in result["bytes_sent"].items()}, "%.1f")
+        sent.set_ylabel("MB that a host sends in a step")
+        for name, runs in result["digits_accuracy"].items():
+            for number, run in enumerate(runs):
+                label = name if number == 0 else None
+                digits.plot([100 * accuracy for accuracy in run], color=FORMS[name], label=label, alpha=0.7)
+        digits.set_ylabel("digits: % right, a line a seed")
+        digits.set_xlabel("epochs")
+        for name, losses in result["transformer_loss"].items():
+            loss.plot(losses, color=FORMS[name], label=name, alpha=0.8)
+        loss.set_ylabel("transformer: loss a symbol")
+        loss.set_xlabel("steps")
+        for axis in (digits, loss):
+            axis.legend(fontsize=7)
+            axis.grid(alpha=0.3)
+        for axis in (step, sent, digits, loss):
+            axis.set_title(title(result["machine"]), fontsize=10)
+    finish(figure, "Fewer bytes between nodes", caption(results), folder / "wire.png")
+
+
 def draw_bars(axis: Any, values: dict[str, float], form: str) -> None:
     """Draw a bar for each contender."""
     bars = axis.bar(range(len(values)), list(values.values()), color=[colour(name) for name in values])
@@ -253,3 +284,4 @@ if __name__ == "__main__":
     draw_parameter_server(Path(sys.argv[1]))
     draw_checkpoints(Path(sys.argv[1]))
     draw_watching(Path(sys.argv[1]))
+    draw_wire(Path(sys.argv[1]))

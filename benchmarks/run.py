@@ -31,9 +31,10 @@ LAYOUTS = {  # ranks on one host
     "checkpoints": (2, 4),
     "watching": (2, 4),
     "local_steps": (4,),
+    "wire": (),
 }
 BENCHMARKS = tuple(LAYOUTS)
-OVER_HOSTS = ("all_reduce", "training_step", "frameworks", "parameter_server", "local_steps")
+OVER_HOSTS = ("all_reduce", "training_step", "frameworks", "parameter_server", "local_steps", "wire")
 FRAMEWORKS = ("torch", "jax", "keras")
 PEERS = {"tensorflow": ("all_reduce", "training_step", "parameter_server"), "torch": ("parameter_server",)}
 

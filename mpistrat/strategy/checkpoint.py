@@ -306,20 +306,20 @@ class Checkpoint:
                 parts = [(0, value)] if leads else []
             add(where, f"variables/{key_of(where.name)}", variable.dtype, variable.size, parts)
         for index, kept in enumerate(self._states.kept()):
-            covered: dict[str, list[tuple[int, int]]] = {}
+            covered: dict[tuple[str, str], list[tuple[int, int]]] = {}
             for part, shape, dtype, slots in kept.slots_here(None if everywhere else writers, leads, each_node):
                 where = ranges.get(part) or FileRange(part, 0, shape)
                 for slot, mine in slots.items():
                     key = f"optimizers/{index}/slots/{key_of(where.name)}/{key_of(slot)}"
                     size = math.prod(shape)
                     end = add(where, key, dtype, size, mine)
-                    covered.setdefault(key, []).append((end - size, end))
+                    covered.setdefault((key, slot), []).append((end - size, end))
             if leads:  # rows of shards that were never updated
-                for key, found in covered.items():
+                for (key, slot), found in covered.items():
                     form, low = forms[key], 0
                     for begin, end in [*sorted(found), (form.size, form.size)]:
                         if begin > low:
-                            slices.append(Slice(key, low, np.full(begin - low, kept.slot_start, form.dtype)))
+                            slices.append(Slice(key, low, np.full(begin - low, kept.start_of(slot), form.dtype)))
                         low = end
         return list(forms.values()), [part for part in slices if part.array.size]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from ..errors import explain
-from ..optimizers.slots import waiting_slots
+from ..optimizers.slots import WIRE_RESIDUAL, waiting_slots
 from ..variables.placement import SlotsHere
 
 if TYPE_CHECKING:
@@ -40,10 +40,9 @@ class Kept:
         taken = self.state["iterations"] if self.optimizer is None else self.optimizer.all_iterations()
         return {"name": self.name, "iterations": taken} | ({} if self.made is None else {"made": self.made})
 
-    @property
-    def slot_start(self) -> float:
-        """What slots are where there are none."""
-        return 0.0 if self.optimizer is None else float(self.optimizer.slot_start)
+    def start_of(self, slot: str) -> float:
+        """Return what a slot is where there is none."""
+        return 0.0 if self.optimizer is None or slot == WIRE_RESIDUAL else float(self.optimizer.slot_start)
 
     def slots_here(
         self, writers: Collection[int] | None, all_else: bool, each_node: bool = False

@@ -7,7 +7,6 @@ ranks of a layout the one that calls most counts. What grows, and why, stands in
 import json
 import platform
 import shutil
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -53,29 +52,13 @@ pytestmark = [
 
 
 @pytest.fixture
-def counter(mpi, tmp_path):
-    library = tmp_path / "count_mpi.so"
-    large = ["-DLARGE_COUNTS"] if "MPICH" in mpi.vendor else []
-    command = ["gcc", "-O1", "-Wall", *large, "-shared", "-fPIC", "-o", str(library), str(HERE / "count_mpi.c")]
-    subprocess.run([*command, "-ldl", "-lpthread"], check=True, timeout=60)
-    return library
-
-
-@pytest.fixture
-def count(mpi, mpi_run, counter, tmp_path):
+def count(mpi, mpi_run, preload, tmp_path):
     """Run the program; return for each phase calls and bytes of the rank that has most, by function and communicator."""
 
     def run(ranks, nodes):
         folder = tmp_path / f"{ranks}-{nodes}"
         folder.mkdir()
-        library = Path(mpi.python).parent.parent / "lib" / ("libmpi.so.12" if "MPICH" in mpi.vendor else "libmpi.so.40")
-        if not library.exists():
-            pytest.skip(f"needs {library}, of the MPI's wheel")
-        env = {"LD_PRELOAD": str(counter), "MPI_LIBRARY": str(library), "MPISTRAT_WARN_AFTER": "100"}
-        if "MPICH" in mpi.vendor:
-            env["MPIR_CVAR_NUM_CLIQUES"] = str(nodes)
-        elif nodes == ranks:
-            env["MPISTRAT_SHARED_MEMORY"] = "0"
+        env = preload(nodes, ranks) | {"MPISTRAT_WARN_AFTER": "100"}
         result = mpi_run([str(HERE / "counted.py"), str(folder)], ranks, 120, env=env)
         assert result.returncode == 0, result
         told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]

@@ -113,7 +113,8 @@ def test_what_has_no_such_form(opened):
 
 def test_ranks_must_agree(opened):
     with opened() as strategy:
-        options = IN_FEWER if strategy.rank else None
+        rank, size = strategy.rank, strategy.size
+        options = IN_FEWER if rank == size - 1 or (size == 4 and rank == 2) else None  # the last node's in both layouts
         with pytest.raises(ms.errors.CollectiveMismatchError, match="wire bfloat16"):
             strategy.reduce("SUM", np.ones(60_001, np.float32), axis=None, options=options)
 

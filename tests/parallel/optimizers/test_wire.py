@@ -283,6 +283,8 @@ def test_ranks_must_agree(opened):
 def test_where_there_is_nothing_to_encode(opened):
     with pytest.raises(ValueError, match="got sharded_slots=False"):
         opened("bfloat16", sharded_slots=False)
+    with pytest.raises(ValueError, match="got local_steps, whose"):
+        opened("bfloat16", local_steps=4)
     with pytest.raises(ValueError, match="got MpiAllReduce, which"):
         opened("int8", cross_device_ops=ms.MpiAllReduce())
     with pytest.raises(ValueError, match="got OrderedAllReduce, which"):
