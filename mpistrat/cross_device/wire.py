@@ -41,9 +41,11 @@ class Wire(ABC):
     """A form of float32 numbers in messages. A message cut at multiples of 4,096 numbers is several messages.
 
     Attributes:
+        name: in `CommunicationOptions`.
         feeds_back: whether sums of gradients lose so much in it that the loss must be sent later.
     """
 
+    name: str
     feeds_back: bool
 
     @abstractmethod
@@ -93,6 +95,7 @@ class Bfloat16(Wire):
     A relative error of at most 1/256; numbers from 3.39e38 on become infinite.
     """
 
+    name = "bfloat16"
     feeds_back = False
 
     def nbytes(self, count: int) -> int:
@@ -123,6 +126,7 @@ class Int8(Wire):
     An error of at most half a scale and a rounding. Where one of the 4,096 is not finite, all are read as NaN.
     """
 
+    name = "int8"
     feeds_back = True
 
     def nbytes(self, count: int) -> int:
@@ -153,7 +157,7 @@ class Int8(Wire):
                 part[...] = values
 
 
-_BY_NAME: dict[str | None, Wire] = {"bfloat16": Bfloat16(), "int8": Int8()}
+_BY_NAME: dict[str | None, Wire] = {wire.name: wire for wire in (Bfloat16(), Int8())}
 
 
 def wire_named(name: str | None) -> Wire | None:

@@ -138,7 +138,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             workers as there are ranks, and no parameter servers. The strategy numbers its ranks as the cluster does, the
             chief first, then the workers; one without tasks leaves them as MPI has them.
         communication_options: bytes_per_pack, timeout_seconds, implementation of every reduction, unless a call says
-            otherwise.
+            otherwise; wire: the form in which steps send float32 between nodes, "bfloat16" or "int8", with other numbers than
+            float32's. It needs divided slots, see `sharded_slots`, which it divides in jobs with snapshots, too.
         comm: communicator, duplicated here; default COMM_WORLD.
         devices, cross_device_ops, replicas: as for MirroredStrategy; on several nodes, too.
         sharded_slots: True: what optimizers keep for each weight lies on one node only, which updates it and sends the others the
@@ -151,6 +152,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             effect. None: all nodes step together.
 
     Raises:
+        ValueError: on every rank: a wire on several nodes with `local_steps`, `replicas`, `sharded_slots=False`, or another
+            algorithm than AUTO and HIERARCHICAL.
         ClusterError: on every rank, when the resolver's cluster does not fit the ranks, or differs between them, or two
             ranks are the same task.
         DeviceError: on every rank, for a device that is not there; for GPUs with local_steps.

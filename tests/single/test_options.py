@@ -89,3 +89,10 @@ def test_local_steps_out_of_range(given, error, text) -> None:
 
 def test_local_steps_are_those_of_the_paper() -> None:
     assert ms.LocalSteps(500) == ms.LocalSteps(every=500, outer_learning_rate=0.7, outer_momentum=0.9)
+
+
+def test_a_wire_has_a_name_of_the_list() -> None:
+    with pytest.raises(ValueError, match=r"wire: expected None or one of bfloat16, int8, got 'float16'"):
+        CommunicationOptions(wire="float16")
+    merged = CommunicationOptions(wire="int8").merge(CommunicationOptions(bytes_per_pack=0))
+    assert repr(merged) == "CommunicationOptions(bytes_per_pack=0, wire='int8')"

@@ -191,6 +191,38 @@ def test_checkpoints_of_all_forms(opened, mpi_tmp_path):
 
 
 @pytest.mark.parametrize("wire", WIRES)
+def test_restored_on_another_number_of_nodes(wire, mpi_tmp_path, monkeypatch):
+    """All ranks are nodes when it is saved, and two or one when it is restored: each weight has what was not sent of it."""
+    from mpi4py import MPI
+
+    options, path = ms.CommunicationOptions(wire=wire), mpi_tmp_path / "saved.h5"
+    with monkeypatch.context() as patch:
+        patch.setenv("MPISTRAT_SHARED_MEMORY", "0")
+        with ms.MultiWorkerMirroredStrategy(communication_options=options) as strategy:
+            variables, optimizer = make(strategy, lambda o: o.SGD(float(RATE)))
+            train(strategy, variables, optimizer, range(2))
+            strategy.save(path)
+            saved = state_of(variables, optimizer)
+    if MPI.COMM_WORLD.size > 2:
+        found = [r // 2 for r in range(MPI.COMM_WORLD.size)]
+        monkeypatch.setattr(Topology, "create", lambda comm=None, **more: fake_nodes(comm or MPI.COMM_WORLD, found))
+    with ms.MultiWorkerMirroredStrategy(communication_options=options) as strategy:
+        variables, optimizer = make(strategy, lambda o: o.SGD(float(RATE)))
+        strategy.restore(path)
+        train(strategy, variables, optimizer, range(0))
+        several = strategy.extended.process_group.num_nodes > 1
+        assert several == (strategy.size > 2)
+        restored = state_of(variables, optimizer)
+        assert all((restored[v.name] == saved[v.name]).all() for v in variables)
+        train(strategy, variables, optimizer, range(2, 3))
+        after = state_of(variables, optimizer)
+        summed = sum(gradient(2, 2, rank) for rank in range(strategy.size))
+        meant = saved["v2"] + (saved["v2 wire_residual"] if several else 0) - RATE * summed
+        off = np.abs(after["v2"] + after.get("v2 wire_residual", 0) - meant)
+        assert off.max() <= np.abs(RATE * summed).max() * (0.1 if several else 1e-6)
+
+
+@pytest.mark.parametrize("wire", WIRES)
 def test_a_value_that_is_assigned_is_that_value(opened, wire):
     with opened(wire) as strategy:
         variables, optimizer = make(strategy, lambda o: o.SGD(float(RATE)))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mpistrat._util import loops
 from mpistrat.cross_device.wire import INT8_BLOCK, Wire, wire_named
+from mpistrat.options import WIRES
 
 NAMES = ("bfloat16", "int8")
 SIZES = (1, 3, 64, INT8_BLOCK - 1, INT8_BLOCK, INT8_BLOCK + 1, 2 * INT8_BLOCK + 77)
@@ -57,6 +58,10 @@ def without_loops(monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setattr(loops, name, loops.leave_to_numpy)
 
     return switch
+
+
+def test_every_name_of_the_options_has_a_form() -> None:
+    assert [wire_of(name).name for name in WIRES] == list(WIRES) == list(NAMES)
 
 
 def test_bytes_of_a_message() -> None:
