@@ -13,6 +13,7 @@ import pytest
 from server_harness import Weights
 
 import mpistrat as ms
+from mpistrat.cross_device.arena import BLOCK
 from mpistrat.optimizers.optimizer import find
 from mpistrat.parameter_server.server.local_updates import LocalUpdates
 from mpistrat.variables.placement import ORDINAL_STEP
@@ -158,6 +159,21 @@ def test_rows_wider_than_a_block():
     LocalUpdates(ms.optimizers.Adam(0.1)).dense(Weights(start), dense, [gradient], 1)
     assert array.tobytes() == dense.tobytes()  # the first step of dense Adam moves no weight whose gradient is zero
     assert np.array_equal(array[1], start[1])
+
+
+def test_something_else_is_done_between_the_blocks_of_a_large_variable():
+    """By the thread that updates it; others, if there are any, take some of the blocks. The numbers are the same."""
+    start, threads = random(1, (20 * BLOCK + 1,), np.float32), []
+    updates = LocalUpdates(ms.optimizers.SGD(0.5), lambda: threads.append(threading.current_thread()))
+    array = start.copy()
+    updates.dense(Weights(start), array, [start], 1)
+    assert array.tobytes() == (start - start * np.float32(0.5)).tobytes()
+    assert 1 <= len(threads) <= 21
+    assert set(threads) == {threading.current_thread()}
+    small = start[:BLOCK].copy()
+    threads.clear()
+    updates.dense(Weights(small, "small"), small, [small.copy()], 1)
+    assert not threads
 
 
 def test_many_rows_in_several_blocks():
