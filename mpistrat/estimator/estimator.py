@@ -310,7 +310,7 @@ class Estimator:
             if form is None:
                 known = ", ".join(map(name_of, file.names()))
                 raise ValueError(explain("Estimator.get_variable_value", "name", expected=known, got=repr(name)))
-            return file.read(key, form)
+            return file.read_array(key, form)
 
     def _file(self) -> CheckpointFile:
         path = self.checkpoints.latest()

@@ -16,6 +16,7 @@ from ..comm.arrays import accumulation_dtype, as_array, to_host
 from ..distributed_values import DistributedValues
 from ..errors import ContextError, explain
 from ..variables.placement import ORDINAL_STEP, SlotsHere, Store
+from ..variables.receiver import Receiver
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.values import checksum
 from ..variables.variable import Variable
@@ -195,7 +196,7 @@ class Optimizer(Rule):
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """The variables that were updated so far, in the order of their first update."""
+        """The variables that were updated or restored so far, in that order."""
         return tuple(self._variables)
 
     # steps
@@ -417,6 +418,20 @@ class Optimizer(Rule):
             self._slots.outer.reset()
         self._slots.pending = {name: dict(values) for name, values in state["slots"].items()}
         self._slots.fill_pending(self._variables)
+
+    def take_slots(self, variable: Variable, names: Collection[str]) -> dict[str, Receiver] | None:
+        """Return what this rank takes of a variable's slots that are read from a file, by name. All ranks call it.
+
+        None where they must be given whole, to `set_state`: they are others, or kept elsewhere, or averages, which begin with
+        the weights of the first step, or nodes train by themselves.
+        """
+        if self._store() is not None or self._slots.outer is not None or variable.arena is None or self.use_ema:
+            return None
+        if set(names) != set(self._slots.stored_of(variable)):
+            return None
+        if not any(variable is known for known in self._variables):
+            self._variables.append(variable)
+        return {name: self._slots.receiver(variable, name) for name in names}
 
 
 def find(ordinal: int) -> Optimizer | None:

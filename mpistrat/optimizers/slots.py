@@ -16,6 +16,7 @@ from ..cross_device.wire import Unsent
 from ..errors import explain
 from ..variables.arena import Arena
 from ..variables.placement import Placement, SlotsHere
+from ..variables.receiver import Receiver
 from ..variables.values import move_like
 from ..variables.variable import Variable
 from .hyperparameters import AVERAGE, GRADIENT_SUM
@@ -249,6 +250,18 @@ class SlotStore:
             if self.outer is not None and not each_node:
                 slots = waiting_of_nodes(self.outer.group, name, slots)
             yield from waiting_slots(name, slots, all_else)
+
+    def receiver(self, variable: Variable, name: str) -> Receiver:
+        """Return what this rank takes of a slot of a variable that is read from a file. All ranks call it."""
+        arena, offset = _arena_of(variable), variable.offset
+        owned = arena.owned([(offset, offset + variable.size)])
+        slots = self.of(arena)
+
+        def take(start: int, part: np.ndarray) -> None:
+            target = slots.stored(offset + start, offset + start + part.size)[name]
+            target[...] = move_like(part, target)
+
+        return Receiver([(begin - offset, end - offset) for begin, end in owned], take)
 
     def fill_pending(self, variables: Iterable[Variable]) -> None:
         """Write the pending slots of variables."""

@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -43,10 +43,12 @@ __all__ = [
     "FileRange",
     "Form",
     "about_slice",
+    "check_digests",
     "complete_file",
     "from_rank_0",
     "key_of",
     "name_of",
+    "on_all",
     "ranges_of",
     "stored",
 ]
@@ -150,16 +152,28 @@ def from_rank_0(
     Raises:
         OSError: on every rank, when it failed.
     """
-    exchange = partial(group.exchange, function, detail=os.fspath(path))
     own: dict[str, Any] = {}
-    with together(exchange, as_told):
-        if group.topology.rank == root:
-            try:
-                own = call()
-            except Exception as error:
-                raise OSError(f"Strategy.{function}: {os.fspath(path)}: {_reason(function, error)}") from None
-    found: dict[str, Any] = json.loads(exchange(json.dumps(own))[root])
+
+    def act() -> None:
+        own.update(call())
+
+    on_all(group, function, path, act if group.topology.rank == root else None)
+    found: dict[str, Any] = json.loads(group.exchange(function, json.dumps(own), os.fspath(path))[root])
     return found
+
+
+def on_all(group: ProcessGroup, function: str, path: str | os.PathLike[str], call: Callable[[], None] | None) -> None:
+    """Make a call on each rank that has one. Collective.
+
+    Raises:
+        OSError: on every rank, when one failed.
+    """
+    with together(partial(group.exchange, function, detail=os.fspath(path)), as_told):
+        try:
+            if call is not None:
+                call()
+        except Exception as error:
+            raise OSError(f"Strategy.{function}: {os.fspath(path)}: {_reason(function, error)}") from None
 
 
 def _reason(function: str, error: Exception) -> str:
@@ -240,7 +254,7 @@ class CheckpointFile:
         with _named("variables"):
             return list(find_group(self._file, "variables") or ())
 
-    def read(self, key: str, form: Form) -> np.ndarray:
+    def read_array(self, key: str, form: Form) -> np.ndarray:
         """Return the values of a dataset, after a comparison with their digests."""
         with _named(key):
             dataset = find(self._file, key)
@@ -254,6 +268,19 @@ class CheckpointFile:
         if self._digests is not None:
             self._compare(key, form[0], array)
         return array
+
+    def places(self, keys: Iterable[str]) -> dict[str, Any] | None:
+        """Return where arrays lie in the file, for `FileParts`; None where only this reader can tell."""
+        dataset, digest = find(self._file, "digests"), self._file.attrs.get("digest")
+        if self._digests is None or dataset is None or dataset.id.get_offset() is None:
+            return None
+        offsets: dict[str, int | None] = {}
+        for key in keys:
+            array = find(self._file, key)
+            if array is None or not array.dtype.isnative or (array.size and array.id.get_offset() is None):
+                return None
+            offsets[key] = array.id.get_offset()
+        return {"offsets": offsets, "table": [dataset.id.get_offset(), int(dataset.size)], "digest": digest}
 
     def extra(self) -> Any:
         """Return what the program gave beside; None where it gave nothing."""
@@ -331,15 +358,34 @@ class CheckpointFile:
 
     def _compare(self, key: str, shape: tuple[int, ...], array: np.ndarray) -> None:
         assert self._digests is not None
-        form, flat, end = ArrayForm(key, shape, array.dtype), array.reshape(-1), 0
-        with _named(key):
-            for start, stop, digest in self._digests[key]:
-                part = digest_of_array(flat[start:stop], about_slice(form, start), algorithm_of(digest))
-                if start != end or part != digest:
-                    _damaged(key, "is not as it was saved")
-                end = stop
-            if end != flat.size:
+        flat, kept = array.reshape(-1), self._digests.get(key, [])
+        check_digests(key, (shape, array.dtype.name), kept, lambda start, stop: flat[start:stop], range(len(kept)))
+
+
+def check_digests(
+    key: str,
+    form: Form,
+    kept: Sequence[tuple[int, int, str]],
+    read: Callable[[int, int], np.ndarray],
+    numbers: Container[int],
+) -> None:
+    """Compare an array with its digests: those of some numbers, and that they are of all elements.
+
+    Raises:
+        DamagedError: it is not as it was saved.
+    """
+    array, end = ArrayForm(key, form[0], parse_dtype(form[1])), 0
+    with _named(key):
+        for number, (start, stop, digest) in enumerate(kept):
+            if start != end or not start <= stop <= array.size:
                 _damaged(key, "is not as it was saved")
+            end = stop
+            if number in numbers:
+                about = about_slice(array, start)
+                if digest_of_array(read(start, stop), about, algorithm_of(digest)) != digest:
+                    _damaged(key, "is not as it was saved")
+        if end != array.size:
+            _damaged(key, "is not as it was saved")
 
 
 def _optimizer(attributes: Any) -> dict[str, Any]:

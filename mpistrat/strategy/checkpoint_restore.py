@@ -1,12 +1,19 @@
-"""Reading a checkpoint: rank 0 reads and compares everything before a variable is written; a damaged file changes nothing."""
+"""Restoring a checkpoint: everything is read and compared before a variable is written; a damaged file changes nothing.
+
+Rank 0 finds out what is in the file. Then each rank reads what it takes of it, see `checkpoint_parts`: its part of its node's
+variables, and the slots of the elements that it updates. What an optimizer gets that the program has not made yet, and what
+lies on servers, all ranks take whole.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -15,9 +22,10 @@ from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
 from ..optimizers.node_slots import slots_for
-from ..variables import Placement
+from ..variables import Placement, Receiver
 from ..variables.values import parse_dtype
-from .checkpoint_file import CheckpointFile, FileRange, Form, from_rank_0, key_of, name_of, ranges_of
+from .checkpoint_file import CheckpointFile, FileRange, Form, from_rank_0, key_of, name_of, on_all, ranges_of
+from .checkpoint_parts import FileParts, Parts, Taken, read_own, send
 from .optimizer_states import OptimizerStates
 from .safetensors_file import SUFFIX, SafetensorsFile
 from .snapshot import SnapshotFile
@@ -25,7 +33,19 @@ from .snapshot import SnapshotFile
 __all__ = ["Restoring"]
 
 StateFile = CheckpointFile | SafetensorsFile | SnapshotFile
-Contents = dict[str, np.ndarray]  # path in the file → array
+Contents = dict[str, np.ndarray]  # name of slot → array
+
+
+class _Taking(NamedTuple):
+    """What a rank takes of a file.
+
+    Attributes:
+        arrays: all of it.
+        whole: of this the slots that it takes whole, by number of an optimizer and name of a variable.
+    """
+
+    arrays: list[Taken]
+    whole: dict[int, dict[str, Contents]]
 
 
 @final
@@ -40,7 +60,7 @@ class Restoring:
         path: str | os.PathLike[str],
         names: Mapping[str, str],
         strict: bool,
-        opening: Callable[[], StateFile] | None = None,
+        opening: Callable[[], SnapshotFile] | None = None,
         root: int = 0,
     ) -> dict[str, Any]:
         """Read all variables and what optimizers keep; return what was added. Collective. See `Strategy.restore`.
@@ -63,55 +83,34 @@ class Restoring:
                 nonlocal file
                 file = opened = _open(Path(path)) if opening is None else opening()
                 stack.enter_context(opened)
-                about = {"optimizers": opened.optimizers, "weights_only": opened.weights_only}
-                return {**about, "forms": opened.forms(map(key_of, there.values())), "names": opened.names()}
+                forms = opened.forms(map(key_of, there.values()))
+                about = {"optimizers": opened.optimizers, "weights_only": opened.weights_only, "forms": forms}
+                return {**about, "names": opened.names(), "places": opened.places(forms)}
 
             found = from_rank_0(group, "restore", path, look, root)
             forms: dict[str, Form] = {key: (tuple(shape), dtype) for key, (shape, dtype) in found["forms"].items()}
-            optimizers = found["optimizers"]
-            numbers = self._numbers(optimizers)
+            optimizers = dict(zip(self._numbers(found["optimizers"]), found["optimizers"], strict=True))
             left = _Misfits(wanted, there, forms)
-            strangers = {} if found["weights_only"] else self._strangers(dict(zip(numbers, optimizers, strict=True)))
+            strangers = {} if found["weights_only"] else self._strangers(optimizers)
             if strict and (left.problems or strangers):
                 problems = "; ".join([*left.problems.values(), *strangers.values()])
                 expected = "a file of this program's variables and optimizers"
                 raise ValueError(explain("Strategy.restore", os.fspath(path), expected=expected, got=problems))
-            taken = self._slots_taken(forms)
-            forms = {key: form for key, form in forms.items() if left.fits(key) and taken.get(key, key)}
-            arrays: Contents = {}
-
-            def read() -> dict[str, Any]:
-                assert file is not None
-                arrays.update((key, file.read(key, form)) for key, form in forms.items())
-                return {"extra": file.extra()}
-
-            extra = from_rank_0(group, "restore", path, read, root)["extra"]
-        self._placement.apart.clear()  # a file has what nodes have alike
-        for variable in self._placement.variables:
-            where = ranges.get(variable.name) or FileRange(variable.name, 0, variable.shape)
-            key = f"variables/{key_of(there[where.name])}"
-            if key in forms:
-                variable.load(_shared(group, root, key, arrays.get(key), forms[key], where.start, variable.shape))
-        parts: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {
-            whole.name: [(v.name, start, v.shape) for v, start in zip(whole.variables, whole.offsets, strict=True)]
-            for whole in self._placement.sharded
-        }
-        here = {name: own for own, name in there.items()}
-        for index, optimizer in enumerate(optimizers):
-            prefix = f"optimizers/{index}/slots/"
-            slots: dict[str, Contents] = {}
-            for key in sorted(key for key in forms if key.startswith(prefix)):
-                name = here[name_of(key.removeprefix(prefix).split("/")[0])]
-                for part, start, shape in parts.get(name, [(name, 0, forms[key][0])]):
-                    array = _shared(group, root, key, arrays.get(key), forms[key], start, shape)
-                    if key in taken:
-                        slots.setdefault(part, {})[taken[key]] = array
-            if numbers[index] not in strangers:
-                state = {"iterations": optimizer["iterations"], "slots": slots}
-                self._states.restore(numbers[index], optimizer["name"], state, optimizer["made"])
-        self._states.give()
+            names_here = self._slots_taken(forms)
+            forms = {key: form for key, form in forms.items() if left.fits(key) and names_here.get(key, key)}
+            parts = self._own_parts(stack, found["places"], Path(path), opening)
+            extra = self._compare(path, forms, file, parts, root)
+            taking = self._taking(forms, there, optimizers, strangers, names_here)
+            group.barrier("restore")  # nobody reads what is overwritten
+            if parts is None:
+                send(group, root, None if file is None else file.read_array, taking.arrays)
+            else:
+                on_all(group, "restore", path, partial(read_own, parts, taking.arrays))
+            group.barrier("restore")
+        self._finish(taking, optimizers)
         if not strict:
             dropped = self._states.drop_waiting()
+            here = set(there.values())
             unused = [repr(name) for name in map(name_of, found["names"]) if name not in here]
             if group.topology.rank == 0:
                 stays = [*left.problems.values(), *strangers.values()]
@@ -132,6 +131,140 @@ class Restoring:
             if node is None:
                 found.update((f"{owner}/{key_of(name)}", "") for name in names)
             found.update((f"{owner}/{key_of(name)}", here) for name, here in slots_for(names, node).items())
+        return found
+
+    def _compare(
+        self,
+        path: str | os.PathLike[str],
+        forms: Mapping[str, Form],
+        file: StateFile | None,
+        parts: Parts | None,
+        root: int,
+    ) -> Any:
+        """Compare all that will be read with what was saved; return what was added. Collective."""
+        topology = self._group.topology
+
+        def compare() -> None:
+            if parts is not None:
+                parts.check(forms, topology.local_rank, topology.local_size)
+            elif file is not None:
+                for key, form in forms.items():
+                    file.read_array(key, form)
+
+        def extra() -> dict[str, Any]:
+            assert file is not None
+            return {"extra": file.extra()}
+
+        on_all(self._group, "restore", path, compare)
+        return from_rank_0(self._group, "restore", path, extra, root)["extra"]
+
+    def _taking(
+        self,
+        forms: Mapping[str, Form],
+        there: Mapping[str, str],
+        optimizers: Mapping[int, Mapping[str, Any]],
+        strangers: Collection[int],
+        names_here: Mapping[str, str],
+    ) -> _Taking:
+        """Return what this rank takes of a file. Collective."""
+        self._placement.apart.clear()  # a file has what nodes have alike
+        known = self._begin_optimizers({n: about for n, about in optimizers.items() if n not in strangers})
+        taking = _Taking(self._variables(forms, there), {})
+        for index, number in enumerate(optimizers):
+            if number not in strangers:
+                optimizer, whole = self._states.with_number(number), taking.whole.setdefault(number, {})
+                given = optimizer if number in known else None
+                keys = [key for key in forms if key.startswith(f"optimizers/{index}/slots/")]
+                found = self._slots(sorted(keys), forms, names_here, given, there, whole)
+                taking.arrays.extend(Taken(key, forms[key], found.get(key, [])) for key in sorted(keys))
+        return taking
+
+    def _finish(self, taking: _Taking, optimizers: Mapping[int, Mapping[str, Any]]) -> None:
+        """Give what ranks took whole to what keeps it. Collective."""
+        for _, _, receivers in taking.arrays:
+            for _, receiver in receivers:
+                receiver.finish()
+        for number, slots in taking.whole.items():
+            if slots:
+                about = optimizers[number]
+                state = {"iterations": about["iterations"], "slots": slots}
+                self._states.restore(number, about["name"], state, about["made"])
+
+    def _own_parts(
+        self,
+        stack: contextlib.ExitStack,
+        places: Mapping[str, Any] | None,
+        path: Path,
+        opening: Callable[[], SnapshotFile] | None,
+    ) -> Parts | None:
+        """Return what each rank reads its parts from; None where not all find what the root has. Collective."""
+        if places is None:
+            return None
+        parts: Parts | None = None
+        with contextlib.suppress(OSError, ValueError, ImportError):
+            if opening is not None:
+                parts = opening()
+            else:
+                parts = stack.enter_context(contextlib.closing(FileParts(path, places)))
+        with self._group.collective("restore", "parts"):
+            return parts if self._group.agree(int(parts is not None), "min") else None
+
+    def _begin_optimizers(self, numbered: Mapping[int, Mapping[str, Any]]) -> set[int]:
+        """Give optimizers their numbers of steps; return the numbers of those that all ranks have. Collective.
+
+        One that the program has dropped may be there still on some ranks, where Python has not removed it yet.
+        """
+        for number, about in numbered.items():
+            state = {"iterations": about["iterations"], "slots": {}}
+            self._states.restore(number, about["name"], state, about["made"])
+        self._states.give()
+        with self._group.collective("restore", "optimizers", detail=len(numbered)):
+            there = {number: self._states.with_number(number) is not None for number in sorted(numbered)}
+            return {number for number, known in there.items() if self._group.agree(int(known), "min")}
+
+    def _variables(self, forms: Mapping[str, Form], there: Mapping[str, str]) -> list[Taken]:
+        """Return what this rank takes of the variables."""
+        ranges = ranges_of(self._placement)
+        receivers: dict[str, list[tuple[int, Receiver]]] = {}
+        for variable in self._placement.variables:
+            where = ranges.get(variable.name) or FileRange(variable.name, 0, variable.shape)
+            key = f"variables/{key_of(there[where.name])}"
+            if key in forms:
+                first = where.start * math.prod(where.shape[1:])
+                receivers.setdefault(key, []).append((first, variable.receiver()))
+        return [Taken(key, forms[key], found) for key, found in receivers.items()]
+
+    def _slots(
+        self,
+        keys: Iterable[str],
+        forms: Mapping[str, Form],
+        names_here: Mapping[str, str],
+        optimizer: Any,
+        there: Mapping[str, str],
+        whole: dict[str, Contents],
+    ) -> dict[str, list[tuple[int, Receiver]]]:
+        """Return what this rank takes of the slots of an optimizer, by key; those that it takes whole are in `whole`, too."""
+        variables = {variable.name: variable for variable in self._placement.variables}
+        sharded = {each.name: each for each in self._placement.sharded}
+        here = {name: own for own, name in there.items()}
+        by_link: dict[str, dict[str, str]] = {}  # key of a slot, by link of the variable and name of the slot here
+        for key in keys:
+            if key in names_here:
+                by_link.setdefault(key.split("/")[3], {})[names_here[key]] = key
+        found: dict[str, list[tuple[int, Receiver]]] = {}
+        for link, slots in by_link.items():
+            name = here[name_of(link)]
+            group = sharded.get(name)
+            parts = [(variables[name], 0)] if group is None else zip(group.variables, group.offsets, strict=True)
+            for variable, start in parts:
+                receivers = None if optimizer is None else optimizer.take_slots(variable, slots)
+                if receivers is None:
+                    arrays = {slot: np.empty(variable.shape, parse_dtype(forms[key][1])) for slot, key in slots.items()}
+                    whole[variable.name] = arrays
+                    receivers = {slot: Receiver.whole(array) for slot, array in arrays.items()}
+                first = start * math.prod(variable.shape[1:])
+                for slot, receiver in receivers.items():
+                    found.setdefault(slots[slot], []).append((first, receiver))
         return found
 
     def _strangers(self, optimizers: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
@@ -226,18 +359,3 @@ def _say_what_is_left(path: str, stays: Sequence[str], unused: Sequence[str]) ->
     told = [*stays, *([f"not used of it: {', '.join(unused)}"] if unused else [])]
     if told:
         log.logger.warning("Strategy.restore: %s: %s", path, ". ".join(told))
-
-
-def _shared(
-    group: ProcessGroup, root: int, key: str, array: np.ndarray | None, form: Form, start: int, shape: tuple[int, ...]
-) -> np.ndarray:
-    """Return on every rank the rows of the root's array from `start` that make up that shape. Collective."""
-    dtype = form[1]
-    with group.collective("restore", key, dtype, shape, start):
-        if array is None:
-            value = np.empty(shape, parse_dtype(dtype))
-        else:
-            rows = array[start : start + shape[0]] if shape else array
-            value = np.ascontiguousarray(rows).reshape(shape)
-        group.broadcast(value, root)
-    return value

@@ -128,11 +128,15 @@ class OptimizerStates:
     def restore(self, number: int, name: str, state: Mapping[str, Any], made: int | None) -> None:
         """Give an optimizer its state; one that is not known yet gets it when it is applied. Done by all ranks alike."""
         with self._lock:
-            for optimizer in self.registered:
-                if self.number_of(optimizer) == number:
-                    optimizer.set_state(state)
-                    return
-            self._restored[number] = _Restored(name, state, made)
+            optimizer = self.with_number(number)
+            if optimizer is not None:
+                optimizer.set_state(state)
+            else:
+                self._restored[number] = _Restored(name, state, made)
+
+    def with_number(self, number: int) -> Any:
+        """Return the registered optimizer that files know by a number; None where there is none."""
+        return next((one for one in self.registered if self.number_of(one) == number), None)
 
     def give(self) -> None:
         """Give those that the program has made already what was restored for them. Done by all ranks alike."""

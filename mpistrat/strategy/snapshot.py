@@ -36,6 +36,7 @@ from ..comm.shared_memory import ENLARGE, map_file
 from ..errors import SharedMemoryError
 from ..variables.values import parse_dtype
 from .checkpoint_file import ArrayForm, Form
+from .checkpoint_parts import Parts
 from .checkpoint_writer import Slice
 
 __all__ = ["Snapshot", "SnapshotFile", "Snapshots"]
@@ -54,7 +55,7 @@ class Snapshot(NamedTuple):
 
 
 @final
-class SnapshotFile:
+class SnapshotFile(Parts):
     """A file of snapshots of this node, read as `CheckpointFile` reads its own.
 
     Attributes:
@@ -166,12 +167,20 @@ class SnapshotFile:
         links = {key: key.split("/")[1 if key.startswith("variables/") else 3] for key in self.arrays}
         return {key: form for key, (form, _) in self.arrays.items() if links[key] in wanted}
 
-    def read(self, key: str, form: Form) -> np.ndarray:
-        """Return a copy of an array."""
-        shape, dtype = form
-        array = np.empty(shape, parse_dtype(dtype))
-        array.reshape(-1)[...] = self._part(self._buffer, key, 0, array.size)
-        return array
+    def places(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Nothing: other nodes that have the snapshot have all of it."""
+        return {}
+
+    def read_array(self, key: str, form: Form) -> np.ndarray:
+        """Return an array, as a view."""
+        return self.read(key, form, 0, int(np.prod(form[0], dtype=np.int64))).reshape(form[0])
+
+    def check(self, forms: Mapping[str, Form], index: int, count: int) -> None:
+        """Nothing: memory has no digests."""
+
+    def read(self, key: str, form: Form, start: int, stop: int) -> np.ndarray:
+        """Return elements of an array, flat, as a view."""
+        return self._part(self._buffer, key, start, stop - start)
 
     def __enter__(self) -> SnapshotFile:
         return self

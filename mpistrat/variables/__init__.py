@@ -4,6 +4,7 @@ from .arena import Arena, ArenaAllocator
 from .create import create_variable
 from .kinds import MirroredVariable, SyncOnReadVariable
 from .placement import Placement
+from .receiver import Receiver
 from .sharded import ShardedVariable
 from .variable import Variable, explain_foreign
 
@@ -12,6 +13,7 @@ __all__ = [
     "ArenaAllocator",
     "MirroredVariable",
     "Placement",
+    "Receiver",
     "ShardedVariable",
     "SyncOnReadVariable",
     "Variable",

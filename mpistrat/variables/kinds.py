@@ -20,6 +20,7 @@ from ..errors import ContextError, explain
 from ..types import IndexedSlices, ReduceOp, VariableAggregation, VariableSynchronization
 from .arena import Arena
 from .placement import Description, Placement
+from .receiver import Receiver
 from .scatter import scatter
 from .values import as_flat, checksum, move_like, one_value, read_only, zeros
 from .variable import Variable
@@ -160,6 +161,19 @@ class MirroredVariable(OnWriteVariable):
         if self._gradients:
             return self._gradients[local_replica]
         return super().gradient(local_replica)
+
+    def receiver(self) -> Receiver:
+        """See `Variable.receiver`: the part that this rank writes."""
+        low, high = self.arena.writes(self.size)
+        self.arena.forget_unsent(self.offset, self.offset + self.size)
+
+        def take(start: int, part: np.ndarray) -> None:
+            first = self.offset + start
+            for copy in self.arena.copies:
+                target = copy[first : first + part.size]
+                target[...] = move_like(part, target)
+
+        return Receiver([(low, high)] if low < high else [], take)
 
     def apply_constraint(self, compare: bool = False) -> None:
         """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective.

@@ -16,6 +16,7 @@ from ..types import VariableAggregation, VariableSynchronization
 from .arena import Arena
 from .array_like import ArrayVariable
 from .placement import Description, Placement
+from .receiver import Receiver
 
 __all__ = ["Variable", "explain_foreign"]
 
@@ -136,6 +137,11 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
     def load(self, value: np.ndarray) -> None:
         """Write a value that every rank has. Collective over all ranks of the strategy; for files."""
         self.assign(value)
+
+    def receiver(self) -> Receiver:
+        """Return what this rank takes of a value that is read from a file."""
+        value = np.empty(self.shape, self.dtype)
+        return Receiver.whole(value, lambda: self.load(value))
 
     def apply_constraint(self, compare: bool = False) -> None:
         """Replace the value by what the constraint makes of it, if there is one; optimizers call it. Collective.

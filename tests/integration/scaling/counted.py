@@ -69,6 +69,10 @@ def main() -> None:
     phase("epoch", lambda: [steps(plain, 1) for _ in data])
     phase("save", lambda: strategy.save(folder / "saved.h5"))
     phase("restore", lambda: strategy.restore(folder / "saved.h5"))
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    os.chdir(elsewhere if strategy.rank else folder)  # only rank 0 finds the file
+    phase("restore, sent", lambda: strategy.restore("saved.h5"))
     topology, group = strategy.extended.topology, strategy.extended.process_group
 
     def wait_long() -> None:

@@ -25,6 +25,7 @@ PHASES = (
     "epoch",
     "save",
     "restore",
+    "restore, sent",
     "long wait",
     "request to stop",
     "end by an error",
@@ -37,7 +38,8 @@ GROWS = {  # by phase and function: bytes of a rank for each rank; or more messa
     # Of 32 steps, each way, in up to four rounds, to two nodes more of four than of two.
     ("wide steps", "Isend"): 32 * 2 * 4 * 2,
     ("save", "Allgather"): 96,  # who writes, in how many pieces
-    ("restore", "Allgather"): 64,  # new digests
+    ("restore", "Allgather"): 64,  # texts of rank 0, which others do not have
+    ("restore, sent", "Allgather"): 64,
     ("long wait", "Isend"): 1,  # a survey goes along a tree of nodes, at most four below one
     ("request to stop", "Isend"): 3,  # rank 0 sends it to two ranks of at most four nodes, each of which forwards it
     ("end by an error", "Isend"): 3,  # the reason, in the same way
@@ -84,7 +86,7 @@ def check(small, large, ranks, nodes):
             what = f"{phase}: {function} of the {where}: {calls} calls, {nbytes} bytes; then {more[0]}, {more[1]}"
             grows = GROWS.get((phase, function))
             if grows is None or where == "node":
-                assert more[0] == calls, what
+                assert more[0] <= calls, what
                 assert more[1] <= (nbytes + SLACK) * (ranks if where == "node" else 1), what
             elif function == "Allgather":
                 assert more[0] == calls, what
@@ -100,6 +102,29 @@ def test_calls_do_not_grow(mpi, count):
         check(small, count(12, 4), 2, 2)
     else:
         check(count(2, 2), count(4, 4), 2, 2)
+
+
+def test_calls_do_not_grow_up_to_sixteen_ranks(mpi, count):
+    """Eight ranks and sixteen, of two nodes, and of four and eight."""
+    if "MPICH" not in mpi.vendor:
+        pytest.skip("its ranks are nodes of one rank, as many as cores have room for")
+    check(count(8, 2), count(16, 2), 2, 1)
+    check(count(8, 4), count(16, 8), 2, 2)
+
+
+STATE = 3 * 4 * (8 * 4096 + (1 << 20)) + 2 * 4 * 8 * 4096  # bytes: variables, two slots of one optimizer or two
+
+
+def test_what_is_restored_reaches_a_rank_as_its_part(mpi, count):
+    """No values are sent where all ranks see the file; else each of three ranks of a node gets a third of them, once."""
+    if "MPICH" not in mpi.vendor:
+        pytest.skip("one MPI is enough")
+    found = count(6, 2)
+    assert ("Bcast", "nodes") not in found["restore"]
+    assert found["restore"]["Bcast", "world"][1] < 64 << 10
+    assert sum(calls for calls, _ in found["restore"].values()) < 64
+    assert STATE / 3 <= found["restore, sent"]["Bcast", "nodes"][1] <= STATE / 3 + (2 << 20)
+    assert found["restore, sent"]["Bcast", "world"][1] < 64 << 10
 
 
 def test_agreements_are_short(mpi, count):

@@ -68,7 +68,7 @@ def states(buffers=2, words_first=False):
                 last,
                 stops == tuple(lengths),
                 step,
-                step > 0 and again.read("variables/w", ((SIZE,), "float64")),
+                step > 0 and again.read_array("variables/w", ((SIZE,), "float64")),
                 again,
             )
             file.path.unlink()

@@ -1,0 +1,217 @@
+"""Parts of a checkpoint's arrays, for ranks that take them: read by each rank itself, or sent by the one that reads.
+
+Where all ranks find the file that the root has opened, no values are sent: the ranks of a node compare its digests together,
+and then each reads the elements that it takes. Else the root reads, and every node gets each element once: through
+the staging memory of the root's node, whose ranks send a slice each to their peers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from .._util.files import algorithm_of, digest_of_bytes
+from .._util.partition import block, blocks
+from ..comm.node import STAGING_BYTES
+from ..comm.process_group import ProcessGroup
+from ..variables import Receiver
+from ..variables.values import parse_dtype
+from .checkpoint_file import Digests, Form, check_digests, stored
+
+__all__ = ["FileParts", "Parts", "Taken", "read_own", "send"]
+
+_ALIGNMENT = 64  # bytes, of arrays in what is sent
+_PIECE = 16 << 20  # bytes that are read at a time
+
+
+class Taken(NamedTuple):
+    """An array of a file, and what this rank takes of it.
+
+    Attributes:
+        key, form: of the array.
+        receivers: each with the number of its first element in the array.
+    """
+
+    key: str
+    form: Form
+    receivers: Sequence[tuple[int, Receiver]]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.form[0], dtype=np.int64))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the elements."""
+        return parse_dtype(self.form[1])
+
+
+class Parts(ABC):
+    """What a rank reads the parts from that it takes."""
+
+    @abstractmethod
+    def check(self, forms: Mapping[str, Form], index: int, count: int) -> None:
+        """Compare one of so many shares of arrays with what was saved."""
+
+    @abstractmethod
+    def read(self, key: str, form: Form, start: int, stop: int) -> np.ndarray:
+        """Return elements [start, stop) of an array, flat."""
+
+
+@final
+class FileParts(Parts):
+    """The file of a checkpoint without HDF5, by what its reader has found: `CheckpointFile.places`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is another one.
+    """
+
+    def __init__(self, path: Path, places: Mapping[str, Any]) -> None:
+        self._offsets: Mapping[str, int | None] = places["offsets"]
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            table, digest = self._bytes(*places["table"]).tobytes(), places["digest"]
+            if digest_of_bytes(table, algorithm_of(digest)) != digest:
+                raise ValueError(f"{path} is another file than the root's")
+            self._digests: Digests = json.loads(table)["arrays"]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def check(self, forms: Mapping[str, Form], index: int, count: int) -> None:
+        """See `Parts.check`. Raises DamagedError, too."""
+        pieces = [(key, number) for key in forms for number in range(len(self._digests[key]))]
+        ends = np.cumsum([self._digests[key][number][1] - self._digests[key][number][0] for key, number in pieces])
+        low, high = block(int(ends[-1]) if pieces else 0, count, index)
+        mine = pieces[bisect_right(ends, low) if low else 0 : bisect_right(ends, high)]
+        chosen = {key: {number for _, number in group} for key, group in itertools.groupby(mine, lambda one: one[0])}
+        for key, form in forms.items():
+            kept, numbers = self._digests[key], chosen.get(key, set())
+            check_digests(key, form, kept, partial(self.read, key, form), numbers)
+
+    def read(self, key: str, form: Form, start: int, stop: int) -> np.ndarray:
+        dtype, offset = parse_dtype(form[1]), self._offsets[key]
+        if offset is None:
+            return np.empty(0, dtype)
+        return self._bytes(offset + start * dtype.itemsize, (stop - start) * dtype.itemsize).view(dtype)
+
+    def _bytes(self, offset: int, nbytes: int) -> np.ndarray:
+        data = np.empty(nbytes, np.uint8)
+        done, memory = 0, data.data
+        while done < nbytes:
+            count = os.preadv(self._descriptor, [memory[done:]], offset + done)
+            if not count:
+                raise OSError(f"the file ends {nbytes - done:,} bytes too early")
+            done += count
+        return data
+
+
+def read_own(parts: Parts, arrays: Sequence[Taken]) -> None:
+    """Read what this rank takes of arrays. Local."""
+    for key, form, receivers in arrays:
+        step = max(1, _PIECE // stored(parse_dtype(form[1])).itemsize)
+        for first, receiver in receivers:
+            for low, high in blocks(receiver.ranges, step):
+                receiver.take(low, parts.read(key, form, first + low, first + high))
+
+
+def send(
+    group: ProcessGroup, root: int, read: Callable[[str, Form], np.ndarray] | None, arrays: Sequence[Taken]
+) -> None:
+    """Send arrays from the rank that has them to all nodes, whose ranks take their parts. Collective.
+
+    Args:
+        group: the ranks.
+        root: who reads.
+        read: returns an array, on the root.
+        arrays: the same on all ranks, but for what they take.
+    """
+    begins = [0]
+    for array in arrays:
+        begins.append(begins[-1] + -(-array.size * array.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
+    stream, node, slices = _Stream(arrays, begins, read), group.node, group.slices
+    home = next(index for index in range(group.num_nodes) if root in group.ranks_of(index))
+    room = min(STAGING_BYTES, -(-begins[-1] // slices // _ALIGNMENT + 1) * _ALIGNMENT)
+    with group.collective("restore", "values", detail=(len(arrays), begins[-1])) as call:
+        for base in range(0, begins[-1], room * slices):
+            buffers = node.staging()  # of an odd number of barriers, so that the next ones are the others
+            cuts = [(low, min(low + room, begins[-1])) for low in range(base, base + room * slices, room)]
+            if group.topology.rank == root:
+                for buffer, (low, high) in zip(buffers, cuts, strict=False):
+                    stream.fill(buffer, low, high)
+            node.barrier(call)
+            if group.num_nodes > 1 and group.slice_index is not None:
+                low, high = cuts[group.slice_index]
+                _broadcast(group, buffers[group.slice_index][: max(high - low, 0)], home)
+            node.barrier(call)
+            for buffer, (low, high) in zip(buffers, cuts, strict=False):
+                stream.take(buffer, low, high)
+            node.barrier(call)
+
+
+def _broadcast(group: ProcessGroup, data: np.ndarray, home: int) -> None:
+    from mpi4py import MPI
+
+    if data.size and group.inter is not None:
+        group.inter.Bcast([data, MPI.BYTE], home)
+
+
+@final
+class _Stream:
+    """Arrays one behind the other, each from a multiple of 64 bytes on."""
+
+    def __init__(
+        self, arrays: Sequence[Taken], begins: Sequence[int], read: Callable[[str, Form], np.ndarray] | None
+    ) -> None:
+        self._arrays, self._begins, self._read = arrays, begins, read
+        self._held: tuple[int, np.ndarray] | None = None
+
+    def _inside(self, low: int, high: int) -> list[tuple[int, int, int, int]]:
+        """Return the arrays of some bytes: index, the place of its elements in them, and which elements: [first, stop)."""
+        found = []
+        for index in range(max(bisect_right(self._begins, low) - 1, 0), len(self._arrays)):
+            begin, array = self._begins[index], self._arrays[index]
+            if begin >= high:
+                break
+            item = array.dtype.itemsize
+            start, stop = max(low, begin), min(high, begin + array.size * item)
+            if start < stop:
+                found.append((index, start - low, (start - begin) // item, (stop - begin) // item))
+        return found
+
+    def fill(self, buffer: np.ndarray, low: int, high: int) -> None:
+        """Write bytes [low, high) into a buffer."""
+        assert self._read is not None
+        for index, at, first, stop in self._inside(low, high):
+            if self._held is None or self._held[0] != index:
+                self._held = None  # before another one is read
+                array = self._arrays[index]
+                self._held = index, np.ascontiguousarray(self._read(array.key, array.form)).reshape(-1)
+            part = self._held[1][first:stop].view(np.uint8)
+            buffer[at : at + part.size] = part
+
+    def take(self, buffer: np.ndarray, low: int, high: int) -> None:
+        """Give bytes [low, high) to this rank's receivers."""
+        for index, at, first, stop in self._inside(low, high):
+            array = self._arrays[index]
+            flat = buffer[at : at + (stop - first) * array.dtype.itemsize].view(array.dtype)
+            for begin, receiver in array.receivers:
+                for start, after in receiver.ranges:
+                    start, after = max(begin + start, first), min(begin + after, stop)
+                    if start < after:
+                        receiver.take(start - begin, flat[start - first : after - first])
