@@ -1,101 +1,151 @@
-"""What a step is made of, one by one: the constants from which `mpistrat plan` predicts steps on other layouts."""
+"""What a step is made of, one by one: the constants from which `mpistrat plan` predicts steps on other layouts.
+
+Sum and update are steps of a strategy of one rank and one or two replicas, less the same step on few parameters: what a rank
+does to its part, whatever loops that takes. They are measured on parts of several sizes, as caches hold small ones.
+"""
 
 from __future__ import annotations
 
+import statistics
+import time
 from typing import Any
 
 import numpy as np
 
-from .._util.partition import blocks
-from ..comm.arrays import all_reduce
-from ..cross_device.arena import BLOCK, NETWORK_CHUNK
-from ..cross_device.arithmetic import combine
-from ..optimizers import Adam
-from ..optimizers.rule import BlockUpdate
+from ..cross_device.arena import NETWORK_CHUNK
 from ..strategy import MultiWorkerMirroredStrategy
-from .measure import Operation, median_rate, pair
+from .measure import Operation, meet
 from .result import Result, Setting
 from .training_step import ours
 
 __all__ = [
-    "CHUNK",
     "CHUNK_BYTES",
+    "COLUMNS",
+    "EXCHANGE",
     "FIXED",
     "GRADIENT",
-    "GRADIENT_ALL",
-    "LATENCY",
     "MILLION",
+    "PARTS",
+    "PING",
     "UPDATE",
-    "UPDATE_ALL",
     "measure",
+    "name_of",
 ]
 
-UPDATE = "sum and update of 1 M parameters, 1 gradient, alone on its node"
-GRADIENT = "each gradient more, alone"
-UPDATE_ALL = "the same update, all ranks at once"
-GRADIENT_ALL = "each gradient more, all at once"
+UPDATE, GRADIENT = "sum and update of 1 M parameters, 1 gradient", "each gradient more"
 FIXED = "a step on 1,024 parameters"
-LATENCY = "all-reduce of 8 bytes between nodes"
-CHUNK = "all-reduce of 1 MiB between nodes, all ranks at once"
+PING = "8 bytes to a node and from one"
+EXCHANGE = "1 MiB to a node and from one, all ranks at once"
 CHUNK_BYTES = NETWORK_CHUNK
 MILLION = 1_000_000
-_SIZES = (1 << 20, 1 << 22, 1 << 24)  # of a rank's part: the largest that there is room for
-_COPIES = 8  # of that, that a rank holds
+PARTS = {"262 K": 1 << 18, "1 M": 1 << 20, "4.2 M": 1 << 22}  # parameters of a rank's part
+COLUMNS = ("a rank", "least", "most")  # the median, and quartiles
+_COPIES = 6  # of a part, that a rank holds
 _SMALL = 1024
+_TAG = 7
+
+Spread = tuple[float, float, float]
+
+
+def name_of(what: str, part: str, together: bool) -> str:
+    """Return the name of `UPDATE` or `GRADIENT` on parts of a size, of one rank of a node alone or of all."""
+    return f"{what}; parts of {part}, {'all ranks' if together else 'one rank'}"
 
 
 def measure(setting: Setting) -> Result:
     """Return the seconds of each constant. Collective."""
     strategy = MultiWorkerMirroredStrategy(comm=setting.comm)
-    group = strategy.extended.process_group
-    sizes = _SIZES[:1] if setting.quick else _SIZES
-    size = max((size for size in sizes if 4 * _COPIES * size <= setting.memory), default=_SIZES[0])
-    seconds, leads = setting.budget(1.0), group.node.rank == 0
-    passes = {count: _sum_and_update(size, count) for count in (1, 2)}
-    found: dict[str, float] = {}
-    for together, first, more in ((False, UPDATE, GRADIENT), (True, UPDATE_ALL, GRADIENT_ALL)):
-        each = group.topology.size if together else group.num_nodes
-        times = {}
-        for count, operation in passes.items():
-            mine = operation if together or leads else None
-            times[count] = each / median_rate(strategy.comm, mine, rounds=3, seconds=seconds) / size * MILLION
-        found[first], found[more] = times[1], max(times[2] - times[1], 0.0)
-    found[FIXED] = pair(strategy.comm, {FIXED: ours(strategy, _SMALL)}, repetitions=300, seconds=seconds)[FIXED]
-    inter = group.inter  # None on ranks that own nothing, where nodes have unequal numbers
+    group, comm, seconds = strategy.extended.process_group, strategy.comm, setting.budget(0.8)
+    found: dict[str, Spread] = {}
+    parts = {label: size for label, size in PARTS.items() if 4 * _COPIES * size <= setting.memory} or {"262 K": 1 << 18}
+    for label, size in list(parts.items())[: 1 if setting.quick else None]:
+        for together in (False, True):
+            found |= _sum_and_update(comm, label, size, together or group.node.rank == 0, together, seconds)
+    found[FIXED] = _times(comm, ours(strategy, _SMALL), seconds)
     if group.num_nodes > 1:
-        small, chunk = np.zeros(2, np.float32), np.zeros(CHUNK_BYTES // 4, np.float32)
-        operations: dict[str, Operation] = {
-            LATENCY: lambda: None if inter is None else all_reduce(inter, small),
-            CHUNK: lambda: None if inter is None else all_reduce(inter, chunk),
-        }
-        found |= pair(strategy.comm, operations, repetitions=100, seconds=2 * seconds)
+        inter = group.inter  # None on ranks that own nothing, where nodes have unequal numbers
+        operations = {PING: _exchanging(inter, 8), EXCHANGE: _exchanging(inter, CHUNK_BYTES)}
+        found |= {name: _times(comm, operation, seconds) for name, operation in operations.items()}
     strategy.close()
     return Result(
         title="What a step is made of",
         unit="seconds",
         first_column="what",
-        values={name: {"a rank": value} for name, value in found.items()},
-        note="mpistrat plan takes these, from the file of --json, and predicts steps on other layouts.",
+        values={name: dict(zip(COLUMNS, spread, strict=True)) for name, spread in found.items()},
+        note="mpistrat plan takes these, from files of --json, and predicts steps on other layouts.",
     )
 
 
-def _sum_and_update(size: int, count: int) -> Operation:
-    """Return a pass over a rank's part as a step takes it: so many gradients summed, and Adam, block by block."""
-    gradients = [np.full(size, 1e-3, np.float32) for _ in range(count)]
-    weights, scratch = np.zeros(size, np.float32), [np.empty(BLOCK, np.float32) for _ in range(4)]
-    adam = Adam(1e-3)
-    slots = {name: np.zeros(size, np.float32) for name in adam.slot_names}
-    rule = BlockUpdate(adam, weights.dtype, scratch)
-    rule.begin(1, 1e-3)
+def _sum_and_update(
+    comm: Any, label: str, size: int, takes_part: bool, together: bool, seconds: float
+) -> dict[str, Spread]:
+    """Return the seconds of a million parameters of a part, and of each gradient more. Collective."""
+    from mpi4py import MPI
 
-    def step() -> None:
-        for low, high in blocks([(0, size)], BLOCK):
-            total = rule.block[: high - low]
-            combine(np.add, [gradient[low:high] for gradient in gradients], total)
-            rule.update(weights[low:high], total, _of(slots, low, high), ())
+    times: dict[int, Spread] = {}
+    for replicas in (1, 2):
+        own = None
+        if takes_part:
+            own = MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF, devices=[f"cpu:{i}" for i in range(replicas)])
+        spreads = []
+        for count in (size, _SMALL):
+            operation = None if own is None else ours(own, count)
+            spreads.append(_times(comm, operation, seconds, everyone=together))
+        if own is not None:
+            own.close()
+        times[replicas] = _of_million(spreads[0], spreads[1][0], size)
+    more = max(times[2][0] - times[1][0], 0.0)
+    width = max(times[2][2] - times[2][1], times[1][2] - times[1][1]) / 2
+    found = {UPDATE: times[1], GRADIENT: (more, max(more - width, 0.0), more + width)}
+    return {name_of(what, label, together): spread for what, spread in found.items()}
 
-    return step
+
+def _of_million(spread: Spread, fixed: float, size: int) -> Spread:
+    median, least, most = (max(value - fixed, 0.0) / size * MILLION for value in spread)
+    return median, least, most
 
 
-def _of(slots: dict[str, Any], low: int, high: int) -> dict[str, Any]:
-    return {name: array[low:high] for name, array in slots.items()}
+def _exchanging(inter: Any, nbytes: int) -> Operation:
+    """Return what sends to the next node, and receives from the one before: both directions are busy."""
+    given, taken = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+
+    def exchange() -> None:
+        if inter is not None:
+            after, before = (inter.rank + 1) % inter.size, (inter.rank - 1) % inter.size
+            inter.Sendrecv(given, after, _TAG, taken, before, _TAG)
+
+    return exchange
+
+
+def _times(comm: Any, operation: Operation | None, seconds: float, everyone: bool = True) -> Spread:
+    """Return the median, and the quartiles, of the seconds of an operation on the slowest rank. Collective.
+
+    Args:
+        comm: all ranks.
+        operation: what this rank does; None where it only waits.
+        seconds: for all repetitions; at least five are made.
+        everyone: whether all ranks do something; else those that wait leave their cores to others.
+    """
+    from mpi4py import MPI
+
+    times: list[float] = []
+    start, go_on, worst = time.perf_counter(), np.ones(1, np.int32), np.empty(1)
+    while go_on[0]:
+        for timed in (False, True):  # once before, for the caches
+            if everyone:
+                comm.Barrier()
+            else:
+                meet(comm)
+            before = time.perf_counter()
+            if operation is not None:
+                operation()
+            if timed:
+                mine = np.array([time.perf_counter() - before if operation is not None else 0.0])
+        if not everyone:
+            meet(comm)
+        comm.Allreduce(mine, worst, op=MPI.MAX)
+        times.append(float(worst[0]))
+        go_on[0] = len(times) < 5 or (time.perf_counter() - start < seconds and len(times) < 1000)
+        comm.Bcast(go_on, root=0)
+    least, median, most = statistics.quantiles(times, n=4)
+    return median, least, most

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Operation", "largest", "median_rate", "medians", "pair", "total"]
+__all__ = ["Operation", "largest", "median_rate", "medians", "meet", "pair", "total"]
 
 Operation = Callable[[], object]
 _PAUSE = 5e-4  # seconds
@@ -54,7 +54,7 @@ def median_rate(
     """
     rates = []
     for _ in range(rounds):
-        _meet(comm)
+        meet(comm)
         start, count, spent = time.perf_counter(), 0, 0.0
         while operation is not None and spent < seconds:
             operation()
@@ -62,12 +62,12 @@ def median_rate(
         if finish is not None:
             finish()
             spent = time.perf_counter() - start
-        _meet(comm)
+        meet(comm)
         rates.append(total(comm, count) / largest(comm, spent))
     return statistics.median(rates)
 
 
-def _meet(comm: Any) -> None:
+def meet(comm: Any) -> None:
     """Wait for all ranks without keeping a core busy. Collective."""
     request = comm.Ibarrier()
     while not request.Test():

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .._util.text import counted, decimal_size, duration
-from ..bench.plan import Machine, Prediction, layouts, predict
+from ..bench.plan import Prediction, layouts, predict
+from ..bench.plan_machine import Machine
 from ..bench.plot import draw_plan
 from ..bench.training_step import OURS, SIZES
 from ..comm.agree import Ranks
@@ -31,7 +32,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--compute", type=float, required=True, metavar="SECONDS",
         help="that all cores of a node need for the gradients of its part of a batch",
     )  # fmt: skip
-    parser.add_argument("--like", required=True, metavar="FILE", help="what mpistrat bench --json has written")
+    parser.add_argument(
+        "--like", required=True, nargs="+", metavar="FILE",
+        help="what mpistrat bench --json has written, on one layout or on several",
+    )  # fmt: skip
     parser.add_argument("--nodes", type=int, default=16, metavar="N", help="up to so many; default %(default)s")
     parser.add_argument("--cores", type=int, metavar="N", help="of a node; default those of the file")
     parser.add_argument("--memory", type=float, metavar="GB", help="of a node; default that of the file")
@@ -45,20 +49,21 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
-        document = json.loads(Path(args.like).read_text())
-        measured = Machine.read(document)
+        documents = [json.loads(Path(name).read_text()) for name in args.like]
+        measured = Machine.read(documents)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        print(f"error: --like {args.like}: {error}", file=sys.stderr)
+        print(f"error: --like {' '.join(args.like)}: {error}", file=sys.stderr)
         return WRONG_USE
+    told = 1e9 * (args.network or 0.0)
     machine = replace(
         measured,
         cores=args.cores or measured.cores,
         memory=measured.memory if args.memory is None else 1e9 * args.memory,
-        network=measured.network if args.network is None else 1e9 * args.network,
+        network=measured.network if args.network is None else (told, told, told),
         latency=measured.latency if args.latency is None else 1e-6 * args.latency,
     )
     nodes = args.nodes
-    if nodes > 1 and not machine.network:
+    if nodes > 1 and not machine.network[0]:
         print("one node only: the file has nothing of the network between nodes; tell it by --network and --latency\n")
         nodes = 1
     found = [predict(machine, args.parameters, args.compute, *layout) for layout in layouts(machine.cores, nodes)]
@@ -67,7 +72,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     _show(f"On {counted(found[-1].nodes, 'node')}", [each for each in found if each.nodes == found[-1].nodes])
     for text in _advice(machine, best[-1]):
         print(textwrap.fill(text, _WIDTH))
-    for text in _compared(document, measured):
+    for text in _compared(documents, measured):
         print(textwrap.fill(text, _WIDTH))
     if args.json:
         Path(args.json).write_text(
@@ -75,13 +80,13 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         )
     if not args.plot:
         return DONE
-    return draw_or_tell(args.plot, lambda path: draw_plan(path, found, args.parameters, document["machine"]))
+    return draw_or_tell(args.plot, lambda path: draw_plan(path, found, args.parameters, documents[0]["machine"]))
 
 
 def _best(found: Sequence[Prediction]) -> Prediction:
     """Return the layout with the fewest ranks of those that are nearly the quickest, among those that fit, if any does."""
     fitting = [each for each in found if each.fits] or found
-    middle = {each: sum(each.efficiency) / 2 for each in fitting}
+    middle = {each: each.compute / each.expected for each in fitting}
     good = (each for each in fitting if middle[each] >= max(middle.values()) - _ENOUGH)
     return min(good, key=lambda each: each.ranks)
 
@@ -90,13 +95,23 @@ def _show(title: str, found: Sequence[Prediction]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("nodes", "ranks\na node", "sum and\nupdate", "network", "step", "efficiency", "memory\na node"):
+    for head in (
+        "nodes",
+        "ranks\na node",
+        "sum and\nupdate",
+        "network",
+        "step",
+        "expected",
+        "efficiency",
+        "memory\na node",
+    ):
         table.add_column(head, justify="right")
     table.add_column("bottleneck")
     for each in found:
         low, high = (f"{100 * value:.0f}" for value in each.efficiency)
         table.add_row(
             str(each.nodes), str(each.ranks), _range(each.memory), _range(each.network), _range(each.step),
+            duration(each.expected),
             f"{low} %" if low == high else f"{low}-{high} %",
             decimal_size(each.bytes) + ("" if each.fits else ": too much"), each.bottleneck,
         )  # fmt: skip
@@ -119,6 +134,11 @@ def _advice(machine: Machine, best: Prediction) -> list[str]:
     lines = [
         f"Best on {counted(best.nodes, 'node')}: {counted(best.ranks, 'rank')} each, the fewest that are nearly the quickest."
     ]
+    if best.gradient_bytes > best.bytes / 2 and best.ranks > 1:
+        lines.append(
+            f"{decimal_size(best.gradient_bytes)} of its {decimal_size(best.bytes)} are gradients, of which each rank has all:"
+            " fewer ranks, of several threads each, or 16-bit gradients take less."
+        )
     if best.bottleneck == "network":
         saved = duration(best.network[1] / 2)
         lines.append(f"The network is the limit: two gradients accumulated for each step save {saved} of each.")
@@ -126,17 +146,26 @@ def _advice(machine: Machine, best: Prediction) -> list[str]:
         lines.append("The sum of gradients and the update are the limit: a larger batch computes longer for each.")
     if machine.cores != machine.measured_cores:
         lines.append("How fast the memory of nodes with other cores is, is not known: measure there for closer ranges.")
+    if best.doubt:
+        least, most = (100 * (seconds / best.expected - 1) for seconds in best.step)
+        lines.append(f"Its step may take {least:.0f} to {most:+.0f} % of what is expected: {best.doubt}.")
     return lines
 
 
-def _compared(document: dict[str, Any], measured: Machine) -> list[str]:
-    """Say how the model meets the steps of the layout that was measured, where they are in the file."""
-    about, steps = document["machine"], document["benchmarks"].get("step")
+def _compared(documents: Sequence[dict[str, Any]], measured: Machine) -> list[str]:
+    """Say how the model meets the steps of the layouts that were measured, where they are in the files."""
     lines = []
-    for case, values in (steps or {"values": {}})["values"].items():
-        found = predict(measured, SIZES[case], 0.0, about["nodes"], measured.ranks)
-        lines.append(f"{case}: {_range(found.step)} predicted, {duration(values[OURS])} measured")
-    return [f"The layout that was measured: {'; '.join(lines)}."] if lines else []
+    for document in documents:
+        about, steps = document["machine"], document["benchmarks"].get("step")
+        each = about["ranks"] // about["nodes"]
+        found = []
+        for case, values in (steps or {"values": {}})["values"].items():
+            step = predict(measured, SIZES[case], 0.0, about["nodes"], each)
+            found.append(f"{case}: {duration(step.expected)} predicted, {duration(values[OURS])} measured")
+        if found:
+            where = f"{counted(each, 'rank')} on {counted(about['nodes'], 'node')}"
+            lines.append(f"As it was measured, {where}: {'; '.join(found)}.")
+    return lines
 
 
 COMMAND = Command(
@@ -144,10 +173,11 @@ COMMAND = Command(
     text="""\
 Predict what a training step (Adam, float32) takes over nodes and ranks a node: the sum of gradients and the update, the
 network, memory, efficiency, and what is the bottleneck. The constants are those that mpistrat bench has measured (--like), on
-one node or on several; cores, memory and network of another machine can be told. Predictions are ranges: the least where
-parts are as fast as cores allow, the most where memory is as slow as it was when all ranks used it.""",
+one node or on several; cores, memory and network of another machine can be told. Predictions are ranges, with what is expected
+in between; where they are wider than 15 %, it says why.""",
     examples=(
         "mpistrat run -n 4 -m mpistrat bench --only constants --only step --json bench.json",
+        "mpistrat plan --parameters 1e8 --compute 0.1 --like one-node.json two-nodes.json --nodes 16",
         "mpistrat plan --parameters 1e9 --compute 0.5 --like bench.json --cores 64 --memory 300 --network 25 --latency 2",
     ),
     arguments=_arguments,

@@ -2,7 +2,7 @@
 
 import json
 
-from mpistrat.bench.constants import LATENCY, UPDATE, UPDATE_ALL
+from mpistrat.bench.constants import COLUMNS, PING, UPDATE, name_of
 
 PROGRAM = """
 import sys
@@ -31,9 +31,10 @@ def test_everything(mpi_run, tmp_path):
         "gzip, in order",
         "gzip, shuffled",
     }
-    constants = {name: case["a rank"] for name, case in values.pop("constants").items()}
-    assert min(constants.values()) >= 0  # a gradient more may take no time that is seen
-    assert 0 < constants[UPDATE] <= 2 * constants[UPDATE_ALL] and LATENCY not in constants
+    constants = {name: [case[column] for column in COLUMNS] for name, case in values.pop("constants").items()}
+    assert all(0 <= least <= median <= most for median, least, most in constants.values())
+    alone, together = (constants[name_of(UPDATE, "262 K", all_)][0] for all_ in (False, True))
+    assert 0 < alone <= 2 * together and PING not in constants
     assert all(figure > 0 for found in values.values() for case in found.values() for figure in case.values())
     assert document["machine"]["ranks"] == 2
     assert "Input from HDF5 files" in result.out[0]

@@ -9,33 +9,49 @@ from dataclasses import replace
 import pytest
 
 from mpistrat.bench import constants as of
-from mpistrat.bench.plan import Machine, layouts, predict
+from mpistrat.bench.plan import layouts, predict
+from mpistrat.bench.plan_machine import Machine
 from mpistrat.cli.main import main
 
 ABOUT = {"cpu": "A CPU", "cores": 4, "memory_gib": 8, "ranks": 4, "nodes": 2, "date": "2026-01-01"}
-VALUES = {  # seconds of a million parameters, and of messages
-    of.UPDATE: 2e-3, of.GRADIENT: 1e-3, of.UPDATE_ALL: 3e-3, of.GRADIENT_ALL: 2e-3, of.FIXED: 1e-4,
-    of.LATENCY: 4e-5, of.CHUNK: 4e-5 + 2**20 / 1e9,
-}  # fmt: skip
 STEPS = {"4.2 M": {"mpistrat, arenas": 0.014}}
+FIXED = 1e-4
+ALONE, TOGETHER = (
+    (2e-3, 1e-3),
+    (3e-3, 2e-3),
+)  # seconds of a million parameters: sum of one gradient and update, a gradient more
 
 
-def document(**about):
-    values = {name: {"a rank": value} for name, value in VALUES.items()}
-    return {"machine": {**ABOUT, **about}, "benchmarks": {"constants": {"values": values}, "step": {"values": STEPS}}}
+def spread(value, width=0.0):
+    return {"a rank": value, "least": value * (1 - width), "most": value * (1 + width)}
 
 
-def machine(**about):
-    return Machine.read(document(**about))
+def document(alone=ALONE, together=TOGETHER, small=1.0, width=0.0, steps=STEPS, **about):
+    """What bench writes, with parts of 262 K so many times as quick, and quartiles so far from each median."""
+    values = {}
+    for part in of.PARTS:
+        share = small if part == "262 K" else 1.0
+        for all_, costs in ((False, alone), (True, together)):
+            for what, seconds in zip((of.UPDATE, of.GRADIENT), costs, strict=True):
+                values[of.name_of(what, part, all_)] = spread(seconds * share, width)
+    values[of.FIXED] = spread(FIXED)
+    if about.get("nodes", 2) > 1:
+        values |= {of.PING: spread(2e-5), of.EXCHANGE: spread(2e-5 + 2**20 / 1e9)}
+    return {"machine": {**ABOUT, **about}, "benchmarks": {"constants": {"values": values}, "step": {"values": steps}}}
+
+
+def machine(*documents, **about):
+    return Machine.read(list(documents) or [document(**about)])
 
 
 def test_constants_are_read_for_one_parameter_and_one_message():
     found = machine()
-    assert found.update == pytest.approx(2e-9) and found.gradient_all == pytest.approx(2e-9)
+    assert found.alone[0].update == pytest.approx((2e-9,) * 3)
+    assert found.together[-1].gradient == pytest.approx((2e-9,) * 3)
     assert found.ranks == 2 and found.memory == 8 * 2**30
-    assert found.latency == pytest.approx(2e-5)  # there and back between two nodes
-    # two ranks a node: each sends half of a MiB, twice, in 2**20 / 1e9 seconds
-    assert found.network == pytest.approx(2 * 2 * 0.5 * 2**20 / (2**20 / 1e9))
+    assert found.latency == pytest.approx(2e-5)
+    # two ranks a node: each sends a MiB, and gets one, in 2**20 / 1e9 seconds
+    assert found.network == pytest.approx((2e9,) * 3)
 
 
 def test_one_rank_takes_what_its_core_takes():
@@ -43,6 +59,10 @@ def test_one_rank_takes_what_its_core_takes():
     assert found.memory == pytest.approx((2e-3, 2e-3))
     assert found.network == (0, 0)
     assert found.bytes == 4e6 * (1 + 1 + 2)
+    assert found.gradient_bytes == 4e6
+    assert found.expected == pytest.approx(2e-3 + FIXED)
+    assert found.step == pytest.approx((0.92 * (2e-3 + FIXED), 1.08 * (2e-3 + FIXED)))
+    assert found.doubt == ""
 
 
 def test_more_ranks_share_the_memory_that_all_of_them_had():
@@ -50,11 +70,40 @@ def test_more_ranks_share_the_memory_that_all_of_them_had():
     found = predict(machine(), 1e6, compute=0.0, nodes=1, ranks=2)
     assert found.memory == pytest.approx((2.5e-3, 2.5e-3))
     # where all at once are as fast as one, only the cores are known to be a limit
-    free = replace(machine(), update_all=2e-9, gradient_all=1e-9)
+    free = machine(together=ALONE)
     assert predict(free, 1e6, 0.0, 1, 4).memory == pytest.approx((5e-9 / 4 * 1e6, 5e-9 / 2 * 1e6))
     # and so on a node with other cores
     other = predict(replace(machine(), cores=8), 1e6, 0.0, 1, 8)
     assert other.memory == pytest.approx(((2 + 7) / 8 * 1e-3, (3 + 7 * 2) / 2 * 1e-3))
+    assert other.doubt == "the memory of such a node was not measured"
+
+
+def test_parts_that_fit_into_caches_are_quicker():
+    found = machine(small=0.5)
+    assert predict(found, 1 << 18, 0.0, 1, 1).memory[0] == pytest.approx(2**18 * 1e-9)
+    assert predict(found, 1 << 19, 0.0, 1, 1).memory[0] == pytest.approx(2**19 * 1.5e-9)  # in between, by the logarithm
+    assert predict(found, 1 << 24, 0.0, 1, 1).memory[0] == pytest.approx(2**24 * 2e-9)
+
+
+def test_quartiles_make_the_range():
+    found = predict(machine(width=0.25), 1e6, 0.0, 1, 1)
+    assert found.memory == pytest.approx((1.5e-3, 2.5e-3))
+    assert found.doubt == "what was measured differs much"
+
+
+def test_ranks_without_a_core_lose_what_was_measured():
+    few = document(ranks=2, nodes=1, cores=2)
+    # alone 2 + 2 gradients: on two cores, of which memory allows 2 / (3 + 2 * 2) ns: 3.5 ns a parameter, of 4.2 M 14.68 ms
+    crowded = document(ranks=3, nodes=1, cores=2, steps={"4.2 M": {"mpistrat, arenas": 3.5e-9 * 2**22 + FIXED + 2e-3}})
+    found = machine(few, crowded)
+    assert found.ranks == 2 and found.crowded.steps == [pytest.approx((3.5e-9 * 2**22, 2e-3))]
+    step = predict(found, 1 << 22, 0.0, 1, 3)
+    assert step.expected == pytest.approx(3.5e-9 * 2**22 + FIXED + 2e-3)
+    twice = predict(found, 1 << 23, 0.0, 1, 3)
+    assert twice.expected == pytest.approx(3.5e-9 * 2**23 + FIXED + 4e-3)
+    assert twice.doubt == "ranks share cores"
+    unknown = predict(machine(few), 1 << 22, 0.0, 1, 3)
+    assert unknown.expected == pytest.approx(1.25 * 3.5e-9 * 2**22 + FIXED * math.log2(3))
 
 
 def test_the_network_carries_all_but_a_share_of_the_gradients_twice():
@@ -64,7 +113,7 @@ def test_the_network_carries_all_but_a_share_of_the_gradients_twice():
     assert found.network == pytest.approx((wire, wire + rounds * 6 * 2e-5))
     # two gradients of all parameters, and a quarter of the updates: alone 2 + 1 / 4 ns on two cores, together 4 + 1 / 4
     assert found.memory == pytest.approx((4.25 / 2, 4.25 / 2))
-    assert found.step[0] == pytest.approx(1 + wire + 1e-4)  # all of that while sums travel
+    assert found.step[0] == pytest.approx(1 + 0.92 * (wire + 1e-4))  # all of that while sums travel
     assert found.bytes == 4e9 * (1 + 2 + 2 / 4)
     assert found.bottleneck == "network" and not found.fits
     low, high = found.efficiency
@@ -115,17 +164,15 @@ def test_the_command_names_the_best_layout_and_meets_what_was_measured(tmp_path,
     text = capsys.readouterr().out
     assert "Best on 8 nodes: 1 rank each" in text  # more ranks need their gradients' sum, and are no faster here
     # 2**22 parameters by two ranks: 2**22 / 4e8 s, and what a step takes without any
-    assert "4.2 M: 10.6 ms predicted, 14.0 ms measured" in text
+    assert "2 ranks on 1 node: 4.2 M: 10.6 ms predicted, 14.0 ms measured" in " ".join(text.split())
     found = json.loads(out.read_text())
-    assert found["machine"]["network"] == 1e10 and len(found["steps"]) == 4 * 3
+    assert found["machine"]["network"] == [1e10] * 3 and len(found["steps"]) == 4 * 3
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_a_network_it_is_one_node(tmp_path, capsys):
-    file, one = tmp_path / "bench.json", document(nodes=1)
-    for name in (of.LATENCY, of.CHUNK):
-        del one["benchmarks"]["constants"]["values"][name]
-    file.write_text(json.dumps(one))
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(document(nodes=1)))
     assert main(["plan", "--parameters", "1e6", "--compute", "0.1", "--like", str(file)]) == 0
     text = capsys.readouterr().out
     assert "one node only" in text and "On 1 node:" in text
