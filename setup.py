@@ -32,7 +32,8 @@ def compiled_loops() -> Extension:
         sorted(map(str, LOOPS.glob("*.c"))),
         depends=sorted(map(str, LOOPS.glob("*.h"))),
         # No fused multiply-add, for NumPy's bits; a square root that sets no errno can be done in vectors.
-        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno"],
+        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread"],
+        extra_link_args=["-pthread"],
         define_macros=[("Py_LIMITED_API", "0x030B0000")] if LIMITED else [],
         py_limited_api=LIMITED,
         optional=True,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
-__all__ = ["ALIGNMENT", "aligned_block", "aligned_bounds", "block", "blocks", "bounds", "merge"]
+__all__ = ["ALIGNMENT", "aligned_block", "aligned_bounds", "block", "blocks", "bounds", "merge", "spans_within"]
 
+T = TypeVar("T")
 ALIGNMENT = 16  # elements, of the borders between what two ranks write: no cache line is written by both
 
 
@@ -78,3 +81,18 @@ def merge(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((low, high))
     return merged
+
+
+def spans_within(spans: Sequence[tuple[int, Any, T]], low: int, high: int) -> Iterator[tuple[int, int, T]]:
+    """Yield what of sorted spans (begin, end, what) lies in [low, high), counted from `low`.
+
+    Example:
+        >>> list(spans_within([(0, 4, "a"), (4, 9, "b")], 2, 6))
+        [(0, 2, 'a'), (2, 4, 'b')]
+    """
+    first = max(0, bisect_right(spans, low, key=lambda span: span[0]) - 1)
+    for begin, end, what in spans[first:]:
+        if begin >= high:
+            break
+        if end > low:
+            yield max(begin - low, 0), min(int(end), high) - low, what

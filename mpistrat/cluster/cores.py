@@ -26,6 +26,7 @@ __all__ = [
     "count_node_cores",
     "cpu_quota",
     "limit_new_libraries",
+    "loop_threads",
     "set_blas_threads",
     "threads_per_core",
     "usable_cores",
@@ -212,6 +213,18 @@ def set_blas_threads(ranks_per_node: int, local_replicas: int = 1, node_cores: i
             f" {fewer}start fewer ranks, or let the launcher give them more cores",
         )
     return _limit
+
+
+def loop_threads(ranks_per_node: int, node_cores: int) -> int:
+    """Return how many threads the compiled loops of a rank use: its share of the cores, or what the user set.
+
+    A single thread updates the variables of all replicas of a rank, so these do not share them. Never more than the rank's cores.
+
+    Args:
+        ranks_per_node, node_cores: as for `set_blas_threads`.
+    """
+    own = usable_cores()
+    return min(_given() or max(1, node_cores // ranks_per_node), own)
 
 
 def limit_new_libraries() -> None:

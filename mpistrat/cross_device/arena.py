@@ -13,20 +13,20 @@ from typing import Any, Protocol, final
 import numpy as np
 
 from .._util.partition import aligned_bounds, blocks, merge
-from ..comm.arrays import all_reduce
+from ..comm.arrays import all_reduce, is_gpu
 from ..comm.process_group import ProcessGroup
 from ..types import ReduceOp
 from .arithmetic import Arithmetic, arithmetic, combine
 from .pieces import PieceSum
 from .wire import Unsent, Wire
 
-__all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena"]
+__all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena", "node_gradients"]
 
 BLOCK = 1 << 16  # elements that are summed and consumed while they are in cache
 NETWORK_CHUNK = 1 << 20  # bytes that cross the network at a time; a constant: other chunks give other bits
 
 #: Called as consume(low, high, block); a block is scratch, valid in the call only.
-Consume = Callable[[int, int, np.ndarray], None]
+Consume = Callable[[int, int, Any], None]
 
 
 class GradientArena(Protocol):
@@ -100,6 +100,11 @@ class Destination:
         view = _of_node(self.arena)[0][self.low : self.high].reshape(shape)
         view.flags.writeable = False
         return view
+
+
+def node_gradients(group: ProcessGroup, arena: GradientArena) -> Sequence[np.ndarray] | None:
+    """Return the arenas of all replicas, where all are of one node and in host memory that its ranks see; else None."""
+    return None if group.num_nodes > 1 or is_gpu(arena.local[0]) else _of_node(arena)
 
 
 def _of_node(arena: GradientArena) -> Sequence[np.ndarray]:

@@ -76,7 +76,7 @@ def combine(ufunc: np.ufunc, parts: Sequence[Any], out: Any) -> None:
     if ufunc is np.add and loops.add(out, [as_buffer(part) for part in parts]):
         return
     if len(parts) == 1:
-        np.copyto(out, parts[0], casting="unsafe")
+        out[...] = parts[0]
         return
     ufunc(parts[0], parts[1], out=out, dtype=out.dtype)
     for part in parts[2:]:

@@ -135,6 +135,9 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
                 results[index] = result
         return results
 
+    def node_gradients(self, arena: GradientArena) -> Sequence[Any] | None:
+        return self._algorithms["HIERARCHICAL"].node_gradients(arena)
+
     def reduce_arena(
         self,
         arena: GradientArena,

@@ -29,7 +29,7 @@ from ..distributed_values import PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, ReduceOp
-from .arena import BLOCK, ArenaSum, Consume, Destination, GradientArena
+from .arena import BLOCK, ArenaSum, Consume, Destination, GradientArena, node_gradients
 from .arithmetic import Arithmetic, combine, finish
 from .encoded import EncodedAllReduce
 from .flat import FlatAllReduce
@@ -185,6 +185,9 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         self._arena_sum().reduce_in_place([where], reduce_op, self.call)
         return where.view(values[0].shape)
 
+    def node_gradients(self, arena: GradientArena) -> Sequence[np.ndarray] | None:
+        return node_gradients(self.group, arena)
+
     def reduce_arena(
         self,
         arena: GradientArena,
@@ -308,7 +311,7 @@ class _StagedSum:
         start = chunk[0]
         for owner, (low, high) in enumerate(self._bounds(chunk)):
             sums = self._sums[half][owner][: (high - low) * how.accumulate.itemsize].view(how.accumulate)
-            np.copyto(out[start + low : start + high], sums, casting="unsafe")
+            combine(how.ufunc, [sums], out[start + low : start + high])
 
     def _bounds(self, chunk: tuple[int, int]) -> list[tuple[int, int]]:
         return aligned_bounds(chunk[1] - chunk[0], self._group.slices)

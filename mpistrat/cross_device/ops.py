@@ -378,6 +378,13 @@ class CrossDeviceOps(ABC):
                     xp.copyto(block, total[begin - low : end - low], casting="unsafe")
                     consume(begin, end, block)
 
+    def node_gradients(self, arena: GradientArena) -> Sequence[np.ndarray] | None:
+        """Return the gradients of all replicas, to be summed from the first to the last instead of by `reduce_arena`.
+
+        Each rank sums what it owns. None where not all are in memory that it sees.
+        """
+        return None
+
     def small_reduction(self, reduce_op: ReduceOp, array: Any) -> SmallReduction | None:
         """Return what reduces arrays of one dtype and shape, wherever they lie, instead of `reduce_implementation`; else None.
 

@@ -17,7 +17,7 @@ from .._util.partition import blocks, merge
 from ..comm.arrays import is_gpu, mpi_datatype
 from ..comm.process_group import ProcessGroup
 from ..types import ReduceOp
-from .arena import BLOCK, ArenaSum, Consume, GradientArena
+from .arena import BLOCK, ArenaSum, Consume, GradientArena, node_gradients
 from .arithmetic import Arithmetic, combine, finish
 from .flat import FlatAllReduce
 from .pieces import leave
@@ -69,6 +69,9 @@ class OrderedAllReduce(FlatAllReduce):
         counts = [replicas * size for replicas in topology.replicas_per_rank]
         topology.comm.Allgatherv(MPI.IN_PLACE, [out, counts, None, mpi_datatype(dtype)])
         return list(out)
+
+    def node_gradients(self, arena: GradientArena) -> Sequence[np.ndarray] | None:
+        return node_gradients(self.group, arena)
 
     def reduce_arena(
         self,

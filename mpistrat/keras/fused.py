@@ -201,7 +201,7 @@ class FusedUpdate:
             weights[begin - low : end - low] = self._own[index][begin - start : end - start]
             if self._decays[index]:
                 decays.append((begin - low, end - low, self._decays[index]))
-        self._update.update(weights, gradient, {name: flat[low:high] for name, flat in self._slots.items()}, decays)
+        self._update.update(weights, [gradient], {name: flat[low:high] for name, flat in self._slots.items()}, decays)
         if last:
             weights[-1] = stop
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 import numpy as np
 
+from .._util import loops
 from .._util.buffers import BufferPool
-from .._util.partition import blocks, merge
+from .._util.partition import blocks, merge, spans_within
 from ..cross_device.arena import BLOCK, Consume
+from ..cross_device.arithmetic import combine
 from ..cross_device.encoded import EncodedShare
 from ..cross_device.pieces import PieceShare
 from ..cross_device.wire import Unsent
@@ -18,12 +19,12 @@ from ..variables.arena import ALIGNMENT_BYTES, Arena
 from ..variables.values import move_like, quick_digest
 from ..variables.variable import Variable
 from .hyperparameters import GRADIENT_SUM
-from .rule import BlockUpdate, Rule
+from .rule import BlockUpdate, Rule, Span, form_mean
 from .slots import SlotStore
 
-__all__ = ["ArenaStep", "not_finite_of"]
+__all__ = ["LARGE_BLOCK", "ArenaStep", "not_finite_of"]
 
-T = TypeVar("T")
+LARGE_BLOCK = 16 * BLOCK  # elements that a compiled loop sums and updates at a time
 N = TypeVar("N", int, float)
 
 
@@ -40,7 +41,6 @@ class ArenaStep:
         self.ranges = merge(list(padded.items()))
         self._decays = _merged((v.offset, padded[v.offset], optimizer.decay_of(v)) for v in variables)
         self._groups = _merged((v.offset, padded[v.offset], optimizer.group_of(v)) for v in variables)
-        self._padding = sorted((v.offset + v.size, padded[v.offset], v.name) for v in variables)
         self._spans = sorted((v.offset, padded[v.offset], v.name) for v in variables)
         self._optimizer, self._mean, self._each, self._apart = optimizer, 0, False, False
         self._slots = slots.of(arena)
@@ -102,42 +102,50 @@ class ArenaStep:
             self._share.leave()
             self._share = None
 
-    def take(self, low: int, high: int, gradient: Any) -> None:
-        """Take the sum of elements [low, high), which is overwritten: update, or add to what is accumulated."""
-        if self._mean:
-            if not self._updates:
-                self._accumulate(low, high, gradient)
-                return
-            self._form_mean(low, high, gradient)
-        self._update(low, high, gradient)
+    def sum(self, arrays: Sequence[Any], consume: Consume) -> None:
+        """Hand out what this rank updates of gradients whose sum it needs, as a reduction would: the parts instead of the sum."""
+        for low, high in self._large_blocks():
+            consume(low, high, [array[low:high] for array in arrays])
 
-    def _update(self, low: int, high: int, gradient: Any) -> None:
-        if not self._groups:
-            self._update_range(low, high, gradient, 0)
-        else:  # elements between the groups' are of group 0: padding, or variables of it
-            at = low
-            for begin, end, group in _inside(self._groups, low, high):
-                if at < low + begin:
-                    self._update_range(at, low + begin, gradient[at - low : begin], 0)
-                self._update_range(low + begin, low + end, gradient[begin:end], group)
-                at = low + end
-            if at < high:
-                self._update_range(at, high, gradient[at - low :], 0)
+    def _large_blocks(self) -> list[tuple[int, int]]:
+        """Return what this rank updates in blocks: large ones, where no copies of weights are made in scratch memory."""
+        return blocks(self.arena.owned(self.ranges), LARGE_BLOCK if self._slots.residual is None else BLOCK)
+
+    def take(self, low: int, high: int, gradient: Any) -> None:
+        """Take the sum of elements [low, high), or a list of what is to be summed: update, or add to what is accumulated."""
+        parts = gradient if isinstance(gradient, list) else [gradient]
+        if self._updates:
+            self._update(low, high, parts, (), self._mean)
+        else:
+            self._accumulate(low, high, parts)
+
+    def _update(self, low: int, high: int, parts: list[Any], scales: Sequence[Span], calls: int) -> None:
+        at = low  # elements between the groups' are of group 0: padding, or variables of it
+        for begin, end, group in spans_within(self._groups, low, high) if self._groups else ():
+            if at < low + begin:
+                self._update_range(at, low + begin, low, parts, scales, calls, 0)
+            self._update_range(low + begin, low + end, low, parts, scales, calls, group)
+            at = low + end
+        if at < high:
+            self._update_range(at, high, low, parts, scales, calls, 0)
         self._publish(low, high)
 
-    def _update_range(self, low: int, high: int, gradient: Any, group: int) -> None:
+    def _update_range(
+        self, low: int, high: int, first: int, parts: list[Any], scales: Sequence[Span], calls: int, group: int
+    ) -> None:
+        """Update elements [low, high) by parts, and scales, that begin with element `first`."""
         target = self._meant(low, high)
-        slots, decays = self._slots.of_range(low, high), self._decays_of(low, high) if self._decays else ()
-        self._rule.update(target, move_like(gradient, target), slots, decays, group)
-        self._set_meant(low, high, target)
-        if self._mean:
-            slots[GRADIENT_SUM][...] = 0
-
-    def _accumulate(self, low: int, high: int, gradient: Any) -> None:
         slots = self._slots.of_range(low, high)
-        np.add(slots[GRADIENT_SUM], move_like(gradient, slots[GRADIENT_SUM]), out=slots[GRADIENT_SUM])
-        target = self._meant(low, high)
-        self._rule.average(target, slots)
+        decays = spans_within(self._decays, low, high) if self._decays else ()
+        if (low - first, high - first) != (0, len(parts[0])):
+            parts = [part[low - first : high - first] for part in parts]
+            scales = list(spans_within(scales, low - first, high - first))
+        self._rule.update(target, [move_like(part, target) for part in parts], slots, decays, group, scales, calls)
+        self._set_meant(low, high, target)
+
+    def _accumulate(self, low: int, high: int, parts: list[Any]) -> None:
+        slots, target = self._slots.of_range(low, high), self._meant(low, high)
+        self._rule.accumulate(target, [move_like(part, target) for part in parts], slots)
         self._set_meant(low, high, target)
         self._publish(low, high)
 
@@ -156,10 +164,6 @@ class ArenaStep:
             with np.errstate(invalid="ignore"):
                 np.subtract(meant, self.arena.values[low:high], out=self._slots.residual.of(low, high))
 
-    def _form_mean(self, low: int, high: int, gradient: Any) -> None:
-        np.add(gradient, move_like(self._slots.of_range(low, high)[GRADIENT_SUM], gradient), out=gradient)
-        np.divide(gradient, self._mean, out=gradient)
-
     def _publish(self, low: int, high: int) -> None:
         """Write what changed to the other local devices, or have it sent to other nodes."""
         if self._share is not None:
@@ -168,41 +172,45 @@ class ArenaStep:
             copy[low:high] = move_like(self.arena.values[low:high], copy)
 
     def keep(self, low: int, high: int, gradient: Any) -> None:
-        """Keep a sum, or the mean of several steps, and add up the squares of its elements.
+        """Keep a sum, or the mean of several steps, and add up the squares of its elements; takes what `take` takes.
 
         It is kept in the owner's gradient memory, which no other rank reads there, unless gradients are still needed.
         """
-        if self._mean and self._updates:
-            self._form_mean(low, high, gradient)
-        kept, base = self._store()
-        kept[low - base : high - base] = move_like(gradient, kept)
-        if not self._each:
-            self.squares[self._spans[0][2]] += float(gradient.dot(gradient))
-            return
-        for begin, end, name in _inside(self._spans, low, high):
-            part = gradient[begin:end]
-            self.squares[name] += float(part.dot(part))
+        parts, (kept, base) = gradient if isinstance(gradient, list) else [gradient], self._store()
+        for begin, end in blocks([(low, high)], BLOCK):
+            sums = kept[begin - base : end - base]
+            # The owner's gradient memory may be a part itself, and a sum may be written over one of its first two parts only.
+            total = sums if len(parts) <= 2 else self._rule.block[: end - begin]
+            combine(np.add, [move_like(part[begin - low : end - low], sums) for part in parts], total)
+            if self._mean and self._updates:
+                form_mean(total, self._slots.of_range(begin, end)[GRADIENT_SUM], self._mean)
+            if total is not sums:
+                combine(np.add, [total], sums)
+            if not self._each:
+                self.squares[self._spans[0][2]] += loops.squares(total)
+                continue
+            for start, stop, name in spans_within(self._spans, begin, end):
+                self.squares[name] += loops.squares(total[start:stop])
 
     def take_kept(self, scales: Mapping[str, float]) -> None:
         """Take what was kept, as `take` does, times the scale of each variable where this is an update."""
         kept, base = self._store()
-        for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
+        for low, high in self._large_blocks():
             gradient = kept[low - base : high - base]
             if not self._updates:
-                self._accumulate(low, high, gradient)
+                self._accumulate(low, high, [gradient])
                 continue
-            if not self._each:
-                self._multiply(gradient, scales[self._spans[0][2]])
-            else:
-                for begin, end, name in _inside(self._spans, low, high):
-                    self._multiply(gradient[begin:end], scales[name])
-            self._update(low, high, gradient)
-            for begin, end, _ in _inside(self._padding, low, high):
-                gradient[begin:end] = 0  # rules overwrite gradients, and the next norm must not count what lies there
+            self._update(low, high, [gradient], self._scaled(low, high, scales), 0)
+            if self._mean:
+                self._slots.of_range(low, high)[GRADIENT_SUM][...] = 0
 
-    def _multiply(self, gradient: Any, scale: float) -> None:
-        if scale != 1:
-            np.multiply(gradient, scale, out=gradient)
+    def _scaled(self, low: int, high: int, scales: Mapping[str, float]) -> list[Span]:
+        """Return which of the elements [low, high) are multiplied by what."""
+        if not self._each:
+            spans = [(0, high - low, scales[self._spans[0][2]])]
+        else:
+            spans = [(begin, end, scales[name]) for begin, end, name in spans_within(self._spans, low, high)]
+        return [span for span in spans if span[2] != 1]
 
     def not_finite(self) -> dict[str, int]:
         """Return how many numbers of this rank's part of each variable's sum are not finite."""
@@ -214,36 +222,16 @@ class ArenaStep:
             for v in self.variables
         }
 
-    def take_local(self, consume: Consume) -> None:
-        """Hand out this rank's slice of the first local replica's gradients, as a reduction would."""
-        source, block = self.gradients.local[0], self._rule.block
-        for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
-            block[: high - low] = source[low:high]
-            consume(low, high, block[: high - low])
-
     def _store(self) -> tuple[Any, int]:
         """Return where sums are kept, and which element of the arena comes first there."""
         if not self._rule.narrow and not self._apart:
             return self.gradients.local[0], 0
         return self._slots.kept(), self._slots.low
 
-    def _decays_of(self, low: int, high: int) -> Iterator[tuple[int, int, float]]:
-        return _inside(self._decays, low, high)
-
 
 def not_finite_of(*arrays: Any) -> int:
     """Return how many numbers of some arrays are not finite."""
     return sum(int(array.size) - int(np.count_nonzero(np.isfinite(array))) for array in arrays)
-
-
-def _inside(spans: Sequence[tuple[int, Any, T]], low: int, high: int) -> Iterator[tuple[int, int, T]]:
-    """Yield what of sorted spans lies in the elements [low, high), counted from `low`."""
-    first = max(0, bisect_right(spans, low, key=lambda span: span[0]) - 1)
-    for begin, end, what in spans[first:]:
-        if begin >= high:
-            break
-        if end > low:
-            yield max(begin - low, 0), min(int(end), high) - low, what
 
 
 def _merged(segments: Iterable[tuple[int, int, N]]) -> list[tuple[int, int, N]]:

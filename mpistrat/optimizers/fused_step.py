@@ -171,14 +171,17 @@ class FusedStep(UpdateRun):
         raise CollectiveMismatchError(explain("apply_gradients", "", expected=expected, got=got, remedy=remedy))
 
     def _sum(self, step: ArenaStep, aggregate: bool, consume: Consume) -> None:
-        if not aggregate:
-            step.take_local(consume)
-        elif self._outer is not None:
-            self._outer.sum_node(step.gradients, step.ranges, consume)
+        gradients, outer = step.gradients, self._outer
+        if aggregate and outer is not None:
+            outer.sum_node(gradients, step.ranges, consume)
+            return
+        arrays = self._ops.node_gradients(gradients) if aggregate else gradients.local[:1]
+        if arrays is not None:
+            step.sum(arrays, consume)
         elif step.unsent is None:
-            self._ops.reduce_arena(step.gradients, step.ranges, consume)
+            self._ops.reduce_arena(gradients, step.ranges, consume)
         else:
-            self._ops.reduce_arena(step.gradients, step.ranges, consume, step.unsent)
+            self._ops.reduce_arena(gradients, step.ranges, consume, step.unsent)
 
     def _scales(self, number: int) -> dict[str, float]:
         """Return the factors of the gradients of each variable, the same bits on every rank; NaN for what is not finite.

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import array_module, as_array, is_gpu, on_device_of
+from .._util import loops
+from ..comm.arrays import array_module, as_array, as_buffer, is_gpu, on_device_of
 from ..errors import explain
 from ..types import IndexedSlices
 from ..variables.scatter import checked_slices
@@ -92,8 +93,13 @@ def _load(gradient: Any, target: Any, variable: Variable) -> None:
     array = checked(gradient, variable)
     if isinstance(array, IndexedSlices):
         _scatter(array, target)
-    elif not _same_memory(array, target):
+    elif not (_same_memory(array, target) or _copied(array, target)):
         target[...] = move_like(array, target)
+
+
+def _copied(array: Any, target: Any) -> bool:
+    """Copy an array of the target's dtype by all threads, if it can be; return whether it was."""
+    return bool(array.dtype == target.dtype and loops.copy(as_buffer(target), as_buffer(array)))
 
 
 def _same_memory(array: Any, target: Any) -> bool:

@@ -12,11 +12,15 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from .._util import loops
+from .._util.partition import spans_within
 from ..comm.arrays import accumulation_dtype, as_buffer
+from ..cross_device.arithmetic import combine
 from .gradients import Pairs
-from .hyperparameters import AVERAGE, Hyperparameters
+from .hyperparameters import AVERAGE, GRADIENT_SUM, Hyperparameters
 
-__all__ = ["Block", "BlockUpdate", "Rule", "UpdateRun"]
+__all__ = ["Around", "Block", "BlockUpdate", "Loop", "Rule", "UpdateRun", "form_mean"]
+
+Span = tuple[int, int, float]  # elements [low, high), and a number for them
 
 
 class Block(NamedTuple):
@@ -29,6 +33,27 @@ class Block(NamedTuple):
     rate: float
     scratch: Sequence[Any]
     group: int
+
+
+class Loop(NamedTuple):
+    """A rule as `loops.update` takes it."""
+
+    rule: str
+    numbers: tuple[float, ...]
+    slots: tuple[str, ...]
+
+
+class Around(NamedTuple):
+    """What else happens to a block as `loops.update` takes it."""
+
+    limit: float | None = None
+    scales: Sequence[Span] = []
+    decays: Sequence[Span] = []
+    sums: Any = None
+    calls: int = 0
+    averages: Any = None
+    momentum: float | None = None
+    overwrites: bool = False
 
 
 class Rule(Hyperparameters):
@@ -49,6 +74,10 @@ class Rule(Hyperparameters):
     @abstractmethod
     def update_block(self, block: Block) -> None:
         """Update the weights and slots of a block in place; the gradient may be overwritten."""
+
+    def loop(self, step: int, rate: float) -> Loop | None:
+        """Return the compiled loop that does what `update_block` does, None where none does."""
+        return None
 
     def group_of(self, variable: Any) -> int:
         """Return the group of variables with numbers of their own that a variable belongs to: 0 where all have the same."""
@@ -84,7 +113,8 @@ class UpdateRun(ABC):
 class BlockUpdate:
     """Updates blocks of one dtype: decay, clipping by value, the rule, averages. 16-bit weights are widened, and rounded once.
 
-    `scratch` are four flat arrays of the dtype in which gradients are summed, at least as large as a block.
+    In one pass by `loops.update`, where the rule has a compiled loop; else by NumPy, with the same bits. `scratch` are four flat
+    arrays of the dtype in which gradients are summed: blocks, which larger arrays are cut into for NumPy.
 
     Attributes:
         block: the last of them, for the caller's use: a block of gradients.
@@ -100,11 +130,13 @@ class BlockUpdate:
         self._limit: float | None = None
         self._momentum: float | None = None  # of the averages, None where there are none
         self._overwrites = False
+        self._loop: Loop | None = None
 
     def begin(self, step: int, rate: float) -> None:
         """Set what is the same for all blocks of a step."""
         self._step, self._rate = step, rate
         rule = self._rule
+        self._loop = rule.loop(step, rate)
         if rule.revision != self._revision:
             self._revision, self._limit = rule.revision, rule.clipvalue
         if rule.use_ema:
@@ -115,16 +147,76 @@ class BlockUpdate:
     def update(
         self,
         target: Any,
-        gradient: Any,
+        parts: Sequence[Any],
         slots: Mapping[str, Any],
-        decays: Iterable[tuple[int, int, float]],
+        decays: Iterable[Span] = (),
         group: int = 0,
+        scales: Sequence[Span] = (),
+        calls: int = 0,
     ) -> None:
-        """Update a block of weights and its slots in place; the gradient, of the dtype of sums, is overwritten.
+        """Update weights and their slots in place by the sum of parts, which stay as they are; of any size.
 
-        `decays` are the elements [low, high) of the block that decay, and by what, times the rate; all elements are of one
-        `group` of variables.
+        With a number of `calls` the gradient is the mean of that sum and of what these accumulated, which becomes 0.
+
+        Args:
+            target: the weights.
+            parts: gradients of them.
+            slots: of them.
+            decays: elements [low, high) of them that decay, and by what, times the rate.
+            group: of variables, which all are of.
+            scales: elements of the gradient, and what they are multiplied by.
+            calls: the number of calls that accumulated, 0 where none did.
         """
+        decays = list(decays)
+        if self._in_one_pass(target, parts, slots, decays, scales, calls):
+            return
+        for low in range(0, target.size, self.block.size):
+            high = min(low + self.block.size, target.size)
+            gradient, own = self.block[: high - low], {name: slot[low:high] for name, slot in slots.items()}
+            combine(np.add, [part[low:high] for part in parts], gradient)
+            if calls:
+                form_mean(gradient, own[GRADIENT_SUM], calls)
+            for begin, end, scale in spans_within(scales, low, high):
+                np.multiply(gradient[begin:end], scale, out=gradient[begin:end])
+            self._by_numpy(target[low:high], gradient, own, list(spans_within(decays, low, high)), group)
+            if calls:
+                own[GRADIENT_SUM][...] = 0
+
+    def accumulate(self, target: Any, parts: Sequence[Any], slots: Mapping[str, Any]) -> None:
+        """Add the sum of parts to what is accumulated, in a step that does not update the weights, and update their averages."""
+        average = None if self._momentum is None else slots[AVERAGE]
+        around = Around(averages=average, momentum=self._momentum, overwrites=self._overwrites)
+        if loops.update("accumulate", (), [*map(as_buffer, parts)], as_buffer(target), (slots[GRADIENT_SUM],), around):
+            return
+        for low in range(0, target.size, self.block.size):
+            high = min(low + self.block.size, target.size)
+            gradient, own = self.block[: high - low], {name: slot[low:high] for name, slot in slots.items()}
+            combine(np.add, [part[low:high] for part in parts], gradient)
+            np.add(own[GRADIENT_SUM], gradient, out=own[GRADIENT_SUM])
+            self._average_only(target[low:high], own)
+
+    def _in_one_pass(
+        self,
+        target: Any,
+        parts: Sequence[Any],
+        slots: Mapping[str, Any],
+        decays: Sequence[Span],
+        scales: Sequence[Span],
+        calls: int,
+    ) -> bool:
+        loop = self._loop
+        if loop is None:
+            return False
+        factors = [(low, high, 1 - decay * self._rate) for low, high, decay in decays]
+        sums = slots[GRADIENT_SUM] if calls else None
+        average = None if self._momentum is None else slots[AVERAGE]
+        around = Around(self._limit, list(scales), factors, sums, calls, average, self._momentum, self._overwrites)
+        arrays = tuple([slots.get(name) for name in loop.slots])
+        return loops.update(loop.rule, loop.numbers, [*map(as_buffer, parts)], as_buffer(target), arrays, around)
+
+    def _by_numpy(
+        self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Sequence[Span], group: int
+    ) -> None:
         weights = self._widened(target)
         for low, high, decay in decays:
             decaying = weights[low:high]
@@ -137,8 +229,7 @@ class BlockUpdate:
         if self.narrow:
             _round(target, weights)
 
-    def average(self, target: Any, slots: Mapping[str, Any]) -> None:
-        """Update the averages of a block's weights in a step that does not update these."""
+    def _average_only(self, target: Any, slots: Mapping[str, Any]) -> None:
         if self._momentum is not None:
             weights = self._widened(target)
             self._average(weights, slots[AVERAGE], self._momentum)
@@ -167,3 +258,9 @@ def _round(target: Any, weights: Any) -> None:
     """Write widened weights, rounded."""
     if not loops.narrow(as_buffer(target), weights):
         target[...] = weights
+
+
+def form_mean(gradient: Any, sums: Any, calls: int) -> None:
+    """Make a gradient the mean of it and of what was accumulated, over so many calls."""
+    np.add(gradient, sums, out=gradient)
+    np.divide(gradient, calls, out=gradient)

@@ -1,6 +1,6 @@
 """The update rules: SGD, Adam, AdamW, Adagrad and RMSProp, each one function on a block.
 
-Each is written in NumPy. `loops` does the same to arrays of float32 and float64 in one pass, with the same bits.
+Each is written in NumPy. `loops.update` does the same to arrays of float32 and float64 in one pass, with the same bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from .._util import loops
 from .hyperparameters import Rate, Settings, SettingsButDecay
 from .optimizer import Optimizer
-from .rule import Block
+from .rule import Around, Block, Loop
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -23,11 +23,17 @@ if TYPE_CHECKING:
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Momentum", "RMSProp"]
 
 
+_NOTHING_ELSE = Around()
+
+
 class _BlockRule(Optimizer):
     """An Optimizer whose rule takes a block as one argument."""
 
     @abstractmethod
     def update_block(self, block: Block) -> None: ...
+
+    @abstractmethod
+    def loop(self, step: int, rate: float) -> Loop: ...
 
     def update(
         self,
@@ -38,8 +44,11 @@ class _BlockRule(Optimizer):
         rate: float,
         scratch: Sequence[Any],
     ) -> None:
-        """Update a block of weights and slots in place, and overwrite the gradient."""
-        self.update_block(Block(gradient, weights, slots, step, rate, scratch, 0))
+        """Update a block of weights and slots in place; the gradient may be overwritten."""
+        rule, numbers, names = self.loop(step, rate)
+        arrays = tuple([slots.get(name) for name in names])
+        if not loops.update(rule, numbers, [gradient], weights, arrays, _NOTHING_ELSE):
+            self.update_block(Block(gradient, weights, slots, step, rate, scratch, 0))
 
 
 @final
@@ -69,10 +78,11 @@ class SGD(_BlockRule):
         self.nesterov = bool(nesterov)
         super().__init__(learning_rate, slot_names=("momentum",) if momentum else (), **settings)
 
+    def loop(self, step: int, rate: float) -> Loop:
+        return Loop("sgd", (rate, self.momentum, self.nesterov), ("momentum",))
+
     def update_block(self, block: Block) -> None:
         gradient, weights, slots, _, rate, scratch, _ = block
-        if loops.sgd(gradient, weights, slots.get("momentum"), rate, self.momentum, self.nesterov):
-            return
         np.multiply(gradient, rate, out=gradient)
         if not self.momentum:
             np.subtract(weights, gradient, out=weights)
@@ -127,14 +137,17 @@ class _Adam(_BlockRule):
         kept = ("momentum", "velocity", "velocity_hat") if amsgrad else ("momentum", "velocity")
         super().__init__(learning_rate, slot_names=kept, **settings)
 
-    def update_block(self, block: Block) -> None:
-        """Take one pass over the block; by NumPy twelve, AMSGrad thirteen."""
-        gradient, weights, slots, step, rate, scratch, _ = block
-        momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
+    def loop(self, step: int, rate: float) -> Loop:
         alpha = rate * math.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
-        rest_1, rest_2, largest = 1 - self.beta_1, 1 - self.beta_2, slots.get("velocity_hat")
-        if loops.adam(gradient, weights, momentum, velocity, largest, alpha, rest_1, rest_2, self.epsilon):
-            return
+        numbers = alpha, 1 - self.beta_1, 1 - self.beta_2, self.epsilon
+        return Loop("adam", numbers, ("momentum", "velocity", "velocity_hat"))
+
+    def update_block(self, block: Block) -> None:
+        """Take twelve passes over the block, AMSGrad thirteen; the compiled loop takes one."""
+        gradient, weights, slots, step, rate, scratch, _ = block
+        alpha, rest_1, rest_2, epsilon = self.loop(step, rate).numbers
+        momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
+        largest = slots.get("velocity_hat")
         np.subtract(gradient, momentum, out=work)
         np.multiply(work, rest_1, out=work)
         np.add(momentum, work, out=momentum)
@@ -145,7 +158,7 @@ class _Adam(_BlockRule):
         if largest is not None:
             velocity = np.maximum(largest, velocity, out=largest)
         np.sqrt(velocity, out=gradient)
-        np.add(gradient, self.epsilon, out=gradient)
+        np.add(gradient, epsilon, out=gradient)
         np.multiply(momentum, alpha, out=work)
         np.divide(work, gradient, out=work)
         np.subtract(weights, work, out=weights)
@@ -232,11 +245,12 @@ class Adagrad(_BlockRule):
             **settings,
         )
 
+    def loop(self, step: int, rate: float) -> Loop:
+        return Loop("adagrad", (rate, self.epsilon), ("accumulator",))
+
     def update_block(self, block: Block) -> None:
         gradient, weights, slots, _, rate, scratch, _ = block
         work, accumulator = scratch[0][: gradient.size], slots["accumulator"]
-        if loops.adagrad(gradient, weights, accumulator, rate, self.epsilon):
-            return
         np.multiply(gradient, gradient, out=work)
         np.add(accumulator, work, out=accumulator)
         np.add(accumulator, self.epsilon, out=work)
@@ -285,13 +299,13 @@ class RMSProp(_BlockRule):
             slots.append("average_gradient")
         super().__init__(learning_rate, slot_names=tuple(slots), **settings)
 
+    def loop(self, step: int, rate: float) -> Loop:
+        numbers = rate, self.rho, 1 - self.rho, self.momentum, self.epsilon
+        return Loop("rmsprop", numbers, ("velocity", "average_gradient", "momentum"))
+
     def update_block(self, block: Block) -> None:
         gradient, weights, slots, _, rate, scratch, _ = block
         work, velocity = scratch[0][: gradient.size], slots["velocity"]
-        others = slots.get("average_gradient"), slots.get("momentum")
-        numbers = rate, self.rho, 1 - self.rho, self.momentum, self.epsilon
-        if loops.rmsprop(gradient, weights, velocity, *others, *numbers):
-            return
         np.multiply(gradient, gradient, out=work)
         self._average(velocity, work)
         if self.centered:

@@ -8,9 +8,9 @@ from functools import partial
 from types import NoneType
 from typing import Any, TypeVar, final
 
-from .._util import log
+from .._util import log, loops
 from .._util.text import counted
-from ..cluster.cores import set_blas_threads
+from ..cluster.cores import loop_threads, set_blas_threads
 from ..cluster.devices import check_devices, parse
 from ..cluster.topology import Topology
 from ..comm.agree import together
@@ -165,6 +165,7 @@ def assemble(
     log.set_rank(topology.rank)
     log.setup(environment.log)
     set_blas_threads(topology.local_size, topology.num_local_replicas, topology.node_cores)
+    loops.set_threads(loop_threads(topology.local_size, topology.node_cores))
     group = ProcessGroup.create(topology, environment)
 
     given = {"sharded_slots": sharded_slots, "local_steps": local_steps}

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from .._util import loops
+from .._util.text import counted
 from ..cluster.cores import usable_cores
 from ..cross_device.auto import Chooser
 from ..environment import Environment
@@ -65,7 +66,9 @@ def _versions() -> Iterator[Row]:
 
 def _loops() -> Row:
     instructions, reason = loops.used()
-    return "compiled loops", f"yes, {instructions}" if instructions else f"no, NumPy instead: {reason}"
+    if not instructions:
+        return "compiled loops", f"no, NumPy instead: {reason}"
+    return "compiled loops", f"yes, {instructions}, {counted(loops.threads(), 'thread')}"
 
 
 def _mpi() -> Iterator[Row]:

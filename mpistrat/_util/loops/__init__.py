@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "adagrad",
-    "adam",
     "add",
+    "copy",
     "decode_int8",
     "encode_int8",
     "gather",
@@ -24,9 +23,11 @@ __all__ = [
     "permute",
     "report",
     "rest",
-    "rmsprop",
-    "sgd",
+    "set_threads",
+    "squares",
+    "threads",
     "unshuffle",
+    "update",
     "used",
 ]
 
@@ -36,15 +37,23 @@ def leave_to_numpy(*_: Any) -> bool:
     return False
 
 
+def _no_threads(count: int) -> None:
+    """Set nothing, in place of `set_threads`."""
+
+
+def _one() -> int:
+    """Return 1, in place of `threads`."""
+    return 1
+
+
 _instructions, _reason = "", ""
 try:
     if os.environ.get("MPISTRAT_COMPILED_LOOPS") == "0":
         raise ImportError("switched off by MPISTRAT_COMPILED_LOOPS=0")
     from ._loops import INSTRUCTIONS as _instructions
     from ._loops import (
-        adagrad,
-        adam,
         add,
+        copy,
         decode_int8,
         encode_int8,
         gather,
@@ -52,18 +61,21 @@ try:
         narrow,
         permute,
         rest,
-        rmsprop,
-        sgd,
+        set_threads,
+        threads,
         unshuffle,
+        update,
     )
+    from ._loops import squares as _squares
 except ModuleNotFoundError:
     _reason = "not built when mpistrat was installed, which takes a C compiler and Python's headers"
 except ImportError as error:
     _reason = error.msg
 if _reason:
     _instructions = ""
-    adagrad = adam = add = gather = meet = narrow = permute = rmsprop = sgd = unshuffle = leave_to_numpy
+    add = copy = gather = meet = narrow = permute = unshuffle = update = _squares = leave_to_numpy
     decode_int8 = encode_int8 = rest = leave_to_numpy
+    set_threads, threads = _no_threads, _one
 
 
 def used() -> tuple[str, str]:
@@ -80,3 +92,30 @@ def report(divide: bool, overflow: bool, invalid: bool) -> None:
         np.multiply(one * 1e300, 1e300)
     if invalid:
         np.subtract(one * np.inf, np.inf)
+
+
+_LANES, _TOGETHER = 64, 4096  # numbers whose squares are summed side by side, and at a time
+
+
+def squares(values: Any) -> float:
+    """Return the sum of the squares of a flat array of floats: by blocks, in an order that nothing changes."""
+    total = _squares(values)
+    if isinstance(total, float):
+        return total
+    whole = len(values) // _TOGETHER * _TOGETHER
+    rest = values[whole:]
+    sums = [_by_lanes(values[:whole].reshape(-1, _TOGETHER // _LANES, _LANES))]
+    if len(rest):
+        padded = np.zeros_like(values, shape=-(-len(rest) // _LANES) * _LANES)
+        padded[: len(rest)] = rest
+        sums.append(_by_lanes(padded.reshape(1, -1, _LANES)))
+    return float(sum(number for each in sums for number in each.tolist()))
+
+
+def _by_lanes(values: Any) -> Any:
+    """Return the sums of squares of each (rows, lanes): those of a lane one after the other, the lanes by halves."""
+    lanes = (values * values).sum(axis=1)
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]

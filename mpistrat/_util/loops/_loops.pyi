@@ -13,6 +13,9 @@ INSTRUCTIONS: str
 def add(out: Any, parts: list[Any], /) -> bool:
     """Write the sum of the parts, from the first to the last; of 16-bit ones, too, in float32. uint16 are bits of bfloat16."""
 
+def copy(out: Any, values: Any, /) -> bool:
+    """Copy an array of any shape and of any dtype with a format, contiguous, to another one of the same dtype and size."""
+
 def meet(pages: Any, rank: int, sequence: int, tag: int, spin: int, /) -> int:
     """Come to barrier number `sequence` of a node with a tag, and wait for the other ranks for about a millisecond.
 
@@ -41,30 +44,31 @@ def decode_int8(out: Any, message: Any, add: bool, /) -> bool:
 def rest(out: Any, first: Any, second: Any, /) -> bool:
     """Write first - second of float32, 0 where that is not finite."""
 
-def adam(
-    gradient: Any,
+def squares(values: Any, /) -> float | None:
+    """Return the sum of squares, in the order that `loops.squares` says; None where it is left to NumPy."""
+
+def update(
+    rule: str,
+    numbers: tuple[float, ...],
+    parts: list[Any],
     weights: Any,
-    momentum: Any,
-    velocity: Any,
-    velocity_hat: Any,
-    alpha: float,
-    rest_1: float,
-    rest_2: float,
-    epsilon: float,
+    slots: tuple[Any, ...],
+    around: tuple[Any, ...],
     /,
-) -> bool: ...
-def sgd(gradient: Any, weights: Any, momentum: Any, rate: float, kept: float, nesterov: bool, /) -> bool: ...
-def adagrad(gradient: Any, weights: Any, accumulator: Any, rate: float, epsilon: float, /) -> bool: ...
-def rmsprop(
-    gradient: Any,
-    weights: Any,
-    velocity: Any,
-    average_gradient: Any,
-    momentum: Any,
-    rate: float,
-    rho: float,
-    rest: float,
-    kept: float,
-    epsilon: float,
-    /,
-) -> bool: ...
+) -> bool:
+    """Update a block of weights by the sum of the parts, in one pass.
+
+    Of 16-bit weights slots are float32, and they are widened, and rounded at the end; parts may be of 16 bits, too. The
+    rules are those of rules.c: adam, sgd, adagrad, rmsprop; accumulate adds to its slot, and leaves weights alone.
+
+    `around` is what else happens: (limit by which the gradient is clipped or None, its scales, decays, accumulated sums or
+    None, number of calls, averages or None, their momentum, whether they overwrite the weights). The gradient is the sum;
+    where sums are given it is their mean with it, over so many calls, and they become 0. Scales and decays are lists of
+    (low, high, factor), ascending: what the gradient, and the weights before the rule, are multiplied by there.
+    """
+
+def set_threads(count: int, /) -> None:
+    """Set how many threads all loops of this process use, with the caller: at most, and none but the caller in a forked child."""
+
+def threads() -> int:
+    """Return that number."""

@@ -68,16 +68,20 @@ static inline int overlap(const Py_buffer *first, const Py_buffer *second) {
     return a < b + second->len && b < a + first->len;
 }
 
+/* ---- floating-point errors */
+
+#define ERRORS (FE_DIVBYZERO | FE_OVERFLOW | FE_INVALID)
+
 /* Begin a loop: without the interpreter's lock, and with none of the errors that are reported after it. */
 static inline PyThreadState *begin(void) {
     PyThreadState *state = PyEval_SaveThread();
-    feclearexcept(FE_DIVBYZERO | FE_OVERFLOW | FE_INVALID);
+    feclearexcept(ERRORS);
     return state;
 }
 
 /* End a loop: report its floating-point errors as NumPy does. Return True, or NULL if that raises. */
 static inline PyObject *end(PyThreadState *state) {
-    int raised = fetestexcept(FE_DIVBYZERO | FE_OVERFLOW | FE_INVALID);
+    int raised = fetestexcept(ERRORS);
     PyEval_RestoreThread(state);
     if (raised) {
         PyObject *loops = PyImport_ImportModule("mpistrat._util.loops"), *done = NULL;
@@ -91,11 +95,52 @@ static inline PyObject *end(PyThreadState *state) {
     Py_RETURN_TRUE;
 }
 
+/* ---- threads */
+
+/* Do a loop on elements [low, high). Elements do not depend on each other, so results are the same however they are cut. */
+typedef void (*Work)(const void *data, long low, long high);
+
+enum { UNIT = 64 }; /* elements: no two threads write one cache line */
+
+/* Do all of [0, n), on the threads that `set_threads` allows, each on multiples of `unit`; their errors are this thread's then. */
+void in_parts(long n, long unit, Work work, const void *data);
+
+/* ---- sums */
+
+/* Write the sum of elements [low, high) of the parts, which are of the kinds that `is_part` allows, from out[0] on. */
+void sum_float(float *out, const Py_buffer *parts, Py_ssize_t count, long low, long high);
+void sum_double(double *out, const Py_buffer *parts, Py_ssize_t count, long low, long high);
+
+static inline int is_part(char part, char sum) { return part == sum || (sum == 'f' && (part == 'e' || part == 'H')); }
+
+/* Round to 16 bits, raising overflow where a finite number becomes infinite; and widen. */
+void narrow_to(char type, long n, uint16_t *restrict out, const float *restrict in);
+void widen_from(char type, long n, float *restrict out, const uint16_t *restrict in);
+
+/* ---- update rules */
+
+enum { MOST_SLOTS = 3, MOST_NUMBERS = 5 };
+
+/* Update n weights and their slots by a gradient, which is only read; NULL for a slot that is not there. */
+typedef void (*FloatRule)(long n, float *w, const float *gradient, float *const *slots, const double *number);
+typedef void (*DoubleRule)(long n, double *w, const double *gradient, double *const *slots, const double *number);
+
+typedef struct {
+    const char *name;
+    int slots, numbers;
+    int writes_weights;
+    FloatRule of_float;
+    DoubleRule of_double;
+} Rule;
+
+extern const Rule rules[]; /* the last one has no name */
+
 /* ---- the module */
 
 #define METHOD(NAME) {#NAME, (PyCFunction)(void (*)(void))NAME, METH_FASTCALL, NULL}
 
 /* The functions of each file, for the module. */
-extern PyMethodDef barrier_methods[], codecs_methods[], rows_methods[], rules_methods[], sums_methods[];
+extern PyMethodDef barrier_methods[], codecs_methods[], copies_methods[], rows_methods[];
+extern PyMethodDef squares_methods[], sums_methods[], threads_methods[], update_methods[];
 
 #endif

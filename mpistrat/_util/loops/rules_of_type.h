@@ -88,3 +88,38 @@ CLONES static void NAME(rmsprop)(long n, REAL *restrict w, const REAL *restrict 
     else if (m) NAME(rmsprop_by)(n, w, gradient, v, NULL, m, rate, rho, rest, kept, epsilon);
     else NAME(rmsprop_by)(n, w, gradient, v, NULL, NULL, rate, rho, rest, kept, epsilon);
 }
+
+/* ---- each as rules.c lists them: its slots and numbers in this order */
+
+/* momentum, velocity, velocity_hat; alpha, 1 - beta_1, 1 - beta_2, epsilon */
+static void NAME(apply_adam)(long n, REAL *w, const REAL *gradient, REAL *const *slots, const double *number) {
+    REAL alpha = (REAL)number[0], rest_1 = (REAL)number[1], rest_2 = (REAL)number[2], epsilon = (REAL)number[3];
+    if (slots[2]) NAME(amsgrad)(n, w, gradient, slots[0], slots[1], slots[2], alpha, rest_1, rest_2, epsilon);
+    else NAME(adam)(n, w, gradient, slots[0], slots[1], alpha, rest_1, rest_2, epsilon);
+}
+
+/* momentum; rate, momentum, nesterov */
+static void NAME(apply_sgd)(long n, REAL *w, const REAL *gradient, REAL *const *slots, const double *number) {
+    REAL rate = (REAL)number[0], kept = (REAL)number[1];
+    if (!slots[0]) NAME(sgd)(n, w, gradient, rate);
+    else if (number[2]) NAME(nesterov)(n, w, gradient, slots[0], rate, kept);
+    else NAME(momentum)(n, w, gradient, slots[0], rate, kept);
+}
+
+/* accumulator; rate, epsilon */
+static void NAME(apply_adagrad)(long n, REAL *w, const REAL *gradient, REAL *const *slots, const double *number) {
+    NAME(adagrad)(n, w, gradient, slots[0], (REAL)number[0], (REAL)number[1]);
+}
+
+/* velocity, average_gradient, momentum; rate, rho, 1 - rho, momentum, epsilon */
+static void NAME(apply_rmsprop)(long n, REAL *w, const REAL *gradient, REAL *const *slots, const double *number) {
+    NAME(rmsprop)(n, w, gradient, slots[0], slots[1], slots[2], (REAL)number[0], (REAL)number[1], (REAL)number[2],
+                  (REAL)number[3], (REAL)number[4]);
+}
+
+/* gradient_accumulator; no numbers: the weights stay */
+CLONES static void NAME(apply_accumulate)(long n, REAL *w, const REAL *gradient, REAL *const *slots, const double *number) {
+    REAL *restrict sum = slots[0];
+    (void)w, (void)number;
+    for (long i = 0; i < n; i++) sum[i] += gradient[i];
+}

@@ -14,7 +14,6 @@ import numpy as np
 from ...cluster.cores import available_cores
 from ...comm.arrays import accumulation_dtype, as_array
 from ...cross_device.arena import BLOCK
-from ...cross_device.arithmetic import combine
 from ...errors import explain
 from ...optimizers.rule import BlockUpdate
 
@@ -265,10 +264,8 @@ class _Kept:
         self, scratch: _Scratch, target: np.ndarray, slots: Mapping[str, np.ndarray], gradients: Sequence[np.ndarray]
     ) -> None:
         """Update a block of weights and its slots by the sum of gradients."""
-        rule, size = scratch.rule, target.size
-        block = rule.block[:size]
-        combine(np.add, gradients, block)
-        rule.update(target, block, slots, ((0, size, self._decay),) if self._decay else (), self._group)
+        decays = ((0, target.size, self._decay),) if self._decay else ()
+        scratch.rule.update(target, gradients, slots, decays, self._group)
 
     def update_range(self, scratch: _Scratch, target: np.ndarray, low: int, gradients: Sequence[np.ndarray]) -> None:
         """Update a block of the variable, at most BLOCK elements of it from `low` on."""

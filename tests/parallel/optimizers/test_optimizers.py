@@ -91,11 +91,17 @@ def test_compiled_loops_and_numpy_give_the_same_bits(dtype, monkeypatch):
             arrays = [variable.numpy() for variable in variables]
             return arrays + [slot for v in variables for slot in optimizer.slots(v).values()]
 
-    for name in ("adamw", "momentum"):  # each rule by itself: tests/single/util/test_loops.py
-        build = CASES[name][0]
+    builds = {
+        name: CASES[name][0] for name in ("adamw", "momentum")
+    }  # each rule by itself: tests/single/util/test_loops.py
+    builds["clipnorm"] = lambda optimizers: optimizers.Adam(0.1, clipnorm=0.5, use_ema=True)
+    builds["accumulation"] = lambda optimizers: optimizers.Adam(
+        0.1, gradient_accumulation_steps=2, global_clipnorm=0.5, use_ema=True, ema_overwrite_frequency=2
+    )
+    for name, build in builds.items():
         ours = trained(build)
         with monkeypatch.context() as patch:
-            for loop in ("add", "narrow", "adam", "sgd", "adagrad", "rmsprop"):
+            for loop in ("add", "narrow", "update", "_squares"):
                 patch.setattr(loops, loop, lambda *_: called.append(1) or False)
             expected = trained(build)
         assert called

@@ -20,6 +20,7 @@ import mpistrat as ms
 from mpistrat._util import loops
 from mpistrat.comm.arrays import as_buffer
 from mpistrat.cross_device.arithmetic import combine
+from mpistrat.optimizers.rule import Around
 
 compiled = pytest.mark.skipif(not loops.used()[0], reason=f"no compiled loops: {loops.used()[1]}")
 
@@ -71,7 +72,9 @@ def test_a_nan_is_no_error_of_amsgrad(dtype) -> None:
     gradient = np.array([np.nan, 1.0] * 40, dtype)
     arrays = [np.ones_like(gradient) for _ in range(4)]
     with np.errstate(all="raise"):
-        loops.adam(gradient, *arrays, 1e-3, 0.1, 0.001, 1e-7)
+        optimizer = ms.optimizers.Adam(amsgrad=True)
+        slots = dict(zip(optimizer.slot_names, arrays[1:], strict=True))
+        optimizer.update(gradient, arrays[0], slots, 1, 1e-3, [np.empty_like(gradient)] * 4)
 
 
 def test_they_are_built_where_there_is_a_compiler() -> None:
@@ -110,8 +113,7 @@ def test_a_rule_has_the_same_bits_and_the_same_errors(name, dtype, size, odd, se
 
     found = errors_of(update, ours)
     with pytest.MonkeyPatch.context() as patch:
-        for loop in ("adam", "sgd", "adagrad", "rmsprop"):
-            patch.setattr(loops, loop, loops.leave_to_numpy)
+        patch.setattr(loops, "update", loops.leave_to_numpy)
         wanted = errors_of(update, expected)
     for key in names[1:]:
         assert_same_bits(ours[key], expected[key])
@@ -196,7 +198,10 @@ def test_errstate_says_how_errors_are_reported() -> None:
     infinite = np.full(3, np.inf, np.float32)
     assert errors_of(loops.add, out, [infinite, -infinite]) == {"invalid value"}
     zero = np.zeros(3, np.float32)
-    assert errors_of(loops.adagrad, np.ones(3, np.float32), zero.copy(), zero - 1, 1.0, 0.0) == {"divide by zero"}
+    one = np.ones(3, np.float32)
+    assert errors_of(loops.update, "adagrad", (1.0, 0.0), [one], zero.copy(), (zero - 1,), Around()) == {
+        "divide by zero"
+    }
 
 
 def flat(values=8, dtype=np.float32) -> np.ndarray:
@@ -227,9 +232,25 @@ def test_other_arrays_are_left_to_numpy_untouched(what) -> None:
     first, second = NOT_FOR_LOOPS[what]
     before = np.array(first)
     assert loops.add(first, [second, second]) is False
-    assert loops.sgd(second, first, None, 0.1, 0.0, False) is False
+    assert loops.update("sgd", (0.1, 0.0, False), [second], first, (None,), Around()) is False
     assert loops.narrow(first, second) is False
     np.testing.assert_array_equal(first, before)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, np.complex128, ml_dtypes.bfloat16])
+def test_copies(dtype) -> None:
+    values = np.arange(600_000).reshape(3, -1).astype(dtype)
+    for count in (1, 3):
+        loops.set_threads(count)
+        out = np.zeros_like(values)
+        assert loops.copy(as_buffer(out), as_buffer(values))
+        assert out.tobytes() == values.tobytes()
+    loops.set_threads(1)
+    assert loops.copy(as_buffer(values[:2]), as_buffer(values[1:])) is False  # across
+    assert loops.copy(np.zeros(4, np.float32), np.zeros(4, np.int32)) is False
+    assert loops.copy(np.zeros(4), np.zeros(8)[::2]) is False
+    assert loops.copy(np.zeros(4), np.zeros(5)) is False
 
 
 @compiled
@@ -237,15 +258,21 @@ def test_a_sum_of_nothing_and_wrong_arguments() -> None:
     assert loops.add(flat(), []) is False
     with pytest.raises(TypeError):
         loops.add(flat(), (flat(),))
-    with pytest.raises(TypeError, match="sgd takes 3 arrays and 3 numbers"):
-        loops.sgd(flat(), flat(), None)
+    good = "sgd", (0.1, 0.0, False), [flat()], flat(), (None,), Around()
+    wrong = {0: "speed", 1: (0.1, 0.0), 2: [], 4: (), 5: (None,)}
+    for place, argument in wrong.items():
+        with pytest.raises(TypeError, match="update"):
+            loops.update(*good[:place], argument, *good[place + 1 :])
     with pytest.raises(TypeError):
-        loops.sgd(flat(), flat(), None, "fast", 0.0, False)
+        loops.update("sgd", ("fast", 0.0, False), *good[2:])
+    with pytest.raises(TypeError):
+        loops.update(*good[:5], Around(decays=[(0, 1)]))
+    assert loops.update(*good)
 
 
 @compiled
 def test_a_variable_says_that_they_are_not_used() -> None:
-    code = "from mpistrat._util import loops; print(*loops.used(), loops.adam is loops.leave_to_numpy)"
+    code = "from mpistrat._util import loops; print(*loops.used(), loops.update is loops.leave_to_numpy)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "MPISTRAT_COMPILED_LOOPS": "0"},
