@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .._util import loops
 from ..cross_device.arena import NETWORK_CHUNK
 from ..strategy import MultiWorkerMirroredStrategy
 from .measure import Operation, meet
@@ -86,7 +87,9 @@ def _sum_and_update(
     for replicas in (1, 2):
         own = None
         if takes_part:
+            threads = loops.threads()
             own = MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF, devices=[f"cpu:{i}" for i in range(replicas)])
+            loops.set_threads(threads)  # those of this rank among all, not of one that has all cores
         spreads = []
         for count in (size, _SMALL):
             operation = None if own is None else ours(own, count)
