@@ -154,8 +154,8 @@ def bare_map(share: Share) -> Iterator[Any]:
     out = tuple(np.empty((share.case.batch, *field.shape[1:]), field.dtype) for field in fields)
     while True:
         for rows in share.batches(1):
-            for field, buffer in zip(fields, out, strict=True):
-                field.take(rows, axis=0, out=buffer, mode="clip")
+            for source, buffer in zip(fields, out, strict=True):
+                source.take(rows, axis=0, out=buffer, mode="clip")
             yield out
 
 
