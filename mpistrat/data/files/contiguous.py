@@ -39,6 +39,7 @@ __all__ = ["Extent", "JoinedMap", "MappedReader", "PositionalReader", "assign_ad
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _LARGEST = 1 << 42  # bytes of addresses for one array; processes have 1 << 47
+_HUGE = 1 << 21  # a page of this size is mapped as one, where the page cache has it and both begin at a multiple
 _FIXED = 0x10  # MAP_FIXED, on all of Linux's common processors
 
 
@@ -114,7 +115,8 @@ def join(extents: Sequence[Extent], row_bytes: int) -> JoinedMap:
     placed = [(extent, address) for extent, address in zip(extents, addresses, strict=True) if address is not None]
     last, start = placed[-1], placed[0][1]
     end = last[1] + last[0].rows * row_bytes
-    reserved = _Reserved(libc, -(-end // _PAGE) * _PAGE, _count_maps(placed, row_bytes))
+    first_page = placed[0][0].offset // _PAGE * _PAGE
+    reserved = _Reserved(libc, -(-end // _PAGE) * _PAGE, _count_maps(placed, row_bytes), first_page)
 
     def map_extent(number: int) -> None:
         address, extent = addresses[number], extents[number]
@@ -169,12 +171,16 @@ _OTHERS = 8  # a process that has no map left can start no thread: this part of 
 
 
 class _Reserved:
-    """A range of addresses for so many maps, given back when no array over it is left."""
+    """A range of addresses for so many maps, given back when no array over it is left.
+
+    Args:
+        first_page: what is mapped at its beginning lies at this offset in a file.
+    """
 
     _maps = 0  # of all ranges
     _lock = threading.Lock()
 
-    def __init__(self, libc: Any, length: int, maps: int) -> None:
+    def __init__(self, libc: Any, length: int, maps: int, first_page: int) -> None:
         self._libc = libc
         limit = _limit_of_maps()
         with self._lock:
@@ -182,8 +188,12 @@ class _Reserved:
                 taken = f" besides {self._maps} of other fields" if self._maps else ""
                 text = f"{maps} maps{taken}, where vm.max_map_count is {limit}: write fewer, larger files, or raise it by sysctl"
                 raise OSError(errno.ENOMEM, text)
-            self._start = self._mmap(None, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+            reserved = self._mmap(None, length + _HUGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
             type(self)._maps += maps
+        self._start = reserved + (first_page - reserved) % _HUGE
+        for begin, end in ((reserved, self._start), (self._start + length, reserved + length + _HUGE)):
+            if begin < end:
+                libc.munmap(begin, end - begin)
         give_back = weakref.finalize(self, self._give_back, libc, self._start, length, maps)
         give_back.atexit = False  # threads may read until the end
 

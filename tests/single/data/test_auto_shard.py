@@ -297,13 +297,13 @@ def test_every_worker_knows_the_rows_of_all(tmp_path: Path, policy: str, drop_re
 @pytest.mark.parametrize("policy", ["off", "hint"])
 def test_a_step_locates_batches_of_its_own_worker_only(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     located: list[int] = []
-    locate = Batches.locate
+    locate_range = Batches.locate_range
 
-    def spy(self: Batches, epoch: int, position: int) -> Any:
-        located.append(position)
-        return locate(self, epoch, position)
+    def spy(self: Batches, epoch: int, start: int, stop: int) -> Any:
+        located.extend(range(start, stop))
+        return locate_range(self, epoch, start, stop)
 
-    monkeypatch.setattr(Batches, "locate", spy)
+    monkeypatch.setattr(Batches, "locate_range", spy)
     for workers in (5, 50):
         rows = from_arrays(np.arange(20 if policy == "off" else 20 * workers))
         if policy == "hint":
