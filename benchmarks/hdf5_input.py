@@ -151,11 +151,11 @@ def _chunks_by_hand(share: Share) -> Iterator[np.ndarray]:
 def bare_map(share: Share) -> Iterator[Any]:
     """One memory map a field and `np.take` into one buffer: what NumPy can do."""
     fields = (share.maps[0], share.labels) if share.case.labels else (share.maps[0],)
-    out = tuple(np.empty((share.case.batch, *field.shape[1:]), field.dtype) for field in fields)
+    out = tuple(np.empty((share.case.batch, *stored.shape[1:]), stored.dtype) for stored in fields)
     while True:
         for rows in share.batches(1):
-            for source, buffer in zip(fields, out, strict=True):
-                source.take(rows, axis=0, out=buffer, mode="clip")
+            for stored, buffer in zip(fields, out, strict=True):
+                stored.take(rows, axis=0, out=buffer, mode="clip")
             yield out
 
 
