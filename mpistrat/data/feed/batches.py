@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,8 +97,9 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
             if sort and (numbers := dataset.locality(epochs, positions)) is not None:
                 order = by_locality(numbers, counts)
                 epochs, positions = epochs[order], positions[order]
-            own, ends = _parts(counts, part)
-            if own.size < positions.size:
+            ranges = {count: part(count) for count in set(counts)}
+            if any(own != (0, count) for count, own in ranges.items()):
+                own, ends = _parts(counts, ranges)
                 epochs, positions = epochs[own], positions[own]
         source, epochs, positions = dataset.read_plan(epochs, positions)
         most = functools.partial(pace.batches, _rows_together(source), max(1, ends[-1] // len(ends)))
@@ -111,9 +112,8 @@ def _located(dataset: Node, epoch: int, start: int, part: Part | None, pace: _Pa
         position, together = stop, max(1, min(2 * together, _LOCATED * (stop - position) // max(1, located)))
 
 
-def _parts(counts: Sequence[int], part: Part) -> tuple[NDArray[np.int64], list[int]]:
+def _parts(counts: Sequence[int], ranges: Mapping[int, tuple[int, int]]) -> tuple[NDArray[np.int64], list[int]]:
     """Which of the rows of successive batches are ours, and behind which of them our part of each batch ends."""
-    ranges = {count: part(count) for count in set(counts)}
     lows, highs = np.array([ranges[count] for count in counts], np.int64).T
     sizes = highs - lows
     ends = np.cumsum(sizes)
