@@ -69,9 +69,12 @@ class Devices:
     def _load(self, step: Step) -> Loaded:
         if step.blocks is None:
             return Loaded(step.rows, 0, 0, None, step.counts)
+        rows = nbytes = 0
         arrays = [nest.flatten(block) for block in step.blocks]
-        rows = sum([len(leaves[0]) for leaves in arrays if leaves])
-        nbytes = sum([leaf.nbytes for leaves in arrays for leaf in leaves])
+        for leaves in arrays:
+            rows += len(leaves[0]) if leaves else 0
+            for leaf in leaves:
+                nbytes += leaf.nbytes
         return Loaded(step.rows, rows, nbytes, self._start(step.blocks), step.counts, arrays)
 
     def _start(self, blocks: list[Any]) -> list[Any]:

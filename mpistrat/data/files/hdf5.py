@@ -268,9 +268,7 @@ class HDF5Rows(InputRows):
         if isinstance(self._structure, str):
             rows: Any = self._read(opened, self._structure, positions)
         else:
-            arrays = {
-                name: self._read(opened, name, positions) for name in dict.fromkeys(nest.flatten(self._structure))
-            }
+            arrays = {name: self._read(opened, name, positions) for name in opened.fields}
             rows = nest.map_structure(lambda name: arrays[name], self._structure)
         self._counters.add(rows=positions.size, seconds=time.perf_counter() - began)
         return rows

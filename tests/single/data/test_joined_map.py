@@ -195,3 +195,26 @@ def test_a_file_that_turns_out_not_to_be_mapped_is_read(tmp_path: Path, monkeypa
     assert "pread: not mapped: [Errno 12] Cannot allocate memory" in str(dataset)
     with pytest.raises(OSError, match="files that can be mapped"):
         strict.rows([7])
+
+
+@pytest.mark.skipif(contiguous._libc() is None, reason="another system's maps")
+@pytest.mark.parametrize("offset", [0, 2048, 3 << 20])
+def test_a_map_begins_where_large_pages_can(tmp_path: Path, offset: int) -> None:
+    """At an address that is the offset in the file, modulo 2 MiB; and what is beside it was given back."""
+    path = tmp_path / "data"
+    path.write_bytes(bytes(offset) + bytes(range(256)) * 64)
+    reserved = contiguous._Reserved._maps
+    joined = join([Extent(ShardFile.of(path), offset, 64)], 256)
+    joined.map(0)
+    address = joined.rows.ctypes.data
+    assert address % (1 << 21) == offset % (1 << 21)
+    assert (joined.rows == np.arange(256, dtype=np.uint8)).all()
+    ranges = [
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line
+    ]
+    assert [(int(low, 16), int(high, 16)) for low, high in ranges] == [
+        (address // 4096 * 4096, -(-(address + 64 * 256) // 4096) * 4096)
+    ]
+    del joined
+    gc.collect()
+    assert contiguous._Reserved._maps == reserved
