@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .._util import loops
 from .._util.text import counted
 from .._version import __version__
 from ..cluster.cores import count_node_cores
@@ -41,6 +42,7 @@ def machine(comm: Any, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
         "versions": {name: version(name) for name in packages},
         "ranks": comm.size,
         "nodes": int(leaders[0]),
+        "compiled_loops": bool(loops.used()[0]),
     }
 
 

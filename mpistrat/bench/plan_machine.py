@@ -64,6 +64,7 @@ class Machine:
         network: bytes a second that a node sends while it receives as many: the median, least and most; zeros where it
             was neither measured nor told.
         crowded: what was measured with more ranks than cores, if it was.
+        threaded: whether a rank's loops use all cores that it has, as compiled ones do.
     """
 
     cores: int
@@ -77,6 +78,7 @@ class Machine:
     latency: float
     network: Spread
     crowded: Crowded | None = None
+    threaded: bool = False
 
     @classmethod
     def read(cls, documents: Sequence[Mapping[str, Any]]) -> Machine:
@@ -105,6 +107,7 @@ class Machine:
             fixed_over_nodes=(wide.nodes * wide.each, wide.values[of.FIXED]),
             latency=latency,
             network=network,
+            threaded=base.threaded,
         )
         if crowded.nodes > 1 or crowded.each <= crowded.cores:
             return machine
@@ -146,14 +149,17 @@ class Machine:
         have other cores than those that were measured, and so another memory.
         """
         alone, together = _cost(self.alone, part, ranks, parts), _cost(self.together, part, ranks, parts)
-        free, met = min(ranks, self.cores), min(self.ranks, self.measured_cores)
+        workers, met = min(ranks, self.cores), min(self.ranks, self.measured_cores)
+        # Compiled loops use the cores that no rank has; each was measured with so many.
+        own = max(self.measured_cores // self.ranks, 1)
+        free = max(self.cores / own, 1.0) if self.threaded else float(workers)
         known = self.cores == self.measured_cores and self.ranks > 1
         bound = known and together[0] > _BOUND * alone[0]
-        if ranks == 1 or (bound and alone[0] / free >= together[0] / met):
+        if free == 1 or (bound and alone[0] / free >= together[0] / met):
             return alone[0] / free, alone[1] / free, alone[2] / free
         least, most = alone[1] / free, max(together[2] / met, alone[2] / free)
         if bound or (known and free <= met):
-            shared = [max(own / free, all_ / met) for own, all_ in zip(alone, together, strict=True)]
+            shared = [max(one / free, all_ / met) for one, all_ in zip(alone, together, strict=True)]
             return shared[0], shared[1], shared[2]
         return math.sqrt(max(alone[0], 1e-15) / free * max(together[0] / met, alone[0] / free)), least, most
 
@@ -167,6 +173,7 @@ class _Run(NamedTuple):
     memory: float
     values: Mapping[str, Spread]
     steps: Mapping[str, float]
+    threaded: bool
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> _Run:
@@ -180,7 +187,8 @@ class _Run(NamedTuple):
         steps = {case: each[OURS] for case, each in benchmarks.get("step", {"values": {}})["values"].items()}
         nodes = int(about["nodes"])
         memory = float(about["memory_gib"]) * 2**30
-        return cls(nodes, int(about["ranks"]) // nodes, int(about["cores"]), memory, values, steps)
+        threaded = bool(about.get("compiled_loops", False))
+        return cls(nodes, int(about["ranks"]) // nodes, int(about["cores"]), memory, values, steps, threaded)
 
     def costs(self, together: bool) -> list[PartCost]:
         """Return what a parameter takes on parts of each size."""

@@ -78,6 +78,16 @@ def test_more_ranks_share_the_memory_that_all_of_them_had():
     assert other.doubt == "the memory of such a node was not measured"
 
 
+def test_compiled_loops_use_the_cores_that_no_rank_has():
+    full = machine(nodes=1, compiled_loops=True)  # four ranks on four cores: each with one thread
+    # one rank on four cores, 2 ns alone: memory allowed four ranks one in 3 ns at once
+    assert predict(full, 1e6, 0.0, 1, 1).memory == pytest.approx((3 / 4 * 1e-3,) * 2)
+    assert predict(full, 1e6, 0.0, 1, 4).memory == pytest.approx(((3 + 3 * 2) / 4 * 1e-3,) * 2)
+    # where memory is no limit, the cores are
+    free = machine(document(nodes=1, together=ALONE, compiled_loops=True))
+    assert predict(free, 1e6, 0.0, 1, 1).memory == pytest.approx((2 / 4 * 1e-3,) * 2)
+
+
 def test_parts_that_fit_into_caches_are_quicker():
     found = machine(small=0.5)
     assert predict(found, 1 << 18, 0.0, 1, 1).memory[0] == pytest.approx(2**18 * 1e-9)
