@@ -368,7 +368,7 @@ class Server(Rounds):
             self.stats.stale(push.worker, push.variable, self.version(push.variable) - push.version)
 
     def move(self) -> None:
-        """Let large messages get on, between two parts of a long update: MPI moves them only while it is called."""
+        """Let large messages get on, and begin, between two parts of a long update: MPI moves them only while it is called."""
         for port in self._ports:
             port.move()
 

@@ -25,6 +25,7 @@ __all__ = ["MessagePort"]
 
 _MOVING = 5e-3  # seconds without sleep for what is on its way, since any of it got on
 _QUESTIONS = (MessageKind.READ, MessageKind.READ_ROWS, MessageKind.CLOCKS)
+_NONE = np.empty(0, np.uint8)
 _OTHERS = (*_QUESTIONS, MessageKind.CLOCK, MessageKind.LEAVE)  # than pushes
 
 
@@ -89,9 +90,12 @@ class MessagePort(Port):
         )
 
     def move(self) -> None:
+        self._match()
         for worker in self._workers.values():
             if worker.flows:
                 self._move(worker)
+            if worker.fragment is None and worker.coming:  # the next large push arrives while this one is applied
+                self._begin_next(worker)
 
     def _wait_for_more(self) -> int:
         """Return whether the loop shall go on at once: MPI moves large messages only while it is called.
@@ -123,24 +127,37 @@ class MessagePort(Port):
 
     def _take_from(self, worker: _Worker) -> bool:
         """Take what has come of a worker. Return whether anything has."""
-        moved = worker.fragment is not None and not worker.arriving
-        if worker.fragment is not None and moved:
-            self._take(worker, worker.fragment, worker.end())
+        arrived, moved = None if worker.arriving else worker.fragment, False
+        if arrived is not None:
+            memory, moved = worker.end(), True
+            self._take(worker, arrived, memory[: arrived.total])
+            worker.give_back(memory)
         worker.refused = False
-        while worker.fragment is None and worker.coming and worker.coming[0][0].Test():
-            fragment = Fragment.read(worker.coming[0][1])
-            if fragment.kind not in _OTHERS and not self._server.accepts(worker.number):
-                worker.refused = True
-                break
-            _, buffer = worker.coming.popleft()
+        while worker.fragment is None and (fragment := self._next(worker)) is not None:
             if fragment.nbytes < fragment.total:
-                worker.begin(fragment)
-                self._got_on = monotonic()
+                self._begin_next(worker)
             else:
+                _, buffer = worker.coming.popleft()
                 self._take(worker, fragment, buffer[LINE : LINE + fragment.nbytes])
-            self._spare.append(buffer)
+                self._spare.append(buffer)
             moved = True
         return moved
+
+    def _next(self, worker: _Worker) -> Fragment | None:
+        """Return a worker's next request; None if it has none yet, or a push that is not to be taken yet."""
+        if not worker.coming or not worker.coming[0][0].Test():
+            return None
+        fragment = Fragment.read(worker.coming[0][1])
+        worker.refused = fragment.kind not in _OTHERS and not self._server.accepts(worker.number)
+        return None if worker.refused else fragment
+
+    def _begin_next(self, worker: _Worker) -> None:
+        """Begin to receive the payload of a worker's next request, if it has a large one."""
+        fragment = self._next(worker)
+        if fragment is not None and fragment.nbytes < fragment.total:
+            self._spare.append(worker.coming.popleft()[1])
+            worker.begin(fragment)
+            self._got_on = monotonic()
 
     def _take(self, worker: _Worker, fragment: Fragment, payload: np.ndarray) -> None:
         worker.taken += 1
@@ -203,7 +220,18 @@ class _Worker:
         arriving, sending: large data.
     """
 
-    __slots__ = ("_memory", "arriving", "coming", "fragment", "number", "rank", "refused", "sending", "taken")
+    __slots__ = (
+        "_memories",
+        "_memory",
+        "arriving",
+        "coming",
+        "fragment",
+        "number",
+        "rank",
+        "refused",
+        "sending",
+        "taken",
+    )
 
     def __init__(self, number: int, comm: Any, rank: int, chunk_bytes: int) -> None:
         self.number, self.rank = number, rank
@@ -211,7 +239,8 @@ class _Worker:
         self.taken, self.refused = 0, False
         self.fragment: Fragment | None = None
         self.arriving, self.sending = Pieces(comm, rank, chunk_bytes), Pieces(comm, rank, chunk_bytes)
-        self._memory = np.empty(0, np.uint8)  # that of the largest payload so far
+        self._memory = _NONE  # into which a payload arrives
+        self._memories: list[np.ndarray] = []  # what is kept for it: two, where one arrives while another is applied
 
     @property
     def flows(self) -> bool:
@@ -220,14 +249,17 @@ class _Worker:
 
     def begin(self, fragment: Fragment) -> None:
         """Begin to receive a payload: row numbers, if any, and then numbers, each cut as the worker does it."""
-        if self._memory.nbytes < fragment.total:
-            self._memory = np.empty(fragment.total, np.uint8)
+        memory = self._memories.pop() if self._memories else _NONE
+        self._memory = memory if memory.nbytes >= fragment.total else np.empty(fragment.total, np.uint8)
         self.fragment, rows = fragment, 8 * fragment.rows
         self.arriving.receive(self._memory[:rows], PAYLOAD)
         self.arriving.receive(self._memory[rows : fragment.total], PAYLOAD)
 
     def end(self) -> np.ndarray:
-        """Return the payload, valid until the next one begins, when all has arrived."""
-        assert self.fragment is not None
-        payload, self.fragment = self._memory[: self.fragment.total], None
-        return payload
+        """Hand over the memory with the payload, when all has arrived; another payload may begin."""
+        memory, self._memory, self.fragment = self._memory, _NONE, None
+        return memory
+
+    def give_back(self, memory: np.ndarray) -> None:
+        """Take it back."""
+        self._memories.append(memory)

@@ -308,7 +308,7 @@ class Port(ABC):
         """Return whether something is still on its way to a worker."""
 
     def move(self) -> None:  # noqa: B027  # nothing to do where workers move it themselves
-        """Let large messages get on, while a push is being applied; take none."""
+        """Let large messages get on, and begin, while a push is being applied; take none."""
 
 
 def flat_bytes(array: np.ndarray) -> np.ndarray:
