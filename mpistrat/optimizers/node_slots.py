@@ -14,7 +14,6 @@ from ..comm.arrays import accumulation_dtype, to_host
 from ..comm.process_group import ProcessGroup
 from ..variables.arena import Arena
 from ..variables.variable import Variable
-from .outer_step import OuterSteps
 
 __all__ = ["OUTER_MOMENTUM", "node_slots_here", "slots_for", "waiting_of_nodes"]
 
@@ -52,7 +51,7 @@ def node_slots_here(
     arena: Arena,
     names: Sequence[str],
     of_range: Callable[[int, int], Mapping[str, Any]],
-    outer: OuterSteps,
+    momentum_of_slice: Callable[[], Parts],
     writers: Collection[int] | None,
     each_node: bool,
 ) -> dict[str, Parts]:
@@ -63,13 +62,14 @@ def node_slots_here(
     Args:
         names: of the slots of the inner optimizer.
         of_range: returns this rank's slots of elements that it owns.
+        momentum_of_slice: returns the momentum of outer steps in this rank's slice; collective over peers.
     """
     group, first, node = arena.group, variable.offset, arena.group.node_index
     owned = [(low - first, of_range(low, high)) for low, high in arena.owned([(first, first + variable.size)])]
     mine: dict[str, Parts] = {name: [(low, slots[name]) for low, slots in owned] for name in names}
     every = {rank for n in range(group.num_nodes) for rank in group.ranks_of(n)[: len(arena.bounds())]}
     with group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, (tuple(names), each_node)):
-        momentum = outer.momentum_of_slice(variable)
+        momentum = momentum_of_slice()
         if each_node:
             return {**mine, OUTER_MOMENTUM: momentum}
         found: dict[str, Parts] = {}

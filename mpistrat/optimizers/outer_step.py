@@ -10,7 +10,7 @@ Source: Douillard et al., DiLoCo (arXiv 2311.08105), with the inner optimizer's 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -27,6 +27,7 @@ from ..types import ReduceOp
 from ..variables.arena import Arena
 from ..variables.placement import Placement
 from ..variables.variable import Variable
+from .node_slots import OUTER_MOMENTUM, node_slots_here, waiting_of_nodes
 
 __all__ = ["OuterSteps"]
 
@@ -38,13 +39,10 @@ class OuterSteps:
     """The rounds of one optimizer, and what its outer steps keep.
 
     Which variables are in a round is in `Placement.apart`, for all that must not meet variables whose nodes differ.
-
-    Attributes:
-        group: the ranks of the strategy.
     """
 
     def __init__(self, placement: Placement, how: LocalSteps) -> None:
-        self.group = group = placement.group
+        self._group = group = placement.group
         self._placement, self._how = placement, how
         self._updates = 0  # in this round
         self._parity = 0
@@ -113,7 +111,7 @@ class OuterSteps:
 
     def take(self) -> None:
         """Take the outer step of all variables in the round, and end it. Collective."""
-        group, apart = self.group, self._placement.apart
+        group, apart = self._group, self._placement.apart
         variables = [variable for variable, owner in apart.items() if owner is self]
         # Nodes compare a call that differs from the last one of its name: none waits in sums for one that takes no outer step.
         self._parity = 1 - self._parity
@@ -141,7 +139,7 @@ class OuterSteps:
 
     def _step(self, arena: Arena, ranges: Sequence[Range], shares: list[PieceShare]) -> None:
         """Make the new weights of element ranges, and begin to share them. Collective over `group.inter`."""
-        inter, kept = self.group.inter, self._of(arena)
+        inter, kept = self._group.inter, self._of(arena)
         pieces, values = kept.pieces(ranges), arena.values
         if inter is None:
             return
@@ -177,23 +175,38 @@ class OuterSteps:
         for kept in self._arenas.values():
             kept.momentum[...] = 0
 
-    def load(self, variable: Variable, momentum: Any) -> None:
-        """Overwrite this rank's piece of the momentum of a variable's outer steps."""
-        assert variable.arena is not None
-        kept, first = self._of(variable.arena), variable.offset
+    def load(self, variable: Variable, arena: Arena, slots: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take this rank's piece of the momentum of a variable's outer steps, where it is among slots; return the others."""
+        momentum = slots.get(OUTER_MOMENTUM)
+        if momentum is None:
+            return slots
+        kept, first = self._of(arena), variable.offset
         flat = np.asarray(momentum).reshape(-1)
         for low, high in kept.own([(first, first + variable.size)]):
             kept.part(kept.momentum, low, high)[...] = flat[low - first : high - first]
+        return {name: array for name, array in slots.items() if name != OUTER_MOMENTUM}
 
-    def momentum_of_slice(self, variable: Variable) -> list[tuple[int, np.ndarray]]:
-        """Return the momentum of a variable's elements in this rank's slice: their first number, and arrays.
-
-        Collective over peers, inside a collective.
-        """
-        assert variable.arena is not None
+    def slots_here(
+        self,
+        variable: Variable,
+        arena: Arena,
+        names: Sequence[str],
+        of_range: Callable[[int, int], Mapping[str, Any]],
+        writers: Collection[int] | None,
+        each_node: bool,
+    ) -> dict[str, list[tuple[int, Any]]]:
+        """Return this rank's part of the slots of all nodes, and of the momentum. Collective. See `node_slots_here`."""
         first = variable.offset
-        found = self._of(variable.arena).gathered(first, first + variable.size)
-        return [(low - first, array) for low, array in found]
+
+        def momentum_of_slice() -> list[tuple[int, Any]]:
+            found = self._of(arena).gathered(first, first + variable.size)
+            return [(low - first, array) for low, array in found]
+
+        return node_slots_here(variable, arena, names, of_range, momentum_of_slice, writers, each_node)
+
+    def waiting(self, name: str, slots: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return the slots of all nodes that wait for a variable's first update. Collective."""
+        return waiting_of_nodes(self._group, name, slots)
 
     def _of(self, arena: Arena) -> _OuterArena:
         kept = self._arenas.get(arena)

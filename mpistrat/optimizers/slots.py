@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -20,9 +20,10 @@ from ..variables.receiver import Receiver
 from ..variables.values import move_like
 from ..variables.variable import Variable
 from .hyperparameters import AVERAGE, GRADIENT_SUM
-from .node_slots import OUTER_MOMENTUM, node_slots_here, waiting_of_nodes
-from .outer_step import OuterSteps
 from .rule import Rule
+
+if TYPE_CHECKING:
+    from .outer_step import OuterSteps
 
 __all__ = ["WIRE_RESIDUAL", "ArenaSlots", "SlotStore", "owners", "waiting_slots"]
 
@@ -113,6 +114,8 @@ class SlotStore:
     def join(self, placement: Placement) -> None:
         """Serve the variables of a placement."""
         if placement.local_steps is not None:
+            from .outer_step import OuterSteps
+
             self.outer = OuterSteps(placement, placement.local_steps)
 
     def of(self, arena: Arena) -> ArenaSlots:
@@ -182,8 +185,7 @@ class SlotStore:
         """
         arena, first = _arena_of(variable), variable.offset
         if self.outer is not None:
-            of_range = self.of(arena).of_range
-            return node_slots_here(variable, arena, self.names, of_range, self.outer, writers, each_node)
+            return self.outer.slots_here(variable, arena, self.names, self.of(arena).of_range, writers, each_node)
         group, size, low, high = arena.group, variable.size, 0, 0
         names = self.stored_of(variable)
         every, own = owners(arena), arena.sharded and not each_node
@@ -219,10 +221,10 @@ class SlotStore:
         Raises:
             ValueError: names or shapes do not fit.
         """
-        if self.outer is not None and OUTER_MOMENTUM in values:
-            self.outer.load(variable, values[OUTER_MOMENTUM])
-        residual, apart = values.get(WIRE_RESIDUAL), (WIRE_RESIDUAL, *((OUTER_MOMENTUM,) if self.outer else ()))
-        values = {name: value for name, value in values.items() if name not in apart}
+        if self.outer is not None:
+            values = self.outer.load(variable, _arena_of(variable), values)
+        residual = values.get(WIRE_RESIDUAL)
+        values = {name: value for name, value in values.items() if name != WIRE_RESIDUAL}
         if set(values) != set(self.names):
             expected = f"slots {', '.join(self.names) or '(none)'}"
             got = ", ".join(values) or "none"
@@ -248,7 +250,7 @@ class SlotStore:
         """Yield this rank's part of what waits for the first update of variables. See `Optimizer.slots_here`."""
         for name, slots in self.pending.items():
             if self.outer is not None and not each_node:
-                slots = waiting_of_nodes(self.outer.group, name, slots)
+                slots = self.outer.waiting(name, slots)
             yield from waiting_slots(name, slots, all_else)
 
     def receiver(self, variable: Variable, name: str) -> Receiver:

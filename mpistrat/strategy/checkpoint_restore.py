@@ -21,7 +21,6 @@ from .._util import log
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
-from ..optimizers.node_slots import slots_for
 from ..variables import Placement, Receiver
 from ..variables.values import parse_dtype
 from .checkpoint_file import CheckpointFile, FileRange, Form, from_rank_0, key_of, name_of, on_all, ranges_of
@@ -120,6 +119,8 @@ class Restoring:
 
     def _slots_taken(self, keys: Iterable[str]) -> dict[str, str]:
         """Return what this node's optimizers call the slots that they take of a file, by key, "" for what no node takes."""
+        from ..optimizers.node_slots import slots_for
+
         by_owner: dict[str, list[str]] = {}
         for key in keys:
             if key.startswith("optimizers/"):
