@@ -29,6 +29,7 @@ __all__ = [
     "default_strategy",
     "expect_cross",
     "expect_outside_steps",
+    "expect_replica",
     "expect_scope",
     "get_replica_context",
     "get_strategy",
@@ -172,6 +173,20 @@ def expect_outside_steps(function: str) -> None:
         remedy = "Call it outside the step, and pass what it returns in args"
         got = "a call in replica context"
         raise ContextError(explain(function, "", expected="cross-replica context", got=got, remedy=remedy))
+
+
+def expect_replica(function: str) -> Any:
+    """Return the context of the replica that a call belongs to.
+
+    Raises:
+        ContextError: outside of `strategy.run`.
+    """
+    replica = current().replica
+    if replica is None:
+        expected, got = "a call in replica context", "one outside of it"
+        remedy = "Call it in the function that strategy.run runs"
+        raise ContextError(explain(function, "", expected=expected, got=got, remedy=remedy))
+    return replica
 
 
 def expect_scope(function: str, call: str) -> None:

@@ -6,7 +6,19 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["ALIGNMENT", "aligned_block", "aligned_bounds", "block", "blocks", "bounds", "merge", "spans_within"]
+__all__ = [
+    "ALIGNMENT",
+    "aligned_block",
+    "aligned_bounds",
+    "block",
+    "blocks",
+    "bounds",
+    "cut",
+    "inside",
+    "merge",
+    "spans_within",
+    "without",
+]
 
 T = TypeVar("T")
 ALIGNMENT = 16  # elements, of the borders between what two ranks write: no cache line is written by both
@@ -96,3 +108,46 @@ def spans_within(spans: Sequence[tuple[int, Any, T]], low: int, high: int) -> It
             break
         if end > low:
             yield max(begin - low, 0), min(int(end), high) - low, what
+
+
+def inside(ranges: Sequence[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
+    """Return the parts of ranges that lie in [low, high).
+
+    Example:
+        >>> inside([(0, 3), (4, 9)], 2, 6)
+        [(2, 3), (4, 6)]
+    """
+    parts = ((max(low, start), min(high, stop)) for start, stop in ranges)
+    return [(start, stop) for start, stop in parts if start < stop]
+
+
+def without(ranges: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the parts of ranges that lie in none of some others, which are in order and do not overlap.
+
+    Example:
+        >>> without([(0, 5), (8, 9)], [(1, 2), (4, 9)])
+        [(0, 1), (2, 4)]
+    """
+    left = []
+    for low, high in ranges:
+        for start, stop in inside(others, low, high):
+            if low < start:
+                left.append((low, start))
+            low = stop
+        if low < high:
+            left.append((low, high))
+    return left
+
+
+def cut(ranges: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """Return what holds the elements [first, last) of ranges, counted through all of them.
+
+    Example:
+        >>> cut([(0, 5), (8, 12)], 3, 7)
+        [(3, 5), (8, 10)]
+    """
+    parts, before = [], 0
+    for low, high in ranges:
+        parts.extend(inside([(low, high)], low + first - before, low + last - before))
+        before += high - low
+    return parts

@@ -17,6 +17,7 @@ from ..comm.arrays import all_reduce, is_gpu
 from ..comm.process_group import ProcessGroup
 from ..types import ReduceOp
 from .arithmetic import Arithmetic, arithmetic, combine
+from .early import EarlySums
 from .pieces import PieceSum
 from .wire import Unsent, Wire
 
@@ -66,6 +67,10 @@ class GradientArena(Protocol):
 
     def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
         """Return the part that this rank's peer on each node reduces and updates; None where each of them does all of it."""
+        ...
+
+    def node_pieces(self) -> list[list[tuple[int, int]]]:
+        """Return the pieces of all slices, by node; where none is cut, none."""
         ...
 
 
@@ -121,6 +126,7 @@ class ArenaSum:
         self._group, self._inter = group, None if within_node else group.inter
         self._scratch: dict[np.dtype, np.ndarray] = {}
         self._piece_sums: dict[tuple[np.dtype, Wire | None], PieceSum] = {}
+        self._early: EarlySums | None = None
 
     def sum_owned(
         self,
@@ -131,15 +137,53 @@ class ArenaSum:
         unsent: Unsent | None,
     ) -> None:
         """Call consume(low, high, sum) for what this rank owns of the ranges, in order. Collective over `group.inter`."""
-        pieces, inter = arena.pieces(ranges), self._inter
+        pieces = arena.pieces(ranges)
         if pieces is None:
             self.hand_out(arena, arena.owned(ranges), how, consume)
-        elif inter is not None:
-            key = how.accumulate, arena.wire
-            summed = self._piece_sums.get(key)
-            if summed is None:
-                summed = self._piece_sums[key] = PieceSum(inter, how.accumulate, BLOCK, arena.wire)
-            summed.hand_out(_of_node(arena), pieces, how, consume, unsent)
+            return
+        missing = None if self._early is None else self._early.missing(arena, ranges)
+        if missing is None or self._early is None:
+            self._sum_pieces(arena, ranges, how, consume, unsent)
+            return
+        memory = self._early.memory(arena)
+        self._sum_pieces(arena, missing, how, memory.put, unsent)
+        self._early.wait()
+        if self._inter is not None:
+            # In the blocks of a step without: a norm is a sum over blocks.
+            for low, high in self._piece_sum(how.accumulate, arena.wire).consumed(arena.owned(ranges)):
+                consume(low, high, memory.of(low, high))
+
+    def begin(self, arena: GradientArena, ranges: Sequence[tuple[int, int]]) -> None:
+        """Begin to sum ranges of an arena whose pieces belong to nodes; the next `sum_owned` of them takes the sums.
+
+        Collective, inside one; all ranks of the node have arrived.
+        """
+        if self._early is None:
+            self._early = EarlySums(self._group, BLOCK)
+        self._early.begin(arena, _of_node(arena), ranges, arithmetic(ReduceOp.SUM, arena.dtype, 1))
+
+    def forget(self, key: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Forget what was begun of ranges of an arena. Every rank does it."""
+        if self._early is not None:
+            self._early.forget(key, ranges)
+
+    def _sum_pieces(
+        self,
+        arena: GradientArena,
+        ranges: Sequence[tuple[int, int]],
+        how: Arithmetic,
+        consume: Consume,
+        unsent: Unsent | None,
+    ) -> None:
+        pieces = arena.pieces(ranges)
+        if pieces is not None and self._inter is not None:
+            self._piece_sum(how.accumulate, arena.wire).hand_out(_of_node(arena), pieces, how, consume, unsent)
+
+    def _piece_sum(self, dtype: np.dtype, wire: Wire | None) -> PieceSum:
+        summed = self._piece_sums.get((dtype, wire))
+        if summed is None:
+            summed = self._piece_sums[dtype, wire] = PieceSum(self._inter, dtype, BLOCK, wire)
+        return summed
 
     def hand_out(
         self, arena: GradientArena, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume

@@ -21,7 +21,7 @@ from ..distributed_values import PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, ReduceOp
-from .arena import Consume, GradientArena
+from .arena import ArenaSum, Consume, GradientArena
 from .hierarchical import HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .nccl import NcclAllReduce
@@ -150,6 +150,9 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
             chosen = self._algorithm("gpu", arena.size * arena.dtype.itemsize)
         chosen.call = self.call
         chosen.reduce_arena(arena, ranges, consume, unsent)
+
+    def early_sums(self, arena: GradientArena) -> ArenaSum | None:
+        return self._algorithms["HIERARCHICAL"].early_sums(arena)
 
     def _choose(self, array: Any) -> CrossDeviceOps:
         return self._algorithm("gpu" if is_gpu(array) else "cpu", array.nbytes)

@@ -201,6 +201,11 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
         self._arena_sum().sum_owned(arena, ranges, how, consume, unsent)
 
+    def early_sums(self, arena: GradientArena) -> ArenaSum | None:
+        # What a message loses is sent with the next one of a step, at the same place: then nothing goes before.
+        later = is_gpu(arena.local[0]) or not arena.node_pieces() or (arena.wire is not None and arena.wire.feeds_back)
+        return None if later else self._arena_sum()
+
     def _destination(self, values: Sequence[Any], variable: Any, reduce_op: ReduceOp) -> Destination | None:
         """Where in a gradient arena the values lie that shall be reduced in place; None for all others."""
         if self.arithmetic(reduce_op, values[0].dtype).result != values[0].dtype:

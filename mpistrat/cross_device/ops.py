@@ -19,7 +19,7 @@ from ..distributed_values import Mirrored, PerReplica
 from ..errors import explain
 from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, IndexedSlices, ReduceOp
-from .arena import BLOCK, Consume, GradientArena
+from .arena import BLOCK, ArenaSum, Consume, GradientArena
 from .arithmetic import Arithmetic, arithmetic
 from .values import (
     broadcast,
@@ -389,6 +389,13 @@ class CrossDeviceOps(ABC):
         """Return what reduces arrays of one dtype and shape, wherever they lie, instead of `reduce_implementation`; else None.
 
         It is called as small(array, call), and itself begins with `self.group.node.barrier(call)`: `entry` has said so.
+        """
+        return None
+
+    def early_sums(self, arena: GradientArena) -> ArenaSum | None:
+        """Return what can begin to sum an arena before `reduce_arena`, which takes the sums; None where nothing can.
+
+        The same on every rank.
         """
         return None
 

@@ -45,11 +45,24 @@ def rounds_of(pieces: Pieces, size: int) -> list[tuple[Range | None, ...]]:
     return list(zip_longest(*(blocks(piece, size) for piece in pieces)))
 
 
+def wait(requests: Sequence[Any]) -> None:
+    """Wait for messages."""
+    for request in requests:  # one by one: MPI_Waitall hides which error it was
+        request.Wait()
+
+
 @final
 class PieceSum:
     """Sums arrays of a node's ranks, and these sums over nodes, each piece on its own node; owns the scratch memory."""
 
-    def __init__(self, inter: Any, dtype: np.dtype, block: int, wire: Wire | None = None) -> None:
+    def __init__(
+        self,
+        inter: Any,
+        dtype: np.dtype,
+        block: int,
+        wire: Wire | None = None,
+        finish: Callable[[Sequence[Any]], None] = wait,
+    ) -> None:
         """Allocate.
 
         Args:
@@ -57,8 +70,9 @@ class PieceSum:
             dtype: in which sums are formed.
             block: elements that are summed while they are in cache.
             wire: the form in which float32 sums travel, None for their own.
+            finish: waits for requests.
         """
-        self._inter, self._block, self._wire = inter, block, wire
+        self._inter, self._block, self._wire, self._finish = inter, block, wire, finish
         self._size = round_size(inter.size, dtype)
         # For two rounds: what is summed here, and what comes, by node; of this node's own piece the former is used.
         self._sums = np.empty((2, inter.size, self._size), dtype)
@@ -87,14 +101,14 @@ class PieceSum:
         try:
             for number in range(len(rounds) + 1):
                 if number < len(rounds):
-                    wait(travelling[number % 2])  # its memory is free then
+                    self._finish(travelling[number % 2])  # its memory is free then
                     travelling[number % 2] = []
                     self._begin(number % 2, arrays, rounds[number], how, travelling[number % 2], unsent)
                 mine = rounds[number - 1][me] if number else None
                 if mine is not None:
-                    wait(travelling[(number - 1) % 2])
+                    self._finish(travelling[(number - 1) % 2])
                     self._consume((number - 1) % 2, mine, how, consume)
-            wait(travelling[0] + travelling[1])
+            self._finish(travelling[0] + travelling[1])
         except BaseException:
             leave(travelling[0] + travelling[1])
             raise
@@ -144,7 +158,7 @@ class PieceSum:
 
     def _consume(self, half: int, mine: Range, how: Arithmetic, consume: Callable[[int, int, Any], None]) -> None:
         low, me = mine[0], self._inter.rank
-        for begin, end in blocks([mine], len(self._total)):
+        for begin, end in self._cached([mine]):
             part = slice(begin - low, end - low)
             total = self._total[: end - begin]
             if self._wire is None:
@@ -163,6 +177,13 @@ class PieceSum:
             else:
                 own = self._sums[half, node, part]
                 combine(np.add, [total, own] if node else [own], total)
+
+    def consumed(self, ranges: Sequence[Range]) -> list[Range]:
+        """Return the blocks in which the sums of this node's ranges are handed out."""
+        return self._cached(blocks(ranges, self._size))
+
+    def _cached(self, ranges: Sequence[Range]) -> list[Range]:
+        return blocks(ranges, len(self._total))
 
 
 @final
@@ -221,9 +242,3 @@ class PieceShare:
     def leave(self) -> None:
         """After an error: keep the memory of what is under way, for as long as the process lives."""
         leave(self._requests)
-
-
-def wait(requests: Sequence[Any]) -> None:
-    """Wait for all of them."""
-    for request in requests:  # one by one: MPI_Waitall hides which error it was
-        request.Wait()

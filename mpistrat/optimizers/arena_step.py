@@ -15,7 +15,7 @@ from ..cross_device.arithmetic import combine
 from ..cross_device.encoded import EncodedShare
 from ..cross_device.pieces import PieceShare
 from ..cross_device.wire import Unsent
-from ..variables.arena import ALIGNMENT_BYTES, Arena
+from ..variables.arena import Arena, padded
 from ..variables.values import move_like, quick_digest
 from ..variables.variable import Variable
 from .hyperparameters import GRADIENT_SUM
@@ -36,12 +36,11 @@ class ArenaStep:
         self.arena, self.variables = arena, variables
         self.squares: dict[str, float] = {}
         # Variables are padded with zeros, which every rule leaves as they are: what lies side by side is one range.
-        unit = max(1, ALIGNMENT_BYTES // arena.dtype.itemsize)
-        padded = {v.offset: min(-(-(v.offset + v.size) // unit) * unit, arena.size) for v in variables}
-        self.ranges = merge(list(padded.items()))
-        self._decays = _merged((v.offset, padded[v.offset], optimizer.decay_of(v)) for v in variables)
-        self._groups = _merged((v.offset, padded[v.offset], optimizer.group_of(v)) for v in variables)
-        self._spans = sorted((v.offset, padded[v.offset], v.name) for v in variables)
+        ends = padded(arena, variables)
+        self.ranges = merge(list(ends.items()))
+        self._decays = _merged((v.offset, ends[v.offset], optimizer.decay_of(v)) for v in variables)
+        self._groups = _merged((v.offset, ends[v.offset], optimizer.group_of(v)) for v in variables)
+        self._spans = sorted((v.offset, ends[v.offset], v.name) for v in variables)
         self._optimizer, self._mean, self._each, self._apart = optimizer, 0, False, False
         self._slots = slots.of(arena)
         self._share: PieceShare | EncodedShare | None = None  # of the weights, while a step goes on

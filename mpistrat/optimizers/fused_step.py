@@ -23,6 +23,7 @@ from ..variables.arena import Arena
 from ..variables.values import checksum
 from ..variables.variable import Variable
 from .arena_step import ArenaStep, not_finite_of
+from .begun import Begun
 from .gradients import Pairs, load_gradients
 from .rule import Rule, UpdateRun
 from .slots import SlotStore, owners
@@ -41,6 +42,7 @@ class FusedStep(UpdateRun):
         variables: Sequence[Variable],
         left_out: Sequence[str],
         slots: SlotStore,
+        begun: Begun,
         number: int | None,
     ) -> None:
         """Plan the step, of variables in the same order on every rank. All ranks make it.
@@ -48,7 +50,7 @@ class FusedStep(UpdateRun):
         `left_out` are names of variables without a gradient, `number` is the optimizer's in the strategy's scope, if made there.
         """
         self.strategy = strategy
-        self._optimizer, self._number = optimizer, number
+        self._optimizer, self._begun, self._number = optimizer, begun, number
         self._variables, self._left_out = tuple(variables), tuple(left_out)
         self._constrained = [variable for variable in variables if variable.constraint is not None]
         placement = variables[0].placement
@@ -84,7 +86,7 @@ class FusedStep(UpdateRun):
         if self._outer is not None:
             self._outer.check(self._variables)
         number, rate = optimizer.calls + 1, optimizer.learning_rate
-        detail = self._detail if aggregate else self._detail + ", without aggregation"
+        detail = (self._detail if aggregate else self._detail + ", without aggregation") + self._begun.words
         if self._rate_words[0] != rate:  # a number takes longer to write than to compare
             self._rate_words = rate, repr(rate)
         words = f", step {number} at rate {self._rate_words[1]}"

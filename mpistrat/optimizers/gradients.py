@@ -15,7 +15,7 @@ from ..variables.scatter import checked_slices
 from ..variables.values import move_like
 from ..variables.variable import Variable, explain_foreign
 
-__all__ = ["Pairs", "check_variables", "checked", "load_gradients"]
+__all__ = ["Pairs", "check_variables", "checked", "in_place", "load_gradients"]
 
 _FUNCTION = "apply_gradients"
 Pairs = Sequence[tuple[Any, Variable]]
@@ -93,7 +93,7 @@ def _load(gradient: Any, target: Any, variable: Variable) -> None:
     array = checked(gradient, variable)
     if isinstance(array, IndexedSlices):
         _scatter(array, target)
-    elif not (_same_memory(array, target) or _copied(array, target)):
+    elif not (in_place(array, target) or _copied(array, target)):
         target[...] = move_like(array, target)
 
 
@@ -102,7 +102,10 @@ def _copied(array: Any, target: Any) -> bool:
     return bool(array.dtype == target.dtype and loops.copy(as_buffer(target), as_buffer(array)))
 
 
-def _same_memory(array: Any, target: Any) -> bool:
+def in_place(array: Any, target: Any) -> bool:
+    """Return whether a gradient lies where the variable's gradient is."""
+    if array is target:
+        return True
     if type(array) is not np.ndarray or type(target) is not np.ndarray:
         return False
     mine, its = array.__array_interface__, target.__array_interface__

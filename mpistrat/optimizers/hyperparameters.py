@@ -30,6 +30,7 @@ Rate = float | LearningRateSchedule | Callable[..., float]
 OWN = frozenset(
     [
         *(
+            "_begun",
             "_ordinal",
             "_made_in",
             "_number",

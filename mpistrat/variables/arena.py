@@ -21,7 +21,7 @@ from .values import zeros
 if TYPE_CHECKING:
     from ..comm.node import SharedBlock
 
-__all__ = ["ALIGNMENT_BYTES", "Arena", "ArenaAllocator", "Gradients"]
+__all__ = ["ALIGNMENT_BYTES", "Arena", "ArenaAllocator", "Gradients", "padded"]
 
 ALIGNMENT_BYTES = 64  # of each variable: a cache line, and what vector instructions like
 FIRST_SLAB = 64 << 20
@@ -71,6 +71,10 @@ class Gradients:
     def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
         """Return the part that this rank's peer on each node reduces and updates; None where each of them does all of it."""
         return self._arena.pieces(ranges)
+
+    def node_pieces(self) -> list[list[tuple[int, int]]]:
+        """Return the pieces of all slices, by node; where none is cut, none."""
+        return self._arena.node_pieces()
 
 
 @final
@@ -207,7 +211,7 @@ class Arena:
     def sliced(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the parts of element ranges inside this rank's slice, in order; fixes the slices. All ranks call it."""
         bounds = self.bounds()
-        return [] if self._slice[0] is None else _inside(ranges, *bounds[self._slice[0]])
+        return [] if self._slice[0] is None else partition.inside(ranges, *bounds[self._slice[0]])
 
     def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]] | None:
         """Return the parts inside the piece that each node has of this rank's slice; None where none is cut. Called by all."""
@@ -215,7 +219,11 @@ class Arena:
             return None
         if self._slice[0] is None:
             return [[] for _ in range(self.group.num_nodes)]
-        return [_inside(ranges, *piece) for piece in self._pieces[self._slice[0]]]
+        return [partition.inside(ranges, *piece) for piece in self._pieces[self._slice[0]]]
+
+    def node_pieces(self) -> list[list[tuple[int, int]]]:
+        """Return the pieces of all slices, by node; where none is cut, none. All ranks call it."""
+        return [list(pieces) for pieces in zip(*self._pieces, strict=True)] if self.sharded else []
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the parts that this rank updates: in its piece of its slice, or all of that. All ranks call it."""
@@ -232,9 +240,10 @@ class Arena:
         return partition.aligned_bounds(length, size, alignment)[rank] if size > 1 else (0, length)
 
 
-def _inside(ranges: Sequence[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
-    parts = ((max(low, start), min(high, stop)) for start, stop in ranges)
-    return [(start, stop) for start, stop in parts if start < stop]
+def padded(arena: Arena, variables: Sequence[Any]) -> dict[int, int]:
+    """Return the range of each variable of an arena with the zeros behind it: the end, by the first element."""
+    unit = max(1, ALIGNMENT_BYTES // arena.dtype.itemsize)
+    return {v.offset: min(-(-(v.offset + v.size) // unit) * unit, arena.size) for v in variables}
 
 
 @final

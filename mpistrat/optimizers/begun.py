@@ -1,0 +1,207 @@
+"""What `Optimizer.begin` was called for since the last step, and the choice whether sums start then."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+from time import perf_counter_ns
+from typing import Any, final
+
+from .._util import log
+from .._util.partition import merge
+from ..comm.process_group import ProcessGroup
+from ..cross_device.arena import ArenaSum
+from ..errors import explain
+from ..variables.arena import Arena, padded
+from ..variables.values import checksum
+from ..variables.variable import Variable, explain_foreign
+from .gradients import Pairs, in_place
+
+__all__ = ["Begun", "Choice"]
+
+LEAST_BYTES = 4 << 20  # of gradients that are begun together: with fewer, what it costs to agree counts
+_TRIES = 7  # steps of each way
+_WARM = 2  # steps before that
+_GAIN = 0.98  # of the time without: as much as it takes may be chance
+_FUNCTION = "Optimizer.begin"
+
+
+@final
+class Choice:
+    """Whether sums start in `begin`: both ways in turns for some steps, then the one that took less time.
+
+    Which one it is has no influence on numbers. All ranks choose the same.
+    """
+
+    def __init__(self) -> None:
+        self.early = True
+        self._decided = False
+        self._number, self._ended = 0, 0
+        self._times: dict[bool, list[int]] = {True: [], False: []}
+
+    def note_step(self, group: ProcessGroup) -> None:
+        """Note the end of a step in which something was begun. Collective, as some of these calls compare what was measured."""
+        if self._decided:
+            return
+        now = perf_counter_ns()
+        if self._number >= _WARM:
+            self._times[self.early].append(now - self._ended)
+        self._number, self._ended = self._number + 1, now
+        self.early = self._number % 2 == 0
+        if self._number == _WARM + 2 * _TRIES:
+            self._decide(group)
+
+    def _decide(self, group: ProcessGroup) -> None:
+        medians = [int(statistics.median(self._times[early])) for early in (True, False)]
+        with group.collective("begin: choice"):
+            early, late = (total / group.topology.size / 1e6 for total in group.sum_int(medians))
+        self._decided, self.early = True, early < _GAIN * late
+        what = "start there" if self.early else "wait for apply_gradients"
+        times = f"a step took {early:.1f} ms so, {late:.1f} ms otherwise"
+        if not self.early:
+            times = f"a step took {late:.1f} ms so, {early:.1f} ms otherwise"
+        log.once(logging.INFO, f"{_FUNCTION}: sums of gradients {what}: {times}")
+
+
+@final
+class Begun:
+    """The variables whose gradients one optimizer's program has announced to be final, until the next step.
+
+    Attributes:
+        words: what ranks compare in the step: the names, in order.
+    """
+
+    def __init__(self) -> None:
+        self.words = ""
+        self._names: list[str] = []  # of each call
+        self._variables: dict[int, Variable] = {}
+        self._waiting: list[Variable] = []  # until they are enough to be sent
+        self._sent: list[tuple[ArenaSum, str, list[tuple[int, int]]]] = []
+        self._marks: dict[int, int] = {}  # checksums of gradients
+        self._steps = 0
+        self._able: bool | None = None  # whether sums can start early; None: not asked yet
+        self._choice = Choice()
+
+    def __bool__(self) -> bool:
+        return bool(self._variables)
+
+    def add(self, strategy: Any, replicas: Sequence[Pairs]) -> None:
+        """Note variables, the same of each local replica, and start their sums. Collective, in cross-replica context.
+
+        Raises:
+            ValueError: a variable twice in a step, without a gradient, or of another strategy; replicas that differ.
+        """
+        try:
+            first, *others = [[variable for _, variable in pairs] for pairs in replicas]
+            if any(list(map(id, other)) != list(map(id, first)) for other in others):
+                expected, got = "the same variables on all replicas", "others on some local replica"
+                raise ValueError(explain(_FUNCTION, "variables", expected=expected, got=got))
+            self._add(strategy, first)
+        except BaseException:
+            self.forget()
+            raise
+
+    def _add(self, strategy: Any, variables: Sequence[Variable]) -> None:
+        for variable in variables:
+            self._check(strategy, variable)
+            self._variables[id(variable)] = variable
+        names = ", ".join(variable.name for variable in variables)
+        self._names.append(names)
+        self.words = f", begun: {'; '.join(self._names)}"
+        group = strategy.extended.process_group
+        if self._steps % group.environment.check_every == 0:
+            self._marks.update((id(variable), _mark(variable)) for variable in variables)
+        if group.num_nodes > 1 and self._able is not False and self._choice.early:
+            self._waiting += variables
+            if sum(v.size * v.dtype.itemsize for v in self._waiting) >= LEAST_BYTES:
+                self._send(group, strategy.extended.placement.ops)
+
+    def _check(self, strategy: Any, variable: Any) -> None:
+        if getattr(variable, "placement", None) is None:
+            raise TypeError(explain(_FUNCTION, "variables", expected="variables", got=type(variable).__name__))
+        if variable.placement.strategy is not strategy:
+            raise ValueError(explain_foreign(_FUNCTION, variable, strategy))
+        variable.require_gradient()
+        if id(variable) in self._variables:
+            remedy = "Call apply_gradients between two calls of begin for a variable"
+            expected, got = "each variable once in a step", "it twice"
+            raise ValueError(explain(_FUNCTION, variable.name, expected=expected, got=got, remedy=remedy))
+
+    def _send(self, group: ProcessGroup, ops: Any) -> None:
+        names = ", ".join(variable.name for variable in self._waiting)
+        with group.collective("begin", detail=f"of {names}"):
+            members: dict[Arena, list[Variable]] = {}
+            for variable in self._waiting:
+                if variable.arena is not None and variable.size:
+                    members.setdefault(variable.arena, []).append(variable)
+            if self._able is None:
+                self._able = _is_able(group, ops, list(members))
+            for arena, some in members.items():
+                sums = ops.early_sums(arena.gradients) if self._able else None
+                if sums is not None:
+                    ranges = merge(list(padded(arena, some).items()))
+                    sums.begin(arena.gradients, ranges)
+                    self._sent.append((sums, arena.key, ranges))
+        self._waiting = []
+
+    def check(self, replicas: Sequence[Pairs], aggregate: bool) -> None:
+        """Check what `apply_gradients` was called with.
+
+        Raises:
+            ValueError: variables that were begun are missing; their gradients were changed, or are elsewhere.
+        """
+        if not aggregate:
+            raise _unfit("", "gradients that are summed over the replicas", "experimental_aggregate_gradients=False")
+        for replica, pairs in enumerate(replicas):
+            found = {id(variable): gradient for gradient, variable in pairs}
+            for key, variable in self._variables.items():
+                if found.get(key) is None:
+                    raise _unfit(variable.name, "a gradient for each variable that was begun", "none")
+                if not in_place(found[key], variable.gradient(replica)):
+                    raise _unfit(variable.name, "its gradient in v.grad", "one elsewhere")
+        for key, mark in self._marks.items():
+            if _mark(self._variables[key]) != mark:
+                got = "one that was changed after begin"
+                raise _unfit(self._variables[key].name, "a final gradient", got)
+
+    def end(self, strategy: Any) -> None:
+        """Note that a step has taken what was begun. Collective."""
+        if self:
+            self.forget()
+            self._steps += 1
+            if self._able:
+                self._choice.note_step(strategy.extended.process_group)
+
+    def forget(self) -> None:
+        """Forget what was begun. Every rank does it."""
+        for sums, key, ranges in self._sent:
+            sums.forget(key, ranges)
+        self._variables.clear()
+        self._marks.clear()
+        self._names, self._waiting, self._sent, self.words = [], [], [], ""
+
+
+def _is_able(group: ProcessGroup, ops: Any, arenas: Sequence[Arena]) -> bool:
+    """Return whether sums can start before the step, and log why not. Collective, inside one."""
+    from mpi4py import MPI
+
+    why = ""
+    if all(ops.early_sums(arena.gradients) is None for arena in arenas):
+        why = "each node, or a GPU, sums and updates all weights"
+    elif not group.agree(int(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)):
+        why = "MPI was started without THREAD_MULTIPLE"
+    if why:
+        log.once(logging.INFO, f"{_FUNCTION}: sums of gradients wait for apply_gradients: {why}")
+    return not why
+
+
+def _mark(variable: Variable) -> int:
+    """Return a checksum of the local replicas' gradients."""
+    replicas = range(len(variable.placement.devices))
+    return checksum(*(variable.gradient(replica).reshape(-1) for replica in replicas)) if variable.size else 0
+
+
+def _unfit(name: str, expected: str, got: str) -> ValueError:
+    remedy = "Pass apply_gradients (v.grad, v) of all that Optimizer.begin was called for in the step"
+    return ValueError(explain("apply_gradients", name, expected=expected, got=got, remedy=remedy))
