@@ -40,6 +40,11 @@ class Choice:
         self._number, self._ended = 0, 0
         self._times: dict[bool, list[int]] = {True: [], False: []}
 
+    @property
+    def open(self) -> bool:
+        """Whether sums start early, or may do so later."""
+        return self.early or not self._decided
+
     def note_step(self, group: ProcessGroup) -> None:
         """Note the end of a step in which something was begun. Collective, as some of these calls compare what was measured."""
         if self._decided:
@@ -82,6 +87,11 @@ class Begun:
         self._steps = 0
         self._able: bool | None = None  # whether sums can start early; None: not asked yet
         self._choice = Choice()
+
+    @property
+    def early(self) -> bool:
+        """Whether sums start early, or are still tried to; the same on every rank."""
+        return self._able is not False and self._choice.open
 
     def __bool__(self) -> bool:
         return bool(self._variables)
@@ -151,6 +161,8 @@ class Begun:
         Raises:
             ValueError: variables that were begun are missing; their gradients were changed, or are elsewhere.
         """
+        if not self:
+            return
         if not aggregate:
             raise _unfit("", "gradients that are summed over the replicas", "experimental_aggregate_gradients=False")
         for replica, pairs in enumerate(replicas):
@@ -165,16 +177,17 @@ class Begun:
                 got = "one that was changed after begin"
                 raise _unfit(self._variables[key].name, "a final gradient", got)
 
-    def end(self, strategy: Any) -> None:
+    def note_step(self, strategy: Any) -> None:
         """Note that a step has taken what was begun. Collective."""
         if self:
-            self.forget()
             self._steps += 1
             if self._able:
                 self._choice.note_step(strategy.extended.process_group)
 
     def forget(self) -> None:
         """Forget what was begun. Every rank does it."""
+        if not self:
+            return
         for sums, key, ranges in self._sent:
             sums.forget(key, ranges)
         self._variables.clear()

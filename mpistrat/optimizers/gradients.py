@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
 from .._util import loops
 from ..comm.arrays import array_module, as_array, as_buffer, is_gpu, on_device_of
+from ..distributed_values import DistributedValues
 from ..errors import explain
 from ..types import IndexedSlices
 from ..variables.scatter import checked_slices
 from ..variables.values import move_like
 from ..variables.variable import Variable, explain_foreign
 
-__all__ = ["Pairs", "check_variables", "checked", "in_place", "load_gradients"]
+__all__ = ["Pairs", "ReplicaPairs", "check_variables", "checked", "in_place", "load_gradients", "pairs_of"]
 
 _FUNCTION = "apply_gradients"
 Pairs = Sequence[tuple[Any, Variable]]
+
+
+@final
+class ReplicaPairs:
+    """The pairs of one replica; a leaf of nested structures."""
+
+    __slots__ = ("pairs",)
+
+    def __init__(self, pairs: list[tuple[Any, Variable]]) -> None:
+        self.pairs = pairs
+
+
+def pairs_of(given: Any) -> list[list[tuple[Any, Variable]]]:
+    """Return the pairs of each local replica."""
+    return [each.pairs for each in given.values] if isinstance(given, DistributedValues) else [given.pairs]
 
 
 def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[str]]:

@@ -30,7 +30,7 @@ Rate = float | LearningRateSchedule | Callable[..., float]
 OWN = frozenset(
     [
         *(
-            "_begun",
+            "begun",
             "_ordinal",
             "_made_in",
             "_number",

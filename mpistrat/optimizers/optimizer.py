@@ -7,13 +7,12 @@ import weakref
 import zlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import context
 from ..comm.arrays import accumulation_dtype, as_array, to_host
-from ..distributed_values import DistributedValues
 from ..errors import explain
 from ..variables.placement import ORDINAL_STEP, SlotsHere, Store
 from ..variables.receiver import Receiver
@@ -22,7 +21,7 @@ from ..variables.values import checksum
 from ..variables.variable import Variable
 from .begun import Begun
 from .fused_step import FusedStep
-from .gradients import check_variables
+from .gradients import ReplicaPairs, check_variables, pairs_of
 from .hyperparameters import AVERAGE, GRADIENT_SUM, OWN, Rate
 from .rule import Block, Rule, UpdateRun
 from .slots import SlotStore
@@ -33,21 +32,6 @@ _UNDEFINED = {*OWN, "slot_names"}  # what a definition has apart from the other 
 _ordinals = itertools.count(step=ORDINAL_STEP)
 _known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
-
-
-@final
-class _Pairs:
-    """The pairs of one replica; a leaf of nested structures."""
-
-    __slots__ = ("pairs",)
-
-    def __init__(self, pairs: list[tuple[Any, Variable]]) -> None:
-        self.pairs = pairs
-
-
-def _pairs_of(given: Any) -> list[list[tuple[Any, Variable]]]:
-    """Return the pairs of each local replica."""
-    return [p.pairs for p in given.values] if isinstance(given, DistributedValues) else [given.pairs]
 
 
 class Optimizer(Rule):
@@ -121,7 +105,7 @@ class Optimizer(Rule):
         self.slot_names = (*slot_names, *added)
         self._slot_start = float(slot_start)
         self._slots = SlotStore(self)
-        self._begun = Begun()
+        self.begun = Begun()
         self._variables: list[Variable] = []
         self._strategy: Any = None
         self._ordinal: int
@@ -243,35 +227,31 @@ class Optimizer(Rule):
             1
         """
         replica = context.expect_replica("apply_gradients")
-        pairs = _Pairs(each_variable(grads_and_vars))
+        pairs = ReplicaPairs(each_variable(grads_and_vars))
         replica.merge_call(self._apply, args=(pairs, bool(experimental_aggregate_gradients)))
         return self.iterations
 
     def begin(self, variables: Iterable[Variable | ShardedVariable]) -> None:
         """Start to sum the gradients of some variables, which are final, while others are still computed. Collective.
 
-        The next `apply_gradients` takes the sums: the same bits as without this call. Until then these gradients, in `v.grad`,
-        must not be changed. Sums travel between nodes only, in a thread; whether that takes less time is measured in the first
-        steps, and logged. In replica context; of several local replicas all call it.
-
-        Args:
-            variables: the same on all ranks, in the same order, each once in a step; a few megabytes or more are best.
+        In replica context, of all replicas, with the same variables in the same order, each once in a step. The next
+        `apply_gradients` takes the sums: the same bits as without this call. Until then these gradients, in `v.grad`, must not
+        be changed. A thread carries them between nodes; whether that takes less time is measured in the first steps, and logged.
 
         Raises:
-            ContextError: outside of `strategy.run`.
-            ValueError: a variable twice in a step; one without gradients, or of another strategy.
+            ContextError, ValueError: outside of `strategy.run`; a variable twice, without gradients, or of another strategy.
             CollectiveMismatchError: on every rank, when they begin others.
 
         Source: the overlap of torch.nn.parallel.DistributedDataParallel, arXiv:2006.15704.
         """
         replica = context.expect_replica("Optimizer.begin")
         if replica.strategy.extended.placement.store is None:
-            pairs = _Pairs(each_variable((None, variable) for variable in variables))
-            replica.merge_call(lambda strategy, pairs: self._begun.add(strategy, _pairs_of(pairs)), args=(pairs,))
+            pairs = ReplicaPairs(each_variable((None, variable) for variable in variables))
+            replica.merge_call(lambda strategy, pairs: self.begun.add(strategy, pairs_of(pairs)), args=(pairs,))
 
     def _apply(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
         """Take a step with the local replicas' gradients. Collective; in cross-replica context."""
-        replicas = _pairs_of(pairs)
+        replicas = pairs_of(pairs)
         key = tuple([id(variable) if gradient is not None else -id(variable) for gradient, variable in replicas[0]])
         step = self._steps.get(key)
         if step is None or step.strategy is not strategy:
@@ -279,15 +259,13 @@ class Optimizer(Rule):
                 self._steps.clear()
             step = self._steps[key] = self._new_step(strategy, replicas[0])
         try:
-            if self._begun:
-                self._begun.check(replicas, aggregate)
+            self.begun.check(replicas, aggregate)
             step.load(replicas, key)
             step.run(aggregate)
-        except BaseException:
-            self._begun.forget()
-            raise
-        self._iterations += 1
-        self._begun.end(strategy)
+            self._iterations += 1
+            self.begun.note_step(strategy)
+        finally:
+            self.begun.forget()
 
     def join(self, strategy: Any) -> None:
         """Serve the variables of a strategy from now on; strategies and the first step do it.
@@ -317,7 +295,7 @@ class Optimizer(Rule):
         if placement.store is not None:
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:
-            step = FusedStep(self, strategy, chosen, left_out, self._slots, self._begun, self.number_in(placement))
+            step = FusedStep(self, strategy, chosen, left_out, self._slots, self.begun, self.number_in(placement))
         self._variables.extend(new)
         self._slots.fill_pending(new)
         return step

@@ -29,7 +29,13 @@ def distribute(
 ) -> M: ...
 @overload
 def distribute(
-    module: M, optimizer: O, *, loss: str = "mean", max_norm: float | None = None, sync_batch_norm: bool = False
+    module: M,
+    optimizer: O,
+    *,
+    loss: str = "mean",
+    max_norm: float | None = None,
+    sync_batch_norm: bool = False,
+    overlap: bool = False,
 ) -> tuple[M, O]: ...
 def distribute(
     module: Any,
@@ -38,6 +44,7 @@ def distribute(
     loss: str = "mean",
     max_norm: float | None = None,
     sync_batch_norm: bool = False,
+    overlap: bool = False,
 ) -> Any:
     """Put a module's parameters into the current strategy, and have its optimizer step for all replicas. Collective.
 
@@ -54,6 +61,8 @@ def distribute(
             `ms.nn.compute_average_loss` makes it; then gradients are summed as they are.
         max_norm: scale the gradients down together so that their norm over all parameters, after the sum, does not exceed it.
         sync_batch_norm: replace BatchNorm layers by ones whose statistics are of all replicas.
+        overlap: on several nodes, start to sum gradients within backward passes, as DDP does: see `Optimizer.begin`. Then
+            all ranks must call backward equally often, and compute gradients of the same parameters.
 
     Raises:
         ContextError: outside of a strategy's scope.
@@ -95,7 +104,7 @@ def distribute(
     _seed(strategy)
     if optimizer is None:
         return module
-    distribute_optimizer(module, optimizer, max_norm, loss == "mean")
+    distribute_optimizer(module, optimizer, max_norm, loss == "mean", overlap)
     return module, optimizer
 
 

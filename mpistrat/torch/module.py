@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -48,17 +48,19 @@ class Link:
         adds: whether the next gradient is added to what lies there though `parameter.grad` is None.
         share: by what this replica's gradients are multiplied before the sum.
         address: of the variable's memory; torch itself may move a tensor's, as `share_memory` does.
+        noted: called with the link when a backward pass has completed the gradient, if anything is.
     """
 
     __slots__ = (
         *("_present", "adds", "address", "gradient", "name", "parameter", "replicas", "share", "shown", "tensor"),
-        "variable",
+        *("noted", "variable"),
     )
 
     def __init__(self, name: str, variable: Variable, parameter: torch.nn.Parameter, replica: int) -> None:
         self.name, self.variable, self.parameter = name, variable, parameter
         self.replicas: Sequence[Link] = (self,)
         self.adds, self.share = False, 1.0
+        self.noted: Callable[[Link], None] | None = None
         self.gradient: torch.Tensor | None = None
         self.shown: torch.Tensor | None = None
         self.tensor: torch.Tensor | None = None
@@ -89,8 +91,15 @@ class Link:
             self._take_untraced(parameter)
             return
         gradient, target = parameter.grad, self.gradient
-        if gradient is None or gradient is self.shown or target is None:
+        if gradient is None or target is None:
             return
+        if gradient is not self.shown:
+            self._write(gradient, target)
+            parameter.grad = self.shown
+        if self.noted is not None:
+            self.noted(self)
+
+    def _write(self, gradient: torch.Tensor, target: torch.Tensor) -> None:
         if gradient.requires_grad:  # backward(create_graph=True)
             gradient = gradient.detach()
         if self.adds:
@@ -104,7 +113,6 @@ class Link:
             torch.mul(gradient, self.share, out=target)
         else:  # the mean of no row is not a number
             target.zero_()
-        parameter.grad = self.shown
 
     def _weigh(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient that goes to a server, weighted."""

@@ -15,6 +15,7 @@ from ..strategy.loss import summed_replicas
 from ..variables import Variable
 from ..variables.sharded import each_variable
 from .module import Link, check_called, link_of
+from .overlap import Overlap
 from .rule import TorchRule, slots_of
 from .tensors import array_of, tensor_of
 
@@ -28,6 +29,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     mpistrat_strategy: Any
     mpistrat_module: Any
     mpistrat_links: Sequence[Sequence[Link]]  # of the parameters of each local replica
+    mpistrat_overlap: Overlap | None
 
     @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -59,6 +61,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _apply(self) -> None:
         rule = self.mpistrat_rule
         rule.follow()
+        if self.mpistrat_overlap is not None:
+            self.mpistrat_overlap.settle()
         by_rows = rule.by_rows
         rule.apply_gradients([link.pair(by_rows) for link in self._own_links() if link.parameter.requires_grad])
 
@@ -137,7 +141,9 @@ def _give(rule: TorchRule, variable: Variable, slots: dict[str, Any]) -> None:
         rule.pending_slots[variable.name] = slots
 
 
-def distribute_optimizer(module: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, weighs: bool) -> None:
+def distribute_optimizer(
+    module: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, weighs: bool, overlap: bool
+) -> None:
     """Make an optimizer of a distributed module's parameters a distributed one. Collective, in the strategy's scope."""
     strategy = module.mpistrat_strategy
     kind = type(optimizer)
@@ -159,6 +165,7 @@ def distribute_optimizer(module: Any, optimizer: torch.optim.Optimizer, max_norm
     distributed: Any = optimizer
     distributed.mpistrat_rule, distributed.mpistrat_strategy, distributed.mpistrat_module = rule, strategy, module
     distributed.mpistrat_links = tuple(zip(*(link.replicas for link in links), strict=True))
+    distributed.mpistrat_overlap = Overlap(rule, strategy, links) if overlap else None
     optimizer.state.clear()
     if any(int(state.get("step", 0)) for state in before["state"].values()):
         distributed.load_state_dict(before)
