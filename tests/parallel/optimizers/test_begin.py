@@ -132,6 +132,13 @@ def test_where_each_node_keeps_all_slots_nothing_starts(opened, counted):
     assert not counted
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_fewer_bytes_between_nodes(opened, counted, wire):
+    """What int8 loses in a step is sent with the next one, so nothing starts early."""
+    both_ways(opened, BUILDS["Adam, clipped"], [[4], [3, 1]], communication_options=ms.CommunicationOptions(wire=wire))
+    assert len(counted) in ((0, 8) if wire == "bfloat16" else (0,))
+
+
 def test_gradients_stay(opened):
     with opened() as strategy:
         variables, optimizer = make(strategy, BUILDS["SGD"])
