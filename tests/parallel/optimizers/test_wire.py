@@ -323,3 +323,19 @@ def test_where_there_is_nothing_to_encode(opened):
         opened("int8", replicas=8)
     with opened("int8", cross_device_ops=ms.HierarchicalAllReduce()) as strategy:
         assert strategy.extended.placement.arenas.sharded
+
+
+@pytest.mark.hosts(2, ranks_per_host=2)
+def test_on_one_node_nothing_is_rounded_and_over_hosts_all_have_the_same_bits():
+    from mpi4py import MPI
+
+    found = []
+    for wire in ("int8", None):
+        with ms.MultiWorkerMirroredStrategy(communication_options=ms.CommunicationOptions(wire=wire)) as strategy:
+            variables, optimizer = make(strategy, lambda o: o.Adam(0.03))
+            train(strategy, variables, optimizer, range(2))
+            several = strategy.extended.process_group.num_nodes > 1
+            assert (variables[0].arena.wire is not None) == (several and wire is not None)
+            found.append(np.concatenate([v.numpy() for v in variables]))
+    assert (found[0] == found[1]).all() != several
+    np.testing.assert_array_equal(found[0], MPI.COMM_WORLD.bcast(found[0]))
