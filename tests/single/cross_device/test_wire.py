@@ -62,6 +62,7 @@ def without_loops(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_name_of_the_options_has_a_form() -> None:
     assert [wire_of(name).name for name in WIRES] == list(WIRES) == list(NAMES)
+    assert [wire_of(name).feeds_back for name in NAMES] == [False, True]
 
 
 def test_bytes_of_a_message() -> None:
