@@ -169,7 +169,7 @@ class CrossDeviceOps(ABC):
     def _reduce(
         self, op: ReduceOp, per_replica_value: Any, destinations: Any, given: CommunicationOptions | None, name: str
     ) -> Any:
-        """As `reduce`, of a value for which there is no plan."""
+        """As `reduce`, of a value for which there is no plan. Collective."""
         options = given or _NO_OPTIONS
         ops = self._chosen(options)
         ops._check_known(op, options, "reduce")
