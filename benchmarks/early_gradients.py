@@ -60,9 +60,9 @@ def steps(strategy: Any, options: Any, backward: Callable[[float], None]) -> dic
             optimizer.apply_gradients([(v.grad, v) for v in variables])
 
         operations[name] = lambda step=step: strategy.run(step)  # type: ignore[misc]
-        if name == AUTOMATIC:
-            for _ in range(TRIALS):
-                operations[name]()
+        for _ in range(TRIALS if name == AUTOMATIC else 1):  # after its first step an arena gets no more variables
+            operations[name]()
+        Choice.note_step = lambda self, group: None  # type: ignore[method-assign]  # the others do what they are told
     operations[BACKWARD] = lambda: [backward(seconds) for _ in range(BUCKETS)]
     operations[STEP] = lambda step=step: strategy.run(step, kwargs={"pause": 0.0})  # type: ignore[misc]
     return operations
@@ -77,7 +77,6 @@ def main() -> None:
         for kind, backward in {"core free": sleep, "core used": compute}.items():
             Choice.note_step = choose  # type: ignore[method-assign]
             operations = steps(strategy, options, backward)
-            Choice.note_step = lambda self, group: None  # type: ignore[method-assign]
             figures[kind] = harness.pair(
                 strategy.comm, operations, repetitions=options.repetitions, seconds=options.seconds
             )
