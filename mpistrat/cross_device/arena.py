@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 
@@ -17,9 +17,11 @@ from ..comm.arrays import all_reduce, is_gpu
 from ..comm.process_group import ProcessGroup
 from ..types import ReduceOp
 from .arithmetic import Arithmetic, arithmetic, combine
-from .early import EarlySums
 from .pieces import PieceSum
 from .wire import Unsent, Wire
+
+if TYPE_CHECKING:
+    from .early import EarlySums
 
 __all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena", "node_gradients"]
 
@@ -159,6 +161,8 @@ class ArenaSum:
         Collective, inside one; all ranks of the node have arrived.
         """
         if self._early is None:
+            from .early import EarlySums
+
             self._early = EarlySums(self._group, BLOCK)
         self._early.begin(arena, _of_node(arena), ranges, arithmetic(ReduceOp.SUM, arena.dtype, 1))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -31,11 +31,13 @@ from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, ReduceOp
 from .arena import BLOCK, ArenaSum, Consume, Destination, GradientArena, node_gradients
 from .arithmetic import Arithmetic, combine, finish
-from .encoded import EncodedAllReduce
 from .flat import FlatAllReduce
 from .mpi import mpi_sum
 from .ops import SmallReduction
 from .wire import Unsent, Wire, wire_named
+
+if TYPE_CHECKING:
+    from .encoded import EncodedAllReduce
 
 __all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
 
@@ -123,6 +125,8 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     def _all_reduce_encoded(self, wire: Wire) -> EncodedAllReduce | None:
         if self._encoded is None and self.group.inter is not None:
+            from .encoded import EncodedAllReduce
+
             self._encoded = EncodedAllReduce(self.group.inter, wire, BLOCK)
         return self._encoded
 

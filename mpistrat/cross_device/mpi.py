@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -13,8 +13,10 @@ from ..distributed_values import PerReplica
 from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, ReduceOp
 from .arithmetic import Arithmetic, combine, finish
-from .encoded import EncodedAllReduce
 from .flat import FlatAllReduce, device_sum, on_devices
+
+if TYPE_CHECKING:
+    from .encoded import EncodedAllReduce
 
 __all__ = ["MpiAllReduce", "mpi_sum"]
 

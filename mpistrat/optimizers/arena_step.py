@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from .._util.buffers import BufferPool
 from .._util.partition import blocks, merge, spans_within
 from ..cross_device.arena import BLOCK, Consume
 from ..cross_device.arithmetic import combine
-from ..cross_device.encoded import EncodedShare
 from ..cross_device.pieces import PieceShare
 from ..cross_device.wire import Unsent
 from ..variables.arena import Arena, padded
@@ -21,6 +20,9 @@ from ..variables.variable import Variable
 from .hyperparameters import GRADIENT_SUM
 from .rule import BlockUpdate, Rule, Span, form_mean
 from .slots import SlotStore
+
+if TYPE_CHECKING:
+    from ..cross_device.encoded import EncodedShare
 
 __all__ = ["LARGE_BLOCK", "ArenaStep", "not_finite_of"]
 
@@ -86,6 +88,8 @@ class ArenaStep:
             if wire is None or residual is None:
                 self._share = PieceShare(inter, self.arena.values, pieces)
             else:
+                from ..cross_device.encoded import EncodedShare
+
                 work = self._slots.scratch[0]
                 self._share = EncodedShare(inter, self.arena.values, pieces, residual, wire, work, self._messages)
 

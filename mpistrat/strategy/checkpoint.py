@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -30,11 +30,13 @@ from ..comm.recorder import RECORDER
 from ..errors import CollectiveMismatchError, by_rank, explain
 from ..variables import Placement
 from .checkpoint_file import ArrayForm, FileRange, complete_file, from_rank_0, key_of, ranges_of
-from .checkpoint_restore import Restoring
 from .checkpoint_writer import Layout, Saving, Slice, check_space
 from .optimizer_states import OptimizerStates
 from .safetensors_file import write_safetensors
 from .snapshot import Snapshot, Snapshots
+
+if TYPE_CHECKING:
+    from .checkpoint_restore import Restoring
 
 __all__ = ["Checkpoint"]
 
@@ -133,7 +135,7 @@ class Checkpoint:
         self.end()
         self._warn_of_unsaved()
         with RECORDER.span("s", "restore"):
-            return Restoring(self._group, self._placement, self._states).restore(path, names, strict)
+            return self._restoring().restore(path, names, strict)
 
     def close(self) -> None:
         """Nothing: the strategy has called `end`, for as long as ranks could meet."""
@@ -247,9 +249,13 @@ class Checkpoint:
     def restore_snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
         """Restore a state from memory; return what was added. Collective."""
         with RECORDER.span("s", "restore"):
-            restoring = Restoring(self._group, self._placement, self._states)
             words = f"the snapshot of step {snapshot.step}"
-            return restoring.restore(words, {}, True, partial(self._snapshots.open, snapshot), snapshot.root)
+            return self._restoring().restore(words, {}, True, partial(self._snapshots.open, snapshot), snapshot.root)
+
+    def _restoring(self) -> Restoring:
+        from .checkpoint_restore import Restoring
+
+        return Restoring(self._group, self._placement, self._states)
 
     def _warn_of_unsaved(self) -> None:
         """Log the variables that no file has: those made outside of every scope."""
