@@ -23,6 +23,7 @@ from ..cross_device.wire import wire_named
 from ..environment import Environment
 from ..errors import (
     ClusterError,
+    CollectiveMismatchError,
     CollectiveTimeoutError,
     DeviceError,
     LayoutError,
@@ -318,7 +319,20 @@ def _agree(group: ProcessGroup, kind: StrategyKind, settings: tuple[Any, ...], a
             return act()
     except (PeerExitError, RanksLostError, CollectiveTimeoutError):  # some are not here to free it with
         raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, CollectiveMismatchError):
+            _meet(group)
         group.close()
         group.topology.close()
         raise
+
+
+def _meet(group: ProcessGroup) -> None:
+    """Wait until all ranks have left the call in which they differed. Collective.
+
+    Where ranks of one node differ, they leave it first: the others do by comparing it with the next call of these.
+    """
+    try:
+        group.barrier("differ")
+    except CollectiveMismatchError:
+        group.barrier("differ")
