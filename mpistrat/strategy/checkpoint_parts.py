@@ -132,8 +132,10 @@ def read_own(parts: Parts, arrays: Sequence[Taken]) -> None:
 
 def send(
     group: ProcessGroup, root: int, read: Callable[[str, Form], np.ndarray] | None, arrays: Sequence[Taken]
-) -> None:
+) -> Exception | None:
     """Send arrays from the rank that has them to all nodes, whose ranks take their parts. Collective.
+
+    Where the root cannot read, it returns why; what ranks take from there on means nothing.
 
     Args:
         group: the ranks.
@@ -146,14 +148,18 @@ def send(
         begins.append(begins[-1] + -(-array.size * array.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
     stream, node, slices = _Stream(arrays, begins, read), group.node, group.slices
     home = next(index for index in range(group.num_nodes) if root in group.ranks_of(index))
+    problem: Exception | None = None
     room = min(STAGING_BYTES, -(-begins[-1] // slices // _ALIGNMENT + 1) * _ALIGNMENT)
     with group.collective("restore", "values", detail=(len(arrays), begins[-1])) as call:
         for base in range(0, begins[-1], room * slices):
             buffers = node.staging()  # of an odd number of barriers, so that the next ones are the others
             cuts = [(low, min(low + room, begins[-1])) for low in range(base, base + room * slices, room)]
-            if group.topology.rank == root:
-                for buffer, (low, high) in zip(buffers, cuts, strict=False):
-                    stream.fill(buffer, low, high)
+            if group.topology.rank == root and problem is None:
+                try:
+                    for buffer, (low, high) in zip(buffers, cuts, strict=False):
+                        stream.fill(buffer, low, high)
+                except Exception as error:  # the others are here until the end
+                    problem = error
             node.barrier(call)
             if group.num_nodes > 1 and group.slice_index is not None:
                 low, high = cuts[group.slice_index]
@@ -162,6 +168,7 @@ def send(
             for buffer, (low, high) in zip(buffers, cuts, strict=False):
                 stream.take(buffer, low, high)
             node.barrier(call)
+    return problem
 
 
 def _broadcast(group: ProcessGroup, data: np.ndarray, home: int) -> None:

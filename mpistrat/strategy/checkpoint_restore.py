@@ -1,5 +1,7 @@
 """Restoring a checkpoint: everything is read and compared before a variable is written; a damaged file changes nothing.
 
+It is read again to be taken: where that fails, the error says that variables have been changed in part.
+
 Rank 0 finds out what is in the file. Then each rank reads what it takes of it, see `checkpoint_parts`: its part of its node's
 variables, and the slots of the elements that it updates. What an optimizer gets that the program has not made yet, and what
 lies on servers, all ranks take whole.
@@ -101,10 +103,10 @@ class Restoring:
             extra = self._compare(path, forms, file, parts, root)
             taking = self._taking(forms, there, optimizers, strangers, names_here)
             group.barrier("restore")  # nobody reads what is overwritten
+            problem: Exception | None = None
             if parts is None:
-                send(group, root, None if file is None else file.read_array, taking.arrays)
-            else:
-                on_all(group, "restore", path, partial(read_own, parts, taking.arrays))
+                problem = send(group, root, None if file is None else file.read_array, taking.arrays)
+            on_all(group, "restore", path, partial(_change, parts, taking.arrays, problem))
             group.barrier("restore")
         self._finish(taking, optimizers)
         if not strict:
@@ -289,6 +291,18 @@ class Restoring:
         if None not in made:
             return made
         return store.numbers_of_names([optimizer["name"] for optimizer in optimizers])  # another strategy's file
+
+
+def _change(parts: Parts | None, arrays: Sequence[Taken], problem: Exception | None) -> None:
+    """Read what this rank takes, unless it was sent; raise what went wrong, and that it leaves no whole state."""
+    try:
+        if problem is not None:
+            raise problem
+        if parts is not None:
+            read_own(parts, arrays)
+    except Exception as error:
+        left = "variables and optimizers have been changed in part: restore a file before you go on"
+        raise OSError(f"{type(error).__name__}: {error}; {left}") from error
 
 
 def _open(path: Path) -> StateFile:

@@ -8,6 +8,9 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.strategy import checkpoint_restore
+from mpistrat.strategy.checkpoint_file import CheckpointFile
+from mpistrat.strategy.checkpoint_parts import FileParts
+from mpistrat.strategy.checkpoint_restore import Restoring
 
 SHAPE = (301, 217)
 
@@ -142,3 +145,41 @@ def test_a_copy_that_is_damaged_on_one_rank_changes_nothing_on_any(mpi_tmp_path,
             strategy.restore("x.h5")
         assert program.state() == before
         assert not sends
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("shared", ["1", "0"])
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_file_that_cannot_be_read_any_more_is_told_on_all_ranks(mpi_tmp_path, monkeypatch, shared, sent):
+    """After the comparison one rank reads in vain, the last or the one that sends: all raise, and a restore sets all right."""
+    from mpi4py import MPI
+
+    expected = saved(mpi_tmp_path / "x.h5")[0]
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", shared)
+    fails = MPI.COMM_WORLD.rank == (0 if sent else MPI.COMM_WORLD.size - 1)
+    reader, name = (CheckpointFile, "read_array") if sent else (FileParts, "read")
+    whole, compare = getattr(reader, name), Restoring._compare
+    compared = []
+
+    def read(self, *what):
+        if fails and compared:
+            raise OSError("the disk is gone")
+        return whole(self, *what)
+
+    def compare_first(self, *what):
+        found = compare(self, *what)
+        compared.append(1)
+        return found
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        program = Program(strategy)
+        with monkeypatch.context() as patch:
+            patch.setattr(reader, name, read)
+            patch.setattr(Restoring, "_compare", compare_first)
+            if sent:
+                patch.setattr(reader, "places", lambda self, keys: None)
+            with pytest.raises(OSError, match="the disk is gone; .* changed in part"):
+                strategy.restore(mpi_tmp_path / "x.h5")
+        strategy.restore(mpi_tmp_path / "x.h5")
+        program.outside.join(strategy)
+        assert program.state() == expected
