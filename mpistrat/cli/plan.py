@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -26,23 +27,43 @@ _WIDTH = 79
 _ENOUGH = 0.03  # of efficiency that a layout with fewer ranks may lose against the best, as it needs less memory
 
 
+def _number(text: str) -> float:
+    value = _not_negative(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    return int(_number(str(int(text))))
+
+
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parameters", type=float, required=True, metavar="M", help="of the model, as 1e9")
+    parser.add_argument("--parameters", type=_number, required=True, metavar="M", help="of the model, as 1e9")
     parser.add_argument(
-        "--compute", type=float, required=True, metavar="SECONDS",
+        "--compute", type=_not_negative, required=True, metavar="SECONDS",
         help="that all cores of a node need for the gradients of its part of a batch",
     )  # fmt: skip
     parser.add_argument(
         "--like", required=True, nargs="+", metavar="FILE",
         help="what mpistrat bench --json has written, on one layout or on several",
     )  # fmt: skip
-    parser.add_argument("--nodes", type=int, default=16, metavar="N", help="up to so many; default %(default)s")
-    parser.add_argument("--cores", type=int, metavar="N", help="of a node; default those of the file")
-    parser.add_argument("--memory", type=float, metavar="GB", help="of a node; default that of the file")
+    parser.add_argument("--nodes", type=_count, default=16, metavar="N", help="up to so many; default %(default)s")
+    parser.add_argument("--cores", type=_count, metavar="N", help="of a node; default those of the file")
+    parser.add_argument("--memory", type=_number, metavar="GB", help="of a node; default that of the file")
     parser.add_argument(
-        "--network", type=float, metavar="GB/S", help="of a node, each way; default what was measured between nodes"
+        "--network", type=_number, metavar="GB/S", help="of a node, each way; default what was measured between nodes"
     )
-    parser.add_argument("--latency", type=float, metavar="US", help="of a message between nodes, in microseconds")
+    parser.add_argument(
+        "--latency", type=_not_negative, metavar="US", help="of a message between nodes, in microseconds"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the predictions there")
     parser.add_argument("--plot", metavar="FILE", help="draw efficiency over nodes")
 
@@ -148,7 +169,7 @@ def _advice(machine: Machine, best: Prediction) -> list[str]:
         lines.append("How fast the memory of nodes with other cores is, is not known: measure there for closer ranges.")
     if best.doubt:
         least, most = (100 * (seconds / best.expected - 1) for seconds in best.step)
-        lines.append(f"Its step may take {least:.0f} to {most:+.0f} % of what is expected: {best.doubt}.")
+        lines.append(f"Its step may differ by {least:+.0f} to {most:+.0f} % from what is expected: {best.doubt}.")
     return lines
 
 

@@ -153,6 +153,40 @@ def test_a_file_without_constants_is_refused(tmp_path, capsys):
     assert "--only constants" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--nodes 0",
+        "--nodes -3",
+        "--nodes 1.5",
+        "--cores -1",
+        "--parameters 0",
+        "--parameters nan",
+        "--compute -1",
+        "--network -2",
+        "--latency -4",
+        "--memory 0",
+    ],
+)
+def test_numbers_out_of_range_are_refused(tmp_path, capsys, wrong):
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(document()))
+    words = ["--parameters", "1e6", "--compute", "0.1", "--like", str(file)]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words, *wrong.split()])
+    assert ended.value.code == 2
+    assert wrong.split()[0] in capsys.readouterr().err
+
+
+def test_a_wide_range_is_told_as_differences(tmp_path, capsys):
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(document(width=0.5, nodes=1)))
+    assert main(["plan", "--parameters", "1e8", "--compute", "0", "--like", str(file)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    # 0.92 times half of what is expected, and 1.08 times one and a half, of which fixed costs are a thousandth
+    assert "may differ by -54 to +62 % from what is expected" in text
+
+
 def test_the_command_names_the_best_layout_and_meets_what_was_measured(tmp_path, capsys):
     file, out, plot = tmp_path / "bench.json", tmp_path / "plan.json", tmp_path / "plan.png"
     file.write_text(json.dumps(document(ranks=2, nodes=1)))
