@@ -157,6 +157,7 @@ class Checkpoints:
             self._prepared = True
             self._strategy.prepare_save()
         if step == self._until:
+            self._strategy.outer_step()  # the file of that step is of one that was taken there, if nodes differ
             self.save(step, notes)
             self.wait()
             sys.exit(RESTART_EXIT_CODE)

@@ -147,6 +147,24 @@ def test_checkpoints_wait_for_the_next_outer_step(layout, mpi_tmp_path):
         assert checkpoints.steps() == [4, 8]
 
 
+def test_a_replay_ends_at_the_step_of_its_file_with_an_outer_step(layout, mpi_tmp_path, monkeypatch):
+    with opened(4) as strategy:
+        variables, optimizer = make(strategy, BUILDS["adam"])
+        train(strategy, variables, optimizer, range(6))
+        strategy.outer_step()
+        expected = state_of(variables)
+    monkeypatch.setenv("MPISTRAT_UNTIL", "6")
+    with opened(4) as strategy:
+        variables, optimizer = make(strategy, BUILDS["adam"])
+        checkpoints = ms.train.Checkpoints(strategy, mpi_tmp_path)
+        with pytest.raises(SystemExit, match="42"):
+            for number in range(8):
+                train(strategy, variables, optimizer, [number])
+                checkpoints.step(number + 1)
+        assert checkpoints.steps() == [6]
+        assert_same(state_of(variables), expected)
+
+
 def test_the_trainer_ends_with_an_outer_step(layout, mpi_tmp_path):
     with opened(4) as strategy:
         variables, optimizer = make(strategy, BUILDS["sgd"])
