@@ -109,6 +109,7 @@ class Restoring:
             on_all(group, "restore", path, partial(_change, parts, taking.arrays, problem))
             group.barrier("restore")
         self._finish(taking, optimizers)
+        group.barrier("restore")  # no worker pushes to a server that has not got its part yet
         if not strict:
             dropped = self._states.drop_waiting()
             here = set(there.values())
