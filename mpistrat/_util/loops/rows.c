@@ -110,7 +110,7 @@ static ALWAYS_INLINE uint64_t mixed(uint64_t half, uint64_t key, int bits) {
     return half >> (64 - bits);
 }
 
-static ALWAYS_INLINE void encrypt(uint64_t *values, long count, int bits, const uint64_t *keys) {
+static ALWAYS_INLINE void scramble(uint64_t *values, long count, int bits, const uint64_t *keys) {
     uint64_t low[GROUP], high[GROUP];
     int low_bits = (bits + 1) / 2, high_bits = bits - low_bits;
     for (long i = 0; i < count; i++) {
@@ -130,7 +130,7 @@ CLONES static void permute_all(uint64_t *values, long count, uint64_t limit, con
         long size = count - start < GROUP ? count - start : GROUP;
         uint64_t *group = values + start, outside[GROUP];
         short places[GROUP];
-        encrypt(group, size, bits, keys);
+        scramble(group, size, bits, keys);
         for (;;) { /* those that fell behind the limit go on until they do not */
             long number = 0;
             for (long i = 0; i < size; i++)
@@ -139,7 +139,7 @@ CLONES static void permute_all(uint64_t *values, long count, uint64_t limit, con
                     outside[number++] = group[i];
                 }
             if (!number) break;
-            encrypt(outside, number, bits, keys);
+            scramble(outside, number, bits, keys);
             for (long i = 0; i < number; i++) group[places[i]] = outside[i];
         }
     }

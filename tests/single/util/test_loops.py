@@ -85,6 +85,25 @@ def test_they_are_built_where_there_is_a_compiler() -> None:
     assert instructions or "MPISTRAT_COMPILED_LOOPS" in reason, f"{reason}: install the package again"
 
 
+def test_no_function_has_a_name_of_the_c_library(tmp_path) -> None:
+    """Of those that <unistd.h>, which Python.h includes, declares in musl, macOS and older glibc, and not here."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    if shutil.which(compiler) is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip(f"no {compiler}, or no headers of Python")
+    header = tmp_path / "posix.h"
+    header.write_text(
+        "void encrypt(char *, int);\nchar *crypt(const char *, const char *);\nvoid swab(const void *, void *, long);\n"
+    )
+    sources = sorted(Path(__file__).parents[3].joinpath("mpistrat/_util/loops").glob("*.c"))
+    assert sources
+    found = subprocess.run(
+        [compiler, "-fsyntax-only", "-include", header, f"-I{sysconfig.get_path('include')}", *sources],
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+
+
 @compiled
 @settings(max_examples=150, deadline=None)
 @given(
