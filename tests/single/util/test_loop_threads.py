@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -89,6 +92,34 @@ def test_a_forked_child_goes_on_without_threads() -> None:
         assert pipe.read() == b"done"
     os.waitpid(child, 0)
     assert loops.threads() == 3 and loops.add(out, [values, values]) and (out == 2).all()
+
+
+@compiled
+def test_threads_take_their_own_faults_alone() -> None:
+    code = """if True:
+        import os, time
+        import numpy as np
+        from mpistrat._util import loops
+
+        before = set(os.listdir("/proc/self/task"))
+        loops.set_threads(3)
+        one = np.ones(300_000)
+        loops.add(one, [one, one])
+        time.sleep(0.5)  # the C library blocks all signals until a thread begins
+        for task in set(os.listdir("/proc/self/task")) - before:
+            with open(f"/proc/self/task/{task}/status") as status:
+                print(*(line.split()[1] for line in status if line.startswith("SigBlk")))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    blocked = [int(mask, 16) for mask in done.stdout.split()]
+    assert len(blocked) == 2
+    for number, is_blocked in [
+        (signal.SIGINT, True),
+        (signal.SIGTERM, True),
+        (signal.SIGSEGV, False),
+        (signal.SIGBUS, False),
+    ]:
+        assert [bool(mask >> (number - 1) & 1) for mask in blocked] == [is_blocked] * 2
 
 
 @compiled
