@@ -17,13 +17,18 @@ static void copy_range(const void *data, long low, long high) {
     memcpy(c->out + begin, c->in + begin, (size_t)(end - begin));
 }
 
+/* Whether the bytes of one array are the other's numbers: references to objects are counted, and not copied so. */
+static int copyable(const Py_buffer *out, const Py_buffer *values) {
+    if (out->len != values->len || !out->format || !values->format || strcmp(out->format, values->format)) return 0;
+    return !strchr(out->format, 'O') && !overlap(out, values);
+}
+
 static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 2) return PyErr_Format(PyExc_TypeError, "copy(out, values)");
     Py_buffer views[2];
     PyObject *done = NULL;
     Py_ssize_t got = get(args, 2, 1, views);
-    if (got == 2 && views[0].len == views[1].len && strcmp(views[0].format, views[1].format) == 0 &&
-        !overlap(&views[0], &views[1])) {
+    if (got == 2 && copyable(&views[0], &views[1])) {
         Copy c = {views[0].buf, views[1].buf, (long)views[0].len};
         PyThreadState *state = begin();
         in_parts((c.bytes + LINE - 1) / LINE, UNIT, copy_range, &c);

@@ -270,6 +270,7 @@ def test_copies(dtype) -> None:
     assert loops.copy(np.zeros(4, np.float32), np.zeros(4, np.int32)) is False
     assert loops.copy(np.zeros(4), np.zeros(8)[::2]) is False
     assert loops.copy(np.zeros(4), np.zeros(5)) is False
+    assert loops.copy(np.zeros(4, object), np.zeros(4, object)) is False  # references are counted
 
 
 @compiled
