@@ -36,7 +36,7 @@ class Block(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A rule as `loops.update` takes it."""
+    """A rule as `loops.update` takes it; a slot that its settings do not need is ""."""
 
     rule: str
     numbers: tuple[float, ...]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from .._util import loops
+from ..errors import explain
 from .hyperparameters import Rate, Settings, SettingsButDecay
 from .optimizer import Optimizer
 from .rule import Around, Block, Loop
@@ -50,6 +51,20 @@ class _BlockRule(Optimizer):
         if not loops.update(rule, numbers, [gradient], weights, arrays, _NOTHING_ELSE):
             self.update_block(Block(gradient, weights, slots, step, rate, scratch, 0))
 
+    def _slot_for(self, setting: str, slot: str) -> str:
+        """Return the slot that a setting needs, "" where it needs none now. Settings may be set after slots were made.
+
+        Raises:
+            ValueError: the optimizer was made without the slot.
+        """
+        if not getattr(self, setting):
+            return ""
+        if slot not in self.slot_names:
+            expected, got = "off, as when the optimizer was made", repr(getattr(self, setting))
+            remedy = f"Make another optimizer, with {setting}: it keeps a number more for each weight"
+            raise ValueError(explain(type(self).__name__, setting, expected=expected, got=got, remedy=remedy))
+        return slot
+
 
 @final
 class SGD(_BlockRule):
@@ -79,7 +94,7 @@ class SGD(_BlockRule):
         super().__init__(learning_rate, slot_names=("momentum",) if momentum else (), **settings)
 
     def loop(self, step: int, rate: float) -> Loop:
-        return Loop("sgd", (rate, self.momentum, self.nesterov), ("momentum",))
+        return Loop("sgd", (rate, self.momentum, self.nesterov), (self._slot_for("momentum", "momentum"),))
 
     def update_block(self, block: Block) -> None:
         gradient, weights, slots, _, rate, scratch, _ = block
@@ -140,14 +155,14 @@ class _Adam(_BlockRule):
     def loop(self, step: int, rate: float) -> Loop:
         alpha = rate * math.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
         numbers = alpha, 1 - self.beta_1, 1 - self.beta_2, self.epsilon
-        return Loop("adam", numbers, ("momentum", "velocity", "velocity_hat"))
+        return Loop("adam", numbers, ("momentum", "velocity", self._slot_for("amsgrad", "velocity_hat")))
 
     def update_block(self, block: Block) -> None:
         """Take twelve passes over the block, AMSGrad thirteen; the compiled loop takes one."""
         gradient, weights, slots, step, rate, scratch, _ = block
         alpha, rest_1, rest_2, epsilon = self.loop(step, rate).numbers
         momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
-        largest = slots.get("velocity_hat")
+        largest = slots["velocity_hat"] if self.amsgrad else None
         np.subtract(gradient, momentum, out=work)
         np.multiply(work, rest_1, out=work)
         np.add(momentum, work, out=momentum)
@@ -301,7 +316,8 @@ class RMSProp(_BlockRule):
 
     def loop(self, step: int, rate: float) -> Loop:
         numbers = rate, self.rho, 1 - self.rho, self.momentum, self.epsilon
-        return Loop("rmsprop", numbers, ("velocity", "average_gradient", "momentum"))
+        average, momentum = self._slot_for("centered", "average_gradient"), self._slot_for("momentum", "momentum")
+        return Loop("rmsprop", numbers, ("velocity", average, momentum))
 
     def update_block(self, block: Block) -> None:
         gradient, weights, slots, _, rate, scratch, _ = block

@@ -253,6 +253,31 @@ def test_what_cannot_be_is_refused():
         optimizer.finalize_variable_values([])
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "setting"),
+    [
+        (ms.optimizers.SGD, "momentum"),
+        (ms.optimizers.Adam, "amsgrad"),
+        (ms.optimizers.RMSProp, "momentum"),
+        (ms.optimizers.RMSProp, "centered"),
+    ],
+)
+def test_a_setting_that_needs_a_slot_more_is_refused_later_and_may_be_switched_off(optimizer, setting):
+    w, gradient = ms.Variable(np.ones(3)), np.arange(3.0)
+    without, made_with = optimizer(), optimizer(**{setting: 0.5})
+    without.apply_gradients([(gradient, w)])
+    setattr(without, setting, 0.5)
+    with pytest.raises(ValueError, match=rf"{setting}: expected off, as when the optimizer was made, got 0.5"):
+        without.apply_gradients([(gradient, w)])
+    setattr(made_with, setting, 0)  # before its first step: as if it had been made without
+    one, other = ms.Variable(np.ones(3)), ms.Variable(np.ones(3))
+    alike = optimizer()
+    for _ in range(3):
+        made_with.apply_gradients([(gradient, one)])
+        alike.apply_gradients([(gradient, other)])
+    assert one.numpy().tolist() == other.numpy().tolist()
+
+
 # what is not finite
 
 
