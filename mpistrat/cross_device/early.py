@@ -73,11 +73,16 @@ class EarlySums:
         self._last: _Job | None = None
         self._error: BaseException | None = None
         self._hurry = self._ending = False
+        self._open = self._dropped = (
+            False  # since the last `wait`: whether sums were begun, and whether some were forgotten
+        )
         self._thread: threading.Thread | None = None
         group.attach(self)
 
     def begin(self, arena: Any, arrays: Sequence[np.ndarray], ranges: Sequence[Range], how: Arithmetic) -> None:
         """Begin to sum ranges of an arena, whose gradients are final on all ranks of the node. Collective, inside one."""
+        self._wait_for_dropped()
+        self._open = True
         memory = self._memories.get(arena.key)
         if memory is None:
             memory = self._memories[arena.key] = self._allocate(arena, how.accumulate)
@@ -112,12 +117,14 @@ class EarlySums:
 
     def forget(self, key: str, ranges: Sequence[Range]) -> None:
         """Forget that ranges of an arena were begun: their sums were taken, or will never be. Every rank does it."""
+        self._dropped = self._open
         memory = self._memories.get(key)
         if memory is not None:
             memory.begun = without(memory.begun, ranges)
 
     def memory(self, arena: Any) -> _Memory:
-        """Return where the sums of an arena are; of those that were not begun, this rank's may be put there."""
+        """Return where the sums of an arena are; of those not begun, this rank's may be put there. Collective, inside one."""
+        self._wait_for_dropped()
         return self._memories[arena.key]
 
     def wait(self) -> None:
@@ -136,6 +143,12 @@ class EarlySums:
                 self._group.node.barrier(call)
         finally:
             self._hurry = False
+        self._open = self._dropped = False
+
+    def _wait_for_dropped(self) -> None:
+        """Wait for sums that were forgotten on their way: they would be written over others. Collective, inside one."""
+        if self._dropped:
+            self.wait()
 
     # the thread
 

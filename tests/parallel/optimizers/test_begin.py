@@ -4,6 +4,7 @@ Nodes are ranks without shared memory, or made up on this machine, as in test_sh
 """
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -238,6 +239,42 @@ def test_sums_that_are_sums_already(opened):
         optimizer.apply_gradients([(v.grad, v) for v in variables], experimental_aggregate_gradients=False)
 
     wrong(opened, act, ValueError, "expected gradients that are summed over the replicas")
+
+
+@pytest.mark.parametrize("chosen", [[0], [4, 3]])
+def test_sums_that_no_step_took_are_not_written_over_those_of_the_next(opened, monkeypatch, chosen):
+    """The first ones arrive late; then others are begun."""
+    plain, jobs = early.EarlySums._sum, []
+
+    def late(self, job):
+        def put(low, high, block):
+            time.sleep(0.2)
+            job.put(low, high, block)
+
+        jobs.append(job)
+        plain(self, job if len(jobs) > 1 else job._replace(put=put))
+
+    def left_out():
+        for variable in variables:
+            variable.grad[...] = 7
+        optimizer.begin([variables[4]])
+        optimizer.apply_gradients([(v.grad, v) for v in variables[:4]])
+
+    def whole():
+        for variable in variables:
+            variable.grad[...] = 1
+        optimizer.begin([variables[i] for i in chosen])
+        optimizer.apply_gradients([(v.grad, v) for v in variables])
+
+    monkeypatch.setattr(early.EarlySums, "_sum", late)
+    with opened() as strategy:
+        variables, optimizer = make(strategy, lambda o: o.SGD(1.0))
+        before = [v.numpy() for v in variables]
+        with pytest.raises(ValueError, match="v4"):
+            strategy.run(left_out)
+        strategy.run(whole)
+        for variable, values in zip(variables, before, strict=True):
+            np.testing.assert_array_equal(variable.numpy(), values - np.float32(strategy.size))
 
 
 def test_a_gradient_that_was_changed_is_told_in_the_first_step(opened):
