@@ -16,6 +16,7 @@ from typing import Any, final
 import numpy as np
 
 from .._util.partition import aligned_bounds, merge
+from ..cluster.world import is_loss
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..cross_device.arena import BLOCK, ArenaSum, Consume
@@ -127,7 +128,7 @@ class OuterSteps:
             except BaseException as error:
                 for share in shares:
                     share.leave()
-                if group.monitor.refusal is None:
+                if group.monitor.refusal is None and not is_loss(error):  # that is told again by itself
                     why = f"an error left messages between nodes under way: {type(error).__name__}: {error}"
                     group.monitor.refusal = ClosedError(f"the strategy is of no more use, {why}")
                 raise

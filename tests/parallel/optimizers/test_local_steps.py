@@ -22,6 +22,9 @@ from local_steps import (
 )
 
 import mpistrat as ms
+from mpistrat.cluster import world
+from mpistrat.errors import RanksLostError
+from mpistrat.optimizers.outer_step import OuterSteps
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -268,3 +271,19 @@ def test_bytes_between_nodes_fall_by_the_number_of_steps(layout):
     if sent[0] is not None:
         assert sent[0] > 0
         assert abs(sent[1] * every / sent[0] - 1) < 0.05  # pieces are not cut at the same elements
+
+
+def test_ranks_that_are_lost_in_an_outer_step_are_told_as_such_again(layout, monkeypatch):
+    """The refusal of an error that left messages under way would hide the loss from `ms.survive`."""
+    monkeypatch.setattr(world, "_lost", False)
+
+    def lose(*_):
+        raise RanksLostError("rank 7 is lost")
+
+    with opened(1) as strategy:
+        variables, optimizer = make(strategy, BUILDS["sgd"])
+        with monkeypatch.context() as patch:
+            patch.setattr(OuterSteps, "_step", lose)
+            with pytest.raises(RanksLostError):
+                train(strategy, variables, optimizer, range(1))
+        assert strategy.extended.process_group.monitor.refusal is None
