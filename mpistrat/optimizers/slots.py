@@ -25,7 +25,7 @@ from .rule import Rule
 if TYPE_CHECKING:
     from .outer_step import OuterSteps
 
-__all__ = ["WIRE_RESIDUAL", "ArenaSlots", "SlotStore", "owners", "waiting_slots"]
+__all__ = ["WIRE_RESIDUAL", "ArenaSlots", "SlotStore", "owners", "residual_receiver", "waiting_slots"]
 
 WIRE_RESIDUAL = "wire_residual"  # what a weight lacks of what was meant, where changes travel in fewer bytes
 
@@ -214,7 +214,7 @@ class SlotStore:
         return {name: [(begin - first, slots[name]) for begin, slots in parts] for name in names}
 
     def write(self, variable: Variable, values: Mapping[str, Any]) -> None:
-        """Overwrite this rank's part of a variable's slots. What was not sent of the weights may be absent: none then.
+        """Overwrite this rank's part of a variable's slots. What was not sent of the weights may be absent: it stays.
 
         Where these travel as they are it is left out, no more than a rounding of the last change.
 
@@ -234,8 +234,8 @@ class SlotStore:
             store.write_slots(self._owner, variable, values)
             return
         arena, low = _arena_of(variable), variable.offset
-        if arena.wire is not None:
-            values[WIRE_RESIDUAL] = np.zeros(variable.shape, np.float32) if residual is None else residual
+        if arena.wire is not None and residual is not None:
+            values[WIRE_RESIDUAL] = residual
         for name in values:
             array = as_array(values[name], "Optimizer.set_slots", name)
             if array.shape != variable.shape:
@@ -271,6 +271,22 @@ class SlotStore:
             values = self.pending.pop(variable.name, None)
             if values is not None:
                 self.write(variable, values)
+
+
+def residual_receiver(variable: Variable) -> Receiver:
+    """Return what this rank takes of what was not sent of a variable's weights, from a file. All ranks call it.
+
+    It belongs to the weights: what waited for an optimizer's first step would be added to a value that was assigned before.
+    """
+    arena, offset = variable.arena, variable.offset
+    unsent = None if arena is None else arena.unsent
+    owned = [] if arena is None or unsent is None else arena.owned([(offset, offset + variable.size)])
+
+    def take(start: int, part: np.ndarray) -> None:
+        assert unsent is not None
+        unsent.of(offset + start, offset + start + part.size)[...] = part
+
+    return Receiver([(begin - offset, end - offset) for begin, end in owned], take)
 
 
 def waiting_slots(name: str, slots: Mapping[str, Any], given: bool) -> Iterator[SlotsHere]:

@@ -23,6 +23,7 @@ from .._util import log
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..errors import explain
+from ..optimizers.slots import WIRE_RESIDUAL, residual_receiver
 from ..variables import Placement, Receiver
 from ..variables.values import parse_dtype
 from .checkpoint_file import CheckpointFile, FileRange, Form, from_rank_0, key_of, name_of, on_all, ranges_of
@@ -263,9 +264,7 @@ class Restoring:
             for variable, start in parts:
                 receivers = None if optimizer is None else optimizer.take_slots(variable, slots)
                 if receivers is None:
-                    arrays = {slot: np.empty(variable.shape, parse_dtype(forms[key][1])) for slot, key in slots.items()}
-                    whole[variable.name] = arrays
-                    receivers = {slot: Receiver.whole(array) for slot, array in arrays.items()}
+                    whole[variable.name], receivers = _whole_slots(variable, {s: forms[k][1] for s, k in slots.items()})
                 first = start * math.prod(variable.shape[1:])
                 for slot, receiver in receivers.items():
                     found.setdefault(slots[slot], []).append((first, receiver))
@@ -304,6 +303,17 @@ def _change(parts: Parts | None, arrays: Sequence[Taken], problem: Exception | N
     except Exception as error:
         left = "variables and optimizers have been changed in part: restore a file before you go on"
         raise OSError(f"{type(error).__name__}: {error}; {left}") from error
+
+
+def _whole_slots(variable: Any, dtypes: Mapping[str, str]) -> tuple[Contents, dict[str, Receiver]]:
+    """Return arrays for the slots of a variable, and what fills them; all but what belongs to its weights. All ranks call it."""
+    kept = {
+        slot: np.empty(variable.shape, parse_dtype(dtype)) for slot, dtype in dtypes.items() if slot != WIRE_RESIDUAL
+    }
+    receivers = {slot: Receiver.whole(array) for slot, array in kept.items()}
+    if WIRE_RESIDUAL in dtypes:
+        receivers[WIRE_RESIDUAL] = residual_receiver(variable)
+    return kept, receivers
 
 
 def _open(path: Path) -> StateFile:

@@ -185,7 +185,7 @@ class Arena:
     @property
     def wire(self) -> Wire | None:
         """The form in which gradients and changes of weights travel between nodes, None for their own. All ranks ask for it."""
-        return self._wire if self.sharded else None
+        return self._wire if self._wire is not None and self.sharded else None
 
     @property
     def unsent(self) -> Unsent | None:

@@ -197,6 +197,37 @@ def test_checkpoints_of_all_forms(opened, mpi_tmp_path):
         assert np.isfinite(variables[0].numpy()).all()
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_what_was_not_sent_is_restored_with_the_weights(opened, mpi_tmp_path, late):
+    """Before an optimizer that is made later, or keeps averages, takes its slots: a value that is assigned then is that value."""
+
+    def build(o):
+        return o.SGD(float(RATE), use_ema=not late)
+
+    def restored(strategy):
+        variables, optimizer = make(strategy, (lambda _: None) if late else build)
+        strategy.restore(path)
+        return variables, optimizer or build(ms.optimizers)
+
+    path = mpi_tmp_path / "saved.h5"
+    with opened("bfloat16") as strategy:
+        variables, optimizer = make(strategy, build)
+        train(strategy, variables, optimizer, range(2))
+        strategy.save(path)
+        train(strategy, variables, optimizer, range(2, 3))
+        end = state_of(variables, optimizer)
+    with opened("bfloat16") as strategy:
+        variables, optimizer = restored(strategy)
+        train(strategy, variables, optimizer, range(2, 3))
+        assert_same(state_of(variables, optimizer), end)
+    with opened("bfloat16") as strategy:
+        variables, optimizer = restored(strategy)
+        for variable in variables:
+            variable.assign(np.full(variable.shape, 0.5, np.float32))
+        strategy.run(lambda: optimizer.apply_gradients([(np.zeros(v.shape, np.float32), v) for v in variables]))
+        assert all((variable.numpy() == 0.5).all() for variable in variables)
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_restored_on_another_number_of_nodes(wire, mpi_tmp_path, monkeypatch):
     """All ranks are nodes when it is saved, and two or one when it is restored: each weight has what was not sent of it."""
