@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from process_groups import fake_nodes
+from process_groups import nodes_of
 
 import mpistrat as ms
-from mpistrat.cluster.topology import Topology
 
 LAYOUTS = ("private", "nodes")
 SIZES = (7001, 15, 1, 3301)
-
-
-def set_layout(layout, monkeypatch):
-    """Make nodes of ranks without shared memory, or of the ranks of this machine."""
-    if layout == "private":
-        monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
-        return
-
-    def create(comm=None, **more):
-        from mpi4py import MPI
-
-        comm = comm or MPI.COMM_WORLD
-        return fake_nodes(comm, nodes_of(comm.size, layout))
-
-    monkeypatch.setattr(Topology, "create", create)
-
-
-def nodes_of(size, layout):
-    """The node of each rank."""
-    if layout == "private":
-        return list(range(size))
-    return [rank * 2 // size if size != 3 else rank // 2 for rank in range(size)]
 
 
 def of_node(strategy, layout):

@@ -29,13 +29,35 @@ def fake_nodes(comm, node_of, devices=("cpu:0",)):
     return Topology(own.rank, node_of, counts, devices, comm=own, intra=intra, inter=inter)
 
 
+def nodes_of(size, layout):
+    """The node of each rank: with "private" memory each is one; else two are made up, of 3 ranks one of two and one of one."""
+    if layout == "private":
+        return list(range(size))
+    return [rank * 2 // size if size != 3 else rank // 2 for rank in range(size)]
+
+
+def set_layout(layout, monkeypatch):
+    """Have strategies see several nodes on this machine, as `nodes_of` says."""
+    if layout == "private":
+        monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
+        return
+
+    def create(comm=None, **more):
+        from mpi4py import MPI
+
+        comm = comm or MPI.COMM_WORLD
+        return fake_nodes(comm, nodes_of(comm.size, layout))
+
+    monkeypatch.setattr(Topology, "create", create)
+
+
 def make_topology(layout):
     """One of: "shared" memory of all ranks; "private"; two "nodes" made of one machine; several "devices" on some ranks."""
     from mpi4py import MPI
 
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    if layout == "nodes":  # 3 ranks make a node of two and a node of one
-        return fake_nodes(MPI.COMM_WORLD, [r * 2 // size if size != 3 else r // 2 for r in range(size)])
+    if layout == "nodes":
+        return fake_nodes(MPI.COMM_WORLD, nodes_of(size, layout))
     devices = ["cpu:0", "cpu:1", "cpu:2"][: 2 - rank % 2 if size > 1 else 3] if layout == "devices" else ["cpu:0"]
     return Topology.create(devices=devices)
 

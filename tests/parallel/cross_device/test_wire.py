@@ -3,11 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from process_groups import fake_nodes
+from process_groups import set_layout
 
 import mpistrat as ms
 from mpistrat._util.partition import aligned_bounds
-from mpistrat.cluster.topology import Topology
 from mpistrat.types import ReduceOp
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
@@ -16,16 +15,7 @@ IN_FEWER = ms.CommunicationOptions(wire="bfloat16")
 
 @pytest.fixture(params=["private", "nodes"])
 def opened(request, monkeypatch):
-    from mpi4py import MPI
-
-    def nodes(comm=None, **more):
-        comm = comm or MPI.COMM_WORLD
-        return fake_nodes(comm, [r * 2 // comm.size if comm.size != 3 else r // 2 for r in range(comm.size)])
-
-    if request.param == "private":
-        monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
-    else:
-        monkeypatch.setattr(Topology, "create", nodes)
+    set_layout(request.param, monkeypatch)
     return ms.MultiWorkerMirroredStrategy
 
 

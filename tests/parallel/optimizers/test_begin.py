@@ -8,10 +8,9 @@ import time
 
 import numpy as np
 import pytest
-from process_groups import fake_nodes
+from process_groups import set_layout
 
 import mpistrat as ms
-from mpistrat.cluster.topology import Topology
 from mpistrat.cross_device import early
 from mpistrat.errors import ContextError
 from mpistrat.optimizers import begun
@@ -24,16 +23,7 @@ pytestmark = pytest.mark.ranks(2, 3, 4)
 @pytest.fixture(params=["private", "nodes"])
 def opened(request, monkeypatch):
     """A function that makes a strategy over nodes; begin always starts sums, however small."""
-    from mpi4py import MPI
-
-    def nodes(comm=None, **more):
-        comm = comm or MPI.COMM_WORLD
-        return fake_nodes(comm, [r * 2 // comm.size if comm.size != 3 else r // 2 for r in range(comm.size)])
-
-    if request.param == "private":
-        monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
-    else:
-        monkeypatch.setattr(Topology, "create", nodes)
+    set_layout(request.param, monkeypatch)
     monkeypatch.setattr(begun, "LEAST_BYTES", 1)
     monkeypatch.setattr(Choice, "note_step", lambda self, group: None)
     return lambda **more: ms.MultiWorkerMirroredStrategy(**more)

@@ -13,13 +13,12 @@ from local_steps import (
     assert_same,
     gradient_of,
     make,
-    nodes_of,
     of_node,
     opened,
-    set_layout,
     state_of,
     train,
 )
+from process_groups import nodes_of, set_layout
 
 import mpistrat as ms
 from mpistrat.cluster import world

@@ -4,7 +4,8 @@ import secrets
 
 import numpy as np
 import pytest
-from local_steps import BUILDS, LAYOUTS, assert_same, gradient_of, make, opened, set_layout, state_of, train
+from local_steps import BUILDS, LAYOUTS, assert_same, gradient_of, make, opened, state_of, train
+from process_groups import set_layout
 
 import mpistrat as ms
 from mpistrat.comm import job_files

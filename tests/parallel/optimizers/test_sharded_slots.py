@@ -9,11 +9,10 @@ import secrets
 import numpy as np
 import optimizer_reference as reference
 import pytest
-from process_groups import fake_nodes
+from process_groups import set_layout
 
 import mpistrat as ms
 from mpistrat._util.files import PAGE
-from mpistrat.cluster.topology import Topology
 from mpistrat.comm import job_files
 from mpistrat.strategy.checkpoint import Checkpoint
 
@@ -25,16 +24,7 @@ pytestmark = pytest.mark.ranks(2, 3, 4)
 @pytest.fixture(params=LAYOUTS)
 def opened(request, monkeypatch):
     """A function that makes a strategy over nodes that are alike in all tests of a layout."""
-    from mpi4py import MPI
-
-    def nodes(comm=None, **more):
-        comm = comm or MPI.COMM_WORLD
-        return fake_nodes(comm, [r * 2 // comm.size if comm.size != 3 else r // 2 for r in range(comm.size)])
-
-    if request.param == "private":
-        monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
-    else:
-        monkeypatch.setattr(Topology, "create", nodes)
+    set_layout(request.param, monkeypatch)
     return lambda sharded, **more: ms.MultiWorkerMirroredStrategy(sharded_slots=sharded, **more)
 
 

@@ -1,7 +1,7 @@
 """Ranks of one node that give a strategy other settings, while the ranks of the other node agree."""
 
 import pytest
-from local_steps import set_layout
+from process_groups import set_layout
 
 import mpistrat as ms
 
