@@ -7,7 +7,7 @@ import weakref
 import zlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +22,12 @@ from ..variables.variable import Variable
 from .begun import Begun
 from .fused_step import FusedStep
 from .gradients import ReplicaPairs, check_variables, pairs_of
-from .hyperparameters import AVERAGE, GRADIENT_SUM, OWN, Rate
+from .hyperparameters import AVERAGE, GRADIENT_SUM, Rate
 from .rule import Block, Rule, UpdateRun
 from .slots import SlotStore
 
-__all__ = ["Definition", "Optimizer", "definition", "find", "known", "make_defined"]
+__all__ = ["Optimizer", "find", "known"]
 
-_UNDEFINED = {*OWN, "slot_names"}  # what a definition has apart from the other attributes, or not at all
 _ordinals = itertools.count(step=ORDINAL_STEP)
 _known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 _KEPT_STEPS = 1024  # one for each set of variables that had gradients together
@@ -117,12 +116,12 @@ class Optimizer(Rule):
         self._made_in: Store | None = None if placement is None else placement.store
         self._number = None if placement is None else (weakref.ref(placement), placement.note_optimizer(self))
         if placement is None or placement.store is None:
-            self._take_ordinal(next(_ordinals))
+            self.take_ordinal(next(_ordinals))
             return
-        self._take_ordinal(placement.store.next_ordinal())
+        self.take_ordinal(placement.store.next_ordinal())
         placement.optimizers.append(self)
 
-    def _take_ordinal(self, ordinal: int) -> None:
+    def take_ordinal(self, ordinal: int) -> None:
         """Have `find` find it by an ordinal."""
         self._ordinal = ordinal
         _known[ordinal] = self
@@ -458,43 +457,3 @@ def find(ordinal: int) -> Optimizer | None:
 def known() -> list[Optimizer]:
     """Return the optimizers that this process has made and still has, by ordinal."""
     return [optimizer for _, optimizer in sorted(_known.items())]
-
-
-class Definition(NamedTuple):
-    """The data of the same optimizer in another process of the job: all but its steps and slots.
-
-    Attributes:
-        ordinal: see `Optimizer.ordinal`.
-        kind: its class.
-        rate: the learning rate that it was given.
-        base: arguments of `Optimizer.__init__`.
-        own: its other attributes, in the order in which it describes itself.
-    """
-
-    ordinal: int
-    kind: type[Optimizer]
-    rate: Rate
-    base: dict[str, Any]
-    own: dict[str, Any]
-
-
-def definition(optimizer: Optimizer) -> Definition:
-    """Return the data from which `make_defined` makes the same optimizer."""
-    own = {name: value for name, value in vars(optimizer).items() if name not in _UNDEFINED}
-    base = {"slot_names": optimizer.slot_names, "slot_start": optimizer.slot_start}
-    return Definition(optimizer.ordinal, type(optimizer), optimizer.given_learning_rate, base, own)
-
-
-def make_defined(definition: Definition) -> Optimizer:
-    """Return the optimizer of that ordinal, made if this process has none, with the attributes of the definition."""
-    optimizer = find(definition.ordinal)
-    if optimizer is None:
-        optimizer = definition.kind.__new__(definition.kind)
-        Optimizer.__init__(optimizer, definition.rate, **definition.base)
-        optimizer._take_ordinal(definition.ordinal)
-    mine = vars(optimizer)
-    for name in definition.own:
-        mine.pop(name, None)  # so that they come in the definition's order
-    mine.update(definition.own)
-    optimizer.learning_rate = definition.rate  # which makes its steps describe it anew
-    return optimizer

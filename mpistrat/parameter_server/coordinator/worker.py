@@ -19,7 +19,7 @@ from ...comm.process_group import ProcessGroup
 from ...comm.waiting import Backoff, Deadline, PeerWait
 from ...errors import ContextError, PeerExitError, explain
 from ...optimizers import Optimizer
-from ...optimizers import optimizer as optimizers
+from ...optimizers.definition import Definition, definition_of, make_defined
 from ...strategy.show_config import show_config
 from ...variables import create_variable
 from ...variables.values import initial_array, parse_dtype
@@ -248,7 +248,7 @@ def command_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     if name == "variable":
         return name, (_variable(args, kwargs),)
     if name == "optimizer":
-        return name, (optimizers.definition(*args),)
+        return name, (definition_of(*args),)
     return name, tuple(args)
 
 
@@ -295,8 +295,8 @@ class Commands:
         with self._strategy.scope():
             self._strategy.extended.create_variable(value, **what)
 
-    def _make_optimizer(self, definition: optimizers.Definition) -> None:
-        self._optimizers[definition.ordinal] = optimizers.make_defined(definition)
+    def _make_optimizer(self, definition: Definition) -> None:
+        self._optimizers[definition.ordinal] = make_defined(definition)
 
 
 def _rank_0_has_it() -> NoReturn:
