@@ -22,7 +22,7 @@ from ..errors import explain
 from ..options import CommunicationOptions
 from ..types import CommunicationImplementation, ReduceOp
 from .arena import ArenaSum, Consume, GradientArena
-from .hierarchical import HierarchicalAllReduce
+from .hierarchical import LEAST_ENCODED, HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .nccl import NcclAllReduce
 from .ops import IMPLEMENTATIONS, CrossDeviceOps, SmallReduction
@@ -112,6 +112,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         options: CommunicationOptions | None = None,
     ) -> Any:
         chosen = self._choose(per_replica_value.values[0])
+        self._warn_of_wire(chosen, per_replica_value.values[0].nbytes, options)
         chosen.call = self.call
         return chosen.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
@@ -128,7 +129,9 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
             if not members:
                 continue
             pairs = [value_destination_pairs[i] for i in members]
-            chosen = self._algorithm("gpu" if on_gpu else "cpu", sum(value.values[0].nbytes for value, _ in pairs))
+            nbytes = sum(value.values[0].nbytes for value, _ in pairs)
+            chosen = self._algorithm("gpu" if on_gpu else "cpu", nbytes)
+            self._warn_of_wire(chosen, nbytes, options)
             chosen.call = self.call
             reduced = chosen.batch_reduce_implementation(reduce_op, pairs, options)
             for index, result in zip(members, reduced, strict=True):
@@ -153,6 +156,13 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
 
     def early_sums(self, arena: GradientArena) -> ArenaSum | None:
         return self._algorithms["HIERARCHICAL"].early_sums(arena)
+
+    def _warn_of_wire(self, chosen: CrossDeviceOps, nbytes: int, options: CommunicationOptions | None) -> None:
+        """Say that a table names what sends large arrays as they are, though a call asked for fewer bytes."""
+        if options is None or options.wire is None or nbytes < LEAST_ENCODED or self._nodes == "one" or chosen.wires:
+            return
+        name, source = type(chosen).__name__, self.chooser.source
+        once(logging.WARNING, f"wire={options.wire!r} has no effect: {source} names {name} for {nbytes:,} bytes")
 
     def _choose(self, array: Any) -> CrossDeviceOps:
         return self._algorithm("gpu" if is_gpu(array) else "cpu", array.nbytes)

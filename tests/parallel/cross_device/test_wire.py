@@ -1,5 +1,7 @@
 """Reductions whose sums travel between nodes in bfloat16: against NumPy, which rounds where they do."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -99,6 +101,21 @@ def test_what_has_no_such_form(opened):
         options = ms.CommunicationOptions(wire="bfloat16", implementation="MPI")
         with pytest.raises(ValueError, match=r"options\.wire: expected none, for reductions by MpiAllReduce"):
             strategy.reduce("SUM", mine, axis=None, options=options)
+
+
+def test_a_table_that_names_what_has_no_such_form(opened, monkeypatch, mpi_tmp_path, caplog):
+    """Numbers travel as they are, and that is said."""
+    rule = {"device": "cpu", "below": None, "algorithm": "MPI"}
+    rules = [rule | {"nodes": nodes} for nodes in ("one", "several")]
+    gpu = [one | {"device": "gpu"} for one in rules]
+    path = mpi_tmp_path / "table.json"
+    path.write_text(json.dumps({"rules": [*rules, *gpu]}))
+    monkeypatch.setenv("MPISTRAT_CHOOSER", str(path))
+    with opened() as strategy:
+        strategy.barrier()
+        found = strategy.reduce("SUM", values_of(strategy.rank, 60_001), axis=None, options=IN_FEWER)
+        np.testing.assert_array_equal(found, sum(values_of(rank, 60_001) for rank in range(strategy.size)))
+        assert strategy.rank or "table.json names MpiAllReduce for 240,004 bytes" in caplog.text
 
 
 def test_ranks_must_agree(opened):
