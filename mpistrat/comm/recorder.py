@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-__all__ = ["KINDS", "RECORDER", "Event", "Recorder", "Ring"]
+__all__ = ["GROUP_MASK", "KINDS", "RECORDER", "Event", "Recorder", "Ring"]
 
 # How the memory is laid out; `monitor/exit_report_process.py`, which imports nothing, knows it, too.
 MAGIC = b"mpistrec"
@@ -29,6 +29,7 @@ EVENT_WORDS = (
 )
 _HEAD, _NAME = struct.Struct("<8sqq"), struct.Struct("<HBB")  # length, kind, group
 
+GROUP_MASK = 0xFF  # of a group's number: its 256th successor has the same one
 #: What events are, by the letter that stands for it.
 KINDS = {
     "r": "run", "c": "collective", "i": "input", "s": "save", "p": "parameter server", "u": "user", "o": "other",
@@ -155,7 +156,7 @@ class Recorder:
         at = HEAD_BYTES + self._names_used
         if self._names_used + _NAME.size + len(shown) > NAMES_BYTES or len(self._names) > 0xFFFF:
             return 0
-        _NAME.pack_into(self._memory, at, len(shown), ord(kind), group & 0xFF)
+        _NAME.pack_into(self._memory, at, len(shown), ord(kind), group & GROUP_MASK)
         self._memory[at + _NAME.size : at + _NAME.size + len(shown)] = shown
         self._names_used += _NAME.size + len(shown)
         _HEAD.pack_into(self._memory, 0, MAGIC, self._mask + 1, self._names_used)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..comm.process_group import ProcessGroup
-from ..comm.recorder import RECORDER, Ring
+from ..comm.recorder import GROUP_MASK, RECORDER, Ring
 from .clocks import clock_offset
 from .trace import process_group_of
 
@@ -131,7 +131,8 @@ def _lateness(group: ProcessGroup, ring: Ring, since: int) -> tuple[int, int, fl
     if topology.size == 1:
         return 0, 0, 0.0
     offset = clock_offset(group)
-    ours = np.array([kind == "c" and number == group.monitor.group for kind, number, _ in ring.names])[ring.name]
+    own = group.monitor.group & GROUP_MASK  # as the recorder keeps it
+    ours = np.array([kind == "c" and number == own for kind, number, _ in ring.names])[ring.name]
     ours &= ring.begin >= since
     begun = ring.begin[ours] + offset.ns
     known = dict(zip(ring.number[ours].tolist(), begun.tolist(), strict=True))

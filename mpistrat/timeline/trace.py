@@ -16,7 +16,7 @@ import numpy as np
 from .. import context
 from .._util.files import replacing
 from ..comm.process_group import ProcessGroup
-from ..comm.recorder import KINDS, RECORDER, Ring
+from ..comm.recorder import GROUP_MASK, KINDS, RECORDER, Ring
 from ..errors import explain
 from .clocks import Offset, clock_offset
 
@@ -118,7 +118,8 @@ def _fragment(group: ProcessGroup, ring: Ring, offset: Offset, zero: int) -> str
         if kind in "cpi":
             row["args"] = {"number": number}
         if kind == "c":
-            row["args"]["group"] = group_number - group.monitor.group  # 0 is the strategy's, on all ranks
+            apart = (group_number - group.monitor.group + GROUP_MASK // 2) & GROUP_MASK
+            row["args"]["group"] = apart - GROUP_MASK // 2  # 0 is the strategy's, on all ranks
             row["args"]["waited_us"] = waited / 1000 if end else None
         if not end:
             row["args"] = {**row.get("args", {}), "unfinished": True}

@@ -1,6 +1,7 @@
 """The timeline: traces of all ranks on one clock, and who makes others wait, as planted."""
 
 import gzip
+import itertools
 import json
 import time
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.comm.monitor import rank_monitor
 
 
 def train(strategy, steps=20, slow=None, seconds=0.005):
@@ -27,6 +29,13 @@ def train(strategy, steps=20, slow=None, seconds=0.005):
     for batch in data:
         strategy.run(train_step, args=(batch,))
     return time.perf_counter() - begun
+
+
+@pytest.fixture(params=[False, True])
+def many_groups(request, monkeypatch):
+    """Whether the program has made more groups than the recorder numbers apart."""
+    if request.param:
+        monkeypatch.setattr(rank_monitor, "_groups", itertools.count(1000))
 
 
 def read(path):
@@ -59,7 +68,7 @@ def test_a_trace_has_the_steps_of_all_ranks(mpi_tmp_path):
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_meet_in_a_collective_on_one_clock(mpi_tmp_path):
+def test_ranks_meet_in_a_collective_on_one_clock(mpi_tmp_path, many_groups):
     with ms.MultiWorkerMirroredStrategy() as strategy:
         train(strategy)
         path = ms.timeline.save(mpi_tmp_path / "trace.json.gz", strategy)
@@ -87,7 +96,7 @@ def test_some_ranks_only(mpi_tmp_path):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_slow_rank_is_named():
+def test_a_slow_rank_is_named(many_groups):
     with ms.MultiWorkerMirroredStrategy() as strategy:
         seconds = train(strategy, slow=1)
         found = ms.timeline.times(strategy, seconds)
