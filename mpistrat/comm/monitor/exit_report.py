@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..._util import log
+from ..._util.frames import frames
 from ...cluster.world import survives
 from ..recorder import RECORDER
 
@@ -151,7 +152,7 @@ def answer(position: Callable[[], str], end: Callable[[str], None]) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = {
             names.get(ident, str(ident)): "".join(traceback.format_stack(frame))
-            for ident, frame in sys._current_frames().items()
+            for ident, frame in frames().items()
             if ident != threading.get_ident()
         }
         _send("stacks " + json.dumps({"position": position(), "threads": stacks}))

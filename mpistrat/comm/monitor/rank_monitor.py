@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, final
 
+from ..._util.frames import frame_of
 from ..._util.text import plural, ranges
 from ..agree import fingerprint
 from ..call import Call
@@ -40,7 +40,7 @@ _BLOCKING = [
 
 def user_line(thread: int) -> str:
     """Return `file:line` of the user's code that a thread is in, outside this package, the standard library and others."""
-    frame = sys._current_frames().get(thread)
+    frame = frame_of(thread)
     innermost = "an unknown line"
     if frame is not None:
         innermost = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
