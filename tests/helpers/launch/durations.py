@@ -29,7 +29,7 @@ USUAL = {
 
 
 class Stopwatch:
-    """Measures each item from its start to its end, as the one who waits for the run does, and keeps that in the cache."""
+    """Measures each item from its start to its end, on ranks as these do, who start for many, and keeps that in the cache."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._cache = getattr(config, "cache", None)
@@ -44,7 +44,7 @@ class Stopwatch:
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if getattr(report, "elsewhere", False):  # by a process beside this one, which may have been waited for, or not
+        if getattr(report, "elsewhere", False):  # by ranks, or by a process beside this one, waited for or not
             self._elsewhere[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self) -> None:

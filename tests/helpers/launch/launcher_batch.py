@@ -101,7 +101,7 @@ class Batch:
     def _start(self, mpi: MpiEnv | None, hosts: Any, names: dict[str, str]) -> None:
         assert mpi is not None
         folder = self._described("--capture=tee-sys", "--with-mpi")
-        env = {"MPISTRAT_TEST_MPIS": json.dumps(names)}
+        env = {"MPISTRAT_TEST_MPIS": json.dumps(names), "MPISTRAT_TEST_LAYOUT": str(self.layout)}
         program = [mpi.python, "-m", "mpi4py", RANK, str(folder)]
         self._job = Job(program, self.layout.ranks, mpi, folder, env=env, hosts=hosts, cwd=self._config.rootpath)
 

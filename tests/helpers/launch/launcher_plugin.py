@@ -24,9 +24,14 @@ from launcher_batch import Batch, Beside, Layout
 
 from launcher import MpiEnv, Result, launch, mpi_env, remove_dead_shared_memory
 
-BATCH_TESTS = 150  # a new mpiexec after so many tests: a leak of MPI objects stays small
+BATCH_TESTS = 450  # a new mpiexec after so many tests: a leak of MPI objects stays small
 ON_RANKS = json.loads(os.environ.get("MPISTRAT_TEST_MPIS", "null"))  # in a rank: the names and vendors of all MPIs
+ON_LAYOUT = os.environ.get("MPISTRAT_TEST_LAYOUT", "")  # in a rank: that of its batch
 SINGLE_TIMEOUT = 180  # seconds for a test outside the ranks
+
+# Else each of hundreds of processes compiles the package, the tests and pytest's assertions in them by itself.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -103,12 +108,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marks:
         vendors = envs.vendors or {"no-mpi": ""}
         layouts = [
-            layout for name, vendor in vendors.items() for mark in marks for layout in _layouts(name, vendor, mark)
+            layout
+            for name, vendor in vendors.items()
+            for mark in marks
+            for layout in _layouts(name, vendor, mark)
+            if ON_LAYOUT in ("", str(layout))
         ]
         metafunc.fixturenames.append("_layout")
         metafunc.parametrize("_layout", layouts, ids=str)
     elif "mpi" in metafunc.fixturenames:
-        found = [] if JOB in metafunc.config.stash else list(envs.all.values())
+        found = [] if ON_RANKS is not None or JOB in metafunc.config.stash else list(envs.all.values())
         metafunc.parametrize("mpi", found or [None], ids=[env.name for env in found] or ["no-mpi"], indirect=True)
 
 
@@ -209,16 +218,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in _reports_beside(item) if layout is None else _reports(item, layout):
+        report.elsewhere = True
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
 
 def _reports_beside(item: pytest.Item) -> list[pytest.TestReport]:
-    reports = launcher_reports.merged(item, item.config.stash[BATCHES][item.nodeid].outcome(item.nodeid))
-    for report in reports:
-        report.elsewhere = True
-    return reports
+    return launcher_reports.merged(item, item.config.stash[BATCHES][item.nodeid].outcome(item.nodeid))
 
 
 def _reports(item: pytest.Item, layout: Layout) -> list[pytest.TestReport]:

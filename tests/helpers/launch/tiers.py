@@ -17,7 +17,7 @@ from pairwise import Combination, cover, one_of_each, order
 from touched import distances
 
 QUICK_EXAMPLES = 30  # of Hypothesis, in every tier but `all`
-SLOWEST = {"check": 1.0, "test": 3.5, "change": 25.0}  # seconds: what takes longer is left to the next tier
+SLOWEST = {"check": 1.0, "test": 3.5, "change": 45.0}  # seconds: what takes longer is left to the next tier
 ONCE = 2.0  # seconds: of a test on ranks that takes longer one item is taken, whichever
 PAGES = "test_docs.py"  # each of its pages is a program of its own
 WORDS = {  # of each kind: how the last line calls what was left out
@@ -72,13 +72,15 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
         return Choice(items)
     kinds = {item.nodeid: kind(item) for item in items}
     table = Table()
-    quick = [item for item in items if _is_quick(item, tier, table.expected(item.nodeid, kinds[item.nodeid]))]
+    seconds = {nodeid: table.expected(nodeid, name) for nodeid, name in kinds.items()}
+    limit = SLOWEST["check" if tier == "check" else "test"]
+    quick = [item for item in items if seconds[item.nodeid] <= limit]
     chosen = {item.nodeid for item in quick if kinds[item.nodeid] == "pure"}
     if tier != "check":
-        chosen |= _on_ranks(quick, kinds, table)
+        chosen |= _on_ranks(quick, kinds, seconds)
     ran, late = set(chosen), ""
     if tier == "change":
-        chosen, missed = _change_tier(config, items, kinds, chosen, table)
+        chosen, missed = _change_tier(config, items, kinds, chosen, seconds)
         ran |= chosen
         late = f" ({missed:,} of these the change touches, beyond the budget)" if missed else ""
     kept = [item for item in items if item.nodeid in chosen]
@@ -89,14 +91,10 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
     return Choice(kept, dropped, f"left out{also}: {words}{late}; {QUICK_EXAMPLES} examples of Hypothesis")
 
 
-def _is_quick(item: pytest.Item, tier: str, seconds: float) -> bool:
-    return seconds <= SLOWEST[tier]
-
-
-def _on_ranks(items: list[pytest.Item], kinds: dict[str, str], table: Table) -> set[str]:
+def _on_ranks(items: list[pytest.Item], kinds: dict[str, str], seconds: dict[str, float]) -> set[str]:
     chosen = {nodeid for nodeid, name in kinds.items() if name == "gpu" and _gpu()}
     ranks = [item for item in items if kinds[item.nodeid] == "ranks"]
-    slow = {item.nodeid for item in ranks if table.expected(item.nodeid, "ranks") > ONCE}
+    slow = {item.nodeid for item in ranks if seconds[item.nodeid] > ONCE}
     chosen |= cover(_combination(item) for item in ranks if item.nodeid not in slow)
     chosen |= one_of_each((_function(item), item.nodeid) for item in ranks if item.nodeid in slow)
     programs = [item for item in items if kinds[item.nodeid] == "program"]
@@ -104,7 +102,7 @@ def _on_ranks(items: list[pytest.Item], kinds: dict[str, str], table: Table) -> 
 
 
 def _change_tier(
-    config: pytest.Config, items: list[pytest.Item], kinds: dict[str, str], tested: set[str], table: Table
+    config: pytest.Config, items: list[pytest.Item], kinds: dict[str, str], tested: set[str], seconds: dict[str, float]
 ) -> tuple[set[str], int]:
     """Beyond what `test` runs: hosts and SLURM once each, and slow pages; then what is nearest to the change, as long as
     time is left.
@@ -112,13 +110,14 @@ def _change_tier(
     elsewhere = [item for item in items if kinds[item.nodeid] in ("hosts", "slurm")]
     chosen = one_of_each((_function(item), item.nodeid) for item in elsewhere)
     chosen |= {item.nodeid for item in items if PAGE in item.nodeid} - tested
-    seconds = {nodeid: table.expected(nodeid, name) for nodeid, name in kinds.items() if name != "gpu" or _gpu()}
     left = 60 * (config.option.budget or float("inf")) - sum(seconds[nodeid] for nodeid in chosen)
+    further = kinds.keys() - chosen - tested
     distance = distances(Path(config.rootpath), config.option.since, {item.path for item in items})
     touched = [
         (distance[item.path], order(item.nodeid), item.nodeid)
         for item in items
-        if item.path in distance and item.nodeid in seconds and item.nodeid not in chosen | tested
+        if item.path in distance and item.nodeid in further
+        if seconds[item.nodeid] <= SLOWEST["change"] and (kinds[item.nodeid] != "gpu" or _gpu())
     ]
     missed = 0
     for _, _, nodeid in sorted(touched):

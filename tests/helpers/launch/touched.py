@@ -98,7 +98,7 @@ def _home(package: str, name: str) -> Path | None:
 
 
 def _reached(root: Path, test: Path) -> set[Path]:
-    """The modules that a test file names, itself or in a helper; programs in strings count, so the text is read."""
+    """The modules that a test file names, or a helper or a program beside it; programs in strings count, so the text is read."""
     found, files = {test}, [test]
     while files:
         text = files.pop().read_text()
@@ -109,9 +109,13 @@ def _reached(root: Path, test: Path) -> set[Path]:
         for base, imported in re.findall(r"from (mpistrat[\w.]*) import ([\w, ]+)", text):
             names += [f"{base}.{name.strip()}" for name in imported.split(",")]
         found |= {module for name in names if (module := _module(root, name))}
-        for helper in re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE):
-            for path in (root / "tests" / "helpers").glob(f"*/{helper}.py"):
-                if path not in found:
-                    found.add(path)
-                    files.append(path)
+        helpers = re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)
+        beside = [path for name in re.findall(r"\"(\w+\.py)\"", text) if (path := test.with_name(name)).exists()]
+        for path in (
+            *beside,
+            *(path for name in helpers for path in (root / "tests" / "helpers").glob(f"*/{name}.py")),
+        ):
+            if path not in found:
+                found.add(path)
+                files.append(path)
     return found

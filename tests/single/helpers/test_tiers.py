@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tiers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import QUICK_EXAMPLES, cap_examples
@@ -84,6 +86,30 @@ def test_test_runs_a_cover_and_one_program(collect):
 def test_how_many_examples_run(collect, tier, examples):
     passed, _ = collect("-rA", "-k", "many", "--tier", tier, examples=examples)
     assert passed == ["test_many_examples", "test_how_many"]
+
+
+def test_what_test_leaves_out_as_slow_is_of_the_change(monkeypatch):
+    seconds = {"quick": 1.0, "slow": 10.0, "slower": 100.0}
+
+    class Item:
+        fixturenames, path = (), Path("test_it.py")
+
+        def __init__(self, nodeid):
+            self.nodeid = nodeid
+
+        def get_closest_marker(self, name):
+            return None
+
+    class Config:
+        rootpath = Path()
+
+    monkeypatch.setattr(tiers.Table, "expected", lambda self, nodeid, kind: seconds[nodeid])
+    monkeypatch.setattr(tiers, "distances", lambda *_: {Item.path: 1})
+    chosen = {}
+    for tier in ("test", "change", "all"):
+        Config.option = SimpleNamespace(tier=tier, chosen=False, budget=None, since=None)
+        chosen[tier] = [item.nodeid for item in tiers.choose(Config, [Item(name) for name in seconds]).kept]
+    assert chosen == {"test": ["quick"], "change": ["slow"], "all": list(seconds)}
 
 
 def test_a_small_number_of_examples_stays():

@@ -18,6 +18,9 @@ FILES = {
     "tests/test_helped.py": "import helper",
     "tests/test_program.py": "PROGRAM = 'import mpistrat.middle'",
     "tests/test_alone.py": "import mpistrat.alone",
+    "tests/test_counted.py": 'run(HERE / "counted.py")',
+    "tests/counted.py": "import mpistrat.other",
+    "mpistrat/other.py": "",
 }
 
 
@@ -44,6 +47,8 @@ def test_what_imports_it_counts_by_distance(touched):
 def test_tests_and_their_helpers_count(touched):
     assert touched("tests/test_alone.py") == {"alone": 0}
     assert touched("tests/helpers/models/helper.py") == {"helped": 1}
+    assert touched("tests/counted.py") == {"counted": 1}
+    assert touched("mpistrat/other.py") == {"counted": 1}
 
 
 def test_without_a_change_there_is_none(touched):
