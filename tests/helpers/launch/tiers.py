@@ -46,7 +46,7 @@ def add_options(group: Any) -> None:
         "--beside", action="store_true", help="run tests without ranks in a second process, on the second core"
     )
     group.addoption("--since", metavar="COMMIT", help="for --tier change: the commit that the change starts from")
-    group.addoption("--budget", type=float, metavar="MINUTES", help="for --tier change: take no more items than fit")
+    group.addoption("--budget", type=float, metavar="MINUTES", help="for --tier change: for what the change touches")
 
 
 def kind(item: pytest.Item) -> str:
@@ -104,23 +104,25 @@ def _on_ranks(items: list[pytest.Item], kinds: dict[str, str], seconds: dict[str
 def _change_tier(
     config: pytest.Config, items: list[pytest.Item], kinds: dict[str, str], tested: set[str], seconds: dict[str, float]
 ) -> tuple[set[str], int]:
-    """Beyond what `test` runs: hosts and SLURM once each, and slow pages; then what is nearest to the change, as long as
-    time is left.
+    """Beyond what `test` runs: hosts and SLURM once each, and slow pages; then, as long as time is left, what is nearest to
+    the change: first one item of each function of which `test` runs none.
     """
     elsewhere = [item for item in items if kinds[item.nodeid] in ("hosts", "slurm")]
     chosen = one_of_each((_function(item), item.nodeid) for item in elsewhere)
     chosen |= {item.nodeid for item in items if PAGE in item.nodeid} - tested
-    left = 60 * (config.option.budget or float("inf")) - sum(seconds[nodeid] for nodeid in chosen)
     further = kinds.keys() - chosen - tested
     distance = distances(Path(config.rootpath), config.option.since, {item.path for item in items})
     touched = [
-        (distance[item.path], order(item.nodeid), item.nodeid)
+        item
         for item in items
         if item.path in distance and item.nodeid in further
         if seconds[item.nodeid] <= SLOWEST["change"] and (kinds[item.nodeid] != "gpu" or _gpu())
     ]
-    missed = 0
-    for _, _, nodeid in sorted(touched):
+    known = {_function(item) for item in items if item.nodeid in tested}
+    new = one_of_each((_function(item), item.nodeid) for item in touched if _function(item) not in known)
+    ranked = [(item.nodeid not in new, distance[item.path], order(item.nodeid), item.nodeid) for item in touched]
+    left, missed = 60 * (config.option.budget or float("inf")), 0
+    for *_, nodeid in sorted(ranked):
         left -= seconds[nodeid]
         if left >= 0:
             chosen.add(nodeid)
