@@ -21,7 +21,15 @@ strategy.close()
 LEFT = "import os; print([name for name in os.listdir('/dev/shm') if name.startswith('mpistrat-')])"
 
 
+@pytest.fixture
+def usual_kill_wait(slurm):
+    """What SLURM waits before SIGKILL if it isn't told: 16,000 files may take longer to remove than the 5 s of other tests."""
+    with slurm.configured("KillWait=30"):
+        yield
+
+
 @pytest.mark.parametrize("end", ["done", "cancelled"])
+@pytest.mark.usefixtures("usual_kill_wait")
 def test_ranks_run_out_of_a_copy_that_goes_with_the_job(slurm, slurm_mpi, tmp_path, end: str) -> None:
     import slurm_jobs as jobs
 
