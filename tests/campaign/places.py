@@ -55,7 +55,7 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def files(self, key: str) -> list[str]:
-        """Return the files of a job in shared memory."""
+        """Return the files in shared memory that have a job's key in their name."""
 
     def close(self) -> None:  # noqa: B027
         """Nothing more is started."""
@@ -109,13 +109,13 @@ class TwoHosts(Place):
 
     def __init__(self) -> None:
         self._hosts = Hosts(2)
-        self._slurm = Slurm(self._hosts)
+        self.slurm = Slurm(self._hosts)
 
     def start(self, folder: Path, words: Sequence[str], environment: dict[str, str]) -> Running:
         lines = ["#!/bin/bash", "#SBATCH --nodes=2 --ntasks-per-node=2 --output=stderr --open-mode=truncate"]
         lines += [shlex.join(words), "echo $? > status.part", "mv status.part status"]
         (folder / "job.sh").write_text("\n".join(lines) + "\n")
-        return _Batch(self._slurm.submit(folder / "job.sh", env=environment), folder)
+        return _Batch(self.slurm.submit(folder / "job.sh", env=environment), folder)
 
     def kill(self, host: str, pid: int) -> bool:
         command = [*self._hosts.enter(host, "/"), "kill", "-KILL", str(pid)]
@@ -131,7 +131,7 @@ class TwoHosts(Place):
         return [f"{host}: {name}" for host, found in names.items() for name in found if key in name]
 
     def close(self) -> None:
-        self._slurm.close()
+        self.slurm.close()
         self._hosts.close()
 
 

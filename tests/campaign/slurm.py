@@ -26,9 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers" / "launch")]
 
-from hosts import Hosts  # noqa: E402
+from places import TwoHosts  # noqa: E402
+
 from launcher import MpiEnv, mpi_env  # noqa: E402
-from slurm import ENDED, Job, Slurm  # noqa: E402
+from slurm import ENDED, Job  # noqa: E402
 
 KINDS = ("node", "preempt", "scancel", "kill")
 EACH = 4  # interruptions of a job
@@ -77,14 +78,14 @@ URGENT = "#!/bin/bash\n#SBATCH --partition=urgent --nodes=2 --exclusive --time=1
 class Run:
     """One job, and what happens to it."""
 
-    def __init__(self, slurm: Slurm, mpi: MpiEnv, folder: Path, sleep: float, limit: str) -> None:
-        self.slurm, self.folder = slurm, folder
+    def __init__(self, place: TwoHosts, mpi: MpiEnv, folder: Path, sleep: float, limit: str) -> None:
+        self.place, self.slurm, self.folder = place, place.slurm, folder
         (folder / "train.py").write_text(PROGRAM)
         words = [mpi.python, "-m", "mpistrat", "job", "--nodes", "2", "--ranks-per-node", "2", "--cpus-per-rank", "1"]
         words += ["--venv", str(Path(mpi.python).parent.parent), "--restarts", "50", "--preemptible", "--notice", "45"]
         words += ["--max-restarts", "50", "--time", limit, "--output", str(folder / "job.sh"), "train.py", str(sleep)]
         subprocess.run(words, check=True, capture_output=True, timeout=60)
-        self.job = slurm.submit(folder / "job.sh")
+        self.job = self.slurm.submit(folder / "job.sh")
         self.recoveries: list[float] = []
 
     def progress(self) -> list[list[float]]:
@@ -130,21 +131,14 @@ class Run:
             numbered = [step for step in steps if step.split(".")[-1].isdigit()]
             self.slurm.run("scancel", *numbered[-1:])
         else:
-            place = rng.choice([path.name for path in self.folder.glob(f"pid-{start}-*")])
-            command = [*self.slurm.hosts.enter(place.split("-")[2]), "kill", "-KILL", (self.folder / place).read_text()]
-            subprocess.run(command, capture_output=True, timeout=30)
+            rank = rng.choice([path.name for path in self.folder.glob(f"pid-{start}-*")])
+            self.place.kill(rank.split("-")[2], int((self.folder / rank).read_text()))
         count = len(before) + 1
         while self.reach(count) and self.progress()[count - 1][2] == start:
             count += 1
         later = [time for time, _, number in self.progress() if number != start and time > before[-1][0]]
         if later:
             self.recoveries.append(min(later) - max(time for time, _, number in self.progress() if number == start))
-
-
-def left(slurm: Slurm) -> list[str]:
-    """What lies in the hosts' shared memory of jobs that have ended."""
-    return [f"{host}: {name}" for host in slurm.hosts.names
-            for name in slurm.hosts.inside(host, "ls", "/dev/shm").split() if name.startswith("mpistrat")]  # fmt: skip
 
 
 def main() -> int:
@@ -160,8 +154,7 @@ def main() -> int:
     recoveries: dict[str, list[float]] = {}
     wrong: list[str] = []
     expected, jobs = "", 0
-    hosts = Hosts(2)
-    slurm = Slurm(hosts)
+    place = TwoHosts()
     try:
         with tempfile.TemporaryDirectory(prefix="mpistrat-campaign-") as base:
             while kinds.total() < options.cycles:
@@ -170,7 +163,7 @@ def main() -> int:
                 before = len(wrong)
                 limited = bool(expected) and jobs % 5 == 4
                 sleep = 0.25 if limited else 0.06 if expected else 0.0
-                run = Run(slurm, mpi, folder, sleep, "00:01:00" if limited else "00:30:00")
+                run = Run(place, mpi, folder, sleep, "00:01:00" if limited else "00:30:00")
                 try:
                     for _ in range(EACH if expected and not limited else 0):
                         if not run.reach(len(run.progress()) + rng.randrange(10, 50)):
@@ -194,11 +187,9 @@ def main() -> int:
                 print(f"{jobs} jobs, {kinds.total()} interruptions {dict(kinds)}, {len(wrong)} wrong", flush=True)
                 for text in wrong[before:]:
                     print(text, flush=True)
-            remains = left(slurm)
-            wrong += [f"left: {what}" for what in remains]
+            wrong += [f"left: {what}" for what in place.files("mpistrat")]
     finally:
-        slurm.close()
-        hosts.close()
+        place.close()
     result = {
         "campaign": "SLURM", "mpi": name, "date": time.strftime("%Y-%m-%d"), "seed": options.seed, "ranks": 4, "hosts": 2,
         "jobs": jobs, "interruptions": dict(kinds), "wrong": [text.splitlines()[0] for text in wrong],
