@@ -1,4 +1,4 @@
-"""How operations are timed: taking turns, each warm, behind a barrier; medians of the slowest rank."""
+"""How operations are timed: taking turns or alone, behind a barrier; medians of the slowest rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Operation", "largest", "median_rate", "medians", "meet", "pair", "total"]
+__all__ = ["Operation", "Spread", "largest", "median_rate", "medians", "meet", "pair", "spread", "total"]
 
 Operation = Callable[[], object]
+Spread = tuple[float, float, float]  # the median, and quartiles
 _PAUSE = 5e-4  # seconds
 
 
@@ -39,6 +40,43 @@ def pair(comm: Any, operations: Mapping[str, Operation], *, repetitions: int, se
         if not go_on[0]:
             break
     return {name: largest(comm, statistics.median(values)) for name, values in times.items()}
+
+
+def spread(
+    comm: Any, operation: Operation | None, seconds: float, *, before: Operation | None = None, everyone: bool = True
+) -> Spread:
+    """Return the median, and the quartiles, of the seconds of an operation on the slowest rank. Collective.
+
+    Args:
+        comm: all ranks.
+        operation: what this rank does; None where it only waits.
+        seconds: for all repetitions; at least five are made, after one that does not count.
+        before: precedes each, untimed; a barrier of all follows it, where they do something.
+        everyone: whether all ranks do something; else those that wait leave their cores to others.
+    """
+    from mpi4py import MPI
+
+    times: list[float] = []
+    start, go_on, worst = time.perf_counter(), np.ones(1, np.int32), np.empty(1)
+    while go_on[0]:
+        if not everyone:
+            meet(comm)
+        if before is not None:
+            before()
+        if everyone:
+            comm.Barrier()
+        began = time.perf_counter()
+        if operation is not None:
+            operation()
+        mine = np.array([time.perf_counter() - began if operation is not None else 0.0])
+        if not everyone:
+            meet(comm)
+        comm.Allreduce(mine, worst, op=MPI.MAX)
+        times.append(float(worst[0]))
+        go_on[0] = len(times) < 6 or (time.perf_counter() - start < seconds and len(times) < 1000)
+        comm.Bcast(go_on, root=0)
+    least, median, most = statistics.quantiles(times[1:], n=4)
+    return median, least, most
 
 
 def median_rate(

@@ -1,9 +1,9 @@
 """A model of a training step: from constants that `mpistrat bench` measured, its time and memory on other layouts.
 
-A rank owns 1/p of its node's M parameters and sums p gradients of them; the ranks of a node share its memory's bandwidth, and
-its cores where they are more. Between N nodes go 2 (N - 1) / N gradients' bytes of a node. Up to 64 nodes each updates 1/N of the
-parameters, whose slots it has, and a rank sends 2 (N - 1) messages for each round of 1 MiB or more; on more nodes, and for
-few parameters, each node updates all, by all-reduces of 1 MiB, 2 log2 N messages each.
+A step begins when each rank has written its gradients, and ends when all have the new weights. A node sums as many gradients
+as it has ranks, and all its cores work. Between N nodes go 2 (N - 1) / N gradients' bytes of a node. Up to 64 nodes each
+updates 1/N of the parameters, whose slots it has, in rounds of 1 MiB or more; on more nodes, and for few parameters, each
+node updates all, by all-reduces of 1 MiB, 2 log2 N messages each.
 The model knows no NUMA borders, no contention in switches and no noise: predictions are ranges.
 """
 
@@ -14,17 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-import numpy as np
-
-from ..cross_device.pieces import round_size
-from ..strategy.assemble import MOST_NODES
-from ..variables.arena import LEAST_PIECE
-from . import constants as of
-from .plan_machine import Machine, Spread
+from .measure import Spread
+from .plan_machine import Machine
+from .plan_network import WORD, is_divided, traffic
 
 __all__ = ["Prediction", "layouts", "predict"]
 
-_WORD = 4  # bytes of a float32
 _SLOTS = 2  # of Adam
 _OWN = 0.08  # of what is measured, that steps differ from it by themselves
 _CLOSE = 0.15
@@ -39,6 +34,7 @@ class Prediction:
 
     Attributes:
         nodes, ranks: the layout: ranks of each node.
+        threads: of each rank's loops.
         memory: the sum of gradients and the update.
         network: between nodes.
         meetings: of ranks, and Python.
@@ -53,6 +49,7 @@ class Prediction:
 
     nodes: int
     ranks: int
+    threads: int
     memory: Range
     network: Range
     meetings: Range
@@ -91,26 +88,27 @@ def predict(machine: Machine, parameters: float, compute: float, nodes: int, ran
         nodes: their number.
         ranks: of each node.
     """
-    divided = 1 < nodes <= MOST_NODES and parameters * _WORD >= LEAST_PIECE * ranks * nodes
+    divided = is_divided(parameters, nodes, ranks)
     parts = nodes if divided else 1
-    costs = machine.seconds_a_parameter(parameters / ranks, ranks, parts)
+    costs = machine.seconds_a_parameter(parameters, ranks, 1 / parts)
     memory = parameters * costs[0], parameters * costs[1], parameters * costs[2]
     network = _network(machine, parameters, nodes, ranks, divided)
     meetings = _meetings(machine, nodes, ranks)
-    lost = machine.lost(memory[0]) if ranks > machine.cores else (0.0, 0.0, 0.0)
-    # At best a node's sums travel while it sums and updates others; at worst its cores carry what travels.
-    both = memory[0] + network[0]
-    hidden = (max(memory[0], network[0]) + both) / 2
-    expected = compute + hidden + meetings[0] + lost[0]
-    least = compute + (1 - _OWN) * (max(memory[1], network[1]) + meetings[1]) + lost[1]
-    most = compute + (1 + _OWN) * (memory[2] + network[2] + meetings[2]) + lost[2]
-    gradients = parameters * _WORD * ranks
-    size = parameters * _WORD * (1 + _SLOTS / parts) + gradients
+    lost = _lost(machine, memory[0], network[0], nodes, ranks)
+    # A network whose speed was told: at best sums travel while a node sums and updates others, at worst its cores carry them.
+    both = [one + other for one, other in zip(memory, network, strict=True)]
+    hidden = [0.0 if machine.adds else min(one, other) for one, other in zip(memory, network, strict=True)]
+    expected = compute + both[0] - hidden[0] / 2 + meetings[0] + lost[0]
+    least = compute + (1 - _OWN) * (both[1] - hidden[1] + meetings[1] + lost[1])
+    most = compute + (1 + _OWN) * (both[2] + meetings[2] + lost[2])
+    gradients = parameters * WORD * ranks
+    size = parameters * WORD * (1 + _SLOTS / parts) + gradients
     doubt = ""
     if max(most - expected, expected - least) > _CLOSE * expected:
-        doubt = _doubt(machine, nodes, ranks, most - least, network[2] - network[1], memory[2] - memory[1])
+        doubt = _doubt(machine, nodes, ranks, network[2] - network[1], memory[2] - memory[1])
+    threads = max(machine.cores // ranks, 1) if machine.node.threaded else 1
     return Prediction(
-        nodes, ranks, memory[1:], network[1:], meetings[1:], (least, most), expected, compute, size, gradients,
+        nodes, ranks, threads, memory[1:], network[1:], meetings[1:], (least, most), expected, compute, size, gradients,
         size <= machine.memory, doubt,
     )  # fmt: skip
 
@@ -118,13 +116,11 @@ def predict(machine: Machine, parameters: float, compute: float, nodes: int, ran
 def _network(machine: Machine, parameters: float, nodes: int, ranks: int, divided: bool) -> Spread:
     if nodes == 1:
         return 0.0, 0.0, 0.0
-    wire = 2 * (nodes - 1) / nodes * parameters * _WORD
-    round_bytes = round_size(nodes, np.dtype(np.float32)) * nodes * _WORD if divided else of.CHUNK_BYTES
-    messages = 2.0 * (nodes - 1) if divided else 2 * math.log2(nodes)
-    latencies = math.ceil(parameters / ranks * _WORD / round_bytes) * messages * machine.latency
-    slow, quick = machine.network[1:]
-    waited = 1.0 if not divided else 1 / messages  # of pieces, all messages of a round travel at once
-    return wire / machine.network[0] + waited * latencies, wire / quick, wire / slow + latencies
+    wire, rounds, messages = traffic(parameters, nodes, ranks)
+    usual, slow, quick = machine.network
+    latencies = rounds * messages * machine.latency
+    waited = 1 / messages if divided else 1.0  # of pieces, all messages of a round travel at once
+    return wire / usual + waited * latencies, wire / quick + waited * latencies, wire / slow + latencies
 
 
 def _meetings(machine: Machine, nodes: int, ranks: int) -> Spread:
@@ -137,23 +133,33 @@ def _meetings(machine: Machine, nodes: int, ranks: int) -> Spread:
     return fixed[0] * height, fixed[1], fixed[2] * height + hops
 
 
-def _doubt(machine: Machine, nodes: int, ranks: int, width: float, network: float, memory: float) -> str:
+def _lost(machine: Machine, memory: float, network: float, nodes: int, ranks: int) -> Spread:
+    """What ranks lose that share cores; between nodes one computes while another waits for messages, which may be a gain."""
+    if ranks <= machine.cores:
+        return 0.0, 0.0, 0.0
+    lost = machine.lost(memory, ranks)
+    return lost if nodes == 1 else (0.0, -network * (1 - machine.cores / ranks), lost[2])
+
+
+def _doubt(machine: Machine, nodes: int, ranks: int, network: float, memory: float) -> str:
     if ranks > machine.cores:
         return "ranks share cores"
-    if machine.cores != machine.measured_cores:
+    if machine.cores != machine.node.cores:
         return "the memory of such a node was not measured"
     if nodes > 1 and network >= memory:
         return "how fast messages are differs much"
-    return "how much of the sums the network hides is open" if nodes > 1 else "what was measured differs much"
+    hides = nodes > 1 and not machine.adds
+    return "how much of the sums the network hides is open" if hides else "what was measured differs much"
 
 
 def layouts(cores: int, nodes: int) -> Iterable[tuple[int, int]]:
-    """Return nodes and ranks of each, in powers of two, up to so many nodes, and as many ranks as cores.
+    """Return nodes and ranks of each: powers of two of nodes, and so many, by ranks that divide the cores.
 
     Example:
-        >>> list(layouts(4, 2))
-        [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)]
+        >>> list(layouts(6, 3))[-4:]
+        [(3, 1), (3, 2), (3, 3), (3, 6)]
     """
-    for high in range(nodes.bit_length()):
-        for ranks in range(cores.bit_length()):
-            yield 1 << high, 1 << ranks
+    for count in sorted({*(1 << height for height in range(nodes.bit_length())), nodes}):
+        for ranks in range(1, cores + 1):
+            if cores % ranks == 0:
+                yield count, ranks

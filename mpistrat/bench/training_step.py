@@ -13,7 +13,7 @@ from ..variables import Variable
 from .measure import Operation, pair
 from .result import Result, Setting
 
-__all__ = ["OURS", "RAW", "measure", "ours", "raw"]
+__all__ = ["OURS", "RAW", "measure", "ours", "raw", "written_and_taken"]
 
 OURS, RAW = "mpistrat, arenas", "raw MPI_Allreduce + NumPy Adam"
 LAYERS = 16
@@ -24,16 +24,26 @@ _TIMES = 7  # that each operation is done, at least
 
 def ours(strategy: Any, count: int) -> Operation:
     """Return a step of this package: gradients lie in `v.grad` already, then `apply_gradients`. Collective."""
+    return written_and_taken(strategy, count)[1]
+
+
+def written_and_taken(strategy: Any, count: int) -> tuple[Operation, Operation]:
+    """Return what writes this rank's gradients, as a backward pass does, and a step that takes them. Collective."""
     with strategy.scope():
         variables = [Variable(np.zeros(count // LAYERS, np.float32), name=f"w{i}") for i in range(LAYERS)]
         optimizer = Adam(1e-3)
-    for variable in variables:
-        variable.gradient(0)[:] = 1e-3
+    replicas = range(strategy.extended.process_group.topology.num_local_replicas)
+    gradients = [variable.gradient(replica) for variable in variables for replica in replicas]
+
+    def write() -> None:
+        for gradient in gradients:
+            gradient[:] = 1e-3
 
     def step() -> None:
         optimizer.apply_gradients([(v.grad, v) for v in variables])
 
-    return lambda: strategy.run(step)
+    write()
+    return write, lambda: strategy.run(step)
 
 
 def raw(comm: Any, count: int) -> Operation:

@@ -81,6 +81,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         cores=args.cores or measured.cores,
         memory=measured.memory if args.memory is None else 1e9 * args.memory,
         network=measured.network if args.network is None else (told, told, told),
+        adds=args.network is None,
         latency=measured.latency if args.latency is None else 1e-6 * args.latency,
     )
     nodes = args.nodes
@@ -118,7 +119,7 @@ def _show(title: str, found: Sequence[Prediction]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head in (
         "nodes",
-        "ranks\na node",
+        "ranks ×\nthreads",
         "sum and\nupdate",
         "network",
         "step",
@@ -131,7 +132,7 @@ def _show(title: str, found: Sequence[Prediction]) -> None:
     for each in found:
         low, high = (f"{100 * value:.0f}" for value in each.efficiency)
         table.add_row(
-            str(each.nodes), str(each.ranks), _range(each.memory), _range(each.network), _range(each.step),
+            str(each.nodes), f"{each.ranks} × {each.threads}", _range(each.memory), _range(each.network), _range(each.step),
             duration(each.expected),
             f"{low} %" if low == high else f"{low}-{high} %",
             decimal_size(each.bytes) + ("" if each.fits else ": too much"), each.bottleneck,
@@ -165,7 +166,7 @@ def _advice(machine: Machine, best: Prediction) -> list[str]:
         lines.append(f"The network is the limit: two gradients accumulated for each step save {saved} of each.")
     elif best.bottleneck == "memory":
         lines.append("The sum of gradients and the update are the limit: a larger batch computes longer for each.")
-    if machine.cores != machine.measured_cores:
+    if machine.cores != machine.node.cores:
         lines.append("How fast the memory of nodes with other cores is, is not known: measure there for closer ranges.")
     if best.doubt:
         least, most = (100 * (seconds / best.expected - 1) for seconds in best.step)
@@ -192,10 +193,10 @@ def _compared(documents: Sequence[dict[str, Any]], measured: Machine) -> list[st
 COMMAND = Command(
     summary="predict step time and memory on other nodes and ranks",
     text="""\
-Predict what a training step (Adam, float32) takes over nodes and ranks a node: the sum of gradients and the update, the
-network, memory, efficiency, and what is the bottleneck. The constants are those that mpistrat bench has measured (--like), on
-one node or on several; cores, memory and network of another machine can be told. Predictions are ranges, with what is expected
-in between; where they are wider than 15 %, it says why.""",
+Predict what a training step (Adam, float32), from gradients to new weights, takes over nodes and ranks a node: the sum of
+gradients and the update, the network, memory, efficiency, and what is the bottleneck. The constants are those that mpistrat
+bench has measured (--like), on one node or on several; cores, memory and network of another machine can be told. Predictions
+are ranges, with what is expected in between; where they are wider than 15 %, it says why.""",
     examples=(
         "mpistrat run -n 4 -m mpistrat bench --only constants --only step --json bench.json",
         "mpistrat plan --parameters 1e8 --compute 0.1 --like one-node.json two-nodes.json --nodes 16",

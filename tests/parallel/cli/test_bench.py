@@ -2,7 +2,7 @@
 
 import json
 
-from mpistrat.bench.constants import COLUMNS, PING, UPDATE, name_of
+from mpistrat.bench.constants import ALONE, COLUMNS, GRADIENT, PING, STEP, TOGETHER, name_of
 
 PROGRAM = """
 import sys
@@ -33,8 +33,9 @@ def test_everything(mpi_run, tmp_path):
     }
     constants = {name: [case[column] for column in COLUMNS] for name, case in values.pop("constants").items()}
     assert all(0 <= least <= median <= most for median, least, most in constants.values())
-    alone, together = (constants[name_of(UPDATE, "262 K", all_)][0] for all_ in (False, True))
-    assert 0 < alone <= 2 * together and PING not in constants
+    alone, together = (constants[name_of(what, "393 K")][0] for what in (ALONE, TOGETHER))
+    assert 0 < alone <= 5 * together and name_of(GRADIENT, "393 K") in constants
+    assert PING not in constants and not any(name.startswith(STEP) for name in constants)
     assert all(figure > 0 for found in values.values() for case in found.values() for figure in case.values())
     assert document["machine"]["ranks"] == 2
     assert "Input from HDF5 files" in result.out[0]
@@ -46,3 +47,15 @@ def test_a_folder_that_is_not_there(mpi_run, tmp_path):
     result = mpi_run([str(tmp_path / "bench.py"), *words], 2, timeout=120)
     assert result.returncode == 1, result
     assert "missing" in result.err[0]
+
+
+def test_ranks_that_share_cores_measure_whole_steps(mpi_run, tmp_path):
+    (tmp_path / "bench.py").write_text("import os\nos.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n" + PROGRAM)
+    words = ["--only", "constants", "--json", str(tmp_path / "found.json")]
+    result = mpi_run([str(tmp_path / "bench.py"), *words], 2, timeout=120)
+    assert result.returncode == 0, result
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert document["machine"]["cores"] == 1
+    constants = document["benchmarks"]["constants"]["values"]
+    assert name_of(STEP, "262 K") in constants and len(constants) == 2
+    assert not any(name.startswith((ALONE, TOGETHER, GRADIENT)) for name in constants)
