@@ -47,7 +47,6 @@ def measure(path: str, hosts: int, calibrates: bool, seconds: float) -> None:
         keep_to_a_core(hosts)  # before MPI starts threads
     from mpi4py import MPI
 
-    import mpistrat as ms
     from mpistrat.bench import constants
     from mpistrat.bench.machine import machine
     from mpistrat.bench.result import Setting
@@ -59,9 +58,7 @@ def measure(path: str, hosts: int, calibrates: bool, seconds: float) -> None:
         found = {"machine": machine(world), "benchmarks": {"constants": constants.measure(setting).document()}}
     else:
         for label, count in SIZES.items():
-            strategy = ms.MultiWorkerMirroredStrategy(comm=world)
-            found[label] = constants.step_seconds(strategy, count, seconds)
-            strategy.close()
+            found[label] = constants.step_seconds(world, count, seconds)
     if world.rank == 0:
         Path(path).write_text(json.dumps(found))
 

@@ -35,9 +35,9 @@ __all__ = [
     "step_seconds",
 ]
 
-ALONE = "update of 1 M parameters, 1 gradient, by one rank on all cores"
-TOGETHER = "update of 1 M parameters, 1 gradient, by each rank, all at once"
-GRADIENT = "each gradient more, of another rank, all at once"
+ALONE = "sum and update of 1 M parameters by one rank on all cores"
+TOGETHER = "sum and update of 1 M parameters by each rank, all at once, in pairs that share them"
+GRADIENT = "each gradient more, all at once"
 FIXED = "a step on 1,024 parameters"
 STEP = "a step"
 PING = "8 bytes to a node and from one"
@@ -49,7 +49,7 @@ PARTS = {
 CROWDED = {"262 K": 1 << 18, "1 M": 1 << 20, "4.2 M": 1 << 22}  # of each rank, of more ranks than cores
 NETWORK_PART = {"2.1 M": 1 << 21}  # of those of several nodes: then rounds of messages follow each other for long
 COLUMNS = ("a rank", "least", "most")  # the median, and quartiles
-_COPIES = 6  # of a part, that a rank holds
+_COPIES = 8  # of a part, that a rank holds
 _SMALL = 1024
 _TAG = 7
 
@@ -67,19 +67,18 @@ def measure(setting: Setting) -> Result:
     group, comm, seconds = strategy.extended.process_group, strategy.comm, setting.budget(0.8)
     topology = group.topology
     found: dict[str, Spread] = {}
-    crowded = max(topology.ranks_per_node) > topology.node_cores
-    if crowded:
-        for label, size in _fitting(setting, CROWDED).items():
-            count = size * max(topology.ranks_per_node)
-            found[name_of(STEP, label)] = step_seconds(strategy, count, 3 * seconds)
+    steps = {"": _SMALL}
+    if max(topology.ranks_per_node) > topology.node_cores:
+        steps |= _fitting(setting, CROWDED)
     else:
         found |= _sum_and_update(comm, group.node.rank, _fitting(setting, PARTS), seconds)
-    found[FIXED] = step_seconds(strategy, _SMALL, seconds)
     if group.num_nodes > 1:
-        inter = group.inter  # None on ranks that own nothing, where nodes have unequal numbers
-        found[PING] = spread(comm, _ping(inter), seconds)
-        for label, size in NETWORK_PART.items():
-            found[name_of(STEP, label)] = step_seconds(strategy, size * max(topology.ranks_per_node), 3 * seconds)
+        found[PING] = spread(comm, _ping(group.inter), seconds)
+        steps |= NETWORK_PART
+    for label, size in steps.items():
+        count = size * max(topology.ranks_per_node) if label else size
+        name = name_of(STEP, label) if label else FIXED
+        found[name] = step_seconds(comm, count, 3 * seconds if label else seconds)
     strategy.close()
     return Result(
         title="What a step is made of",
@@ -90,10 +89,13 @@ def measure(setting: Setting) -> Result:
     )
 
 
-def step_seconds(strategy: Any, count: int, seconds: float) -> Spread:
+def step_seconds(comm: Any, count: int, seconds: float) -> Spread:
     """Return the seconds of a step on so many parameters, whose gradients all ranks have just written. Collective."""
+    strategy = MultiWorkerMirroredStrategy(comm=comm)
     write, step = written_and_taken(strategy, count)
-    return spread(strategy.comm, step, seconds, before=write)
+    found = spread(strategy.comm, step, seconds, before=write)
+    strategy.close()
+    return found
 
 
 def _fitting(setting: Setting, parts: dict[str, int]) -> dict[str, int]:
@@ -108,69 +110,66 @@ def _sum_and_update(comm: Any, local_rank: int, parts: dict[str, int], seconds: 
 
     own = loops.threads()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    pairs = node.Split(
-        local_rank // 2
-    )  # each as if it were a node: the gradients of all ranks of a node may be too many
-    replicas = ["cpu:0"] if node.size > 1 else ["cpu:0", "cpu:1"]
+    # Each as if it were a node: gradients of all ranks of a node may be too many.
+    pairs = node.Split(local_rank // 2)
 
-    def of_itself() -> Any:
+    def alone() -> Any:
         return MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF)
 
-    def of_a_pair() -> Any:
-        return MultiWorkerMirroredStrategy(comm=pairs, devices=replicas)
+    def in_pairs(replicas: int) -> MakeStrategy:
+        return lambda: MultiWorkerMirroredStrategy(comm=pairs, devices=[f"cpu:{i}" for i in range(replicas)])
 
-    one = _costs(comm, of_itself, own, parts, seconds)
-    alone = one
-    if comm.allreduce(node.size) > comm.size:  # else each has its node alone
-        alone = _costs(comm, of_itself if local_rank == 0 else None, 0, parts, seconds)
-    two = _costs(comm, of_a_pair, own, parts, seconds)
+    found: dict[str, Spread] = {}
+    for what, make, threads in (
+        (ALONE, alone if local_rank == 0 else None, 0),
+        (TOGETHER, in_pairs(1), own),
+        (GRADIENT, in_pairs(2), own),
+    ):
+        small = _step_of_part(comm, make, threads, 0, seconds)[0][0]
+        for label, size in parts.items():
+            step, count = _step_of_part(comm, make, threads, size, seconds)
+            median, least, most = (max(each - small, 0.0) / count * MILLION for each in step)
+            found[name_of(what, label)] = median, least, most
+            if what == GRADIENT:  # each rank of a pair has one more
+                less = found[name_of(TOGETHER, label)]
+                found[name_of(what, label)] = _difference((median, least, most), less, pairs.size)
     pairs.Free()
     node.Free()
     loops.set_threads(own)
-    found: dict[str, Spread] = {}
-    for label in parts:
-        found[name_of(ALONE, label)], found[name_of(TOGETHER, label)] = alone[label], one[label]
-        found[name_of(GRADIENT, label)] = _difference(two[label], one[label])
     return found
 
 
-def _costs(
-    comm: Any, make: MakeStrategy | None, threads: int, parts: dict[str, int], seconds: float
-) -> dict[str, Spread]:
-    """Return the seconds of a million parameters of a rank by part: of a step, less one on few parameters. Collective.
+def _step_of_part(comm: Any, make: MakeStrategy | None, threads: int, size: int, seconds: float) -> tuple[Spread, int]:
+    """Return the seconds of a step on so many parameters for each core, or on few for 0, and those of each rank. Collective.
 
     Args:
         comm: all ranks.
-        make: a strategy, whose collectives are not those of `comm`; None where this rank leaves its core to others.
-        threads: of the loops of this rank, which has a part for each; 0 for those that the strategy sets, and leaves others idle.
-        parts: their sizes, by label.
-        seconds: of each measurement.
+        make: a strategy, whose collectives are not those of `comm`; None where this rank leaves its core to others. One for each
+            size: what else is in an arena changes how ranks divide it.
+        threads: of the loops of each rank; 0 for those that the strategy sets, where the other ranks of a node do nothing.
+        size: of a part.
+        seconds: for all repetitions.
     """
     strategy = None if make is None else make()
     if threads:
         loops.set_threads(threads)
-    ranks = 1 if strategy is None else strategy.extended.process_group.topology.size
-    found = {}
-    for label, size in {"": 0, **parts}.items():
-        count = size * loops.threads() * ranks or _SMALL
-        write, step = (None, None) if strategy is None else written_and_taken(strategy, count)
-        found[label] = spread(comm, step, seconds, before=write, everyone=threads > 0)
-        if label:
-            million = [max(each - found[""][0], 0.0) / count * ranks * MILLION for each in found[label]]
-            found[label] = million[0], million[1], million[2]
+    write, step, count = None, None, size * loops.threads() or _SMALL
+    if strategy is not None:
+        write, step = written_and_taken(strategy, count * strategy.extended.process_group.topology.size)
+    found = spread(comm, step, seconds if size else seconds / 4, before=write, everyone=threads > 0)
     if strategy is not None:
         strategy.close()
-    return found
+    return found, count
 
 
-def _difference(more: Spread, less: Spread) -> Spread:
-    """Return how much longer the first takes; with what is quick of the second comes what is quick of the first."""
-    median, least, most = (max(long - short, 0.0) for long, short in zip(more, less, strict=True))
+def _difference(more: Spread, less: Spread, count: int) -> Spread:
+    """Return how much longer the first takes, for each of so many; what is quick of one is with what is quick of the other."""
+    median, least, most = (max(long - short, 0.0) / count for long, short in zip(more, less, strict=True))
     return median, min(least, median), max(most, median)
 
 
 def _ping(inter: Any) -> Operation:
-    """Return what sends eight bytes to the next node, and receives as many from the one before."""
+    """Return what sends eight bytes to the next node, and receives as many from the one before; nothing where `inter` is None."""
     given, taken = np.zeros(8, np.uint8), np.empty(8, np.uint8)
 
     def exchange() -> None:

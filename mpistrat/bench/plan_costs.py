@@ -1,8 +1,8 @@
 """What a node takes for a parameter: the sum of its gradients and its update, by ranks and by the size of a core's part.
 
 All cores of a node work, whatever the ranks: compiled loops use those that no rank has. One rank on all of them was measured,
-and all ranks at once; other numbers of ranks lie in between. Each gradient more than one comes from another rank, which has
-just written it.
+in memory of its own, and all ranks at once, in memory that they share, whose pages may be smaller. Each gradient more has
+just been written by another rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class PartCost(NamedTuple):
 
     Attributes:
         size: parameters for each core.
-        alone: sum of one gradient, and update, by one rank.
-        together: the same by all ranks that were measured.
-        gradient: each gradient more.
+        alone: update, by one rank, without its gradient.
+        together: the same by several ranks.
+        gradient: each gradient.
     """
 
     size: int
@@ -63,10 +63,7 @@ class NodeCosts:
             names = [of.name_of(what, label) for what in (of.ALONE, of.TOGETHER, of.GRADIENT)]
             if all(name in values for name in names):
                 alone, together, gradient = (values[name] for name in names)
-                each = 1 / of.MILLION / ranks
-                parts.append(
-                    PartCost(size, _scaled(alone, each * ranks), _scaled(together, each), _scaled(gradient, each))
-                )
+                parts.append(_part(size, alone, together, gradient, ranks))
         if not parts:
             expected = "constants of at most as many ranks as cores, by this version of mpistrat bench"
             remedy = f"mpistrat run -n {cores} -m mpistrat bench --only constants --json bench.json"
@@ -100,24 +97,33 @@ class NodeCosts:
 
     def _on_part(self, cost: PartCost, cores: int, ranks: int, updated: float) -> Spread:
         update, busy = self._update(cost, cores, ranks)
-        # One gradient is in the update, most of whose time is that of weights and slots.
-        total = [one * updated + more * (ranks - updated) for one, more in zip(update, cost.gradient, strict=True)]
+        median, least, most = (one * updated + more * ranks for one, more in zip(update, cost.gradient, strict=True))
         ratio = busy / (cores if self.threaded else min(ranks, cores))
-        low, high = total[1] * min(ratio, 1.0), total[2] * max(ratio, 1.0)
-        return total[0] * math.sqrt(ratio), low, high
+        return median * math.sqrt(ratio), least * min(ratio, 1.0), most * max(ratio, 1.0)
 
     def _update(self, cost: PartCost, cores: int, ranks: int) -> tuple[Spread, int]:
         """Return the seconds of the update of a parameter, and by how many cores."""
         if self.threaded:
-            share = min(math.log(ranks) / math.log(self.ranks), 1.0) if self.ranks > 1 else 0.0
-            median, least, most = (a + (b - a) * share for a, b in zip(cost.alone, cost.together, strict=True))
-            return (median, least, most), self.cores
+            return cost.alone if ranks == 1 else cost.together, self.cores
         busy = min(ranks, cores, self.ranks)
         # One core each: as quick as so many, up to what all at once are allowed by the memory.
         median, least, most = (max(a / busy, b) for a, b in zip(cost.alone, cost.together, strict=True))
         return (median, least, most), busy
 
 
+def _part(size: int, alone: Spread, together: Spread, gradient: Spread, ranks: int) -> PartCost:
+    """Return the costs of a node out of seconds of a million parameters: of the rank, alone, and of each of all."""
+    each = _scaled(gradient, 1 / ranks / of.MILLION)
+    one, all_ = _scaled(alone, 1 / of.MILLION), _scaled(together, 1 / ranks / of.MILLION)
+    return PartCost(size, _less(one, each), _less(all_, _scaled(each, min(ranks, 2))), each)
+
+
 def _scaled(spread: Spread, factor: float) -> Spread:
     median, least, most = (value * factor for value in spread)
+    return median, least, most
+
+
+def _less(spread: Spread, other: Spread) -> Spread:
+    """Return what is left without the other; quartiles remain as far apart as they are together with the other's."""
+    median, least, most = (max(one - less, 0.0) for one, less in zip(spread, other, strict=True))
     return median, least, most
