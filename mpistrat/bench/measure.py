@@ -13,7 +13,7 @@ __all__ = ["Operation", "Spread", "largest", "median_rate", "medians", "meet", "
 
 Operation = Callable[[], object]
 Spread = tuple[float, float, float]  # the median, and quartiles
-_PAUSE = 5e-4  # seconds
+_PAUSE, _LONG_PAUSE = 5e-4, 2e-2  # seconds
 
 
 def pair(comm: Any, operations: Mapping[str, Operation], *, repetitions: int, seconds: float) -> dict[str, float]:
@@ -54,27 +54,47 @@ def spread(
         before: precedes each, untimed; a barrier of all follows it, where they do something.
         everyone: whether all ranks do something; else those that wait leave their cores to others.
     """
+    if not everyone:
+        return _spread_of_some(comm, operation, seconds, before)
     from mpi4py import MPI
 
     times: list[float] = []
     start, go_on, worst = time.perf_counter(), np.ones(1, np.int32), np.empty(1)
     while go_on[0]:
-        if not everyone:
-            meet(comm)
         if before is not None:
             before()
-        if everyone:
-            comm.Barrier()
+        comm.Barrier()
         began = time.perf_counter()
         if operation is not None:
             operation()
-        mine = np.array([time.perf_counter() - began if operation is not None else 0.0])
-        if not everyone:
-            meet(comm)
-        comm.Allreduce(mine, worst, op=MPI.MAX)
+        comm.Allreduce(np.array([time.perf_counter() - began]), worst, op=MPI.MAX)
         times.append(float(worst[0]))
-        go_on[0] = len(times) < 6 or (time.perf_counter() - start < seconds and len(times) < 1000)
+        go_on[0] = _goes_on(times, start, seconds)
         comm.Bcast(go_on, root=0)
+    return _quartiles(times)
+
+
+def _spread_of_some(comm: Any, operation: Operation | None, seconds: float, before: Operation | None) -> Spread:
+    """As `spread`, of ranks that do something, each by itself, while the others look up seldom whether they are done."""
+    meet(comm)
+    times: list[float] = []
+    start = time.perf_counter()
+    while operation is not None and _goes_on(times, start, seconds):
+        if before is not None:
+            before()
+        began = time.perf_counter()
+        operation()
+        times.append(time.perf_counter() - began)
+    meet(comm, _LONG_PAUSE)
+    median, least, most = (largest(comm, value) for value in (_quartiles(times) if times else (0.0, 0.0, 0.0)))
+    return median, least, most
+
+
+def _goes_on(times: Sequence[float], start: float, seconds: float) -> bool:
+    return len(times) < 6 or (time.perf_counter() - start < seconds and len(times) < 1000)
+
+
+def _quartiles(times: Sequence[float]) -> Spread:
     least, median, most = statistics.quantiles(times[1:], n=4)
     return median, least, most
 
@@ -105,11 +125,11 @@ def median_rate(
     return statistics.median(rates)
 
 
-def meet(comm: Any) -> None:
-    """Wait for all ranks without keeping a core busy. Collective."""
+def meet(comm: Any, pause: float = _PAUSE) -> None:
+    """Wait for all ranks without keeping a core busy, and look every so many seconds whether they came. Collective."""
     request = comm.Ibarrier()
     while not request.Test():
-        time.sleep(_PAUSE)
+        time.sleep(pause)
 
 
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import pytest
 
 from mpistrat.bench import measure
 from mpistrat.bench.machine import caption, layout
-from mpistrat.bench.measure import median_rate, medians, pair
+from mpistrat.bench.measure import median_rate, medians, pair, spread
 from mpistrat.bench.plot import draw
 from mpistrat.bench.result import Result, Setting
 from mpistrat.cli import bench
@@ -71,6 +71,18 @@ def test_three_rounds_are_made_and_no_more_after_the_time(comm, clock):
     count = 0
     pair(comm, {"a": ten_seconds}, repetitions=100, seconds=100.0)
     assert count == 1 + 2 * 5
+
+
+@pytest.mark.parametrize("everyone", [True, False])
+def test_a_spread_is_the_median_and_quartiles_of_all_but_the_first(comm, clock, everyone):
+    writes = []
+    operation = clock.operation(50, 1, 2, 3, 4, 5)
+    found = spread(comm, operation, 0.0, before=lambda: writes.append(clock.now), everyone=everyone)
+    assert found == (3.0, 1.5, 4.5)
+    assert writes == [0, 50, 51, 53, 56, 60]
+    # as long as there is time: a second each, of which the first does not count
+    assert spread(comm, clock.operation(1), 9.5, everyone=everyone) == (1.0, 1.0, 1.0)
+    assert spread(comm, None, 0.0, everyone=False) == (0.0, 0.0, 0.0)
 
 
 def test_a_rate_counts_what_was_finished(comm, clock):
