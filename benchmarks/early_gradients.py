@@ -1,14 +1,24 @@
 """A step of Adam with a backward pass, in which gradients become final in buckets: with Optimizer.begin and without it.
 
-    mpiexec -hosts a,b -n 2 python benchmarks/early_gradients.py --output benchmarks/results/today
+    MPISTRAT_SHARED_MEMORY=0 mpiexec -n 2 python benchmarks/early_gradients.py --output benchmarks/results/today
     mpiexec -hosts a,b -n 2 python benchmarks/early_gradients.py --backward 500 --count 16777216
 
-The backward pass is simulated in two ways: it leaves the core free, as a GPU's does, or computes on it. "automatic" is what
-`begin` chooses by itself in the first steps. The limit is the longer one of backward pass and communication.
+Over two isolated hosts of a rank each, and on one machine where ranks are nodes:
+
+    python benchmarks/run.py benchmarks/results/today --only early_gradients --mpi-env mpich=.venv/bin/python
+
+The backward pass leaves the core free, as a GPU's does ("core free"); or computes gradients of dense layers by NumPy, or by a
+module of PyTorch, where that is installed. "automatic" is what `begin` chooses by itself, as it goes on; what it chose, and by
+which times, is printed, too. The limit is the longer one of backward pass and communication.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import math
+import os
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,87 +27,215 @@ import harness
 import numpy as np
 
 import mpistrat as ms
-from mpistrat.optimizers.begun import Choice
 
-BUCKETS = 16
+LAYERS = 16
 TRIALS = 20  # steps after which the automatic choice is made
+STEPS = 3  # in a turn
 WITH, WITHOUT, AUTOMATIC = "begin", "no begin", "automatic"
 BACKWARD, STEP = "backward alone", "apply_gradients alone"
+KINDS = ("core free", "NumPy", "PyTorch")
 
 
-def sleep(seconds: float) -> None:
-    """Leave the core free, as long as a GPU works."""
-    time.sleep(seconds)
+class Forced:
+    """In place of a choice: always early."""
+
+    early = open = True
+    words = ""
+
+    def note_step(self, group: Any, begun: bool) -> None:
+        """Measure nothing."""
 
 
-def compute(seconds: float) -> None:
-    """Use this rank's core for so many seconds of it."""
-    matrix, end = np.ones((128, 128), np.float32), time.thread_time() + seconds
-    while time.thread_time() < end:
-        np.matmul(matrix, matrix)
+class Layers:
+    """Dense layers in NumPy, and a backward pass of so many rows; or one that only takes as long."""
 
-
-def steps(strategy: Any, options: Any, backward: Callable[[float], None]) -> dict[str, harness.Operation]:
-    """Return the contenders; each optimizer has variables of its own. Collective."""
-    seconds = options.backward / 1e3 / BUCKETS
-    operations: dict[str, harness.Operation] = {}
-    for name in (AUTOMATIC, WITH, WITHOUT):
+    def __init__(self, strategy: Any, options: Any, rows: int, sleeps: bool) -> None:
+        self._pause = options.backward / 1e3 / LAYERS if sleeps else 0.0
+        width = math.isqrt(options.count // LAYERS)
+        rng = np.random.default_rng(7)
         with strategy.scope():
-            variables = [ms.Variable(np.zeros(options.count // BUCKETS, np.float32)) for _ in range(BUCKETS)]
-            optimizer = ms.optimizers.Adam(1e-3)
+            self.variables = [
+                ms.Variable(rng.normal(size=(width, width)).astype(np.float32) / width, name=f"layer_{i}")
+                for i in range(LAYERS)
+            ]
+            self.optimizer = ms.optimizers.Adam(1e-6)
+        self._input, self._delta = (rng.normal(size=(rows, width)).astype(np.float32) for _ in range(2))
+        self._next = np.empty_like(self._delta)
 
-        def step(
-            variables: Any = variables,
-            optimizer: Any = optimizer,
-            early: bool = name != WITHOUT,
-            pause: float = seconds,
-        ) -> None:
-            for variable in reversed(variables):
-                if pause:
-                    backward(pause)
-                if early:
-                    optimizer.begin([variable])
-            optimizer.apply_gradients([(v.grad, v) for v in variables])
+    def backward(self, done: Callable[[Any], None]) -> None:
+        """Make the gradients, the last layer's first."""
+        for variable in reversed(self.variables):
+            if self._pause:
+                time.sleep(self._pause)
+            else:
+                np.matmul(self._input.T, self._delta, out=variable.grad)
+                np.matmul(self._delta, variable.array.T, out=self._next)
+            done(variable)
 
-        operations[name] = lambda step=step: strategy.run(step)  # type: ignore[misc]
-        for _ in range(TRIALS if name == AUTOMATIC else 1):  # after its first step an arena gets no more variables
-            operations[name]()
-        Choice.note_step = lambda self, group: None  # type: ignore[method-assign]  # the others do what they are told
-    operations[BACKWARD] = lambda: [backward(seconds) for _ in range(BUCKETS)]
-    operations[STEP] = lambda step=step: strategy.run(step, kwargs={"pause": 0.0})  # type: ignore[misc]
-    return operations
+    def step(self, early: bool) -> None:
+        """Take a step; in replica context."""
+        self.backward(lambda variable: self.optimizer.begin([variable]) if early else None)
+        self.update()
+
+    def update(self) -> None:
+        """Update the layers; in replica context."""
+        self.optimizer.apply_gradients([(v.grad, v) for v in self.variables])
+
+    @property
+    def begun(self) -> Any:
+        """What chooses."""
+        return self.optimizer.begun
+
+
+class TorchLayers:
+    """The same layers as a module of PyTorch."""
+
+    def __init__(self, strategy: Any, options: Any, rows: int, early: bool) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        width = math.isqrt(options.count // LAYERS)
+        torch.manual_seed(7)
+        self._module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+        self._adam: Any = torch.optim.Adam(self._module.parameters(), 1e-6)
+        with strategy.scope():
+            ms.torch.distribute(self._module, self._adam, overlap=early)
+        self._rows = torch.randn(rows, width)
+
+    def backward(self, done: Callable[[Any], None]) -> None:
+        """Go forwards and backwards."""
+        self._adam.zero_grad(set_to_none=False)
+        self._module(self._rows).square().mean().backward()
+
+    def step(self, early: bool) -> None:
+        """Take a step; in replica context."""
+        self.backward(lambda variable: None)
+        self.update()
+
+    def update(self) -> None:
+        """Update the layers; in replica context."""
+        self._adam.step()
+
+    @property
+    def begun(self) -> Any:
+        """What chooses."""
+        return self._adam.mpistrat_rule.begun
+
+
+def made(strategy: Any, options: Any, kind: str, rows: int, early: bool) -> Any:
+    """Return layers in an arena of their own, which gets no more variables after a step. Collective."""
+    layers: Any
+    if kind == "PyTorch":
+        layers = TorchLayers(strategy, options, rows, early)
+    else:
+        layers = Layers(strategy, options, rows, kind == "core free")
+    strategy.run(layers.step, (early,))
+    return layers
+
+
+def rows_of(strategy: Any, options: Any, kind: str) -> int:
+    """Return the rows of a batch with which a backward pass takes about as long as it shall. Collective."""
+    if kind == "core free":
+        return 1
+    rows = 32
+    for _ in range(3):
+        alone = functools.partial(strategy.run, backward, (made(strategy, options, kind, rows, early=False),))
+        seconds = harness.largest(strategy.comm, min(timed(alone) for _ in range(3)))
+        rows = max(8, int(rows * options.backward / 1e3 / seconds))
+    return rows
+
+
+def backward(layers: Any) -> None:
+    """Make gradients only; in replica context."""
+    layers.backward(lambda variable: None)
+
+
+def timed(operation: harness.Operation) -> float:
+    """Return the seconds of an operation."""
+    start = time.perf_counter()
+    operation()
+    return time.perf_counter() - start
+
+
+def in_turns(comm: Any, operations: dict[str, harness.Operation], options: Any) -> dict[str, tuple[float, float]]:
+    """Return the seconds of a step of each, by the slowest rank: median and least of turns of STEPS steps. Collective."""
+    times: dict[str, list[float]] = {name: [] for name in operations}
+    start = time.perf_counter()
+    for number in range(options.repetitions + 1):
+        for name, operation in operations.items():
+            operation()
+            comm.Barrier()
+            taken = timed(lambda: [operation() for _ in range(STEPS)]) / STEPS  # noqa: B023
+            if number:
+                times[name].append(harness.largest(comm, taken))
+        if harness.largest(comm, time.perf_counter() - start) > options.seconds and number > 2:
+            break
+    return {name: (statistics.median(values), min(values)) for name, values in times.items()}
+
+
+def measured(strategy: Any, options: Any, kind: str) -> tuple[dict[str, tuple[float, float]], str, int]:
+    """Return the times of a kind of backward pass, what was chosen, and the rows of its batch. Collective."""
+    rows = rows_of(strategy, options, kind)
+    layers = {name: made(strategy, options, kind, rows, name != WITHOUT) for name in (WITHOUT, AUTOMATIC, WITH)}
+    layers[WITH].begun.choice = Forced()
+    operations: dict[str, harness.Operation] = {
+        name: lambda one=one, early=name != WITHOUT: strategy.run(one.step, (early,))  # type: ignore[misc]
+        for name, one in layers.items()
+    }
+    for _ in range(TRIALS):
+        operations[AUTOMATIC]()
+    without = layers[WITHOUT]
+    operations[BACKWARD] = lambda: strategy.run(backward, (without,))
+    operations[STEP] = lambda: strategy.run(without.update)
+    times = in_turns(strategy.comm, operations, options)
+    return times, layers[AUTOMATIC].begun.choice.words, rows
 
 
 def main() -> None:
-    """Measure both kinds of backward pass. Collective."""
-    options = harness.arguments(__doc__, count=1 << 24, backward=300.0, repetitions=10, seconds=60.0)
-    choose, figures = Choice.note_step, {}
+    """Measure all kinds of backward pass. Collective."""
+    options = harness.arguments(
+        __doc__, count=1 << 22, backward=100.0, repetitions=20, seconds=20.0, kinds=",".join(KINDS), pin=False
+    )
+    if options.pin:  # before libraries count the cores
+        pin_to_a_core()
+    figures, chosen, batches = {}, {}, {}
     with ms.MultiWorkerMirroredStrategy() as strategy:
-        about = harness.machine(strategy.comm)
-        for kind, backward in {"core free": sleep, "core used": compute}.items():
-            Choice.note_step = choose  # type: ignore[method-assign]
-            operations = steps(strategy, options, backward)
-            figures[kind] = harness.pair(
-                strategy.comm, operations, repetitions=options.repetitions, seconds=options.seconds
-            )
+        about = harness.machine(strategy.comm, ())
+        for kind in options.kinds.split(","):
+            if kind == "PyTorch" and importlib.util.find_spec("torch") is None:
+                continue
+            figures[kind], chosen[kind], batches[kind] = measured(strategy, options, kind)
         if strategy.rank == 0:
-            limits = {kind: max(times[BACKWARD], times[STEP]) for kind, times in figures.items()}
-            names = [WITHOUT, WITH, AUTOMATIC, BACKWARD, STEP]
-            rows = [
-                [kind, *(harness.duration(times[name]) for name in names), harness.duration(limits[kind])]
-                for kind, times in figures.items()
-            ]
-            title = f"{options.count:,} parameters, backward pass of {options.backward:g} ms"
-            print(harness.table(title, ["backward", *names, "limit"], rows), flush=True)
-            result = {
-                "benchmark": "early_gradients",
-                "machine": about,
-                "parameters": options.count,
-                "backward_ms": options.backward,
-                "seconds": figures,
-                "limit_seconds": limits,
-            }
-            harness.save(options.output, result)
+            report(options, about, figures, chosen, batches)
+
+
+def pin_to_a_core() -> None:
+    """Have this rank use one core, another one than its neighbour, also where hosts are isolated ones of one machine."""
+    from mpi4py import MPI
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[MPI.COMM_WORLD.rank % len(cores)]})
+
+
+def report(options: Any, about: Any, figures: Any, chosen: Any, batches: Any) -> None:
+    """Print a table, and save the figures."""
+    limits = {kind: max(times[BACKWARD][0], times[STEP][0]) for kind, times in figures.items()}
+    names = [WITHOUT, AUTOMATIC, WITH, BACKWARD, STEP]
+    rows = []
+    for kind, times in figures.items():
+        shown = [" / ".join(f"{1e3 * each:.1f}" for each in times[name]) for name in names]
+        ratios = [f"{times[AUTOMATIC][i] / times[WITHOUT][i]:.3f}" for i in (0, 1)]
+        rows.append([f"{kind}, {batches[kind]} rows", *shown, f"{1e3 * limits[kind]:.1f}", " / ".join(ratios)])
+    title = f"{options.count:,} parameters, {about['ranks']} ranks on {about['nodes']} nodes; ms, median / least"
+    header = ["backward", *names, "limit", f"{AUTOMATIC} : {WITHOUT}"]
+    print(
+        harness.table(title, header, rows),
+        *(f"{kind}: {words}" for kind, words in chosen.items()),
+        sep="\n",
+        flush=True,
+    )
+    result = {"benchmark": "early_gradients", "machine": about, "parameters": options.count, "seconds": figures}
+    harness.save(options.output, {**result, "rows": batches, "chosen": chosen, "limit_seconds": limits})
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any, final
+
+import numpy as np
 
 from .._util import log
 from .._util.partition import merge
@@ -23,50 +24,62 @@ __all__ = ["Begun", "Choice"]
 LEAST_BYTES = 4 << 20  # of gradients that are begun together: with fewer, what it costs to agree counts
 _TRIES = 7  # steps of each way
 _WARM = 2  # steps before that
-_GAIN = 0.98  # of the time without: as much as it takes may be chance
+_GAIN = 0.98  # of the time without, and all but one of the tries with less: the rest may be chance
+_KEPT = 1000  # steps that go one way: of one that takes half as long again, trying costs 0.4 %
 _FUNCTION = "Optimizer.begin"
 
 
 @final
 class Choice:
-    """Whether sums start in `begin`: both ways in turns for some steps, then the one that took less time.
+    """Whether sums start in `begin`: both ways in turns for some steps, then the faster one for many, and so on.
 
     Which one it is has no influence on numbers. All ranks choose the same.
+
+    Attributes:
+        early: whether sums start in `begin` now.
+        words: what was chosen last, and by which times.
     """
 
     def __init__(self) -> None:
-        self.early = True
-        self._decided = False
+        self.early, self.words = True, "not decided"
+        self._kept: bool | None = None  # the way that was chosen last
+        self._left = 0  # steps until both ways are measured again
         self._number, self._ended = 0, 0
         self._times: dict[bool, list[int]] = {True: [], False: []}
 
     @property
     def open(self) -> bool:
-        """Whether sums start early, or may do so later."""
-        return self.early or not self._decided
+        """Whether sums start early, or are tried to."""
+        return self.early or not self._left
 
-    def note_step(self, group: ProcessGroup) -> None:
-        """Note the end of a step in which something was begun. Collective, as some of these calls compare what was measured."""
-        if self._decided:
-            return
-        now = perf_counter_ns()
-        if self._number >= _WARM:
-            self._times[self.early].append(now - self._ended)
-        self._number, self._ended = self._number + 1, now
-        self.early = self._number % 2 == 0
-        if self._number == _WARM + 2 * _TRIES:
-            self._decide(group)
+    def note_step(self, group: ProcessGroup, begun: bool) -> None:
+        """Note the end of a step, and whether something was begun in it. Collective, as some of these calls compare times."""
+        now, ended = perf_counter_ns(), self._ended
+        self._ended = now
+        if self._left:
+            self._left -= 1
+            self.early = bool(self._kept) or not self._left
+        elif begun:
+            if self._number >= _WARM:
+                self._times[self.early].append(now - ended)
+            self._number += 1
+            self.early = self._number % 2 == 0
+            if self._number == _WARM + 2 * _TRIES:
+                self._decide(group)
 
     def _decide(self, group: ProcessGroup) -> None:
-        medians = [int(statistics.median(self._times[early])) for early in (True, False)]
         with group.collective("begin: choice"):
-            early, late = (total / group.topology.size / 1e6 for total in group.sum_int(medians))
-        self._decided, self.early = True, early < _GAIN * late
-        what = "start there" if self.early else "wait for apply_gradients"
-        times = f"a step took {early:.1f} ms so, {late:.1f} ms otherwise"
-        if not self.early:
-            times = f"a step took {late:.1f} ms so, {early:.1f} ms otherwise"
-        log.once(logging.INFO, f"{_FUNCTION}: sums of gradients {what}: {times}")
+            sums = group.sum_int(self._times[True] + self._times[False]).reshape(2, _TRIES) / group.topology.size / 1e6
+        ratios = np.sort(sums[0] / sums[1])  # of neighbours, so that a machine that drifts drifts for both
+        self.early = bool(np.median(ratios) < _GAIN and ratios[-2] < 1)
+        early, late = np.median(sums, axis=1)
+        what, ours, other = ("start there", early, late) if self.early else ("wait for apply_gradients", late, early)
+        self.words = f"sums of gradients {what}: a step took {ours:.1f} ms so, {other:.1f} ms otherwise"
+        if self.early is not self._kept:
+            log.once(logging.INFO, f"{_FUNCTION}: {self.words}")
+        self._kept, self._left, self._number = self.early, _KEPT, 0
+        for times in self._times.values():
+            times.clear()
 
 
 @final
@@ -86,12 +99,17 @@ class Begun:
         self._marks: dict[int, int] = {}  # checksums of gradients
         self._steps = 0
         self._able: bool | None = None  # whether sums can start early; None: not asked yet
-        self._choice = Choice()
+        self.choice = Choice()
+
+    @property
+    def able(self) -> bool:
+        """Whether sums can start early, as far as it is known; the same on every rank."""
+        return self._able is not False
 
     @property
     def early(self) -> bool:
-        """Whether sums start early, or are still tried to; the same on every rank."""
-        return self._able is not False and self._choice.open
+        """Whether sums start early in this step, or are tried to; the same on every rank."""
+        return self.able and self.choice.open
 
     def __bool__(self) -> bool:
         return bool(self._variables)
@@ -122,7 +140,7 @@ class Begun:
         group = strategy.extended.process_group
         if self._steps % group.environment.check_every == 0:
             self._marks.update((id(variable), _mark(variable)) for variable in variables)
-        if group.num_nodes > 1 and self._able is not False and self._choice.early:
+        if group.num_nodes > 1 and self.able and self.choice.early:
             self._waiting += variables
             if sum(v.size * v.dtype.itemsize for v in self._waiting) >= LEAST_BYTES:
                 self._send(group, strategy.extended.placement.ops)
@@ -179,10 +197,9 @@ class Begun:
 
     def note_step(self, strategy: Any) -> None:
         """Note that a step has taken what was begun. Collective."""
-        if self:
-            self._steps += 1
-            if self._able:
-                self._choice.note_step(strategy.extended.process_group)
+        self._steps += bool(self)
+        if self._able:
+            self.choice.note_step(strategy.extended.process_group, bool(self))
 
     def forget(self) -> None:
         """Forget what was begun. Every rank does it."""

@@ -52,7 +52,7 @@ class Overlap:
     @torch.compiler.disable
     def _note(self, link: Link) -> None:
         """Note that a backward pass has completed a gradient. Collective, where it is the last one of a bucket."""
-        if self._next == len(self._buckets):
+        if self._next == len(self._buckets) or not self._rule.begun.early:
             return
         for missing in self._missing[self._next :]:
             missing.discard(link)
@@ -78,7 +78,7 @@ class Overlap:
                 "gradients were changed after the backward pass that computed them, as by a second one before the step"
             )
             log.once(logging.INFO, f"ms.torch: sums wait for optimizer.step(): {why}")
-        if not final or not self._rule.begun.early:
+        if not final or not self._rule.begun.able:
             self._stop()
         self._reset()
 

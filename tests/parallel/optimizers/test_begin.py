@@ -25,7 +25,7 @@ def opened(request, monkeypatch):
     """A function that makes a strategy over nodes; begin always starts sums, however small."""
     set_layout(request.param, monkeypatch)
     monkeypatch.setattr(begun, "LEAST_BYTES", 1)
-    monkeypatch.setattr(Choice, "note_step", lambda self, group: None)
+    monkeypatch.setattr(Choice, "note_step", lambda self, group, begun: None)
     return lambda **more: ms.MultiWorkerMirroredStrategy(**more)
 
 
