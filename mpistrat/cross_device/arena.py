@@ -23,7 +23,7 @@ from .wire import Unsent, Wire
 if TYPE_CHECKING:
     from .early import EarlySums
 
-__all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena", "node_gradients"]
+__all__ = ["BLOCK", "ArenaSum", "Consume", "Destination", "GradientArena", "node_gradients", "of_node"]
 
 BLOCK = 1 << 16  # elements that are summed and consumed while they are in cache
 NETWORK_CHUNK = 1 << 20  # bytes that cross the network at a time; a constant: other chunks give other bits
@@ -104,18 +104,18 @@ class Destination:
 
     def view(self, shape: tuple[int, ...]) -> np.ndarray:
         """Return the elements of the node's first replica as a read-only view."""
-        view = _of_node(self.arena)[0][self.low : self.high].reshape(shape)
+        view = of_node(self.arena)[0][self.low : self.high].reshape(shape)
         view.flags.writeable = False
         return view
 
 
 def node_gradients(group: ProcessGroup, arena: GradientArena) -> Sequence[np.ndarray] | None:
     """Return the arenas of all replicas, where all are of one node and in host memory that its ranks see; else None."""
-    return None if group.num_nodes > 1 or is_gpu(arena.local[0]) else _of_node(arena)
+    return None if group.num_nodes > 1 or is_gpu(arena.local[0]) else of_node(arena)
 
 
-def _of_node(arena: GradientArena) -> Sequence[np.ndarray]:
-    """The arenas of all replicas whose memory this rank sees: the node's, or its own alone."""
+def of_node(arena: GradientArena) -> Sequence[np.ndarray]:
+    """Return the arenas of all replicas whose memory this rank sees: the node's, or its own alone."""
     return arena.local if arena.node is None else arena.node
 
 
@@ -123,9 +123,8 @@ def _of_node(arena: GradientArena) -> Sequence[np.ndarray]:
 class ArenaSum:
     """Sums arenas of all replicas of a node, slice by slice, over all nodes; owns the scratch memory."""
 
-    def __init__(self, group: ProcessGroup, within_node: bool = False) -> None:
-        """Sum over all nodes, or within this one only: then nothing here is collective."""
-        self._group, self._inter = group, None if within_node else group.inter
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._inter = group, group.inter
         self._scratch: dict[np.dtype, np.ndarray] = {}
         self._piece_sums: dict[tuple[np.dtype, Wire | None], PieceSum] = {}
         self._early: EarlySums | None = None
@@ -164,7 +163,7 @@ class ArenaSum:
             from .early import EarlySums
 
             self._early = EarlySums(self._group, BLOCK)
-        self._early.begin(arena, _of_node(arena), ranges, arithmetic(ReduceOp.SUM, arena.dtype, 1))
+        self._early.begin(arena, of_node(arena), ranges, arithmetic(ReduceOp.SUM, arena.dtype, 1))
 
     def forget(self, key: str, ranges: Sequence[tuple[int, int]]) -> None:
         """Forget what was begun of ranges of an arena. Every rank does it."""
@@ -181,7 +180,7 @@ class ArenaSum:
     ) -> None:
         pieces = arena.pieces(ranges)
         if pieces is not None and self._inter is not None:
-            self._piece_sum(how.accumulate, arena.wire).hand_out(_of_node(arena), pieces, how, consume, unsent)
+            self._piece_sum(how.accumulate, arena.wire).hand_out(of_node(arena), pieces, how, consume, unsent)
 
     def _piece_sum(self, dtype: np.dtype, wire: Wire | None) -> PieceSum:
         summed = self._piece_sums.get((dtype, wire))
@@ -196,7 +195,7 @@ class ArenaSum:
 
         Its peers on other nodes own the same ranges. Blocks have at most 64 K elements; the divisor is left to `consume`.
         """
-        arrays, inter = _of_node(arena), self._inter
+        arrays, inter = of_node(arena), self._inter
         chunk = self._chunk(how.accumulate)
         scratch = self._scratch.get(how.accumulate)
         if scratch is None:
@@ -231,9 +230,9 @@ class ArenaSum:
             begin, end = aligned_bounds(high - low, self._group.slices)[index]
             mine.append((low + begin, low + end))
         if how.divisor == 1 and how.accumulate == arena.dtype:
-            self._combine_in_place(_of_node(arena), mine, how.ufunc)
+            self._combine_in_place(of_node(arena), mine, how.ufunc)
             return
-        target = _of_node(arena)[0]
+        target = of_node(arena)[0]
 
         def store(low: int, high: int, block: np.ndarray) -> None:
             if how.divisor != 1:

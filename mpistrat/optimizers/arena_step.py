@@ -44,6 +44,7 @@ class ArenaStep:
         self._groups = _merged((v.offset, ends[v.offset], optimizer.group_of(v)) for v in variables)
         self._spans = sorted((v.offset, ends[v.offset], v.name) for v in variables)
         self._optimizer, self._mean, self._each, self._apart = optimizer, 0, False, False
+        self._factor = 1.0
         self._slots = slots.of(arena)
         self._share: PieceShare | EncodedShare | None = None  # of the weights, while a step goes on
         self._messages = BufferPool(kept=16)
@@ -69,12 +70,16 @@ class ArenaStep:
             total = (total * 3 + quick_digest(self.arena.values[low:high])) & ((1 << 63) - 1)
         return total
 
-    def begin(self, step: int, rate: float, number: int, two_passes: bool) -> None:
-        """Set what is the same for all blocks of update `step`, in the `number`-th call; keep sums first with `two_passes`."""
+    def begin(self, step: int, rate: float, number: int, two_passes: bool, factor: float) -> None:
+        """Set what is the same for all blocks of update `step`, in the `number`-th call.
+
+        With `two_passes` sums are kept first. All sums are multiplied by the factor.
+        """
         optimizer = self._optimizer
         self._mean = optimizer.gradient_accumulation_steps or 0  # of so many calls, 0 for no mean
         self._number, self._updates = number, optimizer.updates_at(number)
-        self._rule.begin(step, rate)
+        self._factor = factor
+        self._rule.begin(step, rate, 1.0 if two_passes else factor)
         if two_passes:
             self._each, self._apart = optimizer.clipnorm is not None, optimizer.check_numerics
             names = [name for _, _, name in self._spans]
@@ -185,6 +190,8 @@ class ArenaStep:
             # The owner's gradient memory may be a part itself, and a sum may be written over one of its first two parts only.
             total = sums if len(parts) <= 2 else self._rule.block[: end - begin]
             combine(np.add, [move_like(part[begin - low : end - low], sums) for part in parts], total)
+            if self._factor != 1:
+                np.multiply(total, self._factor, out=total)
             if self._mean and self._updates:
                 form_mean(total, self._slots.of_range(begin, end)[GRADIENT_SUM], self._mean)
             if total is not sums:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..cluster.world import is_loss
 from ..comm.arrays import all_reduce, to_host
-from ..cross_device.arena import Consume
+from ..cross_device.arena import Consume, of_node
 from ..errors import ClosedError, CollectiveMismatchError, by_rank, explain
 from ..variables.arena import Arena
 from ..variables.values import checksum
@@ -94,11 +94,12 @@ class FusedStep(UpdateRun):
         self._taken += 1
         if due and not aggregate:
             words += f", gradients #{self._checksum_of_gradients():08x}"
+        factor = self._outer.factor if self._outer is not None and aggregate else 1.0
         with group.collective("apply_gradients", detail=detail).stamp(words) as call:
             self._ops.call = call
             self._begin(due, number)
             for step in self._arena_steps:
-                step.begin(optimizer.iterations + 1, rate, number, self._two_passes)
+                step.begin(optimizer.iterations + 1, rate, number, self._two_passes, factor)
             scales: dict[str, float] = {}
             if self._two_passes:
                 with np.errstate(over="ignore"), self._exchanges():  # of squares; sums are checked below
@@ -173,11 +174,13 @@ class FusedStep(UpdateRun):
         raise CollectiveMismatchError(explain("apply_gradients", "", expected=expected, got=got, remedy=remedy))
 
     def _sum(self, step: ArenaStep, aggregate: bool, consume: Consume) -> None:
-        gradients, outer = step.gradients, self._outer
-        if aggregate and outer is not None:
-            outer.sum_node(gradients, step.ranges, consume)
-            return
-        arrays = self._ops.node_gradients(gradients) if aggregate else gradients.local[:1]
+        gradients = step.gradients
+        if not aggregate:
+            arrays = gradients.local[:1]
+        elif self._outer is not None:
+            arrays = of_node(gradients)
+        else:
+            arrays = self._ops.node_gradients(gradients)
         if arrays is not None:
             step.sum(arrays, consume)
         elif step.unsent is None:

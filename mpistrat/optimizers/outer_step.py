@@ -19,7 +19,7 @@ from .._util.partition import aligned_bounds, merge
 from ..cluster.world import is_loss
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
-from ..cross_device.arena import BLOCK, ArenaSum, Consume
+from ..cross_device.arena import BLOCK
 from ..cross_device.arithmetic import arithmetic
 from ..cross_device.pieces import PieceShare, PieceSum
 from ..errors import ClosedError, ContextError, explain
@@ -40,6 +40,9 @@ class OuterSteps:
     """The rounds of one optimizer, and what its outer steps keep.
 
     Which variables are in a round is in `Placement.apart`, for all that must not meet variables whose nodes differ.
+
+    Attributes:
+        factor: what the sum of a node's gradients is multiplied by to stand for the sum over all.
     """
 
     def __init__(self, placement: Placement, how: LocalSteps) -> None:
@@ -49,12 +52,11 @@ class OuterSteps:
         self._parity = 0
         self._arenas: dict[Arena, _OuterArena] = {}
         self._sums: dict[np.dtype, PieceSum] = {}
-        self._node_sum = ArenaSum(group, within_node=True)
         counts = replicas_by_node(group)
         mine, common = counts[group.node_index], math.gcd(*counts)
         # A loss is scaled for the sum over all replicas. The sum over a node's, times this, is the gradient of the mean over the
         # node's part of the batch; and the mean over nodes of these, weighted by replicas, is the gradient of all nodes.
-        self._factor = sum(counts) / mine
+        self.factor = sum(counts) / mine
         self._weight, self._divisor = mine // common, sum(counts) // common
 
     # steps within a round
@@ -87,17 +89,6 @@ class OuterSteps:
         apart.update(dict.fromkeys(new, self))
         for arena, ranges in _ranges_of(new).items():
             self._of(arena).take_anchor(ranges)
-
-    def sum_node(self, arena: Any, ranges: Sequence[Range], consume: Consume) -> None:
-        """Sum gradients over this node's replicas, and hand out what stands for the sum over all. Not between nodes."""
-        factor = self._factor
-
-        def scaled(low: int, high: int, block: np.ndarray) -> None:
-            if factor != 1:
-                np.multiply(block, factor, out=block)
-            consume(low, high, block)
-
-        self._node_sum.hand_out(arena, arena.owned(ranges), arithmetic(ReduceOp.SUM, arena.dtype, 1), scaled)
 
     def count_update(self) -> None:
         """Count an update of this round."""

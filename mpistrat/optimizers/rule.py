@@ -54,6 +54,7 @@ class Around(NamedTuple):
     averages: Any = None
     momentum: float | None = None
     overwrites: bool = False
+    factor: float = 1.0
 
 
 class Rule(Hyperparameters):
@@ -125,16 +126,16 @@ class BlockUpdate:
         *self._scratch, self._wide, self.block = scratch
         self._rule = rule
         self.narrow = accumulation_dtype(dtype) != dtype
-        self._step, self._rate = 0, 0.0
+        self._step, self._rate, self._factor = 0, 0.0, 1.0
         self._revision = -1  # of the rule, when its limit was read
         self._limit: float | None = None
         self._momentum: float | None = None  # of the averages, None where there are none
         self._overwrites = False
         self._loop: Loop | None = None
 
-    def begin(self, step: int, rate: float) -> None:
-        """Set what is the same for all blocks of a step."""
-        self._step, self._rate = step, rate
+    def begin(self, step: int, rate: float, factor: float = 1.0) -> None:
+        """Set what is the same for all blocks of a step; sums of parts are multiplied by the factor."""
+        self._step, self._rate, self._factor = step, rate, factor
         rule = self._rule
         self._loop = rule.loop(step, rate)
         if rule.revision != self._revision:
@@ -173,7 +174,7 @@ class BlockUpdate:
         for low in range(0, target.size, self.block.size):
             high = min(low + self.block.size, target.size)
             gradient, own = self.block[: high - low], {name: slot[low:high] for name, slot in slots.items()}
-            combine(np.add, [part[low:high] for part in parts], gradient)
+            self._sum(parts, low, high, gradient)
             if calls:
                 form_mean(gradient, own[GRADIENT_SUM], calls)
             for begin, end, scale in spans_within(scales, low, high):
@@ -185,15 +186,20 @@ class BlockUpdate:
     def accumulate(self, target: Any, parts: Sequence[Any], slots: Mapping[str, Any]) -> None:
         """Add the sum of parts to what is accumulated, in a step that does not update the weights, and update their averages."""
         average = None if self._momentum is None else slots[AVERAGE]
-        around = Around(averages=average, momentum=self._momentum, overwrites=self._overwrites)
+        around = Around(None, [], [], None, 0, average, self._momentum, self._overwrites, self._factor)
         if loops.update("accumulate", (), [*map(as_buffer, parts)], as_buffer(target), (slots[GRADIENT_SUM],), around):
             return
         for low in range(0, target.size, self.block.size):
             high = min(low + self.block.size, target.size)
             gradient, own = self.block[: high - low], {name: slot[low:high] for name, slot in slots.items()}
-            combine(np.add, [part[low:high] for part in parts], gradient)
+            self._sum(parts, low, high, gradient)
             np.add(own[GRADIENT_SUM], gradient, out=own[GRADIENT_SUM])
             self._average_only(target[low:high], own)
+
+    def _sum(self, parts: Sequence[Any], low: int, high: int, gradient: Any) -> None:
+        combine(np.add, [part[low:high] for part in parts], gradient)
+        if self._factor != 1:
+            np.multiply(gradient, self._factor, out=gradient)
 
     def _in_one_pass(
         self,
@@ -210,7 +216,8 @@ class BlockUpdate:
         factors = [(low, high, 1 - decay * self._rate) for low, high, decay in decays]
         sums = slots[GRADIENT_SUM] if calls else None
         average = None if self._momentum is None else slots[AVERAGE]
-        around = Around(self._limit, list(scales), factors, sums, calls, average, self._momentum, self._overwrites)
+        last = average, self._momentum, self._overwrites, self._factor
+        around = Around(self._limit, list(scales), factors, sums, calls, *last)
         arrays = tuple([slots.get(name) for name in loop.slots])
         return loops.update(loop.rule, loop.numbers, [*map(as_buffer, parts)], as_buffer(target), arrays, around)
 

@@ -62,9 +62,10 @@ def update(
     rules are those of rules.c: adam, sgd, adagrad, rmsprop; accumulate adds to its slot, and leaves weights alone.
 
     `around` is what else happens: (limit by which the gradient is clipped or None, its scales, decays, accumulated sums or
-    None, number of calls, averages or None, their momentum, whether they overwrite the weights). The gradient is the sum;
-    where sums are given it is their mean with it, over so many calls, and they become 0. Scales and decays are lists of
-    (low, high, factor), ascending: what the gradient, and the weights before the rule, are multiplied by there.
+    None, number of calls, averages or None, their momentum, whether they overwrite the weights, factor of the sum). The gradient
+    is the sum of the parts times that factor; where sums are given it is their mean with it, over so many calls, and they
+    become 0. Scales and decays are lists of (low, high, factor), ascending: what the gradient, and the weights before the rule,
+    are multiplied by there.
     """
 
 def set_threads(count: int, /) -> None:

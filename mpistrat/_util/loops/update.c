@@ -28,7 +28,7 @@ typedef struct {
     Py_ssize_t count;
     Spans scales, decays;
     int clips, overwrites;
-    double limit, calls, kept, rest;
+    double limit, calls, kept, rest, factor;
     void *sum, *averages; /* NULL for none */
 } Update;
 
@@ -117,15 +117,15 @@ static int read_spans(PyObject *list, Spans *to) {
     return 1;
 }
 
-/* What else happens: (limit or None, scales, decays, sum or None, calls, averages or None, momentum, whether they overwrite). */
-enum { LIMIT, SCALES, DECAYS, SUM, CALLS, AVERAGES, MOMENTUM, OVERWRITES, AROUND };
+/* What else happens: (limit or None, scales, decays, sum or None, calls, averages or None, momentum, whether they overwrite, factor). */
+enum { LIMIT, SCALES, DECAYS, SUM, CALLS, AVERAGES, MOMENTUM, OVERWRITES, FACTOR, AROUND };
 
 static int read_around(PyObject *around, Update *u) {
-    double number[4] = {0};
-    const int which[4] = {LIMIT, CALLS, MOMENTUM, OVERWRITES};
+    double number[5] = {0};
+    const int which[5] = {LIMIT, CALLS, MOMENTUM, OVERWRITES, FACTOR};
     if (!PyTuple_Check(around) || PyTuple_Size(around) != AROUND)
         return PyErr_Format(PyExc_TypeError, "update: what else happens is a tuple of %d, not %R", AROUND, around), 0;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 5; i++) {
         PyObject *item = PyTuple_GetItem(around, which[i]);
         if (item != Py_None) number[i] = PyFloat_AsDouble(item);
         if (number[i] == -1.0 && PyErr_Occurred()) return 0;
@@ -136,6 +136,7 @@ static int read_around(PyObject *around, Update *u) {
     u->kept = number[2];
     u->rest = 1 - number[2];
     u->overwrites = number[3] != 0;
+    u->factor = number[4];
     return read_spans(PyTuple_GetItem(around, SCALES), &u->scales) && read_spans(PyTuple_GetItem(around, DECAYS), &u->decays);
 }
 

@@ -38,9 +38,10 @@ static void NAME(multiply_spans)(REAL *values, const Spans *spans, long low, lon
 /* Return the gradient of elements [low, high): the sum of the parts, in `piece` if anything else happens to it. */
 static const REAL *NAME(gradient_of)(const Update *u, REAL *piece, long low, long high) {
     long n = high - low;
-    if (u->count == 1 && u->parts->itemsize == sizeof(REAL) && !u->sum && !u->clips && !u->scales.count)
+    if (u->count == 1 && u->parts->itemsize == sizeof(REAL) && !u->sum && !u->clips && !u->scales.count && u->factor == 1)
         return (const REAL *)u->parts->buf + low;
     NAME(sum)(piece, u->parts, u->count, low, high);
+    if (u->factor != 1) NAME(multiply)(n, piece, (REAL)u->factor);
     if (u->sum) NAME(form_mean)(n, piece, (const REAL *)u->sum + low, (REAL)u->calls);
     NAME(multiply_spans)(piece, &u->scales, low, high);
     if (u->clips) NAME(clip)(n, piece, (REAL)u->limit);

@@ -24,6 +24,7 @@ import mpistrat as ms
 from mpistrat.cluster import world
 from mpistrat.errors import RanksLostError
 from mpistrat.optimizers.outer_step import OuterSteps
+from mpistrat.optimizers.rule import BlockUpdate
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -104,6 +105,28 @@ def test_between_outer_steps_nothing_that_needs_equal_nodes_is_done(layout, mpi_
             model.sgd(0.1, number)
         model.outer_step(0.7, 0.9)
         np.testing.assert_allclose(variables[0].numpy(), model.anchor[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_local_step_sums_and_updates_in_one_pass(layout, build, monkeypatch):
+    """What updates weights gets the gradients of the node's ranks, and whole slices: no sums that were formed apart."""
+    seen = []
+    for name in ("update", "accumulate"):
+        plain = getattr(BlockUpdate, name)
+        monkeypatch.setattr(
+            BlockUpdate,
+            name,
+            lambda self, target, parts, *more, plain=plain: (
+                seen.append((target.size, len(parts))) or plain(self, target, parts, *more)
+            ),
+        )
+    with opened(10) as strategy:
+        variables, optimizer = make(strategy, BUILDS[build], sizes=(400_000,))
+        train(strategy, variables, optimizer, range(2))
+        nodes = nodes_of(strategy.size, layout)
+        assert {count for _, count in seen} <= {nodes.count(nodes[strategy.rank])}
+        # A slice has up to 400,000 elements, of which NumPy would take 65,536 at a time. Of 3 ranks on two nodes one has none.
+        assert len(seen) == 2 or (layout == "nodes" and strategy.size == 3 and not seen)
 
 
 def test_sums_are_clipped_by_the_norm_of_the_node(layout):

@@ -57,8 +57,8 @@ def made(name: str, settings: dict) -> ms.optimizers.Optimizer:
 
 @compiled
 @settings(max_examples=200, deadline=None)
-@given(blocks(), st.booleans(), st.sampled_from([1, 3]))
-def test_all_that_happens_to_a_block_has_the_same_bits(block, updates, threads) -> None:
+@given(blocks(), st.booleans(), st.sampled_from([1, 3]), st.sampled_from([1.0, 2.0, 4 / 3]))
+def test_all_that_happens_to_a_block_has_the_same_bits(block, updates, threads, factor) -> None:
     name, chosen, dtype, size, count, decays, scales, odd, seed = block
     optimizer, found = made(name, chosen), []
     sums = GRADIENT_SUM in optimizer.slot_names
@@ -66,7 +66,7 @@ def test_all_that_happens_to_a_block_has_the_same_bits(block, updates, threads) 
         weights, slots, parts = arrays_of(optimizer, dtype, size, count, odd, seed)
         before = [part.copy() for part in parts]
         update = BlockUpdate(optimizer, np.dtype(dtype), [np.empty(500, WIDE[dtype]) for _ in range(4)])
-        update.begin(4, 0.01)
+        update.begin(4, 0.01, factor)
 
         def step(update=update, weights=weights, slots=slots, parts=parts) -> None:
             if sums and not updates:
@@ -88,6 +88,24 @@ def test_all_that_happens_to_a_block_has_the_same_bits(block, updates, threads) 
     for slot in slots:
         assert_same_bits(slots[slot], expected_slots[slot])
     assert errors == wanted
+
+
+@pytest.mark.parametrize("by_numpy", [False, True])
+def test_a_sum_of_parts_times_a_factor_by_hand(by_numpy, monkeypatch) -> None:
+    """Before it is accumulated, and before the mean of what was: 1.5 (1 + 2) and (3 + 1.5 (1 + 2)) / 3."""
+    if by_numpy:
+        monkeypatch.setattr(loops, "update", loops.leave_to_numpy)
+    optimizer = ms.optimizers.SGD(1.0, gradient_accumulation_steps=3)
+    update = BlockUpdate(optimizer, np.dtype(np.float64), [np.empty(4) for _ in range(4)])
+    update.begin(2, 1.0, 1.5)
+    weights, slots, parts = np.zeros(5), {GRADIENT_SUM: np.full(5, 3.0)}, [np.full(5, 1.0), np.full(5, 2.0)]
+    update.accumulate(weights, parts, slots)
+    np.testing.assert_array_equal(slots[GRADIENT_SUM], 3 + 4.5)
+    slots[GRADIENT_SUM][...] = 3.0
+    update.update(weights, parts, slots, (), 0, (), 3)
+    np.testing.assert_array_equal(weights, -2.5)
+    update.update(weights, parts[:1], slots)
+    np.testing.assert_array_equal(weights, -2.5 - 1.5)
 
 
 def test_what_happens_to_a_block_by_hand() -> None:
