@@ -396,7 +396,7 @@ class Optimizer(Rule):
         if store is not None:
             yield from store.slots_here(self, writers, each_node)
             return
-        yield from self._slots.waiting(all_else, each_node)
+        yield from self._slots.waiting(writers, all_else, each_node)
         for variable in self._variables:
             if not self._slots.stored_of(variable) and self._slots.outer is None:
                 continue

@@ -28,7 +28,7 @@ from ..types import ReduceOp
 from ..variables.arena import Arena
 from ..variables.placement import Placement
 from ..variables.variable import Variable
-from .node_slots import OUTER_MOMENTUM, node_slots_here, waiting_of_nodes
+from .node_slots import OUTER_MOMENTUM, node_slots_here
 
 __all__ = ["OuterSteps"]
 
@@ -195,10 +195,6 @@ class OuterSteps:
             return [(low - first, array) for low, array in found]
 
         return node_slots_here(variable, arena, names, of_range, momentum_of_slice, writers, each_node)
-
-    def waiting(self, name: str, slots: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the slots of all nodes that wait for a variable's first update. Collective."""
-        return waiting_of_nodes(self._group, name, slots)
 
     def _of(self, arena: Arena) -> _OuterArena:
         kept = self._arenas.get(arena)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..variables.receiver import Receiver
 from ..variables.values import move_like
 from ..variables.variable import Variable
 from .hyperparameters import AVERAGE, GRADIENT_SUM
+from .node_slots import waiting_of_nodes
 from .rule import Rule
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["WIRE_RESIDUAL", "ArenaSlots", "SlotStore", "owners", "residual_receiver", "waiting_slots"]
 
 WIRE_RESIDUAL = "wire_residual"  # what a weight lacks of what was meant, where changes travel in fewer bytes
+
+_Stored = Callable[[int, int], Mapping[str, Any]]
 
 
 def owners(arena: Arena) -> list[int]:
@@ -109,10 +112,12 @@ class SlotStore:
         self.names, self.start, self._owner = owner.slot_names, owner.slot_start, owner
         self.pending: dict[str, dict[str, Any]] = {}
         self.outer: OuterSteps | None = None
+        self._placement: Placement | None = None
         self._arenas: dict[Arena, ArenaSlots] = {}
 
     def join(self, placement: Placement) -> None:
         """Serve the variables of a placement."""
+        self._placement = placement
         if placement.local_steps is not None:
             from .outer_step import OuterSteps
 
@@ -140,39 +145,7 @@ class SlotStore:
         store = variable.placement.store
         if store is not None:
             return store.read_slots(self._owner, variable)
-        arena = _arena_of(variable)
-        low, high = variable.offset, variable.offset + variable.size
-        result, names = {}, self.stored_of(variable)
-        with arena.group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, names):
-            for name in names:
-                whole = np.zeros(variable.size, accumulation_dtype(arena.dtype))
-                for begin, part in self._sliced(arena, low, high, (name,))[name]:
-                    whole[begin - low : begin - low + part.size] = to_host(part)
-                for root, (begin, end) in zip(owners(arena), arena.bounds(), strict=False):
-                    begin, end = max(begin, low), min(end, high)
-                    if begin < end:
-                        arena.group.broadcast(whole[begin - low : end - low], root)
-                result[name] = whole.reshape(variable.shape)
-        return result
-
-    def _sliced(self, arena: Arena, low: int, high: int, names: Iterable[str]) -> dict[str, list[tuple[int, Any]]]:
-        """Return the slots of elements [low, high) that lie in this rank's slice. Collective if that has pieces, inside one."""
-        ranges, slots = arena.sliced([(low, high)]), self.of(arena)
-        pieces, inter = arena.pieces([(low, high)]), arena.group.inter
-        if pieces is None or inter is None:
-            parts = [(begin, slots.of_range(begin, end)) for begin, end in ranges]
-            return {name: [(begin, found[name]) for begin, found in parts] for name in names}
-        result: dict[str, list[tuple[int, Any]]] = {name: [] for name in names}
-        for first, end in ranges:
-            for name in result:
-                whole = np.empty(end - first, accumulation_dtype(arena.dtype))
-                for begin, after in pieces[inter.rank]:
-                    whole[begin - first : after - first] = slots.stored(begin, after)[name]
-                share = PieceShare(inter, whole, pieces, first)
-                share.ready(end)
-                share.finish()
-                result[name].append((first, whole))
-        return result
+        return _whole(variable, self.stored_of(variable), self.of(_arena_of(variable)).stored)
 
     def here(
         self, variable: Variable, writers: Collection[int] | None, each_node: bool = False
@@ -183,35 +156,10 @@ class SlotStore:
         the first one all, or rank 0 where some there do not write. Of pieces each rank gives its own, if all of these write.
         Collective. With `each_node` all nodes give all.
         """
-        arena, first = _arena_of(variable), variable.offset
+        arena = _arena_of(variable)
         if self.outer is not None:
             return self.outer.slots_here(variable, arena, self.names, self.of(arena).of_range, writers, each_node)
-        group, size, low, high = arena.group, variable.size, 0, 0
-        names = self.stored_of(variable)
-        every, own = owners(arena), arena.sharded and not each_node
-        if writers is not None and not set(every) <= set(writers):
-            if not set(every[: len(arena.bounds())]) <= set(writers):
-                whole, mine = self.read(variable), group.topology.rank == 0
-                return {name: [(0, array)] if mine else [] for name, array in whole.items()}
-            own = False
-        if arena.sharded and not own:
-            detail = (names, each_node)
-            with group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, detail):
-                found = self._sliced(arena, first, first + size, names)
-            mine = each_node or group.topology.rank in every[: len(arena.bounds())]
-            return {name: [(begin - first, part) for begin, part in found[name]] if mine else [] for name in names}
-        if own:
-            high = size
-        elif writers is not None:
-            high = size if group.topology.rank in every else 0
-        elif group.node.rank < len(arena.bounds()) and each_node:
-            high = size
-        elif group.node.rank < len(arena.bounds()):
-            domain = group.topology.node_index if group.environment.shared_memory else group.topology.rank
-            low, high = aligned_block(size, group.num_nodes, domain, PAGE // accumulation_dtype(arena.dtype).itemsize)
-        owned = arena.owned([(first + low, first + high)]) if low < high else []
-        parts = [(begin, self.of(arena).stored(begin, end)) for begin, end in owned]
-        return {name: [(begin - first, slots[name]) for begin, slots in parts] for name in names}
+        return _parts(variable, self.stored_of(variable), self.of(arena).stored, writers, each_node)
 
     def write(self, variable: Variable, values: Mapping[str, Any]) -> None:
         """Overwrite this rank's part of a variable's slots. What was not sent of the weights may be absent: it stays.
@@ -246,12 +194,10 @@ class SlotStore:
                 target = self.of(arena).stored(begin, end)[name]
                 target[...] = move_like(flat[begin - low : end - low], target)
 
-    def waiting(self, all_else: bool, each_node: bool) -> Iterator[SlotsHere]:
+    def waiting(self, writers: Collection[int] | None, all_else: bool, each_node: bool) -> Iterator[SlotsHere]:
         """Yield this rank's part of what waits for the first update of variables. See `Optimizer.slots_here`."""
         for name, slots in self.pending.items():
-            if self.outer is not None and not each_node:
-                slots = self.outer.waiting(name, slots)
-            yield from waiting_slots(name, slots, all_else)
+            yield from waiting_slots(self._placement, name, slots, writers, all_else, each_node)
 
     def receiver(self, variable: Variable, name: str) -> Receiver:
         """Return what this rank takes of a slot of a variable that is read from a file. All ranks call it."""
@@ -289,12 +235,103 @@ def residual_receiver(variable: Variable) -> Receiver:
     return Receiver([(begin - offset, end - offset) for begin, end in owned], take)
 
 
-def waiting_slots(name: str, slots: Mapping[str, Any], given: bool) -> Iterator[SlotsHere]:
-    """Yield the slots that wait for a variable's first update, which all ranks have whole: this rank gives them, or not."""
+def waiting_slots(
+    placement: Placement | None,
+    name: str,
+    slots: Mapping[str, Any],
+    writers: Collection[int] | None,
+    all_else: bool,
+    each_node: bool,
+) -> Iterator[SlotsHere]:
+    """Yield this rank's part of the slots that wait for a variable's first update, which all ranks of a node have whole.
+
+    What was not sent of its weights waits for nothing, but files have it among slots. Collective. See `Optimizer.slots_here`.
+    """
+    variable = None if placement is None else next((v for v in placement.variables if v.name == name), None)
+    if placement is not None and placement.local_steps is not None and not each_node:
+        slots = waiting_of_nodes(placement.group, name, slots)
     arrays = {slot: np.asarray(to_host(value)) for slot, value in slots.items()}
-    if arrays:
-        one = next(iter(arrays.values()))
-        yield name, one.shape, one.dtype, {slot: [(0, array)] if given else [] for slot, array in arrays.items()}
+    here: dict[str, list[tuple[int, Any]]] = {slot: [(0, array)] if all_else else [] for slot, array in arrays.items()}
+    shape, dtype = next(((array.shape, array.dtype) for array in arrays.values()), ((), np.dtype(np.float32)))
+    unsent = None if variable is None or variable.arena is None else variable.arena.unsent
+    if variable is not None and unsent is not None and WIRE_RESIDUAL not in here:
+        shape, dtype = variable.shape, accumulation_dtype(variable.dtype)
+        here |= _parts(variable, (WIRE_RESIDUAL,), lambda a, b: {WIRE_RESIDUAL: unsent.of(a, b)}, writers, each_node)
+    if here:
+        yield name, shape, dtype, here
+
+
+# of a variable's slots, by a function that returns this rank's of a range of elements that it owns
+
+
+def _sliced(
+    arena: Arena, low: int, high: int, names: Iterable[str], stored: _Stored
+) -> dict[str, list[tuple[int, Any]]]:
+    """Return the slots of elements [low, high) that lie in this rank's slice. Collective if that has pieces, inside one."""
+    ranges, pieces, inter = arena.sliced([(low, high)]), arena.pieces([(low, high)]), arena.group.inter
+    if pieces is None or inter is None:
+        parts = [(begin, stored(begin, end)) for begin, end in ranges]
+        return {name: [(begin, found[name]) for begin, found in parts] for name in names}
+    result: dict[str, list[tuple[int, Any]]] = {name: [] for name in names}
+    for first, end in ranges:
+        for name in result:
+            whole = np.empty(end - first, accumulation_dtype(arena.dtype))
+            for begin, after in pieces[inter.rank]:
+                whole[begin - first : after - first] = stored(begin, after)[name]
+            share = PieceShare(inter, whole, pieces, first)
+            share.ready(end)
+            share.finish()
+            result[name].append((first, whole))
+    return result
+
+
+def _whole(variable: Variable, names: Sequence[str], stored: _Stored) -> dict[str, np.ndarray]:
+    """Return slots whole, on every rank; the first node's where nodes have their own. Collective."""
+    arena, low, high = _arena_of(variable), variable.offset, variable.offset + variable.size
+    result = {}
+    with arena.group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, names):
+        for name in names:
+            whole = np.zeros(variable.size, accumulation_dtype(arena.dtype))
+            for begin, part in _sliced(arena, low, high, (name,), stored)[name]:
+                whole[begin - low : begin - low + part.size] = to_host(part)
+            for root, (begin, end) in zip(owners(arena), arena.bounds(), strict=False):
+                begin, end = max(begin, low), min(end, high)
+                if begin < end:
+                    arena.group.broadcast(whole[begin - low : end - low], root)
+            result[name] = whole.reshape(variable.shape)
+    return result
+
+
+def _parts(
+    variable: Variable, names: Sequence[str], stored: _Stored, writers: Collection[int] | None, each_node: bool
+) -> dict[str, list[tuple[int, Any]]]:
+    """Return this rank's part of slots. Collective. See `SlotStore.here`."""
+    arena, first = _arena_of(variable), variable.offset
+    group, size, low, high = arena.group, variable.size, 0, 0
+    every, own = owners(arena), arena.sharded and not each_node
+    if writers is not None and not set(every) <= set(writers):
+        if not set(every[: len(arena.bounds())]) <= set(writers):
+            whole, mine = _whole(variable, names, stored), group.topology.rank == 0
+            return {name: [(0, array)] if mine else [] for name, array in whole.items()}
+        own = False
+    if arena.sharded and not own:
+        detail = (names, each_node)
+        with group.collective("optimizer.slots", variable.name, arena.dtype, variable.shape, detail):
+            found = _sliced(arena, first, first + size, names, stored)
+        mine = each_node or group.topology.rank in every[: len(arena.bounds())]
+        return {name: [(begin - first, part) for begin, part in found[name]] if mine else [] for name in names}
+    if own:
+        high = size
+    elif writers is not None:
+        high = size if group.topology.rank in every else 0
+    elif group.node.rank < len(arena.bounds()) and each_node:
+        high = size
+    elif group.node.rank < len(arena.bounds()):
+        domain = group.topology.node_index if group.environment.shared_memory else group.topology.rank
+        low, high = aligned_block(size, group.num_nodes, domain, PAGE // accumulation_dtype(arena.dtype).itemsize)
+    owned = arena.owned([(first + low, first + high)]) if low < high else []
+    parts = [(begin, stored(begin, end)) for begin, end in owned]
+    return {name: [(begin - first, slots[name]) for begin, slots in parts] for name in names}
 
 
 def _arena_of(variable: Variable) -> Arena:

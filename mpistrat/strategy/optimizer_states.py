@@ -34,6 +34,7 @@ class Kept:
     made: int | None
     optimizer: Any
     state: Mapping[str, Any] = field(default_factory=dict)
+    placement: Placement | None = None  # of one that is not there
 
     def about(self) -> dict[str, Any]:
         """Return its attributes in a file. Collective."""
@@ -58,7 +59,7 @@ class Kept:
             yield from self.optimizer.slots_here(writers, all_else, each_node)
             return
         for name, slots in self.state.get("slots", {}).items():
-            yield from waiting_slots(name, slots, all_else)
+            yield from waiting_slots(self.placement, name, slots, writers, all_else, each_node)
 
 
 @final
@@ -122,7 +123,7 @@ class OptimizerStates:
             number = self.number_of(one)
             found[number] = Kept(one.name, number if store else one.number_in(self._placement), one)
         for number, (name, state, made) in self._restored.items():
-            found[number] = Kept(name, number if store else made, None, state)
+            found[number] = Kept(name, number if store else made, None, state, self._placement)
         return [found[number] for number in sorted(found)]
 
     def restore(self, number: int, name: str, state: Mapping[str, Any], made: int | None) -> None:

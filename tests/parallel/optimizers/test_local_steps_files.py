@@ -55,6 +55,33 @@ def test_a_run_from_a_file_goes_on_bit_for_bit(layout, build, writers, mpi_tmp_p
     assert_same(ends[2], ends[0])
 
 
+@pytest.mark.parametrize("writers", ["all", "rank 0"])
+def test_a_file_of_what_waits_for_an_optimizer_has_the_slots_of_each_node(layout, writers, mpi_tmp_path, monkeypatch):
+    """Restored and saved by a program that makes its optimizer later."""
+    if writers != "all":
+        monkeypatch.setattr(Checkpoint, "_writers", lambda self, beside: [0])
+    ends, path, again = [], mpi_tmp_path / "saved.h5", mpi_tmp_path / "again.h5"
+    with opened(2) as strategy:
+        variables, optimizer = make(strategy, BUILDS["adam"])
+        train(strategy, variables, optimizer, range(4))
+        strategy.save(path)
+        train(strategy, variables, optimizer, range(4, 7))
+        ends.append(state_of(variables))
+    with opened(2) as strategy:
+        rng = np.random.default_rng(0)
+        with strategy.scope():
+            alone = [ms.Variable(rng.normal(size=v.shape), name=v.name, dtype="float64") for v in variables]
+        strategy.restore(path)
+        strategy.save(again)
+        assert len(alone) == len(variables)
+    with opened(2) as strategy:
+        variables, optimizer = make(strategy, BUILDS["adam"])
+        strategy.restore(again)
+        train(strategy, variables, optimizer, range(4, 7))
+        ends.append(state_of(variables))
+    assert_same(ends[1], ends[0])
+
+
 def test_files_go_to_any_strategy_and_back(layout, mpi_tmp_path):
     local, synchronous = mpi_tmp_path / "local.h5", mpi_tmp_path / "synchronous.h5"
     with opened(2) as strategy:

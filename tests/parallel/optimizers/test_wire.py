@@ -15,6 +15,7 @@ from mpistrat._util.partition import blocks
 from mpistrat.cluster.topology import Topology
 from mpistrat.cross_device.pieces import round_size
 from mpistrat.cross_device.wire import wire_named
+from mpistrat.strategy.checkpoint import Checkpoint
 
 SIZES = (150_001, 15, 250_001)
 RATE = np.float32(0.25)
@@ -249,6 +250,42 @@ def test_restored_on_another_number_of_nodes(wire, mpi_tmp_path, monkeypatch):
         meant = saved["v2"] + (saved["v2 wire_residual"] if several else 0) - RATE * summed
         off = np.abs(after["v2"] + after.get("v2 wire_residual", 0) - meant)
         assert off.max() <= np.abs(RATE * summed).max() * (0.1 if several else 1e-6)
+
+
+@pytest.mark.parametrize("rule", ["SGD", "Adam"])
+@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize("writers", ["all", "rank 0"])
+def test_a_file_of_what_was_just_restored_has_what_was_not_sent(opened, rule, made, writers, mpi_tmp_path, monkeypatch):
+    """Saved before the first step, of an optimizer that is there or not yet."""
+    if writers != "all":
+        monkeypatch.setattr(Checkpoint, "_writers", lambda self, beside: [0])
+    build, wire = (lambda o: getattr(o, rule)(0.25)), "bfloat16"
+    first, again = mpi_tmp_path / "first.h5", mpi_tmp_path / "again.h5"
+    with opened(wire) as strategy:
+        variables, optimizer = make(strategy, build)
+        train(strategy, variables, optimizer, range(2))
+        strategy.save(first)
+        saved = state_of(variables, optimizer)
+        assert saved["v2 wire_residual"].any()
+    with opened(wire) as strategy:
+        if made:
+            make(strategy, build)
+        else:
+            with strategy.scope():
+                alone = [ms.Variable(value, name=f"v{i}") for i, value in enumerate(starts())]
+                assert alone
+        strategy.restore(first)
+        strategy.save(again)
+    with opened(wire) as strategy:
+        variables, optimizer = make(strategy, build)
+        strategy.restore(again)
+        train(strategy, variables, optimizer, range(2, 3))
+        found = state_of(variables, optimizer)
+    with opened(wire) as strategy:
+        variables, optimizer = make(strategy, build)
+        strategy.restore(first)
+        train(strategy, variables, optimizer, range(2, 3))
+        assert_same(found, state_of(variables, optimizer))
 
 
 @pytest.mark.parametrize("wire", WIRES)
