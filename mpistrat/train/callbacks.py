@@ -210,6 +210,7 @@ class ModelCheckpoint(Callback):
     """Save after each epoch, or after those whose result is the best so far: a file of `Strategy.save` for later use.
 
     To go on with an interrupted run take `Checkpoints`. Arguments are Keras's. The file's `extra` has the epoch and its results.
+    Where an epoch ends between two outer steps (`local_steps`), the file has the weights after the next one.
 
     Attributes:
         best: the best result.
@@ -238,6 +239,9 @@ class ModelCheckpoint(Callback):
         """Take the name of the file, in which `{epoch}`, counted from 1, and results may stand: "{epoch:02d}-{loss:.2f}.h5"."""
         self._path, self._best_only = os.fspath(filepath), save_best_only
         self._best = _Best("ModelCheckpoint", monitor, mode, 0.0)
+        self._waiting: dict[
+            str, dict[str, Any]
+        ] = {}  # what is added to files, by path, until nodes have the same weights
 
     @property
     def best(self) -> float:
@@ -252,7 +256,20 @@ class ModelCheckpoint(Callback):
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if not self._best_only or self._best.takes(logs):
             path = self._path.format(epoch=loop.epoch + 1, **logs)
-            loop.strategy.save(path, {"epoch": loop.epoch, "logs": plain(logs)})
+            self._waiting[path] = {"epoch": loop.epoch, "logs": plain(logs)}
+        self._save(loop)
+
+    def on_step_end(self, loop: Loop) -> None:
+        self._save(loop)
+
+    def on_train_end(self, loop: Loop) -> None:
+        self._save(loop)
+
+    def _save(self, loop: Loop) -> None:
+        if self._waiting and not loop.strategy.nodes_differ:
+            for path, extra in self._waiting.items():
+                loop.strategy.save(path, extra)
+            self._waiting.clear()
 
 
 @final

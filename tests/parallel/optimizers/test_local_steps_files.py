@@ -209,6 +209,32 @@ def test_the_trainer_ends_with_an_outer_step(layout, mpi_tmp_path):
         assert checkpoints.steps() == [4, 8, 9]
 
 
+@pytest.mark.parametrize("every", [4, 5, 100])
+def test_model_checkpoints_wait_for_the_next_outer_step(layout, every, mpi_tmp_path):
+    """Epochs of three steps, of which few end at one: a file has the weights that all nodes had first after its epoch."""
+    with opened(every) as strategy:
+        variables, optimizer = make(strategy, BUILDS["sgd"])
+        rows = ms.data.from_arrays(np.arange(3 * strategy.size)).batch(strategy.size)
+        alike = {}  # by step
+
+        def step(x):
+            gradients = [gradient_of(v.array, int(x[0]), 0, strategy.rank, strategy.size) for v in variables]
+            optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
+
+        class Weights(ms.train.Callback):
+            def on_step_end(self, loop):
+                if not strategy.nodes_differ:
+                    alike[loop.step] = state_of(variables)
+
+        saves = ms.train.ModelCheckpoint(mpi_tmp_path / "{epoch}.h5")
+        trainer = ms.train.Trainer(strategy, step, callbacks=[Weights(), saves])
+        trainer.fit(strategy.distribute_dataset(rows), epochs=3)
+        alike[9] = state_of(variables)
+        for epoch in (1, 2, 3):
+            assert strategy.restore(mpi_tmp_path / f"{epoch}.h5")["epoch"] == epoch - 1
+            assert_same(state_of(variables), alike[min(at for at in alike if at >= 3 * epoch)])
+
+
 def test_a_run_that_is_told_to_stop_ends_at_an_outer_step(layout, mpi_tmp_path, monkeypatch):
     """And goes on from there as if nobody had stopped it."""
     ends = []
