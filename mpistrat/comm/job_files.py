@@ -35,7 +35,7 @@ from .shared_memory import map_file
 
 __all__ = [
     "BEGUN", "DONE", "ENDED", "GENERATION", "RESIZE", "STEP", "STOPPED", "ask_for_size", "asked_size", "expect_end",
-    "expect_end_under_launcher", "generation_of", "hold", "imported", "least_generation", "lock", "make_file", "mark",
+    "expect_end_under_launcher", "first_of", "generation_of", "hold", "imported", "least_generation", "lock", "make_file", "mark",
     "new_key", "note_modules", "path_of", "paths", "remove", "remove_older", "state", "supervisors", "sweep", "unsupervised",
 ]  # fmt: skip
 
@@ -86,6 +86,11 @@ def generation_of(path: Path) -> int:
     """Return how often the job had been started again when a file of snapshots was made."""
     match = _SNAPSHOT.search(path.name)
     return int(match[2]) if match else 0
+
+
+def first_of(path: Path) -> int:
+    """Return the first rank of the node by which a file of snapshots was made."""
+    return int(path.name.rpartition(".r")[2])
 
 
 def paths(job: str, run: str | None = None) -> list[Path]:

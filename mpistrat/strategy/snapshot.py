@@ -307,15 +307,16 @@ class Snapshots:
         return Snapshot(run, generation - 1, step, table.tolist().index([generation, step]))
 
     def open(self, snapshot: Snapshot) -> SnapshotFile:
-        """Return the file that has a state, on its root.
+        """Return the file that has a state, on its root: this node's own, where the machine has those of several.
 
         Raises:
             OSError: it is not there any more.
         """
-        for file, step in self._here(snapshot.run):
-            if (file.generation, step) == (snapshot.generation, snapshot.step):
-                return file
-        raise OSError(f"the snapshot of step {snapshot.step} is not there any more")
+        wanted, found = (snapshot.generation, snapshot.step), self._here(snapshot.run)
+        files = {job_files.first_of(file.path): file for file, step in found if (file.generation, step) == wanted}
+        if not files:
+            raise OSError(f"the snapshot of step {snapshot.step} is not there any more")
+        return files.get(self._group.node.ranks[0]) or next(iter(files.values()))
 
     def note_saved(self, run: str, step: int) -> None:
         """Note that there is a complete checkpoint of a run after a step. Local."""

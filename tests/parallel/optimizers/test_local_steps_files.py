@@ -136,14 +136,16 @@ def test_a_file_goes_to_other_numbers_of_nodes(layout, mpi_tmp_path):
     half.Free()
 
 
-def test_snapshots_are_taken_after_outer_steps(layout, monkeypatch):
+@pytest.mark.parametrize("build", ["sgd", "adam"])
+def test_snapshots_are_taken_after_outer_steps(layout, build, monkeypatch):
+    """They have the slots of each node, of nodes that are made up on one machine, too."""
     from mpi4py import MPI
 
     key = MPI.COMM_WORLD.bcast(secrets.token_hex(8))
     monkeypatch.setenv("MPISTRAT_JOB", key)
     try:
         with opened(2) as strategy:
-            variables, optimizer = make(strategy, BUILDS["sgd"])
+            variables, optimizer = make(strategy, BUILDS[build])
             train(strategy, variables, optimizer, range(2))
             expected = state_of(variables)
             strategy.take_snapshot(2, {})
