@@ -3,7 +3,7 @@
     MPISTRAT_SHARED_MEMORY=0 mpiexec -n 2 python benchmarks/early_gradients.py --output benchmarks/results/today
     mpiexec -hosts a,b -n 2 python benchmarks/early_gradients.py --backward 500 --count 16777216
 
-Over two isolated hosts of a rank each, and on one machine where ranks are nodes:
+Over two isolated hosts of a rank and a core each:
 
     python benchmarks/run.py benchmarks/results/today --only early_gradients --mpi-env mpich=.venv/bin/python
 

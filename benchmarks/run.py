@@ -32,9 +32,11 @@ LAYOUTS = {  # ranks on one host
     "watching": (2, 4),
     "local_steps": (),  # on one node it has no effect
     "wire": (),
+    "early_gradients": (),
 }
 BENCHMARKS = tuple(LAYOUTS)
-OVER_HOSTS = ("all_reduce", "training_step", "frameworks", "parameter_server", "local_steps", "wire")
+OVER_HOSTS = ("all_reduce", "training_step", "frameworks", "parameter_server", "local_steps", "wire", "early_gradients")
+RANKS_OVER_HOSTS = {"early_gradients": 2}  # one on each, with a core of its own
 FRAMEWORKS = ("torch", "jax", "keras")
 PEERS = {"tensorflow": ("all_reduce", "training_step", "parameter_server"), "torch": ("parameter_server",)}
 
@@ -46,6 +48,8 @@ def run(env: MpiEnv, benchmark: str, ranks: int, hosts: Hosts | None, options: a
             run_program(env, benchmark, ranks, hosts, options, ["--framework", framework])
         return
     peers = [f"--{peer}" for peer, known in PEERS.items() if benchmark in known and getattr(options, peer)]
+    if benchmark == "early_gradients" and hosts is not None:
+        peers.append("--pin")
     run_program(env, benchmark, ranks, hosts, options, peers)
 
 
@@ -83,7 +87,7 @@ def main() -> None:
                 print(f"two hosts left out: {reason}", flush=True)
                 continue
             with contextlib.closing(Hosts(2)) as hosts:
-                run(env, benchmark, 4, hosts, options)
+                run(env, benchmark, RANKS_OVER_HOSTS.get(benchmark, 4), hosts, options)
     subprocess.run([sys.executable, str(ROOT / "benchmarks" / "plot.py"), str(options.output)], check=True)
 
 
