@@ -42,14 +42,22 @@ class Backoff:
         yields: how often it yields before it sleeps; about 0.5 µs each.
         start: seconds of the first sleep.
         growth: factor from one sleep to the next; closer to 1 where the end of a long wait must be noticed soon, too.
+        give_way: what it calls to yield.
     """
 
-    __slots__ = ("_ceiling", "_count", "_growth", "_seconds", "_start", "_yields")
+    __slots__ = ("_ceiling", "_count", "_give_way", "_growth", "_seconds", "_start", "_yields")
 
     def __init__(
-        self, ceiling: float = CEILING, *, yields: int = 100, start: float = 2e-5, growth: float = 1.125
+        self,
+        ceiling: float = CEILING,
+        *,
+        yields: int = 100,
+        start: float = 2e-5,
+        growth: float = 1.125,
+        give_way: Callable[[], object] = os.sched_yield,
     ) -> None:
         self._ceiling, self._yields, self._start, self._growth = ceiling, yields, start, growth
+        self._give_way = give_way
         self.reset()
 
     def reset(self) -> None:
@@ -60,7 +68,7 @@ class Backoff:
         """Wait a little. Return whether it slept."""
         if self._count < self._yields:
             self._count += 1
-            os.sched_yield()
+            self._give_way()
             return False
         sleep(self._seconds)
         self._seconds = min(self._growth * self._seconds, self._ceiling)

@@ -13,6 +13,7 @@ of two windows over the same memory are not atomic with each other: use one of t
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from .._util import loops
 from ..errors import SharedMemoryError
 from . import shared_memory
 from .agree import as_told, gather_text, together
@@ -36,6 +38,7 @@ WORD = 8  # bytes
 CHUNK = 1 << 30  # bytes in one MPI call: Open MPI refuses counts of 2^31
 ROWS = 4096  # rows in one MPI datatype
 _MARGIN = 1 << 16  # what MPI itself takes beside each segment, generously
+_LOOKS = 20  # in a short wait for a word
 _ABSENCE = 0.2  # seconds for which ranks call nothing of MPI's
 _READS = (0.05, 0.08, 0.11)  # when one rank reads meanwhile: more than once, for a target may be late to its sleep
 _LIMIT = 0.02  # seconds that a read takes at most where the network does the work
@@ -90,6 +93,19 @@ class Window(ABC):
     @abstractmethod
     def put_word(self, rank: int, offset: int, value: int) -> None:
         """Write a word of a rank's segment, whole."""
+
+    def publish(self, rank: int, parts: list[tuple[int, np.ndarray]], word: int, value: int) -> None:
+        """Do what `put` does, and then write the word at an offset, which tells of it."""
+        self.put(rank, parts)
+        self.put_word(rank, word, value)
+
+    def await_word(self, rank: int, offset: int, least: int) -> bool:
+        """Wait a little, giving way to other processes, until a word is at least so much; return whether it is."""
+        for _ in range(_LOOKS):
+            if self.get_word(rank, offset) >= least:
+                return True
+            os.sched_yield()
+        return False
 
     def fetch_and_add(self, rank: int, offset: int, value: int) -> int:
         """Add to a word of a rank's segment, atomically, and return what it was."""
@@ -174,7 +190,8 @@ class SharedWindow(Window):
             return
         segment = self.segments[rank]
         table = segment[offset : offset + (segment.nbytes - offset) // row * row].reshape(-1, row)
-        np.take(table, rows, axis=0, out=out, mode="clip")  # "raise" would go through a copy
+        if not loops.gather(out, table, rows):
+            np.take(table, rows, axis=0, out=out, mode="clip")  # "raise" would go through a copy
 
     def put(self, rank: int, parts: Iterable[tuple[int, np.ndarray]]) -> None:
         segment = self.segments[rank]
@@ -188,6 +205,13 @@ class SharedWindow(Window):
     def put_word(self, rank: int, offset: int, value: int) -> None:
         self._words[rank][offset >> 3] = value
         self.sync()
+
+    def publish(self, rank: int, parts: list[tuple[int, np.ndarray]], word: int, value: int) -> None:
+        if not loops.publish(self.segments[rank], parts, word, value):
+            super().publish(rank, parts, word, value)
+
+    def await_word(self, rank: int, offset: int, least: int) -> bool:
+        return loops.await_word(self.segments[rank], offset, least) or super().await_word(rank, offset, least)
 
     def _forget(self) -> None:
         for words in self._words:

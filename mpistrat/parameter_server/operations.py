@@ -124,7 +124,7 @@ def sum_duplicate_rows(rows: np.ndarray, values: np.ndarray, function: str) -> t
     """
     if (rows[1:] > rows[:-1]).all():
         return rows, values
-    order = np.argsort(rows, kind="stable")
+    order = _order(rows)
     ordered = rows[order]
     first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
     if first.all():
@@ -133,6 +133,17 @@ def sum_duplicate_rows(rows: np.ndarray, values: np.ndarray, function: str) -> t
     wide = values[order].astype(accumulation_dtype(values.dtype), copy=False)
     starts = np.flatnonzero(first)
     return ordered[starts], np.add.reduceat(wide, starts, axis=0, dtype=wide.dtype).astype(values.dtype, copy=False)
+
+
+def _order(rows: np.ndarray) -> np.ndarray:
+    """Return the places of rows in ascending order, those of equal rows in theirs.
+
+    Sorting numbers takes a third of the time of sorting places, so each number gets its place as its low bits.
+    """
+    bits = int(rows.size).bit_length()
+    if int(rows.max()) >> (62 - bits) or int(rows.min()) < 0:
+        return np.argsort(rows, kind="stable")
+    return np.sort(rows << bits | np.arange(rows.size)) & ((1 << bits) - 1)
 
 
 class Push(NamedTuple):

@@ -207,7 +207,9 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ContextError: on a server.
         """
-        access = self._worker("run")
+        access: Any = self._access
+        if type(access) is not WorkerAccess:
+            access = self._worker("run")
         self._extended.coordination.announce("step")
         access.begin_step()
         try:

@@ -7,7 +7,6 @@ from typing import Any, final
 import numpy as np
 
 from .._util.arguments import tensorflow_names
-from .._util.buffers import BufferPool
 from ..cluster.devices import parse
 from ..types import IndexedSlices
 from ..variables.kinds import OnWriteVariable
@@ -25,7 +24,6 @@ _OPERATIONS = {
     "assign_sub": Operation.ASSIGN_SUB,
 }
 _SCATTERS = {op: Operation[f"SCATTER_{op.upper()}"] for op in ("update", "add", "sub", "mul", "div", "min", "max")}
-_POOL = BufferPool(kept=8)
 
 
 @final
@@ -78,20 +76,16 @@ class ParameterServerVariable(OnWriteVariable):
         return self.version if access is not None and access.step == self._read_in else -1
 
     def _pull(self) -> Any:
-        self._require_open()
         access = self._access
+        if access is None:
+            self._require_open()
         assert access is not None
         with access.lock:
             step = access.step
             if step and self._seen == step:  # another replica was quicker
                 return self._snapshot
             self._snapshot = None  # its memory may be used again
-            found = access.view(self.number)
-            if found is None:
-                out = _POOL.empty(self.size, self.dtype).reshape(self.shape)
-                found = access.read(self.number, out), out
-            (self.version, out), self._read_in = found, step
-            out.flags.writeable = False
+            (self.version, out), self._read_in = access.pull(self.number), step
             if step:
                 self._snapshot, self._seen = out, step
             return out

@@ -24,6 +24,7 @@ from .replica_threads import current_rendezvous
 
 __all__ = ["ReplicaContext", "Scope", "ValueContext", "in_step", "local_replica"]
 
+_NO_KWARGS: dict[str, Any] = {}
 _ALL_REDUCE = {op: f"all_reduce {op.value}" for op in ReduceOp}
 
 
@@ -125,11 +126,15 @@ class ReplicaContext:
             ContextError: outside the step; or another local replica ends its step without coming here.
         """
         self._require("merge_call")
-        kwargs = dict(kwargs or {})
         rendezvous = current_rendezvous()
         if rendezvous is None:
-            result = self._call_merged(merge_fn, [(tuple(args), kwargs)])
+            token = context.push(self._cross_frame)
+            try:
+                result = merge_fn(self.strategy, *args, **(kwargs or _NO_KWARGS))
+            finally:
+                context.pop(token)
             return result if result is None else select_replica(0, result)
+        kwargs = dict(kwargs or {})
 
         def together(posts: list[Any]) -> list[Any]:
             result = self._call_merged(merge_fn, posts)

@@ -13,6 +13,8 @@ import numpy as np
 
 __all__ = [
     "add",
+    "await_difference",
+    "await_word",
     "copy",
     "decode_int8",
     "encode_int8",
@@ -21,6 +23,8 @@ __all__ = [
     "meet",
     "narrow",
     "permute",
+    "publish",
+    "read_version",
     "report",
     "rest",
     "set_threads",
@@ -35,6 +39,11 @@ __all__ = [
 def leave_to_numpy(*_: Any) -> bool:
     """Do nothing, in place of a compiled loop."""
     return False
+
+
+def _unread(*_: Any) -> int:
+    """Return -1, in place of `read_version`."""
+    return -1
 
 
 def _no_threads(count: int) -> None:
@@ -53,6 +62,8 @@ try:
     from ._loops import INSTRUCTIONS as _instructions
     from ._loops import (
         add,
+        await_difference,
+        await_word,
         copy,
         decode_int8,
         encode_int8,
@@ -60,6 +71,8 @@ try:
         meet,
         narrow,
         permute,
+        publish,
+        read_version,
         rest,
         set_threads,
         threads,
@@ -74,7 +87,8 @@ except ImportError as error:
 if _reason:
     _instructions = ""
     add = copy = gather = meet = narrow = permute = unshuffle = update = _squares = leave_to_numpy
-    decode_int8 = encode_int8 = rest = leave_to_numpy
+    await_difference = await_word = decode_int8 = encode_int8 = publish = rest = leave_to_numpy
+    read_version = _unread
     set_threads, threads = _no_threads, _one
 
 

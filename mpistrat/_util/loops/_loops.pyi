@@ -23,6 +23,22 @@ def meet(pages: Any, rank: int, sequence: int, tag: int, spin: int, /) -> int:
     Returns how many ns it waited, if all came with this tag; -1 if one came with another; -2 less the ns where not all came.
     """
 
+def await_word(memory: Any, offset: int, least: int, /) -> bool:
+    """Wait 50 µs until the word at a byte offset of shared memory is at least so much; return whether it is."""
+
+def await_difference(memory: Any, offsets: tuple[int, ...], /) -> bool:
+    """Wait so until the first and second of these words differ, or the third and fourth, …; return whether any do."""
+
+def publish(memory: Any, parts: list[tuple[int, Any]], offset: int, value: int, /) -> bool:
+    """Copy bytes to offsets of shared memory, and then write a word there, which tells of them."""
+
+def read_version(out: Any, memory: Any, offset: int, version: int, mailbox: Any, announced: int, value: int, /) -> int:
+    """Copy bytes at an offset as they are between two writes, and return how many writes there were; -1 where they are written.
+
+    The offsets of two words: `version` in the memory, which is odd while they are written, and `announced` in the mailbox, which
+    has the value meanwhile, and 0 afterwards (see parameter_server/server/atomic_reads.py).
+    """
+
 def narrow(out: Any, values: Any, /) -> bool:
     """Round float32 to float16, or to bfloat16, whose bits `out` has as uint16."""
 

@@ -141,6 +141,6 @@ extern const Rule rules[]; /* the last one has no name */
 
 /* The functions of each file, for the module. */
 extern PyMethodDef barrier_methods[], codecs_methods[], copies_methods[], rows_methods[];
-extern PyMethodDef squares_methods[], sums_methods[], threads_methods[], update_methods[];
+extern PyMethodDef shared_methods[], squares_methods[], sums_methods[], threads_methods[], update_methods[];
 
 #endif

@@ -25,6 +25,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ..._util import loops
 from ...comm.waiting import Backoff, PeerWait
 from ...comm.window import SharedWindow, Window
 from ..layout import Address
@@ -53,6 +54,19 @@ class SeqLockReader:
     def __init__(self, mailbox: Window, rank: int, offset: int, wait: Callable[[], PeerWait]) -> None:
         self._mailbox, self._rank, self._offset, self._wait = mailbox, rank, offset, wait
         self._number = 0
+
+    def read_bytes(self, address: Address, slab: Window, out: np.ndarray) -> int:
+        """Copy a variable into flat bytes, whole; return its version."""
+        if isinstance(slab, SharedWindow) and isinstance(self._mailbox, SharedWindow):
+            self._number += 1
+            announcement = self._number * _VARIABLES + address.index + 1
+            memory, mailbox = slab.segments[self._rank], self._mailbox.segments[self._rank]
+            version = loops.read_version(
+                out, memory, address.offset, address.version, mailbox, self._offset, announcement
+            )
+            if version >= 0:
+                return version
+        return self.read(address.index, slab, address.version, slab.get, self._rank, address.offset, out)
 
     def read(self, variable: int, slab: Window, version: int, copy: Callable[..., None], *args: Any) -> int:
         """Copy until the copy is whole; return the version of what was copied.

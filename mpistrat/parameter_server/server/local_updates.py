@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ..._util import loops
 from ...cluster.cores import available_cores
-from ...comm.arrays import accumulation_dtype, as_array
+from ...comm.arrays import accumulation_dtype, as_array, as_buffer
 from ...cross_device.arena import BLOCK
 from ...errors import explain
 from ...optimizers.rule import BlockUpdate
@@ -88,7 +89,8 @@ class LocalUpdates:
         before = None if old is None or old is weights else old.reshape(-1)
         with self._turn:
             kept = self._begin(variable, step)
-            kept.fill()
+            if kept.empty is not None:
+                kept.fill()
             if before is None and flat.size <= BLOCK:
                 kept.update(kept.scratch, flat, kept.slots, parts)
                 return
@@ -238,6 +240,7 @@ class _Kept:
     Attributes:
         slots: flat arrays.
         scratch: what it shares with the other variables of its dtype.
+        empty: which rows still have zeros instead of the slots' start; None where none has.
     """
 
     def __init__(self, optimizer: Optimizer, variable: Any, scratch: _Scratch, by_rows: bool) -> None:
@@ -245,20 +248,19 @@ class _Kept:
         self._group = optimizer.group_of(variable)
         size, make = int(np.prod(variable.shape, dtype=np.int64)), _untouched if by_rows else np.zeros
         self.slots = {name: make(size, scratch.rule.block.dtype) for name in optimizer.slot_names}
-        # Which rows, if any, still have zeros instead of the slots' start.
-        self._empty = np.ones(variable.shape[:1] or 1, np.bool_) if self._start and self.slots else None
+        self.empty = np.ones(variable.shape[:1] or 1, np.bool_) if self._start and self.slots else None
 
     def fill(self, rows: np.ndarray | None = None) -> None:
         """Give slots their start where they have had none yet: those of some rows, or all."""
-        if self._empty is None:
+        if self.empty is None:
             return
-        new = np.flatnonzero(self._empty) if rows is None else rows[self._empty[rows]]
+        new = np.flatnonzero(self.empty) if rows is None else rows[self.empty[rows]]
         if new.size:
             for slot in self.slots.values():
-                slot.reshape(len(self._empty), -1)[new] = self._start
-        self._empty[new] = False
+                slot.reshape(len(self.empty), -1)[new] = self._start
+        self.empty[new] = False
         if rows is None:
-            self._empty = None
+            self.empty = None
 
     def update(
         self, scratch: _Scratch, target: np.ndarray, slots: Mapping[str, np.ndarray], gradients: Sequence[np.ndarray]
@@ -285,14 +287,19 @@ class _Kept:
         shape = rows.size, table.shape[1]
         target, slots = self.scratch.blocks(shape[0] * shape[1])
         tables = {name: slot.reshape(table.shape) for name, slot in self.slots.items()}
-        # All rows are there, so clipping changes none; the default mode would go through one more copy.
-        np.take(table, rows, axis=0, out=target.reshape(shape), mode="clip")
+        _fetch(table, rows, target.reshape(shape))
         for name, slot in slots.items():
-            np.take(tables[name], rows, axis=0, out=slot.reshape(shape), mode="clip")
+            _fetch(tables[name], rows, slot.reshape(shape))
         self.update(self.scratch, target, slots, [gradients.reshape(-1)])
         table[rows] = target.reshape(shape)
         for name, slot in slots.items():
             tables[name][rows] = slot.reshape(shape)
+
+
+def _fetch(table: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+    if not loops.gather(as_buffer(out), as_buffer(table), rows):
+        # All rows are there, so clipping changes none; the default mode would go through one more copy.
+        np.take(table, rows, axis=0, out=out, mode="clip")
 
 
 @functools.cache

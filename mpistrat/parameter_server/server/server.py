@@ -26,6 +26,7 @@ from .version_buffers import PrivateBuffers, SnapshotBuffers, VersionBuffers
 
 __all__ = ["Server"]
 
+_PUSH, _COMMIT, _ENDS_STEP = MessageKind.PUSH, MessageKind.COMMIT, MessageKind.ENDS_STEP
 _MOST_KEPT = 16  # pushes of a worker that are taken and not applied; further ones are not taken, which holds it back
 
 
@@ -34,8 +35,8 @@ class _Held:
     """A variable that this server holds; also the context in which it is written."""
 
     __slots__ = (
-        "_address", "_buffers", "_lock", "_next", "_seqlock", "_sync", "_view", "array", "dtype", "row_size", "shape", "word",
-        "words",
+        "_buffers", "_index", "_lock", "_nbytes", "_next", "_seqlock", "_sync", "_view", "array", "dtype", "replacing",
+        "row_size", "shape", "word", "words",
     )  # fmt: skip
 
     def __init__(
@@ -44,8 +45,9 @@ class _Held:
         self.shape, self.dtype = address.spec.shape, address.spec.dtype
         self.row_size = address.spec.row_bytes // self.dtype.itemsize
         self.words, self.word = slab.words, address.version // 8
-        self._address, self._sync, self._seqlock, self._lock = address, slab.sync, seqlock, lock
-        self._buffers = buffers
+        self._index, self._nbytes = address.index, address.spec.nbytes
+        self._sync, self._seqlock, self._lock, self._buffers = slab.sync, seqlock, lock, buffers
+        self.replacing = _Replacing(self)
         self._next: Any = None  # the buffer of the next version, while it is written
         self._use(buffers.current)
 
@@ -101,7 +103,7 @@ class _Held:
             self._lock.release()
 
     def _begin(self) -> None:
-        self._seqlock.wait(self._address.index, self._address.spec.nbytes)
+        self._seqlock.wait(self._index, self._nbytes)
         self.words[self.word] += 1
         self._sync()
 
@@ -193,6 +195,7 @@ class Server(Rounds):
     def add_port(self, port: Port, workers: Sequence[int]) -> None:
         """Serve workers by a port. `ParameterServers` calls it."""
         self._ports.append(port)
+        self.patience = max(port.patience for port in self._ports)
         self._port_of.update(dict.fromkeys(workers, port))
 
     # variables
@@ -238,7 +241,7 @@ class Server(Rounds):
         Both may be the same array; if not, readers go on reading the old value meanwhile. Where workers hold it to read, this
         is much quicker than `writing`. An error inside leaves a variable closed to readers that was to be overwritten.
         """
-        return _Replacing(self._held.get(variable) or self._hold(variable, "replacing"))
+        return (self._held.get(variable) or self._hold(variable, "replacing")).replacing
 
     # workers
 
@@ -339,22 +342,21 @@ class Server(Rounds):
         if handler is None:
             raise RuntimeError("Server: a push came, and there is no handler")
         applied = True
-        if kind != MessageKind.COMMIT:
+        if kind != _COMMIT:
             count(stats.pushes[worker], fragment.variable, fragment.total)
             applied = handler(self._push(worker, fragment, payload)) is not False
-        if kind >= MessageKind.ENDS_STEP or kind == MessageKind.COMMIT:
+        if kind >= _ENDS_STEP or kind == _COMMIT:
             stats.commits[worker] += 1
-            applied = (
-                handler(Push(worker, -1, fragment.number, fragment.what, fragment.version)) is not False and applied
-            )
+            commit = Push(worker, -1, fragment.number, fragment.what, fragment.version)
+            applied = handler(commit) is not False and applied
         stats.busy += perf_counter() - start
         return applied
 
     def _push(self, worker: int, fragment: Fragment, payload: np.ndarray) -> Push:
         held = self._held.get(fragment.variable) or self._hold(fragment.variable, "push")
         payload.flags.writeable = False
-        if fragment.kind & ~MessageKind.ENDS_STEP == MessageKind.PUSH:
-            values = payload.view(held.dtype).reshape(held.shape)
+        if fragment.kind & ~_ENDS_STEP == _PUSH:
+            values = np.ndarray(held.shape, held.dtype, payload)
             return Push(worker, fragment.variable, fragment.number, fragment.what, fragment.version, None, values)
         rows = payload[: 8 * fragment.rows].view(np.int64)
         values = payload[8 * fragment.rows :].view(held.dtype)
@@ -373,6 +375,13 @@ class Server(Rounds):
             port.move()
 
     # the rounds of the service
+
+    def give_way(self) -> None:
+        """See `Rounds.give_way`."""
+        if len(self._ports) == 1:
+            self._ports[0].give_way()
+        else:
+            super().give_way()
 
     def poll(self) -> bool:
         """See `Rounds.poll`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -26,7 +27,17 @@ _SILENCE = 10.0  # seconds without a push of which a server tells, once in a pas
 
 
 class Rounds(ABC):
-    """What a service does, again and again."""
+    """What a service does, again and again.
+
+    Attributes:
+        patience: how often it gives way, when there is nothing to do, before the service sleeps.
+    """
+
+    patience = 100
+
+    def give_way(self) -> None:
+        """Let other processes run, and where that is possible wait a little for something to do."""
+        os.sched_yield()
 
     @abstractmethod
     def poll(self) -> bool:
@@ -118,7 +129,8 @@ class Service:
                 raise
 
     def _work(self, until: Callable[[], bool]) -> None:
-        rounds, backoff, next_check = self._rounds, Backoff(self._back_off), monotonic() + _CHECK
+        rounds, next_check = self._rounds, monotonic() + _CHECK
+        backoff = Backoff(self._back_off, yields=rounds.patience, give_way=rounds.give_way)
         idle_since, next_look = 0.0, monotonic() + _LOOK
         while True:
             found = rounds.poll()

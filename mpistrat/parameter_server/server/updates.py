@@ -19,6 +19,8 @@ from .server import Server
 
 __all__ = ["SynchronousUpdates", "Updater", "Updates"]
 
+_GRADIENT = int(Operation.GRADIENT)
+
 
 class Updater(Protocol):
     """An optimizer on this server. `variable` is what `Updates` found for the number of a variable."""
@@ -92,11 +94,10 @@ class Updates:
 
     def _apply(self, push: Push) -> bool:
         """Apply a push; return False if this server's program has yet to come to it."""
-        operation, key = unpack(push.what)
-        if operation is not Operation.GRADIENT:
+        if push.what & 0xFF != _GRADIENT:
             self.write(push)
             return True
-        steps = self._steps[push.worker]
+        key, steps = push.what >> 8, self._steps[push.worker]
         begun = steps.get(key)
         if begun is None:
             begun = self.begin(key, (push.worker,))
@@ -154,18 +155,19 @@ class Updates:
         if pushes[0].rows is not None and all(push.rows is not None for push in pushes):
             with self._server.writing(number) as weights:
                 updater.rows(variable, weights, *_sum_of_rows(pushes), step)
-                _constrain(variable, weights)
+                if variable.constraint is not None:
+                    _constrain(variable, weights)
             return
         with self._server.replacing(number) as (old, weights):
             gradients = (pushes[0].values,) if len(pushes) == 1 else [_whole(push, weights) for push in pushes]
             updater.dense(variable, weights, gradients, step, old)  # type: ignore[arg-type]
-            _constrain(variable, weights)
+            if variable.constraint is not None:
+                _constrain(variable, weights)
 
 
 def _constrain(variable: Any, weights: np.ndarray) -> None:
-    if variable.constraint is not None:
-        value = variable.constraint(read_only(weights))
-        weights.reshape(-1)[...] = as_flat(value, weights.shape, weights.dtype, "Variable.constraint")
+    value = variable.constraint(read_only(weights))
+    weights.reshape(-1)[...] = as_flat(value, weights.shape, weights.dtype, "Variable.constraint")
 
 
 def _copy(array: np.ndarray | None) -> np.ndarray | None:

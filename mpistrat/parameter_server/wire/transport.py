@@ -21,6 +21,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
+from ..._util.buffers import BufferPool
 from ...comm.process_group import ProcessGroup
 from ...comm.waiting import PeerWait
 from ...errors import explain
@@ -35,7 +36,8 @@ _SERVE = (
     " iterates a distributed dataset"
 )
 
-_LOOKS = 20  # for the end of a flush, before a wait is made, which costs as much as some of them
+_POOL, _BYTES = BufferPool(kept=8), np.dtype(np.uint8)
+_PUSH_AND_COMMIT = MessageKind.PUSH | MessageKind.ENDS_STEP
 FINISHED = 1 << 62  # the clock of a worker that has signed off
 FOR_GOOD = 1 << 62  # the passes of a worker that will not come back
 
@@ -102,15 +104,18 @@ class Transport(ABC):
         return version
 
     @final
-    def view(self, variable: int) -> tuple[int, np.ndarray] | None:
-        """Return a variable's version and the variable where it lies; None where it must be read.
+    def pull(self, variable: int) -> tuple[int, np.ndarray]:
+        """Return a variable's version, and the variable, read-only: where it lies, or in new memory.
 
-        The array is read-only, and stays as it is for as long as anything refers to it.
+        The array stays as it is for as long as anything refers to it.
         """
-        address = self._address(variable, "view")
-        found = self._view(address) if address.near else None
-        if found is not None:
-            count(self.stats.pulls, variable, address.spec.nbytes)
+        address = self._found.get(variable) or self._address(variable, "pull")
+        found, spec = self._view(address) if address.near else None, address.spec
+        if found is None:
+            memory = _POOL.empty(spec.nbytes, _BYTES)
+            found = self._read(address, memory), np.ndarray(spec.shape, spec.dtype, memory)
+            found[1].flags.writeable = False
+        count(self.stats.pulls, variable, spec.nbytes)
         return found
 
     @final
@@ -143,13 +148,14 @@ class Transport(ABC):
             version: of the variable, for the handler, too.
             commit: whether a commit goes with it.
         """
-        spec = self._address(variable, "push").spec
+        spec = (self._found.get(variable) or self._address(variable, "push")).spec
         if type(array) is not np.ndarray or array.dtype != spec.dtype or array.shape != spec.shape:
             array = np.asarray(array)
             _check_array(spec, "push", "array", array, spec.shape)
         _check_what(what, "push")
-        kind, nbytes = MessageKind.PUSH | MessageKind.ENDS_STEP if commit else MessageKind.PUSH, spec.nbytes
-        payload, number = (flat_bytes(np.ascontiguousarray(array)),), self.pushed + 1
+        kind, nbytes = _PUSH_AND_COMMIT if commit else MessageKind.PUSH, spec.nbytes
+        array = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+        payload, number = (flat_bytes(array),), self.pushed + 1
         self._post(Fragment(kind, variable, number, 0, what, version, 0, nbytes, nbytes), payload)
         self.pushed = number
         count(self.stats.pushes, variable, nbytes)
@@ -214,13 +220,14 @@ class Transport(ABC):
             self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        for _ in range(_LOOKS):
-            os.sched_yield()
-            if self.acknowledged() >= self.pushed:
-                return
-        wait = self.pair.wait_for_server(f"flush of push {self.pushed}")
-        while self.acknowledged() < self.pushed:
-            wait.pause()
+        if not self._waited_shortly():  # most end so; a wait costs as much to make
+            wait = self.pair.wait_for_server(f"flush of push {self.pushed}")
+            while self.acknowledged() < self.pushed:
+                wait.pause()
+
+    def _waited_shortly(self) -> bool:
+        """Wait a little until all pushes are applied; return whether they are."""
+        return False
 
     @final
     def leave(self, *, for_good: bool = False, clock: int = FINISHED) -> None:
@@ -293,7 +300,17 @@ class Transport(ABC):
 
 
 class Port(ABC):
-    """A server's end of the connections with all workers that use one transport."""
+    """A server's end of the connections with all workers that use one transport.
+
+    Attributes:
+        patience: how often the server gives way, when nothing comes, before it sleeps.
+    """
+
+    patience = 100
+
+    def give_way(self) -> None:
+        """Let other processes run; where that is possible wait a little for what comes."""
+        os.sched_yield()
 
     @abstractmethod
     def poll(self) -> int:

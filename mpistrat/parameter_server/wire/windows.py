@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
+from ..._util import loops
 from ...comm.window import Window
 from ..layout import LINE, Address
 from ..server.atomic_reads import HeldSnapshot, SeqLockReader
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from ..server.server import Server
 
 __all__ = ["OneSidedTransport", "SharedWindowTransport", "WindowPort"]
+
+_WAITS = 20  # for what workers of this node post, each of 50 µs at most, before a server sleeps
 
 
 class _WindowTransport(Transport):
@@ -48,6 +52,10 @@ class _WindowTransport(Transport):
         return self._acknowledged
 
     @final
+    def _waited_shortly(self) -> bool:
+        return self._mailbox.await_word(self._rank, self._applied_at, self.pushed)
+
+    @final
     def publish_clock(self, steps: int) -> None:
         self._mailbox.put_word(self._rank, self.pair.layout.clock(self.pair.worker), steps)
 
@@ -61,7 +69,9 @@ class _WindowTransport(Transport):
 
     @final
     def _read(self, address: Address, out: np.ndarray) -> int:
-        slab = self._slab(address)
+        slab = self._slab_of.get(address.slab) or self._slab(address)
+        if not address.near:
+            return self._seqlock.read_bytes(address, slab, out)
         return self._copy(address, slab, slab.get, out)
 
     @final
@@ -80,10 +90,12 @@ class _WindowTransport(Transport):
 
     @final
     def _post(self, message: Fragment, payload: Sequence[np.ndarray]) -> None:
-        if message.variable in self._gradients and self._lies_there(message, payload):
+        if message.total <= self._chunk_bytes:
+            self._post_fragment(message, payload)
+        elif message.variable in self._gradients and self._lies_there(message, payload):
             self._post_fragment(message._replace(kind=message.kind | MessageKind.IN_PLACE, nbytes=0), ())
             self._settled = self._posted
-        elif self._chunk_bytes < message.total <= self._largest_staged():
+        elif message.total <= self._largest_staged():
             self._stage(message, payload)
         else:
             for fragment, part in cut(message, payload, self._chunk_bytes):
@@ -109,9 +121,8 @@ class _WindowTransport(Transport):
         for buffer in payload:
             puts.append((at, buffer))
             at += buffer.nbytes
-        mailbox.put(self._rank, puts)
+        mailbox.publish(self._rank, puts, self._posted_at, self._posted + 1)
         self._posted += 1
-        mailbox.put_word(self._rank, self._posted_at, self._posted)
 
     def _largest_staged(self) -> int:
         return self._stagings[-1].areas[self.pair.server] if self._stagings else 0
@@ -136,6 +147,8 @@ class _WindowTransport(Transport):
     def _wait_for(self, count: int) -> None:
         """Wait until the server has taken so many fragments."""
         wait = None
+        if self._taken < count:
+            self._mailbox.await_word(self._rank, self._taken_at, count)
         while self._taken < count:
             if wait is not None:
                 wait.pause()
@@ -218,6 +231,14 @@ class WindowPort(Port):
             for worker in workers
         ]
         self._applied = {worker: layout.applied(worker) // 8 for worker in workers}
+        words = [(layout.posted(worker), layout.taken(worker)) for worker in workers]
+        self._words = tuple(itertools.chain.from_iterable(words))
+        if memory.mailbox.remote is None and loops.used()[0]:  # who stores is seen without MPI's help
+            self.patience = _WAITS
+
+    def give_way(self) -> None:
+        if not (self.patience == _WAITS and loops.await_difference(self._mailbox.own, self._words)):
+            super().give_way()
 
     def poll(self) -> int:
         words, memory, sync, found = self._mailbox.words, self._mailbox.own, self._mailbox.sync, 0

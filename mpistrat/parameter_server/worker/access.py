@@ -59,15 +59,11 @@ class Access(ABC):
         """Wait until all that this rank pushed is applied."""
 
     @abstractmethod
-    def read(self, variable: int, out: np.ndarray) -> int:
-        """Copy a variable, whole, and return its version; what this rank wrote before is in it."""
+    def pull(self, variable: int) -> tuple[int, np.ndarray]:
+        """Return a variable's version, and a read-only array of it; what this rank wrote before is in it.
 
-    def view(self, variable: int) -> tuple[int, np.ndarray] | None:
-        """Return a variable's version, as `read`, and the variable where it lies; None where it must be read.
-
-        The array is read-only, and stays as it is for as long as anything refers to it.
+        The array stays as it is for as long as anything refers to it.
         """
-        return None
 
     def gradient(self, variable: int) -> np.ndarray | None:
         """Return memory from which gradients are pushed without a copy, zeros at first; None if there is none."""
@@ -130,7 +126,8 @@ class WorkerAccess(Access):
 
     def begin_step(self) -> None:
         """Begin a training step, after waiting for slower workers."""
-        self._sign_off_ended()
+        if self._unsigned:
+            self._sign_off_ended()
         if self._synchronous:
             self.flush()
         elif self._limit is not None and self._leads:
@@ -141,7 +138,8 @@ class WorkerAccess(Access):
     def end_step(self) -> None:
         """End the step. It counts if it has pushed or written anything."""
         self.step = 0
-        self._sign_off_ended()
+        if self._unsigned:
+            self._sign_off_ended()
         if not self._pushed:
             return
         self._finished += 1
@@ -251,29 +249,27 @@ class WorkerAccess(Access):
 
     # reading
 
-    def view(self, variable: int) -> tuple[int, np.ndarray] | None:
-        """See `Access.view`."""
-        if self._sync_group is not None or not self._addresses[variable].near:
-            return None
+    def pull(self, variable: int) -> tuple[int, np.ndarray]:
+        """See `Access.pull`. Collective over the workers that train in step, once a step has begun."""
         with self.lock:
-            return self._up_to_date(variable).view(variable)
+            if self._sync_group is not None and self.step:
+                return self._pull_together(self._sync_group, variable)
+            event = RECORDER.begin(_PULL, variable)
+            try:
+                return self._up_to_date(variable).pull(variable)
+            finally:
+                RECORDER.end(event)
 
-    def read(self, variable: int, out: np.ndarray) -> int:
-        """See `Access.read`. Collective over the workers that train in step, once a step has begun."""
-        with self.lock:
-            if self._sync_group is None or not self.step:
-                event = RECORDER.begin(_PULL, variable)
-                try:
-                    return self._up_to_date(variable).read(variable, out)
-                finally:
-                    RECORDER.end(event)
-            version = np.zeros(1, np.int64)
-            with self._sync_group.collective("read", detail=variable):
-                if self._leads:
-                    version[0] = self._up_to_date(variable).read(variable, out)
-                self._sync_group.broadcast(out)
-                self._sync_group.broadcast(version)
-            return int(version[0])
+    def _pull_together(self, group: ProcessGroup, variable: int) -> tuple[int, np.ndarray]:
+        spec, version = self._addresses[variable].spec, np.zeros(1, np.int64)
+        out = np.empty(spec.shape, spec.dtype)
+        with group.collective("read", detail=variable):
+            if self._leads:
+                version[0] = self._up_to_date(variable).read(variable, out)
+            group.broadcast(out)
+            group.broadcast(version)
+        out.flags.writeable = False
+        return int(version[0]), out
 
     def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
         """See `Access.read_rows`."""
@@ -380,10 +376,14 @@ class ServerAccess(Access):
         super().__init__(servers)
         self._server = server
 
-    def read(self, variable: int, out: np.ndarray) -> int:
-        """See `Access.read`."""
+    def pull(self, variable: int) -> tuple[int, np.ndarray]:
+        """See `Access.pull`."""
         self._check(variable, "read")
-        return self._server.read(variable, out)
+        spec = self._addresses[variable].spec
+        out = np.empty(spec.shape, spec.dtype)
+        version = self._server.read(variable, out)
+        out.flags.writeable = False
+        return version, out
 
     def read_rows(self, variable: int, rows: np.ndarray, out: np.ndarray) -> int:
         """See `Access.read_rows`."""

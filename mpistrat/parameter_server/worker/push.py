@@ -55,8 +55,10 @@ class PushStep(UpdateRun):
 
     def describe(self) -> None:
         """Say again which optimizer it is, after its numbers have changed."""
-        self._key = optimizer_key(self._optimizer)
-        self._what = pack(Operation.GRADIENT, self._key)
+        optimizer = self._optimizer
+        self._what = pack(Operation.GRADIENT, optimizer_key(optimizer))
+        self._checks = self._check_numerics or optimizer.check_numerics
+        self._clips = optimizer.global_clipnorm is not None or optimizer.clipnorm is not None
 
     def load(self, replicas: Sequence[Sequence[tuple[Any, Any]]], key: tuple[int, ...]) -> None:
         """Take the gradients that the local replicas handed over. Arguments as `load_gradients`."""
@@ -70,20 +72,25 @@ class PushStep(UpdateRun):
         """
         replicas, self._replicas = self._replicas, ()
         if self._alone or not aggregate:
-            gradients = [checked(g, v) for g, v in replicas[0] if g is not None]
+            gradients = [g if _fits(g, v) else checked(g, v) for g, v in replicas[0] if g is not None]
         else:
             own = [[(g, v) for g, v in pairs if g is not None] for pairs in replicas]
             gradients = self._sum([[checked(pairs[i][0], v) for pairs in own] for i, (_, v) in enumerate(own[0])])
-        if self._check_numerics or self._optimizer.check_numerics:
+        if self._checks:
             for variable, gradient in zip(self._variables, gradients, strict=True):
                 self._check_finite(variable, gradient)
+        if self._clips:
+            gradients = self._clipped(gradients)
+        with self._access.lock:
+            for variable, gradient, last in zip(self._variables, gradients, self._last, strict=True):
+                self._push(variable, gradient, last)
+            self._access.finish_step(self._what, self._others())
+
+    def _clipped(self, gradients: list[Any]) -> list[Any]:
         if self._optimizer.global_clipnorm is not None:
-            gradients = _clip(gradients, self._optimizer.global_clipnorm)
-        elif self._optimizer.clipnorm is not None:
-            gradients = [clipped for gradient in gradients for clipped in _clip([gradient], self._optimizer.clipnorm)]
-        for variable, gradient, last in zip(self._variables, gradients, self._last, strict=True):
-            self._push(variable, gradient, last)
-        self._access.finish_step(self._what, self._others())
+            return _clip(gradients, self._optimizer.global_clipnorm)
+        limit = self._optimizer.clipnorm or 0.0
+        return [clipped for gradient in gradients for clipped in _clip([gradient], limit)]
 
     def _sum(self, gradients: Sequence[Sequence[Any]]) -> list[Any]:
         """Sum each variable's gradients over the replicas in sync."""
@@ -117,10 +124,17 @@ class PushStep(UpdateRun):
 
         Where workers train in step, every server does: other workers may have gradients of what it holds, and it waits for all.
         """
+        if len(self._reached) == self._access.num_servers:
+            return ()
         if self._access.synchronous:
             return set(range(self._access.num_servers)) - self._reached
         variables = self._optimizer.variables
         return () if len(variables) == len(self._variables) else {v.server for v in variables} - self._reached
+
+
+def _fits(gradient: Any, variable: ParameterServerVariable) -> bool:
+    """Whether a gradient is what the variable's must be, without anything else to look at."""
+    return type(gradient) is np.ndarray and gradient.dtype == variable.dtype and gradient.shape == variable.shape
 
 
 def _each_row_once(gradient: IndexedSlices) -> IndexedSlices:
