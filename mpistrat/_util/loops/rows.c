@@ -10,19 +10,20 @@ static ALWAYS_INLINE void copy(char *to, const char *from, size_t bytes) {
     if (done < bytes) memcpy(to + done, from + done, bytes - done);
 }
 
-/* Copy one row, and have another one brought into the caches meanwhile. */
+/* Copy one row, and have another one brought into the second cache meanwhile: it waits for more lines at a time than the first. */
 static ALWAYS_INLINE void copy_before(char *to, const char *from, size_t bytes, const char *next) {
     size_t done = 0;
     for (; done + 4 * sizeof(line) <= bytes; done += 4 * sizeof(line))
         for (size_t at = done; at < done + 4 * sizeof(line); at += sizeof(line)) {
-            __builtin_prefetch(next + at);
+            __builtin_prefetch(next + at, 0, 2);
             *(line *)(to + at) = *(const line *)(from + at);
         }
-    for (size_t at = done; at < bytes; at += sizeof(line)) __builtin_prefetch(next + at);
+    for (size_t at = done; at < bytes; at += sizeof(line)) __builtin_prefetch(next + at, 0, 2);
     copy(to + done, from + done, bytes - done);
 }
 
-enum { LARGE = 256, AHEAD = 16 }; /* bytes of a row that is worth a loop; how many small rows ahead one is called for */
+/* Bytes of a row that is worth a loop; how many small rows ahead one is called for, and how many bytes ahead a large one. */
+enum { LARGE = 256, AHEAD = 16, BYTES_AHEAD = 4096 };
 
 /* Where the run of neighbours ends that begins with a row. */
 static ALWAYS_INLINE long run_end(const int64_t *rows, long first, long count) {
@@ -32,12 +33,14 @@ static ALWAYS_INLINE long run_end(const int64_t *rows, long first, long count) {
 }
 
 CLONES static void gather_large(char *out, const char *array, const int64_t *rows, long count, size_t bytes) {
+    long ahead = BYTES_AHEAD / (long)bytes;
     for (long first = 0, end; first < count; first = end) {
         end = run_end(rows, first, count);
+        long next = end + ahead < count ? end + ahead : end;
         size_t before = (size_t)(end - first - 1) * bytes; /* of all rows of the run but the last */
         const char *from = array + (size_t)rows[first] * bytes;
         copy(out, from, before);
-        copy_before(out + before, from + before, bytes, end < count ? array + (size_t)rows[end] * bytes : from);
+        copy_before(out + before, from + before, bytes, next < count ? array + (size_t)rows[next] * bytes : from);
         out += before + bytes;
     }
 }

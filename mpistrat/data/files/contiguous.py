@@ -234,7 +234,7 @@ class ContiguousReader(FieldReader):
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
         if out.nbytes == 0:
             return
-        flat = out.reshape(-1).view(np.uint8).reshape(len(rows), self._row_bytes)
+        flat = out.reshape(len(rows), -1).view(np.uint8)
         self._counters.add(bytes_read=flat.nbytes)
         self._copy(rows, flat)
 
