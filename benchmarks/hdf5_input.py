@@ -1,6 +1,10 @@
 """Reading batches from HDF5: ours against h5py by hand, torch's DataLoader, tf.data and a bare memory map.
 
     mpiexec -n 1 python benchmarks/hdf5_input.py --output benchmarks/results/today
+    mpiexec -n 2 python benchmarks/hdf5_input.py --own-core --only gzip
+
+With `--own-core` each rank and its threads have one core: without it one rank decodes on two, and two ranks on a machine of
+two cores have no more of them than one has.
 
 The files are written by h5py with rows of bytes that compress about 2 ×, and lie warm in the page cache. "Shuffled" is
 every row anywhere for contiguous data, and permuted chunks in equal windows of some MB for compressed data (ours, and h5py
@@ -12,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -252,12 +257,15 @@ def measure(comm: Any, case: Case, megabytes: int, seconds: float, rounds: int) 
 
 def main() -> None:
     """Run the benchmark. Collective."""
-    options = harness.arguments(__doc__, megabytes=96, seconds=0.5, rounds=2, only="")
+    options = harness.arguments(__doc__, megabytes=96, seconds=0.5, rounds=2, only="", own_core=False)
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
+    if options.own_core:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
     result: dict[str, Any] = {"benchmark": "hdf5_input", "machine": harness.machine(comm)}
-    result["cases"] = []
+    result["own_core"], result["cases"] = options.own_core, []
     for case in CASES:
         if options.only not in str(case):
             continue
