@@ -49,6 +49,24 @@ _RULES = {
         ("rho", "momentum", "epsilon", "centered"),
         {"velocity": "_velocities", "momentum": "_momentums", "average_gradient": "_average_gradients"},
     ),
+    "Adadelta": _Rule(
+        optimizers.Adadelta,
+        ("rho", "epsilon"),
+        {"accumulated_grad": "_accumulated_grads", "accumulated_delta_var": "_accumulated_delta_vars"},
+    ),
+    "Adamax": _Rule(optimizers.Adamax, ("beta_1", "beta_2", "epsilon"), {"momentum": "_m", "norm": "_u"}),
+    "Ftrl": _Rule(
+        optimizers.Ftrl,
+        (
+            "learning_rate_power",
+            "l1_regularization_strength",
+            "l2_regularization_strength",
+            "l2_shrinkage_regularization_strength",
+            "beta",
+        ),
+        {"accumulator": "_accumulators", "linear": "_linears"},
+    ),
+    "Lion": _Rule(optimizers.Lion, ("beta_1", "beta_2"), {"momentum": "_momentums"}),
 }
 
 

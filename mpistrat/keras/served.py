@@ -147,7 +147,7 @@ def check_served(link: Link, optimizer: Any) -> None:
         raise ValueError(explain("compile", "steps_per_execution", expected="1", got=got))
     constrained = [v.path for v in optimizer._trainable_variables if v.constraint is not None]
     if not fits(optimizer) or constrained:
-        expected = "SGD, Adam, AdamW, Adagrad or RMSprop of Keras's own, whose update servers have"
+        expected = "SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, Ftrl or Lion of Keras's own, whose update servers have"
         got = f"constraints of {', '.join(constrained)}" if constrained else type(optimizer).__name__
         remedy = (
             "Without use_ema, gradient_accumulation_steps, loss scaling and constraints; or use "

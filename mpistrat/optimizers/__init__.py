@@ -6,9 +6,25 @@ Arguments, defaults and formulae are those of Keras 3.
 from __future__ import annotations
 
 from . import schedules
+from .numpy_rules import Adadelta, Adamax, Ftrl, Lion, Nadam
 from .optimizer import Optimizer
 from .rules import SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
 
 RMSprop = RMSProp  # Keras's spelling
 
-__all__ = ["Adagrad", "Adam", "AdamW", "Momentum", "Optimizer", "RMSProp", "RMSprop", "SGD", "schedules"]
+__all__ = [
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Ftrl",
+    "Lion",
+    "Momentum",
+    "Nadam",
+    "Optimizer",
+    "RMSProp",
+    "RMSprop",
+    "SGD",
+    "schedules",
+]

@@ -47,7 +47,7 @@ class Optimizer(Rule):
         learning_rate: a number; a schedule, which is called once a step; or a callable without an argument, as in Keras, or with
             one, the number of steps before.
         slot_names: what is kept for each weight between steps, one number each.
-        slot_start: their value before the first step.
+        slot_start: their value before the first step: one for all, or by name, 0 for the others.
         weight_decay: which part of each weight, times the rate, is taken off before each update.
         clipnorm: each variable's gradient, summed over the replicas, is scaled down so that its norm does not exceed it.
         clipvalue: each number of the sum is clipped to ± this.
@@ -75,7 +75,7 @@ class Optimizer(Rule):
         learning_rate: Rate,
         *,
         slot_names: tuple[str, ...] = (),
-        slot_start: float = 0.0,
+        slot_start: float | Mapping[str, float] = 0.0,
         weight_decay: float | None = None,
         clipnorm: float | None = None,
         clipvalue: float | None = None,
@@ -102,7 +102,8 @@ class Optimizer(Rule):
         self.name = name or type(self).__name__.lower()
         added = (AVERAGE,) * self.use_ema + (GRADIENT_SUM,) * bool(self.gradient_accumulation_steps)
         self.slot_names = (*slot_names, *added)
-        self._slot_start = float(slot_start)
+        starts = slot_start if isinstance(slot_start, Mapping) else dict.fromkeys(slot_names, slot_start)
+        self._slot_start = {name: float(start) for name, start in starts.items() if start}
         self._slots = SlotStore(self)
         self.begun = Begun()
         self._variables: list[Variable] = []

@@ -65,11 +65,11 @@ class Rule(Hyperparameters):
     """
 
     slot_names: tuple[str, ...]
-    _slot_start: float
+    _slot_start: Mapping[str, float]
 
     @property
-    def slot_start(self) -> float:
-        """The value of every slot of the rule before the first step."""
+    def slot_start(self) -> Mapping[str, float]:
+        """The value before the first step of each slot that does not begin with 0."""
         return self._slot_start
 
     @abstractmethod

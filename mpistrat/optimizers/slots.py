@@ -19,7 +19,7 @@ from ..variables.placement import Placement, SlotsHere
 from ..variables.receiver import Receiver
 from ..variables.values import move_like
 from ..variables.variable import Variable
-from .hyperparameters import AVERAGE, GRADIENT_SUM
+from .hyperparameters import AVERAGE
 from .node_slots import waiting_of_nodes
 from .rule import Rule
 
@@ -58,7 +58,7 @@ class ArenaSlots:
         unsent: what this rank has not sent of its node's gradients in its slice, where that is to follow; in no file.
     """
 
-    def __init__(self, arena: Arena, names: Iterable[str], start: float) -> None:
+    def __init__(self, arena: Arena, names: Iterable[str], start: Mapping[str, float]) -> None:
         self.low, self.high = (arena.owned([(0, arena.size)]) or [(0, 0)])[0]
         dtype = accumulation_dtype(arena.dtype)
         xp, size = array_module(arena.values), self.high - self.low
@@ -72,8 +72,8 @@ class ArenaSlots:
         for name, array in self.arrays.items():
             if name == AVERAGE:
                 array[...] = arena.values[self.low : self.high]
-            elif start and name != GRADIENT_SUM:
-                array[...] = start
+            elif name in start:
+                array[...] = start[name]
 
     def kept(self) -> Any:
         """Return a flat array of the same elements, to keep sums in between two passes over it."""

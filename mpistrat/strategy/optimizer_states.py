@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from ..errors import explain
-from ..optimizers.slots import WIRE_RESIDUAL, waiting_slots
+from ..optimizers.slots import waiting_slots
 from ..variables.placement import SlotsHere
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Kept:
 
     def start_of(self, slot: str) -> float:
         """Return what a slot is where there is none."""
-        return 0.0 if self.optimizer is None or slot == WIRE_RESIDUAL else float(self.optimizer.slot_start)
+        return 0.0 if self.optimizer is None else self.optimizer.slot_start.get(slot, 0.0)
 
     def slots_here(
         self, writers: Collection[int] | None, all_else: bool, each_node: bool = False

@@ -248,7 +248,7 @@ class _Kept:
         self._group = optimizer.group_of(variable)
         size, make = int(np.prod(variable.shape, dtype=np.int64)), _untouched if by_rows else np.zeros
         self.slots = {name: make(size, scratch.rule.block.dtype) for name in optimizer.slot_names}
-        self.empty = np.ones(variable.shape[:1] or 1, np.bool_) if self._start and self.slots else None
+        self.empty = np.ones(variable.shape[:1] or 1, np.bool_) if self._start else None
 
     def fill(self, rows: np.ndarray | None = None) -> None:
         """Give slots their start where they have had none yet: those of some rows, or all."""
@@ -256,8 +256,8 @@ class _Kept:
             return
         new = np.flatnonzero(self.empty) if rows is None else rows[self.empty[rows]]
         if new.size:
-            for slot in self.slots.values():
-                slot.reshape(len(self.empty), -1)[new] = self._start
+            for name, start in self._start.items():
+                self.slots[name].reshape(len(self.empty), -1)[new] = start
         self.empty[new] = False
         if rows is None:
             self.empty = None

@@ -62,6 +62,70 @@ def adam(
     return rule
 
 
+def adadelta(rho: float = 0.95, epsilon: float = 1e-7) -> Rule:
+    def rule(w, g, s, t, lr):
+        before = s.get("accumulated_delta_var", 0 * w)
+        s["accumulated_grad"] = rho * s.get("accumulated_grad", 0 * w) + (1 - rho) * g**2
+        delta = -np.sqrt(before + epsilon) * g / np.sqrt(s["accumulated_grad"] + epsilon)
+        s["accumulated_delta_var"] = rho * before + (1 - rho) * delta**2
+        return w + lr * delta
+
+    return rule
+
+
+def adamax(beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7) -> Rule:
+    def rule(w, g, s, t, lr):
+        s["momentum"] = beta_1 * s.get("momentum", 0 * w) + (1 - beta_1) * g
+        s["norm"] = np.maximum(beta_2 * s.get("norm", 0 * w), abs(g))
+        return w - lr * s["momentum"] / ((1 - beta_1**t) * (s["norm"] + epsilon))
+
+    return rule
+
+
+def nadam(beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7) -> Rule:
+    def coefficient(t):
+        return beta_1 * (1 - 0.5 * 0.96**t)
+
+    def rule(w, g, s, t, lr):
+        product = math.prod(coefficient(step) for step in range(1, t + 1))
+        s["momentum"] = beta_1 * s.get("momentum", 0 * w) + (1 - beta_1) * g
+        s["velocity"] = beta_2 * s.get("velocity", 0 * w) + (1 - beta_2) * g**2
+        ahead = coefficient(t + 1)
+        m_hat = ahead * s["momentum"] / (1 - product * ahead) + (1 - coefficient(t)) * g / (1 - product)
+        v_hat = s["velocity"] / (1 - beta_2**t)
+        return w - m_hat * lr / (np.sqrt(v_hat) + epsilon)
+
+    return rule
+
+
+def ftrl(
+    power: float = -0.5,
+    start: float = 0.1,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    shrinkage: float = 0.0,
+    beta: float = 0.0,
+) -> Rule:
+    def rule(w, g, s, t, lr):
+        before = s.get("accumulator", 0 * w + start)
+        s["accumulator"] = before + g**2
+        sigma = (s["accumulator"] ** -power - before**-power) / lr
+        s["linear"] = s.get("linear", 0 * w) + g + 2 * shrinkage * w - sigma * w
+        quadratic = s["accumulator"] ** -power / lr + 2 * (l2 + beta / (2 * lr))
+        return (np.clip(s["linear"], -l1, l1) - s["linear"]) / quadratic
+
+    return rule
+
+
+def lion(beta_1: float = 0.9, beta_2: float = 0.99) -> Rule:
+    def rule(w, g, s, t, lr):
+        momentum = s.get("momentum", 0 * w)
+        s["momentum"] = beta_2 * momentum + (1 - beta_2) * g
+        return w - lr * np.sign(beta_1 * momentum + (1 - beta_1) * g)
+
+    return rule
+
+
 def cases() -> dict[str, tuple[Callable[[Any], Any], Rule, float]]:
     """For each case a function from `ms.optimizers` to a new optimizer, the rule it follows, and its learning rate."""
     return {
@@ -83,6 +147,16 @@ def cases() -> dict[str, tuple[Callable[[Any], Any], Rule, float]]:
             0.03,
         ),
         "adamw": (lambda o: o.AdamW(0.03, weight_decay=0.1), adam(weight_decay=0.1), 0.03),
+        "adadelta": (lambda o: o.Adadelta(1.0, rho=0.9, epsilon=1e-3), adadelta(0.9, 1e-3), 1.0),
+        "adamax": (lambda o: o.Adamax(0.03, beta_1=0.8, beta_2=0.95), adamax(0.8, 0.95), 0.03),
+        "nadam": (lambda o: o.Nadam(0.03, beta_1=0.8, beta_2=0.95), nadam(0.8, 0.95), 0.03),
+        "ftrl": (lambda o: o.Ftrl(0.1), ftrl(), 0.1),
+        "ftrl with all": (
+            lambda o: o.Ftrl(0.1, -0.6, 0.2, 0.3, 0.1, 0.05, 0.4),
+            ftrl(-0.6, 0.2, 0.3, 0.1, 0.05, 0.4),
+            0.1,
+        ),
+        "lion": (lambda o: o.Lion(0.01, beta_1=0.8, beta_2=0.9), lion(0.8, 0.9), 0.01),
     }
 
 

@@ -60,7 +60,13 @@ OPTIMIZERS = {
     "decay": lambda: excluding(keras.optimizers.AdamW(1e-2, weight_decay=0.1)),
     "rmsprop": lambda: keras.optimizers.RMSprop(1e-2, momentum=0.5, centered=True),
     "adagrad": lambda: keras.optimizers.Adagrad(0.1, global_clipnorm=0.1),
-    "lion": lambda: keras.optimizers.Lion(1e-2),
+    "lion": lambda: keras.optimizers.Lion(1e-2, weight_decay=0.1),
+    "adadelta": lambda: keras.optimizers.Adadelta(1.0, clipnorm=0.1),
+    "adamax": lambda: keras.optimizers.Adamax(1e-2),
+    "ftrl": lambda: keras.optimizers.Ftrl(
+        0.1, l1_regularization_strength=0.01, l2_shrinkage_regularization_strength=0.01
+    ),
+    "nadam": lambda: keras.optimizers.Nadam(1e-2),
     "accumulation": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
     "average": lambda: keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9, clipnorm=0.1),
     "schedule": lambda: keras.optimizers.AdamW(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)),

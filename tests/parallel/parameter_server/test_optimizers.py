@@ -16,6 +16,8 @@ pytestmark = pytest.mark.ranks(2, 3, 4)
 
 MADE = {
     "adagrad": lambda: ms.optimizers.Adagrad(0.1),
+    "ftrl": lambda: ms.optimizers.Ftrl(0.1),
+    "nadam": lambda: ms.optimizers.Nadam(0.01),
     "rmsprop": lambda: ms.optimizers.RMSprop(0.01, momentum=0.9),
     "adamw": lambda: ms.optimizers.AdamW(0.1, weight_decay=0.1),
     "decayed": lambda: ms.optimizers.SGD(0.5, 0.9, weight_decay=0.01, clipvalue=0.05),

@@ -79,6 +79,12 @@ def test_any_sizes(sizes, name, seed):
 # The examples of Keras's documentation: one variable of 10, loss w² / 2, so that the gradient is w.
 
 
+def nadam_of_the_first_step():
+    """Both terms of the step, of a gradient whose size is divided out: m is (1 - beta_1) g."""
+    u, ahead = 0.9 * (1 - 0.48), 0.9 * (1 - 0.5 * 0.96**2)
+    return ahead * 0.1 / (1 - u * ahead) + (1 - u) / (1 - u)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "after"),
     [
@@ -87,6 +93,11 @@ def test_any_sizes(sizes, name, seed):
         (ms.optimizers.Adam(0.1), 9.9),
         (ms.optimizers.AdamW(0.1, weight_decay=0.004), 10 - 10 * 0.004 * 0.1 - 0.1),
         (ms.optimizers.Adagrad(0.1), 10 - 0.1 * 10 / np.sqrt(100.1)),
+        (ms.optimizers.Adamax(0.1), 9.9),
+        (ms.optimizers.Nadam(0.1), 10 - 0.1 * nadam_of_the_first_step()),
+        (ms.optimizers.Lion(0.1), 9.9),
+        (ms.optimizers.Adadelta(0.1), 10 - 0.1 * np.sqrt(1e-7) * 10 / np.sqrt(0.05 * 100 + 1e-7)),
+        (ms.optimizers.Ftrl(0.1), -(10 - (np.sqrt(100.1) - np.sqrt(0.1)) / 0.1 * 10) / (np.sqrt(100.1) / 0.1)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -145,15 +156,16 @@ def test_a_rule_of_ones_own():
     assert (optimizer.slots(w)["count"] == 4.0).all()
 
 
-@pytest.mark.parametrize("rule", ["SGD", "Adam", "AdamW", "Adagrad", "RMSProp"])
+@pytest.mark.parametrize("rule", ["SGD", "Adam", "AdamW", "Adagrad", "RMSProp", "Adamax", "Lion"])
 def test_update_with_its_documented_arguments(rule):
     """Called directly, as a rule of one's own may do with another rule, it changes weights and slots in place."""
     optimizer = getattr(ms.optimizers, rule)(0.1)
     weights, gradient = np.ones(3), np.full(3, 2.0)
-    slots = {name: np.full(3, optimizer.slot_start) for name in optimizer.slot_names}
+    slots = {name: np.full(3, optimizer.slot_start.get(name, 0.0)) for name in optimizer.slot_names}
     optimizer.update(gradient, weights, slots, 1, 0.1, [np.empty(3), np.empty(3)])
     # At the first step: 1 - 0.1 * 2; Adam's step is the rate; 0.1 * 2 / sqrt(0.1 + 4); 0.1 * 2 / sqrt(0.1 * 4).
     expected = {"SGD": 0.8, "Adam": 0.9, "AdamW": 0.9, "Adagrad": 1 - 0.2 / 4.1**0.5, "RMSProp": 1 - 0.2 / 0.4**0.5}
+    expected |= {"Adamax": 0.9, "Lion": 0.9}
     np.testing.assert_allclose(weights, expected[rule], rtol=1e-6)
 
 
@@ -184,7 +196,9 @@ def test_what_all_rules_have_in_common_is_keras(settings):
             np.testing.assert_allclose(variables[0].numpy(), averages[0], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("rule", ["Adagrad", "Adam", "AdamW", "Momentum", "RMSprop", "SGD"])
+@pytest.mark.parametrize(
+    "rule", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Momentum", "Nadam", "RMSprop", "SGD"]
+)
 def test_every_rule_takes_what_all_have_in_common(rule):
     make = getattr(ms.optimizers, rule)
     for said in reference.SETTINGS.values():

@@ -90,6 +90,8 @@ RULES = [
     lambda: ms.optimizers.AdamW(ms.optimizers.schedules.CosineDecay(0.1, 100)),
     lambda: ms.optimizers.Adagrad(0.1, initial_accumulator_value=0.5),
     lambda: ms.optimizers.RMSProp(0.1, momentum=0.3),
+    lambda: ms.optimizers.Nadam(0.1),
+    lambda: ms.optimizers.Ftrl(0.1, l1_regularization_strength=0.1),
 ]
 
 

@@ -139,12 +139,12 @@ def test_rows_are_updated_as_they_would_be_alone_and_others_stay(rule, dtype, wi
             expected = other.slots(variable)
             # rows 2, 3, 6 to 10 were never updated
             assert np.array_equal(
-                slot[row], expected[name][0] if expected else np.full(width, start_of(updates), slot.dtype)
+                slot[row], expected[name][0] if expected else np.full(width, start_of(updates, name), slot.dtype)
             ), row
 
 
-def start_of(updates):
-    return updates._optimizer.slot_start
+def start_of(updates, name):
+    return updates._optimizer.slot_start.get(name, 0.0)
 
 
 def test_rows_wider_than_a_block():

@@ -1,0 +1,285 @@
+"""The update rules that only NumPy computes: Adadelta, Adamax, Nadam, Ftrl and Lion, each one function on a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ..errors import explain
+from .hyperparameters import Rate, Settings
+from .optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Adadelta", "Adamax", "Ftrl", "Lion", "Nadam"]
+
+_MOMENTUM_DECAY = 0.96  # of Nadam's schedule, from the paper
+
+
+@final
+class Adadelta(Optimizer):
+    """a = rho * a + (1 - rho) * g²; u = g * sqrt(d + epsilon) / sqrt(a + epsilon); d = rho * d + (1 - rho) * u²; w -= rate * u.
+
+    Args:
+        learning_rate: a number, a schedule or a callable; 1.0 is the paper's.
+        rho: how much of a and of d is kept at each step.
+        epsilon: keeps both roots from zero.
+        settings: those that all have in common, by name; see `Optimizer`.
+
+    Source: keras.optimizers.Adadelta of Keras 3; Zeiler, https://arxiv.org/abs/1212.5701.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        rho: float = 0.95,
+        epsilon: float = 1e-7,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self.rho, self.epsilon = float(rho), float(epsilon)
+        super().__init__(learning_rate, slot_names=("accumulated_grad", "accumulated_delta_var"), **settings)
+
+    def update(
+        self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
+    ) -> None:
+        """Update a block of weights and slots in place; the gradient may be overwritten."""
+        squares, deltas = slots["accumulated_grad"], slots["accumulated_delta_var"]
+        work, change = scratch[0][: gradient.size], scratch[1][: gradient.size]
+        _average(squares, np.multiply(gradient, gradient, out=work), self.rho)
+        np.sqrt(np.add(deltas, self.epsilon, out=change), out=change)
+        np.multiply(change, gradient, out=change)
+        np.sqrt(np.add(squares, self.epsilon, out=work), out=work)
+        np.divide(change, work, out=change)
+        _average(deltas, np.multiply(change, change, out=work), self.rho)
+        np.multiply(change, rate, out=change)
+        np.subtract(weights, change, out=weights)
+
+
+@final
+class Adamax(Optimizer):
+    """m += (g - m) * (1 - beta_1); u = max(beta_2 * u, |g|); w -= rate * m / ((1 - beta_1 ** t) * (u + epsilon)).
+
+    Args:
+        learning_rate: a number, a schedule or a callable.
+        beta_1, beta_2: how much of m and of u is kept at each step; at least 0, less than 1.
+        epsilon: keeps the divisor from zero.
+        settings: those that all have in common, by name; see `Optimizer`.
+
+    Raises:
+        ValueError: beta_1 or beta_2 is out of range.
+
+    Source: keras.optimizers.Adamax of Keras 3; Kingma and Ba, https://arxiv.org/abs/1412.6980, section 7.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self.beta_1, self.beta_2 = self._fraction("beta_1", beta_1), self._fraction("beta_2", beta_2)
+        self.epsilon = float(epsilon)
+        super().__init__(learning_rate, slot_names=("momentum", "norm"), **settings)
+
+    def update(
+        self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
+    ) -> None:
+        """Update a block of weights and slots in place; the gradient may be overwritten."""
+        momentum, norm, work = slots["momentum"], slots["norm"], scratch[0][: gradient.size]
+        _approach(momentum, gradient, self.beta_1, work)
+        np.absolute(gradient, out=gradient)
+        np.maximum(np.multiply(norm, self.beta_2, out=norm), gradient, out=norm)
+        np.multiply(momentum, rate / (1 - self.beta_1**step), out=gradient)
+        np.divide(gradient, np.add(norm, self.epsilon, out=work), out=gradient)
+        np.subtract(weights, gradient, out=weights)
+
+
+@final
+class Nadam(Optimizer):
+    """Adam with Nesterov's momentum: the step is along u' * m / (1 - U * u') + (1 - u) * g / (1 - U).
+
+    u = beta_1 * (1 - 0.96 ** t / 2) at step t, u' that of the next step, U the product of all u so far; m, v and the divisor
+    are Adam's.
+
+    Args:
+        learning_rate: a number, a schedule or a callable.
+        beta_1, beta_2: how much of m and of v is kept at each step; at least 0, less than 1.
+        epsilon: keeps the divisor from zero.
+        settings: those that all have in common, by name; see `Optimizer`.
+
+    Raises:
+        ValueError: beta_1 or beta_2 is out of range.
+
+    Source: keras.optimizers.Nadam of Keras 3; Dozat, https://cs229.stanford.edu/proj2015/054_report.pdf.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self.beta_1, self.beta_2 = self._fraction("beta_1", beta_1), self._fraction("beta_2", beta_2)
+        self.epsilon = float(epsilon)
+        self.__product = self.beta_1, 0, 1.0  # of all u until a step, which follows from the settings
+        super().__init__(learning_rate, slot_names=("momentum", "velocity"), **settings)
+
+    def update(
+        self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
+    ) -> None:
+        """Update a block of weights and slots in place; the gradient may be overwritten."""
+        momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
+        now, ahead = self._coefficient(step), self._coefficient(step + 1)
+        product = self._product(step)
+        _approach(momentum, gradient, self.beta_1, work)
+        change = np.multiply(momentum, ahead / (1 - product * ahead), out=scratch[1][: gradient.size])
+        np.add(change, np.multiply(gradient, (1 - now) / (1 - product), out=work), out=change)
+        np.multiply(gradient, gradient, out=gradient)
+        _approach(velocity, gradient, self.beta_2, work)
+        np.sqrt(np.multiply(velocity, 1 / (1 - self.beta_2**step), out=work), out=work)
+        np.divide(np.multiply(change, rate, out=change), np.add(work, self.epsilon, out=work), out=change)
+        np.subtract(weights, change, out=weights)
+
+    def _coefficient(self, step: int) -> float:
+        return self.beta_1 * (1 - 0.5 * _MOMENTUM_DECAY**step)
+
+    def _product(self, step: int) -> float:
+        """Return the product of the coefficients of all steps until this one."""
+        beta_1, last, product = self.__product
+        if beta_1 != self.beta_1 or last > step:
+            last, product = 0, 1.0
+        while last < step and product:  # it becomes 0 after some thousand steps, and stays so
+            last += 1
+            product *= self._coefficient(last)
+        self.__product = self.beta_1, step, product
+        return product
+
+
+@final
+class Ftrl(Optimizer):
+    """Follow the regularized leader: weights are made anew from sums over all steps, with zeros where L1 wants them.
+
+    With s = 2 * l2_shrinkage and p = -learning_rate_power: n' = n + g²; z += g + s * w - (n' ** p - n ** p) * w / rate; then
+    w = (clip(z, -l1, l1) - z) / (n' ** p / rate + 2 * l2 + beta / rate).
+
+    Args:
+        learning_rate: a number, a schedule or a callable.
+        learning_rate_power: at most 0; -0.5 is the paper's, 0 a fixed rate.
+        initial_accumulator_value: of n; not negative.
+        l1_regularization_strength, l2_regularization_strength: l1 and l2, not negative.
+        l2_shrinkage_regularization_strength: an L2 that counts as a part of the gradient's size in z only; not negative.
+        beta: the paper's.
+        settings: those that all have in common, by name; see `Optimizer`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Source: keras.optimizers.Ftrl of Keras 3; McMahan et al., https://research.google.com/pubs/archive/41159.pdf.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        learning_rate_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        l1_regularization_strength: float = 0.0,
+        l2_regularization_strength: float = 0.0,
+        l2_shrinkage_regularization_strength: float = 0.0,
+        beta: float = 0.0,
+        **settings: Unpack[Settings],
+    ) -> None:
+        if not learning_rate_power <= 0:
+            raise ValueError(explain("Ftrl", "learning_rate_power", expected="≤ 0", got=learning_rate_power))
+        self.learning_rate_power = float(learning_rate_power)
+        self.initial_accumulator_value = self._at_least_zero("initial_accumulator_value", initial_accumulator_value)
+        self.l1_regularization_strength = self._at_least_zero("l1_regularization_strength", l1_regularization_strength)
+        self.l2_regularization_strength = self._at_least_zero("l2_regularization_strength", l2_regularization_strength)
+        self.l2_shrinkage_regularization_strength = self._at_least_zero(
+            "l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength
+        )
+        self.beta = float(beta)
+        start = {"accumulator": self.initial_accumulator_value}
+        super().__init__(learning_rate, slot_names=("accumulator", "linear"), slot_start=start, **settings)
+
+    def update(
+        self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
+    ) -> None:
+        """Update a block of weights and slots in place; the gradient may be overwritten."""
+        accumulator, linear = slots["accumulator"], slots["linear"]
+        work, grown = scratch[0][: gradient.size], scratch[1][: gradient.size]
+        np.add(linear, gradient, out=linear)
+        np.add(linear, np.multiply(weights, 2 * self.l2_shrinkage_regularization_strength, out=work), out=linear)
+        self._power(accumulator, work)
+        np.add(accumulator, np.multiply(gradient, gradient, out=gradient), out=accumulator)
+        self._power(accumulator, grown)
+        np.divide(np.subtract(grown, work, out=work), rate, out=work)
+        np.subtract(linear, np.multiply(work, weights, out=work), out=linear)
+        limit = self.l1_regularization_strength
+        np.subtract(np.clip(linear, -limit, limit, out=work), linear, out=work)
+        np.divide(grown, rate, out=grown)
+        np.add(grown, 2 * (self.l2_regularization_strength + self.beta / (2 * rate)), out=grown)
+        np.divide(work, grown, out=weights)
+
+    def _power(self, accumulator: Any, out: Any) -> None:
+        if self.learning_rate_power == -0.5:
+            np.sqrt(accumulator, out=out)
+        else:
+            np.power(accumulator, -self.learning_rate_power, out=out)
+
+
+@final
+class Lion(Optimizer):
+    """w -= rate * sign(beta_1 * m + (1 - beta_1) * g); m = beta_2 * m + (1 - beta_2) * g.
+
+    Args:
+        learning_rate: a number, a schedule or a callable: three to ten times less than Adam's.
+        beta_1: how much m counts in a step; more than 0, at most 1.
+        beta_2: how much of m is kept at each step; at least 0, less than 1.
+        settings: those that all have in common, by name; see `Optimizer`.
+
+    Raises:
+        ValueError: beta_1 or beta_2 is out of range.
+
+    Source: keras.optimizers.Lion of Keras 3; Chen et al., https://arxiv.org/abs/2302.06675.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.99,
+        **settings: Unpack[Settings],
+    ) -> None:
+        if not 0 < beta_1 <= 1:
+            raise ValueError(explain("Lion", "beta_1", expected="0 < value ≤ 1", got=beta_1))
+        self.beta_1, self.beta_2 = float(beta_1), self._fraction("beta_2", beta_2)
+        super().__init__(learning_rate, slot_names=("momentum",), **settings)
+
+    def update(
+        self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
+    ) -> None:
+        """Update a block of weights and slots in place; the gradient may be overwritten."""
+        momentum, work = slots["momentum"], scratch[0][: gradient.size]
+        change = np.multiply(momentum, self.beta_1, out=scratch[1][: gradient.size])
+        np.sign(np.add(change, np.multiply(gradient, 1 - self.beta_1, out=work), out=change), out=change)
+        np.subtract(weights, np.multiply(change, rate, out=change), out=weights)
+        _average(momentum, gradient, self.beta_2)
+
+
+def _average(average: Any, number: Any, kept: float) -> None:
+    """average = kept * average + (1 - kept) * number; overwrites number."""
+    np.multiply(average, kept, out=average)
+    np.add(average, np.multiply(number, 1 - kept, out=number), out=average)
+
+
+def _approach(average: Any, number: Any, kept: float, work: Any) -> None:
+    """average += (number - average) * (1 - kept)."""
+    np.multiply(np.subtract(number, average, out=work), 1 - kept, out=work)
+    np.add(average, work, out=average)
