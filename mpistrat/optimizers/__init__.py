@@ -6,6 +6,7 @@ Arguments, defaults and formulae are those of Keras 3.
 from __future__ import annotations
 
 from . import schedules
+from .loss_scale import LossScaleOptimizer
 from .numpy_rules import Adadelta, Adamax, Ftrl, Lion, Nadam
 from .optimizer import Optimizer
 from .rules import SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
@@ -20,6 +21,7 @@ __all__ = [
     "Adamax",
     "Ftrl",
     "Lion",
+    "LossScaleOptimizer",
     "Momentum",
     "Nadam",
     "Optimizer",

@@ -95,6 +95,7 @@ class FusedStep(UpdateRun):
         if due and not aggregate:
             words += f", gradients #{self._checksum_of_gradients():08x}"
         factor = self._outer.factor if self._outer is not None and aggregate else 1.0
+        factor /= optimizer.loss_scale_factor or 1.0
         with group.collective("apply_gradients", detail=detail).stamp(words) as call:
             self._ops.call = call
             self._begin(due, number)

@@ -55,6 +55,7 @@ class SettingsButDecay(TypedDict, total=False):
     use_ema: bool
     ema_momentum: float
     ema_overwrite_frequency: int | None
+    loss_scale_factor: float | None
     gradient_accumulation_steps: int | None
     check_numerics: bool
     name: str | None
@@ -87,11 +88,12 @@ class Hyperparameters(ABC):
         use_ema: bool,
         ema_momentum: float,
         ema_overwrite_frequency: int | None,
+        loss_scale_factor: float | None,
         gradient_accumulation_steps: int | None,
         check_numerics: bool,
     ) -> None:
         clips = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
-        for name, limit in clips.items():
+        for name, limit in (clips | {"loss_scale_factor": loss_scale_factor}).items():
             if limit is not None and not limit > 0:
                 raise ValueError(explain(type(self).__name__, name, expected="> 0", got=limit))
             setattr(self, name, None if limit is None else float(limit))
@@ -102,6 +104,7 @@ class Hyperparameters(ABC):
         self.clipnorm: float | None
         self.clipvalue: float | None
         self.global_clipnorm: float | None
+        self.loss_scale_factor: float | None
         self.weight_decay = None if weight_decay is None else self._at_least_zero("weight_decay", weight_decay)
         self.use_ema = bool(use_ema)
         if not 0 <= ema_momentum <= 1:

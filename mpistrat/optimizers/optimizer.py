@@ -57,6 +57,8 @@ class Optimizer(Rule):
         ema_momentum: from 0 to 1.
         ema_overwrite_frequency: each so many steps the weights become their averages; None for never: call
             `finalize_variable_values` at the end.
+        loss_scale_factor: what `scale_loss` multiplies losses by, so that small gradients of 16-bit numbers do not become 0; sums
+            of gradients are divided by it. `LossScaleOptimizer` finds it by itself.
         gradient_accumulation_steps: update the weights at each so many-th call only, by the mean of the gradients since the
             last update; schedules count calls, `iterations` counts updates.
         check_numerics: refuse a step whose summed gradients have a NaN or an infinity. It costs a pass over the gradients, and
@@ -83,6 +85,7 @@ class Optimizer(Rule):
         use_ema: bool = False,
         ema_momentum: float = 0.99,
         ema_overwrite_frequency: int | None = None,
+        loss_scale_factor: float | None = None,
         gradient_accumulation_steps: int | None = None,
         check_numerics: bool = False,
         name: str | None = None,
@@ -95,6 +98,7 @@ class Optimizer(Rule):
             use_ema,
             ema_momentum,
             ema_overwrite_frequency,
+            loss_scale_factor,
             gradient_accumulation_steps,
             check_numerics,
         )
@@ -228,8 +232,12 @@ class Optimizer(Rule):
         """
         replica = context.expect_replica("apply_gradients")
         pairs = ReplicaPairs(each_variable(grads_and_vars))
-        replica.merge_call(self._apply, args=(pairs, bool(experimental_aggregate_gradients)))
+        replica.merge_call(self.take_step, args=(pairs, bool(experimental_aggregate_gradients)))
         return self.iterations
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return a loss times `loss_scale_factor`: what gradients are computed of."""
+        return loss if self.loss_scale_factor is None else loss * self.loss_scale_factor
 
     def begin(self, variables: Iterable[Variable | ShardedVariable]) -> None:
         """Start to sum the gradients of some variables, which are final, while others are still computed. Collective.
@@ -249,8 +257,8 @@ class Optimizer(Rule):
             pairs = ReplicaPairs(each_variable((None, variable) for variable in variables))
             replica.merge_call(lambda strategy, pairs: self.begun.add(strategy, pairs_of(pairs)), args=(pairs,))
 
-    def _apply(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
-        """Take a step with the local replicas' gradients. Collective; in cross-replica context."""
+    def take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
+        """Take a step with the local replicas' gradients: what `apply_gradients` merges. Collective; in cross-replica context."""
         replicas = pairs_of(pairs)
         key = tuple([id(variable) if gradient is not None else -id(variable) for gradient, variable in replicas[0]])
         step = self._steps.get(key)

@@ -37,9 +37,10 @@ class PushStep(UpdateRun):
         access: WorkerAccess,
         check_numerics: bool = False,
     ) -> None:
-        kept = [name for name in ("use_ema", "gradient_accumulation_steps") if getattr(optimizer, name)]
+        refused = "use_ema", "gradient_accumulation_steps", "loss_scale_factor"
+        kept = [name for name in refused if getattr(optimizer, name)]
         if kept:
-            remedy = "Under parameter servers leave it out; to accumulate, sum the gradients of several batches in the program"
+            remedy = "Under parameter servers leave it out; to accumulate or scale, change the gradients in the program"
             expected, got = f"an optimizer without {kept[0]}", "one with it"
             raise ValueError(explain("apply_gradients", optimizer.name, expected=expected, got=got, remedy=remedy))
         self.strategy, self._check_numerics = strategy, check_numerics

@@ -181,6 +181,7 @@ def apply(
     ema_momentum: float = 0.99,
     ema_overwrite_frequency: int | None = None,
     gradient_accumulation_steps: int | None = None,
+    loss_scale_factor: float = 1.0,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Do what Keras's base class does around a rule, on whole arrays; return weights and averages at the end.
 
@@ -191,7 +192,7 @@ def apply(
     several = gradient_accumulation_steps or 1
     for call in range(calls):
         iterations = call // several
-        sums = [s + g for s, g in zip(sums, gradients(call), strict=True)]
+        sums = [s + g / loss_scale_factor for s, g in zip(sums, gradients(call), strict=True)]
         if (call + 1) % several == 0:
             mean = [s / several for s in sums]
             sums = [0 * s for s in sums]
@@ -213,6 +214,8 @@ def apply(
 
 #: What may be said of any optimizer, and some of it together.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "loss scale": {"loss_scale_factor": 8.0},
+    "loss scale, clip, accumulate": {"loss_scale_factor": 3.0, "clipnorm": 5.0, "gradient_accumulation_steps": 2},
     "weight_decay": {"weight_decay": 0.05},
     "clipnorm": {"clipnorm": 5.0},
     "clipvalue": {"clipvalue": 0.5},

@@ -1,0 +1,136 @@
+"""The LossScaleOptimizer: finds the factor by which losses are scaled, so that 16-bit gradients neither vanish nor overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+from .. import context
+from ..errors import explain
+from ..variables.sharded import ShardedVariable, each_variable
+from ..variables.variable import Variable
+from .gradients import ReplicaPairs
+from .hyperparameters import Rate
+from .optimizer import Optimizer
+
+__all__ = ["LossScaleOptimizer"]
+
+
+@final
+class LossScaleOptimizer:
+    """Applies gradients of scaled losses by another optimizer, and leaves out steps whose sums are not finite. Collective.
+
+    A step with a NaN or an infinity in the sums of any rank changes no weight on any rank, and halves the factor; after
+    `dynamic_growth_steps` steps that were finite it is doubled. The factor and the step at which it changed are variables: files
+    have them as they have the weights. Make it in the scope of the strategy whose variables it updates. `v.grad` is overwritten.
+
+    Args:
+        inner_optimizer: takes the steps; of `ms.optimizers`, without `loss_scale_factor`. All settings are its.
+        initial_scale: the factor of the first steps.
+        dynamic_growth_steps: after so many finite steps the factor is doubled.
+        name: of the variables.
+
+    Attributes:
+        inner_optimizer: as given.
+        initial_scale, dynamic_growth_steps: as given.
+        dynamic_scale: the variable with the factor, of no dimension, float32.
+
+    Raises:
+        TypeError: another inner optimizer.
+        ValueError: a number out of range, or a `loss_scale_factor` of the inner optimizer.
+
+    Source: keras.optimizers.LossScaleOptimizer of Keras 3; Micikevicius et al., https://arxiv.org/abs/1710.03740.
+
+    Example:
+        >>> optimizer = ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(0.1), initial_scale=8.0)
+        >>> float(optimizer.scale_loss(0.5))
+        4.0
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        initial_scale: float = 2.0**15,
+        dynamic_growth_steps: int = 2000,
+        name: str = "loss_scale_optimizer",
+    ) -> None:
+        if not isinstance(inner_optimizer, Optimizer):
+            expected, got = "an optimizer of ms.optimizers", type(inner_optimizer).__name__
+            raise TypeError(explain("LossScaleOptimizer", "inner_optimizer", expected=expected, got=got))
+        if inner_optimizer.loss_scale_factor is not None:
+            expected, got = "an optimizer without loss_scale_factor", str(inner_optimizer.loss_scale_factor)
+            remedy = "Give the number as initial_scale"
+            raise ValueError(
+                explain("LossScaleOptimizer", "inner_optimizer", expected=expected, got=got, remedy=remedy)
+            )
+        if not initial_scale > 0:
+            raise ValueError(explain("LossScaleOptimizer", "initial_scale", expected="> 0", got=initial_scale))
+        if not dynamic_growth_steps >= 1:
+            raise ValueError(
+                explain("LossScaleOptimizer", "dynamic_growth_steps", expected="≥ 1", got=dynamic_growth_steps)
+            )
+        self.inner_optimizer, self.name = inner_optimizer, name
+        self.initial_scale, self.dynamic_growth_steps = float(initial_scale), int(dynamic_growth_steps)
+        inner_optimizer.check_numerics = True
+        self.dynamic_scale = Variable(
+            self.initial_scale, dtype="float32", trainable=False, name=f"{name}/dynamic_scale"
+        )
+        self._changed_at = Variable(0, dtype="int64", trainable=False, name=f"{name}/changed_at")
+
+    @property
+    def iterations(self) -> int:
+        """Number of updates that were made by the inner optimizer."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def learning_rate(self) -> float:
+        """The inner optimizer's learning rate of the next step. May be set, on every rank alike."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Rate) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def step_counter(self) -> int:
+        """Number of finite steps since the factor was changed."""
+        return self.inner_optimizer.calls - int(self._changed_at)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return a loss times the factor: what gradients are computed of."""
+        return loss * float(self.dynamic_scale)
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Variable | ShardedVariable]], *, name: str | None = None
+    ) -> int:
+        """Sum gradients of scaled losses and update the variables, if all sums are finite. Collective; in replica context.
+
+        Args:
+            grads_and_vars, name: as for `Optimizer.apply_gradients`, which says what it raises.
+
+        Returns:
+            `iterations`, which a step that was left out does not count in.
+        """
+        replica = context.expect_replica("LossScaleOptimizer.apply_gradients")
+        pairs = ReplicaPairs(each_variable(grads_and_vars))
+        replica.merge_call(self._take_step, args=(pairs,))
+        return self.iterations
+
+    def _take_step(self, strategy: Any, pairs: Any) -> None:
+        if self.dynamic_scale.placement.strategy is not strategy:
+            expected, got = "an optimizer that was made in the strategy's scope", "one that was made elsewhere"
+            raise ValueError(explain("LossScaleOptimizer.apply_gradients", self.name, expected=expected, got=got))
+        inner, scale = self.inner_optimizer, float(self.dynamic_scale)
+        if inner.loss_scale_factor != scale:
+            inner.loss_scale_factor = scale
+        try:
+            inner.take_step(strategy, pairs, True)
+        except FloatingPointError:  # on every rank
+            self._set(scale / 2)
+        else:
+            if self.step_counter >= self.dynamic_growth_steps:
+                self._set(scale * 2)
+
+    def _set(self, scale: float) -> None:
+        self.dynamic_scale.assign(scale)
+        self._changed_at.assign(self.inner_optimizer.calls)
