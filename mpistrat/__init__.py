@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from . import keras as keras
     from . import torch as torch
     from .cli.launch import launch  # for programs that are no ranks
+    from .client.cluster import connect
     from .cluster import ClusterSpec
     from .context import (
         get_replica_context,
@@ -133,6 +134,7 @@ __all__ = [
     # the rest
     "RESTART_EXIT_CODE",
     "catch_stop_signals",
+    "connect",
     "ClusterSpec",
     "InputContext",
     "InputOptions",

@@ -1,5 +1,6 @@
 """The coordinator: one rank schedules functions, the workers run them (TF: tf.distribute.coordinator)."""
 
+from .client.cluster import RemoteCluster, RemoteObject
 from .parameter_server.coordinator.closures import (
     ClosureCancelledError,
     PerWorkerValues,
@@ -19,7 +20,9 @@ __all__ = [
     "CoordinatorExecutor",
     "PerWorkerValue",
     "PerWorkerValues",
+    "RemoteCluster",
     "RemoteError",
+    "RemoteObject",
     "RemoteTraceback",
     "RemoteValue",
     "RemoteValueStatus",

@@ -64,5 +64,6 @@ ROOT = Group(
         "stacks": "watch:STACKS",
         "resize": "supervise:COMMAND",
         "replay": "replay:COMMAND",
+        "serve": "serve:COMMAND",
     },
 )

@@ -25,7 +25,7 @@ FLOORS_PICTURE = ROOT / "docs" / "images" / "floors.svg"
 FLOORS = {
     "_util": -1, "cluster": 1, "batch_jobs": 1, "comm": 2, "cross_device": 3, "data": 3, "timeline": 3, "variables": 4,
     "optimizers": 5, "strategy": 6, "parameter_server": 7, "torch": 7, "jax": 7, "train": 7, "bench": 8, "doctor": 8,
-    "examples": 8, "keras": 8, "estimator": 8,
+    "client": 8, "examples": 8, "keras": 8, "estimator": 8,
     "cli": 9,
 }  # fmt: skip
 
@@ -41,6 +41,7 @@ ALLOWED = {
     "jinja2": {"batch_jobs"},
     "matplotlib": {"bench", "cli"},
     "tensorboardX": {"train"},
+    "zmq": {"client"},
     "torch": {"torch", "keras"}, "jax": {"jax", "keras"}, "optax": {"jax"}, "keras": {"keras"}, "tensorflow": {"keras"},
     # only for functions that a program sends to its own ranks, and their results
     "cloudpickle": {"parameter_server", "cli"},

@@ -123,6 +123,30 @@ class ClusterCoordinator:
         self._check_worker(worker)
         return self._submit(dispatcher, "schedule", fn, args, kwargs, worker=worker, priority=priority)
 
+    def submit(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        *,
+        worker: int | None = None,
+        priority: float = 0,
+        callback: Callable[[RemoteValue], None],
+    ) -> RemoteValue:
+        """Have a worker call a function whose error is its value's alone, which `join` neither waits for nor raises. For the chief.
+
+        Args:
+            fn, args, kwargs, worker, priority: as for `schedule`, as are the errors, but for those of other functions.
+            callback: is called with the value once it is there, or aborted, perhaps in another thread.
+        """
+        self._check_worker(worker)
+        how: dict[str, Any] = {"worker": worker, "priority": priority, "isolated": True, "callback": callback}
+        return self._submit(self._dispatcher("submit"), "submit", fn, args, kwargs, **how)
+
+    def cancel(self) -> None:
+        """Cancel the functions that wait; those that run end. Their values raise ClosureCancelledError. For the chief."""
+        self._dispatcher("cancel").cancel("cancelled by the chief")
+
     def join(self) -> None:
         """Wait until all scheduled functions have run. For the chief.
 

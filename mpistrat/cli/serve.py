@@ -1,0 +1,75 @@
+"""`mpistrat serve`: the ranks of a job wait for a client outside of it, and run the functions that it sends."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from pathlib import Path
+
+from ..cluster.launcher_variables import launched_rank, launched_size
+from ..comm.agree import Ranks
+from ..errors import explain
+from .command import DONE, WRONG_USE, Command
+
+__all__ = ["COMMAND"]
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="where the address and the keys are written, for you alone"
+    )
+    parser.add_argument("--ps", type=int, default=1, metavar="N", help="so many ranks are parameter servers; default 1")
+    parser.add_argument(
+        "--host",
+        nargs="?",
+        default="127.0.0.1",
+        const=socket.gethostname(),
+        metavar="ADDRESS",
+        help="the address of rank 0's node at which clients come; default 127.0.0.1, without ADDRESS that of the node's name",
+    )
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    launched = launched_size()
+    least = args.ps + 2
+    if launched is None or launched[0] < least:
+        if launched_rank() in (None, 0):
+            got = "this process alone" if launched is None else f"{launched[0]}"
+            remedy = f"mpiexec -n {least} mpistrat serve {args.file}"
+            expected = f"at least {least} ranks: a chief, a worker, and {args.ps} for variables"
+            print(f"error: {explain('mpistrat serve', '', expected=expected, got=got, remedy=remedy)}", file=sys.stderr)
+        return WRONG_USE
+    from ..client.session import serve
+    from ..client.transport import ServerSocket
+    from ..parameter_server.coordinator.coordinator import ClusterCoordinator
+    from ..parameter_server.strategy import ParameterServerStrategy
+
+    with ParameterServerStrategy(num_ps=args.ps) as strategy, ClusterCoordinator(strategy) as coordinator:
+        if coordinator.is_chief:
+            door = ServerSocket(args.file, args.host)
+            try:
+                print(f"mpistrat serve: {coordinator.num_workers} workers; ms.connect({str(args.file)!r})", flush=True)
+                serve(coordinator, door)
+            finally:
+                door.close()
+    return DONE
+
+
+COMMAND = Command(
+    summary="have the ranks of a job run what a notebook sends",
+    text="""\
+Keep the ranks of a job ready for a client outside of it: a notebook, or a program on the login node, which
+`ms.connect(FILE)`s and schedules functions on them. Rank 0 is the chief, the last ranks are parameter servers, all others are workers.
+One client is served at a time; the job goes on when it leaves, until it calls shutdown() or the job's time is over.
+
+The connection is encrypted, and only who can read FILE can speak to the job; who can, can run anything in it, as you. By default it
+listens at 127.0.0.1 only: reach it by an SSH tunnel, or say --host, for the address of the node's name in the job's own network.""",
+    examples=(
+        "srun -n 8 mpistrat serve serve.json",
+        "srun -n 8 mpistrat serve serve.json --host",
+    ),
+    arguments=_arguments,
+    run=_run,
+    collective=False,
+)

@@ -1,0 +1,185 @@
+"""The chief's part of a client: it keeps what the client makes, has workers call functions, and tells how they end."""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, final
+
+from .._util import log
+from ..cluster.world import is_loss
+from ..errors import ClosedError, explain
+from ..parameter_server.coordinator.closures import ClosureCancelledError, RemoteValue, RemoteValueStatus
+from ..parameter_server.coordinator.coordinator import ClusterCoordinator
+from ..parameter_server.coordinator.registry import Reduced, dumps, loads, plain
+from ..variables import ShardedVariable, Variable
+from .transport import Kind, Message, ServerSocket
+
+__all__ = ["COORDINATOR", "serve"]
+
+COORDINATOR = 0  # the number of the coordinator among the things of a session
+_IDLE, _BUSY = 0.2, 0.002  # seconds to wait for a message while nothing runs, and while something does
+_LOOK = 2.0  # seconds between two looks after the client
+
+
+def serve(coordinator: ClusterCoordinator, socket: ServerSocket) -> None:
+    """Serve one client after the other until one ends the job. For the chief.
+
+    A client that leaves, or is not there any more, takes along what it has waiting; variables and optimizers stay.
+    """
+    session: _Session | None = None
+    look = 0.0
+    while True:
+        message = socket.receive(_BUSY if session is not None and session.waits else _IDLE)
+        if message is not None:
+            if session is None or message.sender != session.client:
+                session = _begin(coordinator, socket, session, message)
+            elif message.kind == Kind.END:
+                session.leave()
+                return
+            elif message.kind == Kind.LEAVE:
+                session = session.leave()
+            else:
+                session.take(message)
+        if session is not None:
+            session.tell()
+            if monotonic() > look:
+                look = monotonic() + _LOOK
+                if not socket.send(session.client, Kind.ALIVE):
+                    log.logger.warning(
+                        "mpistrat serve: the client %s is gone; what it had waiting is cancelled", session.who
+                    )
+                    session = session.leave()
+        coordinator.done()  # which carries on what runs, where MPI allows no thread for that
+
+
+def _begin(
+    coordinator: ClusterCoordinator, socket: ServerSocket, session: _Session | None, message: Message
+) -> _Session | None:
+    """Take a new client, unless there is one."""
+    if message.kind != Kind.HELLO:
+        socket.send(message.sender, Kind.REFUSED, 0, b"this client's session has ended")
+    elif session is not None:
+        socket.send(message.sender, Kind.REFUSED, 0, f"the job serves another client, {session.who}".encode())
+    else:
+        who = message.payload.decode(errors="replace")
+        log.logger.info("mpistrat serve: %s", who)
+        session = _Session(coordinator, socket, message.sender, who)
+        socket.send(message.sender, Kind.WELCOME, coordinator.num_workers)
+    return session
+
+
+@final
+class _Session:
+    """What a client has in the job.
+
+    Attributes:
+        client: who it is to the socket.
+        who: the same, for people.
+    """
+
+    def __init__(self, coordinator: ClusterCoordinator, socket: ServerSocket, client: bytes, who: str) -> None:
+        self.client, self.who = client, who
+        self._coordinator, self._socket = coordinator, socket
+        self._things: dict[int, Any] = {COORDINATOR: coordinator}  # by the client's numbers; RemoteValues of functions
+        self._waiting: dict[RemoteValue, int] = {}
+        self._ended: deque[RemoteValue] = deque()  # that the coordinator's thread adds to
+        self._does: dict[int, Callable[[Message], None]] = {
+            Kind.SCHEDULE: self._schedule,
+            Kind.CALL: self._call,
+            Kind.FETCH: self._fetch,
+            Kind.FORGET: self._forget,
+            Kind.CANCEL: lambda _: coordinator.cancel(),
+        }
+
+    @property
+    def waits(self) -> bool:
+        """Whether functions run or wait."""
+        return bool(self._waiting)
+
+    def take(self, message: Message) -> None:
+        """Do what the client asks."""
+        act = self._does.get(message.kind)
+        try:
+            if act is None:
+                got = f"a message of kind {message.kind}"
+                raise ValueError(explain("mpistrat serve", "", expected="a message that it knows", got=got))
+            act(message)
+        except Exception as error:
+            if is_loss(error):
+                raise
+            self._fail(message.number, error, f"the chief (rank {self._coordinator.strategy.rank})")
+
+    def tell(self) -> None:
+        """Tell the client of the functions that have ended."""
+        while self._ended:
+            value = self._ended.popleft()
+            number = self._waiting.pop(value, None)
+            if number is None:
+                continue
+            if value.status is RemoteValueStatus.READY:
+                self._send(Kind.DONE, number)
+                continue
+            try:
+                value.get()
+            except BaseException as error:
+                if not isinstance(error, ClosureCancelledError):
+                    self._coordinator.cancel()  # as the coordinator does where functions are its program's own
+                self._fail(number, error, "")
+
+    def leave(self) -> None:
+        """Cancel what waits, and forget everything."""
+        self._coordinator.cancel()
+        self._waiting.clear()
+        self._things.clear()
+
+    def _schedule(self, message: Message) -> None:
+        fn, args, kwargs, worker, priority = loads(message.payload, self._resolve)
+        value = self._coordinator.submit(
+            fn, args, kwargs, worker=worker, priority=priority, callback=self._ended.append
+        )
+        self._things[message.number] = value
+        self._waiting[value] = message.number
+
+    def _call(self, message: Message) -> None:
+        fn, args, kwargs = loads(message.payload, self._resolve)
+        with self._coordinator.strategy.scope():
+            self._things[message.number] = fn(*args, **kwargs)
+        self._send(Kind.DONE, message.number)
+
+    def _fetch(self, message: Message) -> None:
+        thing = self._things[message.number]
+        value = self._coordinator.fetch(thing)
+        self._send(Kind.VALUE, message.number, dumps(value, _reduce))
+
+    def _forget(self, message: Message) -> None:
+        for number in loads(message.payload, self._resolve):
+            self._things.pop(number, None)
+
+    def _resolve(self, kind: str, key: int) -> Any:
+        if key not in self._things:
+            raise ClosedError("a value of an earlier session, or of a function that was not called")
+        return self._things[key]
+
+    def _fail(self, number: int, error: BaseException, where: str) -> None:
+        """Tell the client of an error; `where` is empty where the error has its remote traceback already."""
+        text = str(error.__cause__ or error)
+        if where:
+            text = f"{where}:\n{''.join(traceback.format_exception(error))}"
+        data: bytes | None
+        try:
+            data = dumps(error, _reduce)
+            loads(data, self._resolve)
+        except Exception:  # one that cannot be sent, or made anew
+            data = None
+        self._send(Kind.FAILED, number, dumps((data, text), _reduce))
+
+    def _send(self, kind: Kind, number: int, payload: bytes = b"") -> None:
+        self._socket.send(self.client, kind, number, payload)
+
+
+def _reduce(thing: Any) -> Reduced | None:
+    """Send a variable's value in its place."""
+    return plain(thing.numpy()) if isinstance(thing, (Variable, ShardedVariable)) else None

@@ -1,0 +1,280 @@
+"""How a client and a job that serves speak: messages over TCP, encrypted and authenticated by CurveZMQ, and the file with the keys.
+
+A message is a kind, a number and a payload. Only who has the file can speak to the job at all: what others send is dropped in
+the handshake, by ZeroMQ, before anything of it is read here. Each connection has keys of its own, so what was recorded of one is
+nothing in another.
+
+Source: CurveZMQ, https://rfc.zeromq.org/spec/26/; ZMTP, https://rfc.zeromq.org/spec/23/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import secrets
+import socket
+import struct
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final, NamedTuple, final
+
+from ..errors import ClosedError, ClusterError, MissingDependencyError, explain
+
+__all__ = ["LARGEST", "ClientSocket", "Kind", "Message", "ServerSocket", "read_connection_file"]
+
+LARGEST: Final = 1 << 30  # bytes of a message
+_HEAD = struct.Struct("<Bq")
+_VERSION = 1
+_HEARTBEAT, _DEAD = 2_000, 15_000  # milliseconds between heartbeats, and without one
+_HANDSHAKE = 5_000  # milliseconds that a connection may take to show its key
+_LINGER = 1_000  # milliseconds that the last messages may take to leave
+
+
+class Kind(enum.IntEnum):
+    """What a message is; the number is that of the thing it is about."""
+
+    HELLO = 1  # of a client: who it is
+    SCHEDULE = 2  # have a worker call a function
+    CALL = 3  # have the chief call a function
+    FETCH = 4  # send the value
+    FORGET = 5  # numbers of values that nobody has any more
+    CANCEL = 6  # what waits
+    LEAVE = 7  # the client goes
+    END = 8  # the job shall end
+    WELCOME = 16  # of the job: what there is
+    REFUSED = 17  # why the client cannot be served, or not any longer
+    DONE = 18
+    FAILED = 19  # (exception or None, text)
+    VALUE = 20
+    ALIVE = 21
+
+
+class Message(NamedTuple):
+    """A message as it arrived; `sender` is empty at the client."""
+
+    sender: bytes
+    kind: int
+    number: int
+    payload: bytes
+
+
+@final
+class ServerSocket:
+    """The chief's end: writes the file with the keys, and removes it at the end.
+
+    Args:
+        path: of the file, which must not exist; only its owner may read it.
+        host: the address at which the job listens: 127.0.0.1, or this node's in the job's own network.
+
+    Raises:
+        ValueError: an address that stands for all of them.
+        OSError: the file exists, or cannot be written; the address is not this node's.
+        MissingDependencyError: pyzmq is not installed, or has no CurveZMQ.
+    """
+
+    def __init__(self, path: Path, host: str) -> None:
+        zmq = _zmq("mpistrat serve")
+        if host in ("", "*", "0.0.0.0", "::", "[::]"):
+            expected, got = "one address of this node: 127.0.0.1, or that of its network within the job", repr(host)
+            raise ValueError(explain("mpistrat serve", "--host", expected=expected, got=got))
+        public, secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        self._path, self._context, self._written = path, zmq.Context(), False
+        self._gate: Any = None
+        try:
+            self._gate = _gate(self._context, client_public)
+            self._socket = self._context.socket(zmq.ROUTER)
+            options = {"maxmsgsize": LARGEST, "curve_server": True, "router_mandatory": True}
+            options |= {"heartbeat_ivl": _HEARTBEAT, "heartbeat_timeout": _DEAD, "handshake_ivl": _HANDSHAKE}
+            for name, value in options.items():
+                setattr(self._socket, name, value)
+            self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+            try:
+                port = self._socket.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
+            except (OSError, zmq.ZMQError) as error:
+                expected = "an address of this node"
+                raise OSError(
+                    explain("mpistrat serve", "--host", expected=expected, got=f"{host!r}: {error}")
+                ) from None
+            said = {"version": _VERSION, "address": f"tcp://{socket.gethostbyname(host)}:{port}"}
+            said |= {"server_key": public.decode(), "client_key": client_public.decode()}
+            said |= {"client_secret": client_secret.decode(), "host": socket.gethostname(), "process": str(os.getpid())}
+            _write_once(path, json.dumps(said))
+            self._written = True
+        except BaseException:
+            self.close()
+            raise
+
+    def receive(self, seconds: float) -> Message | None:
+        """Return the next message, None if none comes in so many seconds."""
+        if not self._socket.poll(int(seconds * 1000)):
+            return None
+        frames = self._socket.recv_multipart()
+        if len(frames) != 3 or len(frames[1]) != _HEAD.size:
+            return Message(frames[0], 0, 0, b"")
+        return Message(frames[0], *_HEAD.unpack(frames[1]), frames[2])
+
+    def send(self, to: bytes, kind: Kind, number: int = 0, payload: bytes = b"") -> bool:
+        """Send a message to a client; return whether the client is still there."""
+        import zmq
+
+        try:
+            self._socket.send_multipart([to, _HEAD.pack(kind, number), payload])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Remove the file, and listen no longer."""
+        if self._written:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        if self._gate is not None:
+            self._gate.stop()
+        self._context.destroy(_LINGER)
+
+
+@final
+class ClientSocket:
+    """The client's end.
+
+    Args:
+        path: the file that the job has written.
+        seconds: how long the file and the job may take to be there.
+
+    Raises:
+        TimeoutError, ClusterError: they are not; the file is another user's, or others may read it.
+    """
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        zmq = _zmq("connect")
+        said = read_connection_file(path, seconds)
+        self._address, self._host = said["address"], said["host"]
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        options = {"routing_id": b"c" + secrets.token_bytes(15), "maxmsgsize": LARGEST}
+        options |= {"heartbeat_ivl": _HEARTBEAT, "heartbeat_timeout": _DEAD, "connect_timeout": int(seconds * 1000)}
+        for name, value in options.items():
+            setattr(self._socket, name, value)
+        self._socket.curve_serverkey = said["server_key"].encode()
+        self._socket.curve_publickey, self._socket.curve_secretkey = (
+            said["client_key"].encode(),
+            said["client_secret"].encode(),
+        )
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self._address)
+
+    def receive(self, seconds: float) -> Message | None:
+        """Return the next message, None if none comes in so many seconds.
+
+        Raises:
+            ClosedError: the job is there no longer.
+        """
+        end = monotonic() + seconds
+        while not self._socket.poll(max(0, min(500, int((end - monotonic()) * 1000)))):
+            if self._events.poll(0):
+                got = f"no connection to {self._address} any more"
+                remedy = f"The job on {self._host} has ended, or cannot be reached"
+                raise ClosedError(explain("connect", "", expected="a job that serves", got=got, remedy=remedy))
+            if monotonic() >= end:
+                return None
+        head, payload = self._socket.recv_multipart()
+        return Message(b"", *_HEAD.unpack(head), payload)
+
+    def send(self, kind: Kind, number: int = 0, payload: bytes = b"") -> None:
+        """Send a message.
+
+        Raises:
+            ValueError: it is too large.
+        """
+        if len(payload) > LARGEST:
+            remedy = "Let the ranks read or make large data themselves"
+            expected, got = f"at most {LARGEST} bytes with all that it refers to", f"{len(payload)}"
+            raise ValueError(explain("connect", "function", expected=expected, got=got, remedy=remedy))
+        self._socket.send_multipart([_HEAD.pack(kind, number), payload])
+
+    def close(self) -> None:
+        """Leave."""
+        self._context.destroy(_LINGER)
+
+
+def read_connection_file(path: Path, seconds: float = 0.0) -> dict[str, str]:
+    """Return what a job that serves has written; wait for the file for so many seconds.
+
+    Raises:
+        TimeoutError: there is none.
+        ClusterError: it is another user's, others may read it, or it is no such file.
+    """
+    from time import sleep
+
+    end = monotonic() + seconds
+    while not path.exists():
+        if monotonic() >= end:
+            remedy = "Start `mpistrat serve FILE` in the job, and wait until it runs"
+            raise TimeoutError(
+                explain("connect", str(path), expected="the file of a job that serves", got="none", remedy=remedy)
+            )
+        sleep(0.1)
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
+        state = os.fstat(file.fileno())
+        if state.st_uid != os.getuid() or state.st_mode & 0o077:
+            expected, got = (
+                "your own file, which nobody else may read",
+                f"owner {state.st_uid}, mode {state.st_mode & 0o777:o}",
+            )
+            raise ClusterError(explain("connect", str(path), expected=expected, got=got))
+        try:
+            said = json.loads(file.read(1 << 16))
+        except ValueError:
+            said = None
+    wanted = {"version", "address", "server_key", "client_key", "client_secret", "host"}
+    if not isinstance(said, dict) or not wanted <= set(said) or said["version"] != _VERSION:
+        expected, got = f"the file of a job that serves, of version {_VERSION}", "something else"
+        raise ClusterError(explain("connect", str(path), expected=expected, got=got))
+    return said
+
+
+def _write_once(path: Path, text: str) -> None:
+    """Write a new file that only its owner may read."""
+    try:
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        remedy = "Another job serves by it, or has ended without removing it: then remove it"
+        text = explain("mpistrat serve", str(path), expected="no such file", got="one", remedy=remedy)
+        raise FileExistsError(text) from None
+    with open(number, "w", encoding="utf-8") as file:
+        os.fchmod(number, 0o600)
+        file.write(text)
+
+
+def _gate(context: Any, known: bytes) -> Any:
+    """Start what asks of each connection whether it has the client's key. Source: https://rfc.zeromq.org/spec/27/."""
+    from zmq.auth.thread import ThreadAuthenticator
+    from zmq.utils import z85
+
+    key = z85.decode(known)
+
+    class Keys:
+        def callback(self, domain: str, given: bytes) -> bool:
+            return secrets.compare_digest(z85.decode(given), key)
+
+    gate = ThreadAuthenticator(context)
+    gate.start()
+    gate.configure_curve_callback(domain="*", credentials_provider=Keys())
+    return gate
+
+
+def _zmq(function: str) -> Any:
+    try:
+        import zmq
+    except ImportError as error:
+        remedy = "pip install 'mpistrat[client]'"
+        text = explain(function, "", expected="the package pyzmq", got="none", remedy=remedy)
+        raise MissingDependencyError(text) from error
+    if not zmq.has("curve"):
+        raise MissingDependencyError(explain(function, "", expected="a ZeroMQ with CurveZMQ", got="one without"))
+    return zmq

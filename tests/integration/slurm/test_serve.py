@@ -1,0 +1,36 @@
+"""`mpistrat serve` in a job of a real SLURM, and a client on the head node."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+CLIENT = """
+import socket
+import numpy as np
+import mpistrat as ms
+
+with ms.connect("serve.json", timeout=120) as cluster:
+    w = cluster.call(lambda: ms.Variable(np.zeros(3), name="w"))
+    hosts = [cluster.schedule(socket.gethostname, worker=index) for index in range(cluster.num_workers)]
+    for _ in range(10):
+        cluster.schedule(lambda: w.assign_add(np.ones(3)))
+    cluster.join()
+    print(cluster.num_workers, sorted(set(cluster.fetch(hosts))), w.get().tolist())
+    cluster.shutdown()
+"""
+
+
+def test_a_client_on_the_head_node_has_both_hosts_compute(slurm, slurm_mpi, tmp_path) -> None:
+    import slurm_jobs as jobs
+
+    (tmp_path / "client.py").write_text(CLIENT)
+    (tmp_path / "serve.sh").write_text(
+        f"#!/bin/bash\n#SBATCH -N2 -n4 --time=00:05:00\nsrun {jobs.srun_words(slurm_mpi)} "
+        f"{slurm_mpi.python} -m mpistrat serve --host $(hostname) {tmp_path}/serve.json\n"
+    )
+    job = slurm.submit(tmp_path / "serve.sh")
+    assert slurm.ok(slurm_mpi.python, "client.py", cwd=tmp_path) == "2 ['h1', 'h2'] [10.0, 10.0, 10.0]\n"
+    job.completed()
+    assert not (tmp_path / "serve.json").exists()
