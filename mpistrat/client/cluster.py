@@ -35,7 +35,7 @@ _PATIENCE = 0.5  # seconds between two looks at Ctrl-C
 def connect(file: str | os.PathLike[str], *, timeout: float = 60.0) -> RemoteCluster:
     """Return the ranks of a job in which `mpistrat serve FILE` runs; use it in a `with` statement. This process is no rank.
 
-    Its functions are the coordinator's: workers run what is scheduled, the chief makes variables. The connection is encrypted, and
+    Its functions are the coordinator's: workers run what is scheduled, the chief makes variables. The connection is encrypted;
     only who can read the file may speak to the job. Who can speak to it can run anything in it, as you.
 
     Args:
@@ -124,7 +124,7 @@ class RemoteCluster:
     ) -> RemoteObject:
         """Have the chief call a function in the scope of the job's strategy; wait for it, and return what stands for the value.
 
-        Variables, optimizers and whatever else all ranks make together are made so; `fn` may also use the strategy, save, restore.
+        Variables, optimizers and whatever else all ranks make together are made so; `fn` may also save and restore.
 
         Raises:
             Exception: what the function raised.
@@ -294,7 +294,7 @@ class RemoteCluster:
 class RemoteObject:
     """Stands for a value in the job: what a function returned, a variable, a dataset on each worker.
 
-    Among the arguments of a function, or where it refers to one, the value itself appears in its place, on the rank that calls it.
+    Among the arguments of a function, or where it refers to one, the value itself appears in its place.
     `iter()` of what stands for a dataset on each worker stands for the iterators.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""How a client and a job that serves speak: messages over TCP, encrypted and authenticated by CurveZMQ, and the file with the keys.
+"""How a client and a job that serves speak: messages over TCP, encrypted by CurveZMQ, and the file with the keys.
 
 A message is a kind, a number and a payload. Only who has the file can speak to the job at all: what others send is dropped in
 the handshake, by ZeroMQ, before anything of it is read here. Each connection has keys of its own, so what was recorded of one is

@@ -133,7 +133,7 @@ class ClusterCoordinator:
         priority: float = 0,
         callback: Callable[[RemoteValue], None],
     ) -> RemoteValue:
-        """Have a worker call a function whose error is its value's alone, which `join` neither waits for nor raises. For the chief.
+        """Have a worker call a function whose error is its value's alone: `join` neither waits nor raises. For the chief.
 
         Args:
             fn, args, kwargs, worker, priority: as for `schedule`, as are the errors, but for those of other functions.

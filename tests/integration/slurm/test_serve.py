@@ -26,11 +26,8 @@ def test_a_client_on_the_head_node_has_both_hosts_compute(slurm, slurm_mpi, tmp_
     import slurm_jobs as jobs
 
     (tmp_path / "client.py").write_text(CLIENT)
-    (tmp_path / "serve.sh").write_text(
-        f"#!/bin/bash\n#SBATCH -N2 -n4 --time=00:05:00\nsrun {jobs.srun_words(slurm_mpi)} "
-        f"{slurm_mpi.python} -m mpistrat serve --host $(hostname) {tmp_path}/serve.json\n"
-    )
-    job = slurm.submit(tmp_path / "serve.sh")
+    words = ("-m", "mpistrat", "serve", str(tmp_path / "serve.json"), "--host")
+    job = jobs.submit(slurm, slurm_mpi, "srun", tmp_path, *jobs.TWO_BY_TWO, *words)
     assert slurm.ok(slurm_mpi.python, "client.py", cwd=tmp_path) == "2 ['h1', 'h2'] [10.0, 10.0, 10.0]\n"
     job.completed()
     assert not (tmp_path / "serve.json").exists()

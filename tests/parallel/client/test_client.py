@@ -182,7 +182,7 @@ def test_too_few_ranks_are_told_once(mpi, tmp_path):
     small = Job([mpi.python, "-m", "mpistrat", "serve", str(tmp_path / "serve.json")], 2, mpi, folder)
     try:
         assert small.wait(60) == 2
-        out, err, said = small.outputs()
+        _, err, said = small.outputs()
         text = "".join(err) + said
         assert text.count("expected at least 3 ranks: a chief, a worker, and 1 for variables, got 2") == 1
         assert not (tmp_path / "serve.json").exists()
