@@ -40,7 +40,8 @@ def serve(coordinator: ClusterCoordinator, socket: ServerSocket) -> None:
                 session.leave()
                 return
             elif message.kind == Kind.LEAVE:
-                session = session.leave()
+                session.leave()
+                session = None
             else:
                 session.take(message)
         if session is not None:
@@ -51,7 +52,8 @@ def serve(coordinator: ClusterCoordinator, socket: ServerSocket) -> None:
                     log.logger.warning(
                         "mpistrat serve: the client %s is gone; what it had waiting is cancelled", session.who
                     )
-                    session = session.leave()
+                    session.leave()
+                    session = None
         coordinator.done()  # which carries on what runs, where MPI allows no thread for that
 
 

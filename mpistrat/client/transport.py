@@ -114,7 +114,8 @@ class ServerSocket:
         frames = self._socket.recv_multipart()
         if len(frames) != 3 or len(frames[1]) != _HEAD.size:
             return Message(frames[0], 0, 0, b"")
-        return Message(frames[0], *_HEAD.unpack(frames[1]), frames[2])
+        kind, number = _HEAD.unpack(frames[1])
+        return Message(frames[0], kind, number, frames[2])
 
     def send(self, to: bytes, kind: Kind, number: int = 0, payload: bytes = b"") -> bool:
         """Send a message to a client; return whether the client is still there."""
@@ -183,7 +184,8 @@ class ClientSocket:
             if monotonic() >= end:
                 return None
         head, payload = self._socket.recv_multipart()
-        return Message(b"", *_HEAD.unpack(head), payload)
+        kind, number = _HEAD.unpack(head)
+        return Message(b"", kind, number, payload)
 
     def send(self, kind: Kind, number: int = 0, payload: bytes = b"") -> None:
         """Send a message.

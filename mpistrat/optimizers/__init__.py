@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from . import schedules
 from .loss_scale import LossScaleOptimizer
-from .numpy_rules import Adadelta, Adamax, Ftrl, Lion, Nadam
+from .numpy_rules import Adadelta, Adamax, Ftrl, Lamb, Lion, Nadam
 from .optimizer import Optimizer
 from .rules import SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
 
@@ -20,6 +20,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Ftrl",
+    "Lamb",
     "Lion",
     "LossScaleOptimizer",
     "Momentum",

@@ -32,11 +32,17 @@ N = TypeVar("N", int, float)
 
 @final
 class ArenaStep:
-    """What a step does on one arena."""
+    """What a step does on one arena.
+
+    Attributes:
+        squares: of sums that were kept, added up over what this rank updates: of each variable, or all under one's name.
+        norms: squares of each variable's weights and of the direction of its update, under its name and "weights" or "direction".
+    """
 
     def __init__(self, optimizer: Rule, arena: Arena, variables: Sequence[Variable], slots: SlotStore) -> None:
         self.arena, self.variables = arena, variables
         self.squares: dict[str, float] = {}
+        self.norms: dict[tuple[str, str], float] = {}
         # Variables are padded with zeros, which every rule leaves as they are: what lies side by side is one range.
         ends = padded(arena, variables)
         self.ranges = merge(list(ends.items()))
@@ -202,21 +208,36 @@ class ArenaStep:
             for start, stop, name in spans_within(self._spans, begin, end):
                 self.squares[name] += loops.squares(total[start:stop])
 
+    def direct(self, scales: Mapping[str, float]) -> None:
+        """Make of what was kept, times its scales, the direction of the update, and add up `norms`."""
+        kept, base = self._store()
+        self.norms = {(name, what): 0.0 for _, _, name in self._spans for what in ("weights", "direction")}
+        for low, high in blocks(self.arena.owned(self.ranges), BLOCK):
+            gradient = kept[low - base : high - base]
+            for begin, end, scale in self._scaled(low, high, scales, self._each) if scales else ():
+                np.multiply(gradient[begin:end], scale, out=gradient[begin:end])
+            self._rule.direct(gradient, self._slots.of_range(low, high))
+            weights = self._rule.widened(self._meant(low, high))
+            for start, stop, name in spans_within(self._spans, low, high):
+                self.norms[name, "weights"] += loops.squares(weights[start:stop])
+                self.norms[name, "direction"] += loops.squares(gradient[start:stop])
+
     def take_kept(self, scales: Mapping[str, float]) -> None:
         """Take what was kept, as `take` does, times the scale of each variable where this is an update."""
         kept, base = self._store()
+        each = self._each or self._optimizer.scales_by_norms
         for low, high in self._large_blocks():
             gradient = kept[low - base : high - base]
             if not self._updates:
                 self._accumulate(low, high, [gradient])
                 continue
-            self._update(low, high, [gradient], self._scaled(low, high, scales), 0)
+            self._update(low, high, [gradient], self._scaled(low, high, scales, each), 0)
             if self._mean:
                 self._slots.of_range(low, high)[GRADIENT_SUM][...] = 0
 
-    def _scaled(self, low: int, high: int, scales: Mapping[str, float]) -> list[Span]:
-        """Return which of the elements [low, high) are multiplied by what."""
-        if not self._each:
+    def _scaled(self, low: int, high: int, scales: Mapping[str, float], each: bool) -> list[Span]:
+        """Return which of the elements [low, high) are multiplied by what: by one scale, or each variable's."""
+        if not each:
             spans = [(0, high - low, scales[self._spans[0][2]])]
         else:
             spans = [(begin, end, scales[name]) for begin, end, name in spans_within(self._spans, low, high)]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, final
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, final
 
 import numpy as np
 
@@ -29,6 +29,8 @@ from .rule import Rule, UpdateRun
 from .slots import SlotStore, owners
 
 __all__ = ["FusedStep"]
+
+K = TypeVar("K", bound=Hashable)
 
 
 @final
@@ -71,7 +73,8 @@ class FusedStep(UpdateRun):
         decaying = f", decays {decays}" if any(decays) else ""
         optimizer = self._optimizer
         clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
-        self._two_passes = clips or optimizer.check_numerics
+        self._scaled = clips or optimizer.check_numerics
+        self._two_passes = self._scaled or optimizer.scales_by_norms
         self._every, self._rate_words = self._group.environment.check_every, (0.0, "0.0")
         which = "" if self._number is None else f", the scope's optimizer {self._number}"
         self._detail = f"of {names}{absent} by {self._optimizer.describe()}{decaying}{which}"
@@ -106,7 +109,10 @@ class FusedStep(UpdateRun):
                 with np.errstate(over="ignore"), self._exchanges():  # of squares; sums are checked below
                     for step in self._arena_steps:
                         self._sum(step, aggregate, step.keep)
-                scales = self._scales(number)
+                if self._scaled:
+                    scales = self._scales(number)
+                if optimizer.scales_by_norms and optimizer.updates_at(number):
+                    scales = self._ratios(scales, rate)
             with self._exchanges():
                 for step in self._arena_steps:
                     step.begin_share()
@@ -196,16 +202,7 @@ class FusedStep(UpdateRun):
             FloatingPointError: on every rank, for what is not finite, with `check_numerics`.
         """
         optimizer = self._optimizer
-        squares = np.array([square for step in self._arena_steps for square in step.squares.values()])
-        in_pieces = np.array([step.arena.sharded for step in self._arena_steps for _ in step.squares])
-        if in_pieces.any() and self._group.inter is not None:
-            squares[in_pieces] = _over_nodes(self._group.inter, squares[in_pieces])
-        sums: dict[str, float] = {}
-        own = self._outer is not None
-        column = iter((self._group.of_own_node if own else self._group.of_first_node)(squares).T.tolist())
-        for step in self._arena_steps:
-            count = len(step.arena.bounds())
-            sums.update((name, sum(each[:count])) for name, each in zip(step.squares, column, strict=False))
+        sums, own = self._over_slices([step.squares for step in self._arena_steps]), self._outer is not None
         if optimizer.check_numerics:
             finite = all(map(math.isfinite, sums.values()))
             if not (self._group.agree(int(finite)) if own else finite):  # nodes with sums of their own
@@ -215,6 +212,35 @@ class FusedStep(UpdateRun):
         limit = optimizer.global_clipnorm
         scale = 1.0 if limit is None else _scale(sum(sums.values()), limit)
         return dict.fromkeys(sums, scale)
+
+    def _ratios(self, scales: Mapping[str, float], rate: float) -> dict[str, float]:
+        """Return what each variable's direction is multiplied by: its weights' norm over the direction's; 1 where one is 0."""
+        for step in self._arena_steps:
+            step.direct(scales)
+        squares = self._over_slices([step.norms for step in self._arena_steps])
+        ratios = {}
+        for step in self._arena_steps:
+            for variable in step.variables:
+                weights, direction = (math.sqrt(squares[variable.name, what]) for what in ("weights", "direction"))
+                weights *= abs(1 - self._optimizer.decay_of(variable) * rate)  # they decay before they are updated
+                ratios[variable.name] = weights / direction if weights > 0 and direction > 0 else 1.0
+        return ratios
+
+    def _over_slices(self, numbers: Sequence[Mapping[K, float]]) -> dict[K, float]:
+        """Return the sums over all ranks of numbers of what each updates of each arena, the same bits on every rank."""
+        column = np.array([number for each in numbers for number in each.values()])
+        in_pieces = np.array(
+            [s.arena.sharded for s, each in zip(self._arena_steps, numbers, strict=True) for _ in each]
+        )
+        if in_pieces.any() and self._group.inter is not None:
+            column[in_pieces] = _over_nodes(self._group.inter, column[in_pieces])
+        table = self._group.of_first_node if self._outer is None else self._group.of_own_node
+        rows = iter(table(column).T.tolist())
+        sums: dict[K, float] = {}
+        for step, each in zip(self._arena_steps, numbers, strict=True):
+            count = len(step.arena.bounds())
+            sums.update((name, sum(row[:count])) for name, row in zip(each, rows, strict=False))
+        return sums
 
     def _refuse_numbers(self, number: int) -> None:
         """Raise with the ranks whose gradients are not finite, if any: squares may be infinite where no gradient is. Collective.

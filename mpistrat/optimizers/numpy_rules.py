@@ -1,4 +1,4 @@
-"""The update rules that only NumPy computes: Adadelta, Adamax, Nadam, Ftrl and Lion, each one function on a block."""
+"""The update rules that only NumPy computes: Adadelta, Adamax, Nadam, Ftrl, Lion and Lamb, each one function on a block."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 from ..errors import explain
 from .hyperparameters import Rate, Settings
 from .optimizer import Optimizer
+from .rule import Block, Loop
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Adadelta", "Adamax", "Ftrl", "Lion", "Nadam"]
+__all__ = ["Adadelta", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam"]
 
 _MOMENTUM_DECAY = 0.96  # of Nadam's schedule, from the paper
 
@@ -271,6 +272,61 @@ class Lion(Optimizer):
         np.sign(np.add(change, np.multiply(gradient, 1 - self.beta_1, out=work), out=change), out=change)
         np.subtract(weights, np.multiply(change, rate, out=change), out=weights)
         _average(momentum, gradient, self.beta_2)
+
+
+@final
+class Lamb(Optimizer):
+    """w -= rate * ratio * u, along Adam's u = m' / (sqrt(v') + epsilon), with ratio = norm(w) / norm(u) of each whole variable.
+
+    m' = m / (1 - beta_1 ** t) and v' = v / (1 - beta_2 ** t) at step t, with Adam's m and v; the ratio is 1 where a norm is 0.
+    For batches so large that one rate does not suit all layers. The norms of all variables are summed by one small collective; a
+    shard of a ShardedVariable counts as a variable. Not for variables on parameter servers.
+
+    Args:
+        learning_rate: a number, a schedule or a callable.
+        beta_1, beta_2: how much of m and of v is kept at each step; at least 0, less than 1.
+        epsilon: keeps the divisor from zero.
+        settings: those that all have in common, by name; see `Optimizer`.
+
+    Raises:
+        ValueError: beta_1 or beta_2 is out of range.
+
+    Source: keras.optimizers.Lamb of Keras 3; You et al., https://arxiv.org/abs/1904.00962.
+    """
+
+    scales_by_norms = True
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self.beta_1, self.beta_2 = self._fraction("beta_1", beta_1), self._fraction("beta_2", beta_2)
+        self.epsilon = float(epsilon)
+        super().__init__(learning_rate, slot_names=("momentum", "velocity"), **settings)
+
+    def direction(self, block: Block) -> None:
+        """Write u over a block of gradients, and update its slots."""
+        gradient, _, slots, step, _, scratch, _ = block
+        momentum, velocity, work = slots["momentum"], slots["velocity"], scratch[0][: gradient.size]
+        _approach(momentum, gradient, self.beta_1, work)
+        np.multiply(gradient, gradient, out=gradient)
+        _approach(velocity, gradient, self.beta_2, work)
+        np.sqrt(np.multiply(velocity, 1 / (1 - self.beta_2**step), out=work), out=work)
+        np.multiply(momentum, 1 / (1 - self.beta_1**step), out=gradient)
+        np.divide(gradient, np.add(work, self.epsilon, out=work), out=gradient)
+
+    def loop(self, step: int, rate: float) -> Loop:
+        return Loop("sgd", (rate, 0.0, False), ("",))
+
+    def update(
+        self, gradient: Any, weights: Any, slots: Mapping[str, Any], step: int, rate: float, scratch: Sequence[Any]
+    ) -> None:
+        """Go along a direction, scaled, which stands in the gradient's place."""
+        np.subtract(weights, np.multiply(gradient, rate, out=gradient), out=weights)
 
 
 def _average(average: Any, number: Any, kept: float) -> None:

@@ -300,6 +300,13 @@ class Optimizer(Rule):
         known = set(map(id, self._variables))
         new = [variable for variable in chosen if id(variable) not in known]
         placement = chosen[0].placement
+        if placement.store is not None and self.scales_by_norms:
+            expected, got = (
+                f"variables that are whole on each rank's node, for {type(self).__name__}",
+                "variables on servers",
+            )
+            remedy = "Take Adam under parameter servers"
+            raise ValueError(explain("apply_gradients", self.name, expected=expected, got=got, remedy=remedy))
         if placement.store is not None:
             step: UpdateRun = placement.store.make_step(self, chosen)
         else:

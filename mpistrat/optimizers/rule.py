@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 
@@ -62,9 +62,12 @@ class Rule(Hyperparameters):
 
     Attributes:
         slot_names: what is kept for each weight between steps.
+        scales_by_norms: whether each variable's update is along a `direction`, scaled by the norm of the whole variable over that
+            of the direction.
     """
 
     slot_names: tuple[str, ...]
+    scales_by_norms: ClassVar[bool] = False
     _slot_start: Mapping[str, float]
 
     @property
@@ -75,6 +78,10 @@ class Rule(Hyperparameters):
     @abstractmethod
     def update_block(self, block: Block) -> None:
         """Update the weights and slots of a block in place; the gradient may be overwritten."""
+
+    def direction(self, block: Block) -> None:
+        """Write over the gradient of a block along what its weights are to go down, and update its slots; not the weights."""
+        raise NotImplementedError(f"{type(self).__name__}.direction")
 
     def loop(self, step: int, rate: float) -> Loop | None:
         """Return the compiled loop that does what `update_block` does, None where none does."""
@@ -139,7 +146,7 @@ class BlockUpdate:
         rule = self._rule
         self._loop = rule.loop(step, rate)
         if rule.revision != self._revision:
-            self._revision, self._limit = rule.revision, rule.clipvalue
+            self._revision, self._limit = rule.revision, None if rule.scales_by_norms else rule.clipvalue
         if rule.use_ema:
             self._momentum = rule.ema_momentum if step > 1 else 0.0
             often = rule.ema_overwrite_frequency
@@ -183,6 +190,13 @@ class BlockUpdate:
             if calls:
                 own[GRADIENT_SUM][...] = 0
 
+    def direct(self, gradient: Any, slots: Mapping[str, Any]) -> None:
+        """Make of a block of a gradient the direction of the update, where the rule has one."""
+        limit = self._rule.clipvalue
+        if limit is not None:
+            np.clip(gradient, -limit, limit, out=gradient)
+        self._rule.direction(Block(gradient, None, slots, self._step, self._rate, self._scratch, 0))
+
     def accumulate(self, target: Any, parts: Sequence[Any], slots: Mapping[str, Any]) -> None:
         """Add the sum of parts to what is accumulated, in a step that does not update the weights, and update their averages."""
         average = None if self._momentum is None else slots[AVERAGE]
@@ -224,7 +238,7 @@ class BlockUpdate:
     def _by_numpy(
         self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Sequence[Span], group: int
     ) -> None:
-        weights = self._widened(target)
+        weights = self.widened(target)
         for low, high, decay in decays:
             decaying = weights[low:high]
             np.multiply(decaying, 1 - decay * self._rate, out=decaying)
@@ -238,12 +252,13 @@ class BlockUpdate:
 
     def _average_only(self, target: Any, slots: Mapping[str, Any]) -> None:
         if self._momentum is not None:
-            weights = self._widened(target)
+            weights = self.widened(target)
             self._average(weights, slots[AVERAGE], self._momentum)
             if self.narrow and self._overwrites:
                 _round(target, weights)
 
-    def _widened(self, target: Any) -> Any:
+    def widened(self, target: Any) -> Any:
+        """Return a block of weights in the dtype of the sums: a copy in scratch memory, where they are 16-bit."""
         if not self.narrow:
             return target
         weights = self._wide[: target.size]

@@ -126,6 +126,17 @@ def lion(beta_1: float = 0.9, beta_2: float = 0.99) -> Rule:
     return rule
 
 
+def lamb(beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7) -> Rule:
+    def rule(w, g, s, t, lr):
+        s["momentum"] = beta_1 * s.get("momentum", 0 * w) + (1 - beta_1) * g
+        s["velocity"] = beta_2 * s.get("velocity", 0 * w) + (1 - beta_2) * g**2
+        u = s["momentum"] / (1 - beta_1**t) / (np.sqrt(s["velocity"] / (1 - beta_2**t)) + epsilon)
+        w_norm, u_norm = math.sqrt((w**2).sum()), math.sqrt((u**2).sum())
+        return w - lr * (w_norm / u_norm if w_norm > 0 and u_norm > 0 else 1.0) * u
+
+    return rule
+
+
 def cases() -> dict[str, tuple[Callable[[Any], Any], Rule, float]]:
     """For each case a function from `ms.optimizers` to a new optimizer, the rule it follows, and its learning rate."""
     return {
@@ -156,6 +167,7 @@ def cases() -> dict[str, tuple[Callable[[Any], Any], Rule, float]]:
             ftrl(-0.6, 0.2, 0.3, 0.1, 0.05, 0.4),
             0.1,
         ),
+        "lamb": (lambda o: o.Lamb(0.03, beta_1=0.8, beta_2=0.95), lamb(0.8, 0.95), 0.03),
         "lion": (lambda o: o.Lion(0.01, beta_1=0.8, beta_2=0.9), lion(0.8, 0.9), 0.01),
     }
 

@@ -394,3 +394,22 @@ def test_an_optimizer_keeps_no_shared_memory_from_being_freed():
         del variables, arena
     assert all(reference() is None for reference in memory)
     assert optimizer.iterations == 1
+
+
+def test_ratios_of_norms_are_of_whole_variables_whatever_the_ranks():
+    """One variable of 70,001 elements lies on all ranks' slices; another is 0, and moves by the rate alone."""
+    import mpistrat as ms
+
+    with ms.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+        number = strategy.num_replicas_in_sync
+        w, zero = ms.Variable(np.full(70001, 2.0)), ms.Variable(np.zeros(5))
+        optimizer = ms.optimizers.Lamb(0.5, epsilon=1e-15)
+
+        def step():
+            ones = np.full(70001, 3.0 / number), np.full(5, -1.0 / number)
+            optimizer.apply_gradients(list(zip(ones, (w, zero), strict=True)))
+
+        strategy.run(step)
+        # The direction at the first step is the gradient's sign: of norm sqrt(n), as 2 is of the weights' norm over it.
+        assert np.allclose(w.numpy(), 2 - 0.5 * 2, rtol=1e-12)
+        assert np.allclose(zero.numpy(), 0.5, rtol=1e-12)

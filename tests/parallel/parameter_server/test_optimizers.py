@@ -368,3 +368,11 @@ def test_training_goes_on_under_another_strategy(mpi_tmp_path, way):
             np.testing.assert_allclose(value, expected, rtol=1e-12)  # halves and thirds of gradients are rounded
         assert counter == 6
     comm.Barrier()
+
+
+def test_a_rule_of_whole_variables_is_refused():
+    with made(**one_worker()) as strategy, strategy.scope():
+        w = ms.Variable(np.ones(4))
+        if not strategy.is_server:
+            with pytest.raises(ValueError, match=r"for Lamb, got variables on servers\. Take Adam"):
+                strategy.run(lambda: ms.optimizers.Lamb(0.1).apply_gradients([(np.ones(4), w)]))

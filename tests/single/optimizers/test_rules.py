@@ -179,7 +179,8 @@ def test_what_all_rules_have_in_common_is_keras(settings):
     said = reference.SETTINGS[settings]
     shapes = [(70001,), (3, 5), ()]
     gradients, start = gradients_of(shapes), start_of(shapes)
-    for make, rule, rate in [(ms.optimizers.Adam, reference.adam(), 0.03), (ms.optimizers.SGD, reference.sgd(), 0.1)]:
+    rules = [(ms.optimizers.Adam, reference.adam(), 0.03), (ms.optimizers.SGD, reference.sgd(), 0.1)]
+    for make, rule, rate in [*rules, (ms.optimizers.Lamb, reference.lamb(), 0.03)]:
         optimizer = make(rate, **said, check_numerics=make is ms.optimizers.SGD)
         variables = [ms.Variable(value) for value in start]
         several = said.get("gradient_accumulation_steps", 1)
