@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
     from .permutation import permute
     from .shards.writer import ShardWriter, write_shards
-    from .spec import ArraySpec
+    from .spec import ArraySpec, DatasetSpec
     from .stats import InputStats, StageStats
 else:
     __getattr__, __dir__ = lazy(__name__)
@@ -31,6 +31,7 @@ __all__ = [
     "AutoShardPolicy",
     "Dataset",
     "DatasetIterator",
+    "DatasetSpec",
     "DistributedDataset",
     "DistributedIterator",
     "HDF5Dataset",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,26 +15,26 @@ from .._util import nest
 from .._util.arguments import integer, tensorflow_names
 from ..errors import explain
 from .feed.feed import DatasetIterator
-from .nodes.batch import Batched, Padded, Padding, Unbatched
-from .nodes.cache.cache import cache
-from .nodes.calls import Calls
-from .nodes.combine import Concatenate, Interleaved, Joined, Zipped
-from .nodes.map import Enumerated, Filtered, Mapped
-from .nodes.node import INFINITE, Batching, Node
+from .nodes import batch as batches
+from .nodes import choose, combine, conditions, endless, group, rebatch, resample, scan
+from .nodes import flat_map as flat_maps
+from .nodes import list_files as files
+from .nodes import map as maps
+from .nodes import shuffle as shuffles
+from .nodes import window as windows
+from .nodes.cache import cache as caches
+from .nodes.calls import check_callable
+from .nodes.combine import Joined, Zipped
+from .nodes.map import Enumerated
+from .nodes.node import INFINITE, Node
 from .nodes.order import Configured, Prefetched, Reindexed, Repeat, Shard, Skip, Take, options_of
 from .nodes.sample import sampled
-from .nodes.shuffle import shuffled
 from .nodes.sources import array_rows, generated, plain_lists
 from .nodes.stage import gather_rows
-from .options import AUTOTUNE, SHARD_HINT, Options, number_of_calls
+from .options import AUTOTUNE, SHARD_HINT, Options
 from .spec import batch_spec
 
 __all__ = ["Dataset"]
-
-
-def _callable(function: str, argument: str, value: Any) -> None:
-    if not callable(value):
-        raise TypeError(explain(function, argument, expected="a callable", got=repr(value)))
 
 
 def _nodes(function: str, datasets: Sequence[Any]) -> list[Node]:
@@ -42,6 +44,54 @@ def _nodes(function: str, datasets: Sequence[Any]) -> list[Node]:
     if not datasets:
         raise ValueError(explain(function, "datasets", expected="at least one Dataset", got="none"))
     return [dataset.node for dataset in datasets]
+
+
+P = ParamSpec("P")
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def _operator(
+    function: Callable[Concatenate[Node, P], Node], **ours: str
+) -> Callable[Concatenate[Dataset, P], Dataset]:
+    """The method that an operator is: a function of the node below that returns the node above; `ours` as in tensorflow_names."""
+
+    def method(self: Dataset, /, *args: P.args, **kwargs: P.kwargs) -> Dataset:
+        return Dataset(function(self.node, *args, **kwargs))
+
+    return _as_method(method, function, 1, ours)
+
+
+def _operator_with_datasets(
+    function: Callable[Concatenate[Node, Callable[[Node], Any], P], Node],
+) -> Callable[Concatenate[Dataset, P], Dataset]:
+    """The same of a function that also gets what makes a dataset of a node."""
+
+    def method(self: Dataset, /, *args: P.args, **kwargs: P.kwargs) -> Dataset:
+        return Dataset(function(self.node, Dataset, *args, **kwargs))
+
+    return _as_method(method, function, 2, {})
+
+
+def _source(function: Callable[P, Node]) -> staticmethod[P, Dataset]:
+    """The static method that makes a dataset of the node that a function returns."""
+
+    @tensorflow_names()
+    @functools.wraps(function)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Dataset:
+        return Dataset(function(*args, **kwargs))
+
+    return staticmethod(made)
+
+
+def _as_method(method: M, function: Callable[..., Any], hidden: int, ours: dict[str, str]) -> M:
+    """A method with the documentation of a function, and its parameters but for the first ones."""
+    wrapped = functools.update_wrapper(method, function)
+    signature = inspect.signature(function)
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
+    del parameters[1 : 1 + hidden]
+    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapped.__qualname__ = f"Dataset.{function.__name__}"
+    return tensorflow_names(**ours)(method)
 
 
 class Dataset:
@@ -129,182 +179,31 @@ class Dataset:
 
     # The operators.
 
-    @tensorflow_names(reshuffle_each_iteration="reshuffle_each_epoch")
-    def shuffle(
-        self, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_epoch: bool = True, *,
-        mode: str = "auto", window_bytes: int | None = None,
-    ) -> Dataset:  # fmt: skip
-        """Put all elements into a random order that depends on the seed and the epoch only.
+    shuffle = _operator(shuffles.shuffle, reshuffle_each_iteration="reshuffle_each_epoch")
 
-        No table of elements is held, and the same seed gives the same order on any number of ranks. A full shuffle may
-        put every element anywhere. A block shuffle puts the chunks of the data (64 elements where it has none) into a
-        random order, and the elements into a random order inside windows of successive chunks: each chunk is read
-        once, and two windows are held. A dataset that reads in order is mixed as far as a buffer reaches, as TF does.
-
-        Args:
-            buffer_size: elements in a window, or in the buffer; a full shuffle needs none.
-            seed: any integer, the same on every rank. None is 0, in every run: all ranks agree on it, and a job that goes
-                on after an interruption finds the order it had. (TensorFlow draws another one for each run.)
-            reshuffle_each_epoch: whether every epoch has an order of its own.
-            mode: "full", "block", or "auto": full where single rows are cheap to read, else (compressed data) block.
-            window_bytes: the size of a window in bytes, instead of `buffer_size`; 64 MiB where neither is given.
-
-        Raises:
-            ValueError: for a dataset that is repeated without end, for one that reads in order without a buffer_size,
-                and for a window where mode="full" has none.
-
-        Example:
-            >>> rows = ms.data.from_arrays(np.arange(6)).shuffle(seed=1)
-            >>> sorted(int(row) for row in rows)
-            [0, 1, 2, 3, 4, 5]
-        """
-        return Dataset(shuffled(self.node, buffer_size, seed, bool(reshuffle_each_epoch), mode, window_bytes))
-
-    @tensorflow_names(batch_size="global_batch_size")
-    def batch(
-        self, global_batch_size: int, drop_remainder: bool = False, num_parallel_calls: int | None = None,
-        deterministic: bool | None = None,
-    ) -> Dataset:  # fmt: skip
-        """Put successive rows into batches, the batches of all replicas together.
-
-        Args:
-            global_batch_size: rows in a batch; the last batch may have fewer.
-            drop_remainder: leave a smaller last batch out.
-            num_parallel_calls, deterministic: taken as tf.data does, without effect: batches come in order, and their
-                rows are read together.
-
-        Raises:
-            ValueError: for a size below 1, and for a dataset that is batched already.
-        """
-        self._refuse_batches("batch")
-        number_of_calls("Dataset.batch", num_parallel_calls)
-        size = integer("Dataset.batch", "global_batch_size", global_batch_size, 1)
-        return Dataset(Batched(self.node, Batching(size, bool(drop_remainder))))
-
-    @tensorflow_names(batch_size="global_batch_size")
-    def padded_batch(
-        self, global_batch_size: int, padded_shapes: Any = None, padding_values: Any = None,
-        drop_remainder: bool = False,
-    ) -> Dataset:  # fmt: skip
-        """Put successive rows that differ in shape into batches, padded to one shape.
-
-        Where the longest row of the batch decides on a shape, every rank reads the whole batch to make its part of it:
-        under several ranks whole `padded_shapes` are quicker.
-
-        Args:
-            global_batch_size: rows in a batch; the last batch may have fewer.
-            padded_shapes: a nest of shapes, one an array; None (or -1) for the longest of the batch.
-            padding_values: a nest of values, or one for all arrays; None for 0 and "".
-            drop_remainder: leave a smaller last batch out.
-
-        Raises:
-            ValueError: for shapes and values that do not fit the rows, then and when a row turns out to be longer.
-
-        Example:
-            >>> spec = ms.data.ArraySpec((None,), np.int64)
-            >>> words = ms.data.from_generator(lambda: iter([np.array([1, 2]), np.array([3])]), spec)
-            >>> next(iter(words.padded_batch(2))).tolist()
-            [[1, 2], [3, 0]]
-        """
-        self._refuse_batches("padded_batch")
-        size = integer("Dataset.padded_batch", "global_batch_size", global_batch_size, 1)
-        batching, padding = Batching(size, bool(drop_remainder)), Padding(padded_shapes, padding_values)
-        return Dataset(Padded(self.node, batching, padding))
-
-    @tensorflow_names()
-    def unbatch(self) -> Dataset:
-        """Take batches apart into rows; arrays that are no batches along their first axis.
-
-        Right after `batch` it keeps random access; else the rows are read in order, and an iterator that is restored
-        makes those before its position again.
-        """
-        return Dataset(Unbatched(self.node))
-
-    @tensorflow_names(map_func="function")
-    def map(
-        self, function: Callable[..., Any], num_parallel_calls: int | None = None, deterministic: bool | None = None, *,
-        processes: bool = False, element_spec: Any = None,
-    ) -> Dataset:  # fmt: skip
-        """Apply a function to every element; a tuple is passed as several arguments.
-
-        Before `batch` it is called once a row, with arrays as the row has them; after `batch` once a batch, which is
-        much quicker. Under a distributed dataset a "batch" is what this rank has of it, so there the function must
-        treat each row by itself and keep their number.
-
-        An error that the function raises arrives with its traceback and a note of the element's position, after the
-        elements in front of it, for which the function may have been called twice then.
-
-        Args:
-            function: returns the new element, a nest of arrays, numbers or strings. It is also called once on the first
-                row, to learn the element's spec, and never on zero rows unless the dataset is empty.
-            num_parallel_calls: None calls it in the thread that reads. A number gives it a pool of that many threads,
-                which rows of a batch, or batches that are read in order, are spread over; AUTOTUNE as many as this rank has
-                cores, at most 8.
-            deterministic: False lets elements that are read in order come as they are ready; an iterator's state is
-                then not exact, and ranks would not agree on the order, so such a dataset cannot be distributed.
-            processes: make the calls in that many processes (None: one) instead of threads. They start once a dataset,
-                end with it, and are kept away from MPI. The function must be one that can be pickled, and the main
-                program needs `if __name__ == "__main__":`.
-            element_spec: the spec of one row of the result, a nest of `ArraySpec`, if the first row does not tell it:
-                None in a shape for a length that varies (see `padded_batch`).
-
-        Raises:
-            TypeError: for what cannot be called, or cannot be sent to a process.
-            RuntimeError: while reading, when a process has died; its number, pid and exit code are named.
-        """
-        _callable("Dataset.map", "function", function)
-        parallel = number_of_calls("Dataset.map", num_parallel_calls)
-        ordered = deterministic is None or bool(deterministic)
-        return Dataset(Mapped(self.node, Calls(function, parallel, ordered, bool(processes)), element_spec))
-
-    @tensorflow_names()
-    def filter(self, predicate: Callable[..., Any]) -> Dataset:
-        """Keep the elements for which a function returns True; a tuple is passed as several arguments.
-
-        From here on elements are read in order: every rank reads all of them, and an iterator that is restored makes
-        those before its position again.
-        """
-        _callable("Dataset.filter", "predicate", predicate)
-        return Dataset(Filtered(self.node, predicate))
-
-    @tensorflow_names()
-    def interleave(
-        self, map_func: Callable[..., Dataset], cycle_length: int | None = None, block_length: int | None = None,
-        num_parallel_calls: int | None = None, deterministic: bool | None = None,
-    ) -> Dataset:  # fmt: skip
-        """Make a dataset of every element, and take blocks of elements from several of them in turn.
-
-        It reads in order, like `filter`.
-
-        Args:
-            map_func: returns a dataset; a tuple is passed as several arguments.
-            cycle_length: how many datasets are open at a time; None and AUTOTUNE are 2.
-            block_length: how many elements are taken from one before it is the next one's turn; None is 1.
-            num_parallel_calls, deterministic: taken as tf.data does, without effect: elements come in order.
-
-        Example:
-            >>> rows = ms.data.from_arrays(np.arange(3)).interleave(lambda n: ms.data.from_arrays(np.full(2, n)))
-            >>> [int(row) for row in rows]
-            [0, 1, 0, 1, 2, 2]
-        """
-        _callable("Dataset.interleave", "map_func", map_func)
-        number_of_calls("Dataset.interleave", num_parallel_calls)
-        if cycle_length is None or cycle_length == AUTOTUNE:
-            cycle_length = 2
-        cycle = integer("Dataset.interleave", "cycle_length", cycle_length, 1)
-        block = 1 if block_length is None else integer("Dataset.interleave", "block_length", block_length, 1)
-        return Dataset(Interleaved(self.node, map_func, cycle, block))
-
-    @tensorflow_names()
-    def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
-        """Make a dataset of every element, and put them one behind the other; reads in order."""
-        return self.interleave(map_func, cycle_length=1)
+    batch = _operator(batches.batch, batch_size="global_batch_size")
+    padded_batch = _operator(batches.padded_batch, batch_size="global_batch_size")
+    ragged_batch = _operator(batches.ragged_batch, batch_size="global_batch_size")
+    unbatch = _operator(batches.unbatch)
+    rebatch = _operator(rebatch.rebatch, batch_size="global_batch_size")
+    map = _operator(maps.map, map_func="function")
+    filter = _operator(conditions.filter)
+    take_while = _operator(conditions.take_while)
+    unique = _operator(conditions.unique)
+    ignore_errors = _operator(conditions.ignore_errors)
+    rejection_resample = _operator(resample.rejection_resample)
+    interleave = _operator(flat_maps.interleave)
+    flat_map = _operator(flat_maps.flat_map)
+    scan = _operator(scan.scan)
+    window = _operator_with_datasets(windows.window)
+    group_by_window = _operator_with_datasets(group.group_by_window)
+    bucket_by_sequence_length = _operator(group.bucket_by_sequence_length)
 
     @tensorflow_names()
     def concatenate(self, *datasets: Dataset, dataset: Dataset | None = None) -> Dataset:
         """Put other datasets behind this one. Their elements must look alike."""
         behind = datasets if dataset is None else [*datasets, dataset]
-        return Dataset(Joined(_nodes("Dataset.concatenate", [self, *behind]), Concatenate()))
+        return Dataset(Joined(_nodes("Dataset.concatenate", [self, *behind]), combine.Concatenate()))
 
     @tensorflow_names()
     def enumerate(self, start: int = 0) -> Dataset:
@@ -377,47 +276,66 @@ class Dataset:
             raise TypeError(explain("Dataset.with_options", "options", expected="ms.data.Options", got=got))
         return Dataset(Configured(self.node, Options().merge(options)))
 
-    @tensorflow_names(filename="scope")
-    def cache(
-        self,
-        scope: Literal["rank", "node", "job"] = "rank",
-        *,
-        transport: Literal["auto", "messages", "get"] = "auto",
-    ) -> Dataset:
-        """Keep the elements in memory once they have been read (TF: tf.data.Dataset.cache).
-
-        What is kept is epoch 0: a shuffle or a random map below keeps the order and values it has there. Shuffle after
-        the cache: any order is cheap then. A dataset that reads in order is kept in its first complete epoch.
-
-        Args:
-            scope: who keeps them. "rank": each rank for itself, what it reads. "node": the ranks of a node together, in
-                shared memory; each chunk is read by one of them. "job": the ranks of all nodes together; each reads its
-                part when the dataset is distributed, and later epochs touch no disk. "node" and "job" begin with
-                `strategy.distribute_dataset`, which makes their memory and is collective then; the memory is free again
-                when the strategy is closed. They need random access and rows of one shape, and the whole dataset must
-                fit: nothing is ever thrown out.
-            transport: how "job" gets rows from other nodes: "messages", which a thread of each rank answers; "get",
-                MPI's one-sided Get; "auto" takes "get" where a probe finds, when the dataset is distributed,
-                that the network reads memory without its owner's help, else "messages".
-
-        Raises:
-            ValueError: for a dataset repeated for ever; for "node" and "job", one that reads in order.
-            MemoryError: where memory is too small, naming the numbers; when it is first read, or distributed.
-
-        Example:
-            >>> dataset = ms.data.from_arrays(np.arange(4)).map(lambda x: x * x).cache()
-            >>> [int(x) for x in dataset], sorted(int(x) for x in dataset.shuffle(seed=2))
-            ([0, 1, 4, 9], [0, 1, 4, 9])
-        """
-        return Dataset(cache(self.node, scope, transport))
+    cache = _operator(caches.cache, filename="scope")
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
-        """Return what a function makes of this dataset."""
-        return transformation_func(self)
+        """Return the dataset that a function makes of this one."""
+        made: Any = transformation_func(self)
+        if not isinstance(made, Dataset):
+            expected, got = "a function that returns a Dataset", type(made).__name__
+            raise TypeError(explain("Dataset.apply", "transformation_func", expected=expected, got=got))
+        return made
+
+    # What is read.
 
     def as_numpy_iterator(self) -> Iterator[Any]:
         """The same as `iter`: elements are NumPy arrays."""
         return iter(self)
+
+    @tensorflow_names()
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Return what is left of all elements of an epoch, the one that the next `iter()` would begin, by a function.
+
+        It is the whole dataset that this rank reads here, in order: nothing is sent, and ranks have the same result.
+
+        Args:
+            initial_state: a nest of arrays or numbers: the result for an empty dataset.
+            reduce_func: returns the new state of a state and an element; a tuple is one argument. The state keeps its
+                structure and dtypes.
+
+        Raises:
+            ValueError: for a dataset without an end, and for a state that does not look like the first.
+
+        Example:
+            >>> int(ms.data.Dataset.range(5).reduce(np.int64(0), lambda state, x: state + x))
+            10
+        """
+        check_callable("Dataset.reduce", "reduce_func", reduce_func)
+        if self.node.endless:
+            remedy = "Put take(n) in front."
+            expected, got = "a dataset with an end", "one repeated for ever"
+            raise ValueError(explain("Dataset.reduce", "", expected=expected, got=got, remedy=remedy))
+        state = scan.State("Dataset.reduce", initial_state)
+        for element in self:
+            state.set("reduce_func", reduce_func(state.value, element))
+        return state.value
+
+    @tensorflow_names()
+    def get_single_element(self) -> Any:
+        """Return the only element.
+
+        Raises:
+            ValueError: for a dataset with no element, or more than one.
+
+        Example:
+            >>> ms.data.Dataset.range(3).batch(3).get_single_element()
+            array([0, 1, 2])
+        """
+        elements = list(itertools.islice(self, 2))
+        if len(elements) != 1:
+            got = "several" if elements else "none"
+            raise ValueError(explain("Dataset.get_single_element", "", expected="one element", got=got))
+        return elements[0]
 
     def peek(self) -> Any:
         """Return the first element of the epoch that the next `iter()` begins, without beginning it.
@@ -429,11 +347,6 @@ class Dataset:
         for element in self.node.elements(self._epoch):
             return element
         raise ValueError(explain("Dataset.peek", "", expected="a dataset with an element", got="an empty one"))
-
-    def _refuse_batches(self, method: str) -> None:
-        if self.node.batching is not None:
-            expected, got = "a dataset of rows", "one that is batched already"
-            raise ValueError(explain(f"Dataset.{method}", "", expected=expected, got=got))
 
     # TensorFlow's names for functions of this package.
 
@@ -458,6 +371,10 @@ class Dataset:
         """The same as `ms.data.from_generator`, of a function that gets `args` first."""
         return Dataset(generated(functools.partial(function, *args) if args else function, element_spec))
 
+    counter = _source(endless.counter)
+    random = _source(endless.random)
+    list_files = _source(files.list_files)
+
     @staticmethod
     @tensorflow_names(output_type="dtype")
     def range(*args: int, dtype: Any = np.int64) -> Dataset:
@@ -478,3 +395,30 @@ class Dataset:
     ) -> Dataset:  # fmt: skip
         """The same as `ms.data.sample_from_datasets`."""
         return Dataset(sampled(_nodes("sample_from_datasets", datasets), weights, seed, stop_on_empty_dataset))
+
+    @staticmethod
+    def choose_from_datasets(
+        datasets: Sequence[Dataset], choice_dataset: Dataset, stop_on_empty_dataset: bool = True
+    ) -> Dataset:
+        """Take each element from the dataset whose number comes next (TF: tf.data.Dataset.choose_from_datasets).
+
+        It reads in order, like `filter`.
+
+        Args:
+            datasets: their elements must look alike.
+            choice_dataset: a dataset of integers, each the place of a dataset among them.
+            stop_on_empty_dataset: end before an element would be taken from a dataset that has none left; else leave the
+                choice out.
+
+        Raises:
+            TypeError: for what are no datasets, and while reading for choices that are no integers.
+            ValueError: for no datasets, and while reading for a number out of range.
+
+        Example:
+            >>> tens, ones = ms.data.from_arrays(np.arange(10, 16)), ms.data.from_arrays(np.arange(2))
+            >>> choices = ms.data.from_arrays(np.array([0, 1, 0, 0, 1]))
+            >>> [int(x) for x in ms.data.Dataset.choose_from_datasets([tens, ones], choices)]
+            [10, 0, 11, 12, 1]
+        """
+        (choices,) = _nodes(choose.FUNCTION, [choice_dataset])
+        return Dataset(choose.Chosen(choices, _nodes(choose.FUNCTION, datasets), bool(stop_on_empty_dataset)))

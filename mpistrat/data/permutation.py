@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from .._util import loops
 
-__all__ = ["DEFAULT_SEED", "LOCALITIES", "BlockOrder", "by_locality", "localities", "permute", "random_words"]
+__all__ = ["DEFAULT_SEED", "LOCALITIES", "BlockOrder", "by_locality", "localities", "permute", "random_words",
+           "random_words_at"]  # fmt: skip
 
 DEFAULT_SEED = 0  # of orders for which none is named: the same on all ranks, and in a job that goes on after an end
 
@@ -159,8 +160,29 @@ def random_words(key: _Key) -> Iterator[int]:
         True
     """
     for block in itertools.count():
-        text = ":".join(["mpistrat.words/1", *map(str, key), str(block)])
-        yield from np.frombuffer(hashlib.shake_128(text.encode()).digest(8 * _WORDS), "<u8").tolist()
+        yield from _random_block(key, block).tolist()
+
+
+@functools.lru_cache(maxsize=64)
+def _random_block(key: _Key, block: int) -> NDArray[np.uint64]:
+    text = ":".join(["mpistrat.words/1", *map(str, key), str(block)])
+    return np.frombuffer(hashlib.shake_128(text.encode()).digest(8 * _WORDS), "<u8").astype(np.uint64)
+
+
+def random_words_at(key: _Key, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return the words that stand at some positions of `random_words`, counted from 0.
+
+    Example:
+        >>> first = list(itertools.islice(random_words((1, 0)), 600))
+        >>> random_words_at((1, 0), np.array([599, 3])).tolist() == [first[599], first[3]]
+        True
+    """
+    words = np.empty(positions.shape, np.uint64)
+    blocks, inside = np.divmod(positions, _WORDS)
+    for block in np.unique(blocks).tolist():
+        here = blocks == block
+        words[here] = _random_block(key, block)[inside[here]]
+    return words
 
 
 LOCALITIES = 1 << 24  # with the number of a batch and of a row, one fits into 64 bits

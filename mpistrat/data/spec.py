@@ -15,6 +15,7 @@ from .buffers import RowBuffers
 
 __all__ = [
     "ArraySpec",
+    "DatasetSpec",
     "batch_spec",
     "conform",
     "empty_rows",
@@ -54,6 +55,32 @@ class ArraySpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}".replace("None", "?")
+
+
+class DatasetSpec(ArraySpec):
+    """What a dataset that is part of an element consists of (TF: tf.data.DatasetSpec): see `Dataset.window`.
+
+    Args:
+        element_spec: what its elements look like.
+    """
+
+    __slots__ = ("element_spec",)
+
+    def __init__(self, element_spec: Any) -> None:
+        super().__init__((), object)
+        self.element_spec = element_spec
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DatasetSpec) and self.element_spec == other.element_spec
+
+    def __hash__(self) -> int:
+        return hash(str(self.element_spec))
+
+    def __repr__(self) -> str:
+        return f"DatasetSpec({self.element_spec!r})"
+
+    def __str__(self) -> str:
+        return f"dataset of {self.element_spec}"
 
 
 def is_ragged(spec: ArraySpec) -> bool:

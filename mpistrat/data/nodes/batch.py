@@ -12,13 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
+from ..._util.arguments import integer
 from ...errors import explain
 from ..buffers import RowBuffers
+from ..options import number_of_calls
 from ..spec import ArraySpec, empty_rows, is_ragged, row_count, stack_rows, unstack_rows
 from .node import INFINITE, UNKNOWN, Addresses, Batching, Node, ReadPlan
+from .padding import FUNCTION, Padding
 from .stage import Stage, cut_chunks
 
-__all__ = ["Batched", "Batches", "Padded", "Padding", "Unbatched"]
+__all__ = ["Batched", "Batches", "Padded", "Ragged", "Unbatched", "batch", "padded_batch", "ragged_batch", "refuse_batches",
+           "require_one_shape", "unbatch"]  # fmt: skip
 
 
 class Batches(Stage):
@@ -95,11 +99,7 @@ class Batched(Batches):
     def row_spec(self) -> Any:
         spec = self._parent.row_spec
         if not self._checked:
-            for name, leaf in zip(nest.paths(spec), nest.flatten(spec), strict=True):
-                if is_ragged(leaf):
-                    got = f"{leaf}{name and ' at ' + name}"
-                    remedy = "Use padded_batch, or bring the rows to one shape with map."
-                    raise ValueError(explain("Dataset.batch", "", expected="rows of one shape", got=got, remedy=remedy))
+            require_one_shape("Dataset.batch", spec)
             self._checked = True
         return spec
 
@@ -115,80 +115,6 @@ class Batched(Batches):
 
     def _stack(self, rows: list[Any]) -> Any:
         return stack_rows(rows, self.row_spec, self._buffers)
-
-
-FUNCTION = "Dataset.padded_batch"
-
-
-@final
-class Padding:
-    """The shapes to pad to and the values to pad with, as the user gave them.
-
-    Args:
-        shapes: None, or a nest of shapes (tuples, where None or -1 stands for the longest of the batch).
-        values: None for 0 and "", one value for all arrays, or a nest of values.
-    """
-
-    def __init__(self, shapes: Any, values: Any) -> None:
-        self._shapes = shapes
-        self._values = values
-
-    def spec(self, row_spec: Any) -> Any:
-        """The spec of a padded row: None where the longest of a batch decides."""
-        return nest.pack_like(row_spec, [spec for spec, _ in self.leaves(row_spec)])
-
-    def leaves(self, row_spec: Any) -> list[tuple[ArraySpec, Any]]:
-        """The padded spec and the value of each array."""
-        specs, names = nest.flatten(row_spec), nest.paths(row_spec)
-        shapes = [None] * len(specs) if self._shapes is None else _leaves_like(self._shapes, row_spec, "padded_shapes")
-        single = self._values is None or not nest.is_nested(self._values)
-        values = [self._values] * len(specs) if single else _leaves_like(self._values, row_spec, "padding_values")
-        return [_leaf(*each) for each in zip(specs, names, shapes, values, strict=True)]
-
-
-def _leaves_like(given: Any, row_spec: Any, argument: str) -> list[Any]:
-    """The parts of a nest in the places of the spec's leaves; a shape is a tuple or list, so it is no nest there."""
-    found: list[Any] = []
-
-    def visit(spec: Any, part: Any) -> None:
-        if not nest.is_nested(spec):
-            found.append(part)
-            return
-        keys = list(spec) if isinstance(spec, dict) else None
-        if keys is not None and isinstance(part, dict) and set(part) == set(keys):
-            for key in sorted(keys):
-                visit(spec[key], part[key])
-        elif isinstance(spec, (tuple, list)) and isinstance(part, (tuple, list)) and len(part) == len(spec):
-            for below, here in zip(spec, part, strict=True):
-                visit(below, here)
-        else:
-            expected = f"the structure of an element, {nest.paths(row_spec)}"
-            raise ValueError(explain(FUNCTION, argument, expected=expected, got=repr(given)))
-
-    visit(row_spec, given)
-    return found
-
-
-def _leaf(spec: ArraySpec, name: str, shape: Any, value: Any) -> tuple[ArraySpec, Any]:
-    """One array's padded spec and value."""
-    place = f"padded_shapes{name}"
-    if shape is None:
-        shape = spec.shape
-    elif not isinstance(shape, (tuple, list)) or len(shape) != len(spec.shape):
-        raise ValueError(explain(FUNCTION, place, expected=f"a shape of {len(spec.shape)} axes", got=repr(shape)))
-    shape = tuple(None if length == -1 else length for length in shape)
-    for here, wanted in zip(spec.shape, shape, strict=True):
-        if here is not None and wanted is not None and wanted < here:
-            raise ValueError(explain(FUNCTION, place, expected=f"at least the rows' {spec}", got=shape))
-    # Where all rows have the same length, it is known.
-    shape = tuple(here if wanted is None else wanted for here, wanted in zip(spec.shape, shape, strict=True))
-    if spec.dtype == object:
-        value = "" if value is None else value
-    elif value is None:
-        value = np.zeros((), spec.dtype)[()]
-    elif not np.can_cast(np.min_scalar_type(value), spec.dtype, "same_kind"):
-        raise ValueError(explain(FUNCTION, f"padding_values{name}", expected=f"a {spec.dtype}", got=repr(value)))
-    return ArraySpec(shape, spec.dtype), value
 
 
 @final
@@ -214,43 +140,37 @@ class Padded(Batches):
         if positions.size == 0:
             return empty_rows(self.row_spec)
         if not any(is_ragged(leaf) for leaf in nest.flatten(self.row_spec)):
-            return self._pad(self._parent.gather(epochs, positions), spec)
+            return self._padding.pad(self._parent.gather(epochs, positions), spec, self._buffers)
         batches = np.unique(np.stack([epochs, positions // self._batching.size]), axis=1).T.tolist()
         if len(batches) > 1:
             raise ValueError(explain(FUNCTION, "", expected="rows of one batch at a time", got=f"{len(batches)}"))
         ((epoch, number),) = batches
         whole = self.locate(epoch, number)
-        rows = self._pad(self._parent.gather(*whole), spec)
+        rows = self._padding.pad(self._parent.gather(*whole), spec, self._buffers)
         wanted = positions - number * self._batching.size
         if np.array_equal(wanted, np.arange(whole[0].size)):
             return rows
         return nest.map_structure(lambda leaf: leaf[wanted], rows)
 
-    def _pad(self, rows: Any, row_spec: Any) -> Any:
-        """Stacked rows, ragged or not, as dense arrays."""
-        leaves = zip(nest.flatten(rows), self._padding.leaves(row_spec), nest.paths(row_spec), strict=True)
-        padded = [self._pad_leaf(leaf, spec, value, name) for leaf, (spec, value), name in leaves]
-        return nest.pack_like(row_spec, padded)
-
-    def _pad_leaf(self, rows: NDArray[Any], spec: ArraySpec, value: Any, name: str) -> NDArray[Any]:
-        shapes = np.array([row.shape for row in rows] if spec.shape else np.empty((len(rows), 0)), np.int64)
-        longest = shapes.max(axis=0) if len(rows) else np.zeros(len(spec.shape), np.int64)
-        shape = tuple(int(n) if wanted is None else wanted for n, wanted in zip(longest, spec.shape, strict=True))
-        if (longest > np.array(shape, np.int64)).any():
-            row = int(np.flatnonzero((shapes > np.array(shape, np.int64)).any(axis=1))[0])
-            got = f"{tuple(int(n) for n in shapes[row])} in row {row} of a batch"
-            raise ValueError(explain(FUNCTION, f"padded_shapes{name}", expected=f"rows of at most {shape}", got=got))
-        if (shapes == np.array(shape, np.int64)).all() and rows.shape[1:] == shape:
-            return rows
-        out = self._buffers.empty(name, (len(rows), *shape), spec.dtype)
-        out[...] = value
-        for i, row in enumerate(rows):
-            out[i][tuple(slice(n) for n in row.shape)] = row
-        return out
-
     def _stack(self, rows: list[Any]) -> Any:
         spec = self._parent.row_spec
-        return self._pad(stack_rows(rows, spec), spec)
+        return self._padding.pad(stack_rows(rows, spec), spec, self._buffers)
+
+
+@final
+class Ragged(Batches):
+    """Batches of rows that may differ in shape: arrays that do are 1-D object arrays of arrays."""
+
+    _function = "ragged_batch"
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        return self._parent.gather(epochs, positions)
+
+    def read_plan(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> ReadPlan:
+        return self._parent.read_plan(epochs, positions)
+
+    def _stack(self, rows: list[Any]) -> Any:
+        return stack_rows(rows, self.row_spec, self._buffers)
 
 
 class Unbatched(Stage):
@@ -325,3 +245,102 @@ class Unbatched(Stage):
 
     def describe(self) -> str:
         return "unbatch()"
+
+
+def batch(
+    parent: Node, global_batch_size: int, drop_remainder: bool = False, num_parallel_calls: int | None = None,
+    deterministic: bool | None = None,
+) -> Node:  # fmt: skip
+    """Put successive rows into batches, the batches of all replicas together.
+
+    Args:
+        global_batch_size: rows in a batch; the last batch may have fewer.
+        drop_remainder: leave a smaller last batch out.
+        num_parallel_calls, deterministic: taken as tf.data does, without effect: batches come in order, and their
+            rows are read together.
+
+    Raises:
+        ValueError: for a size below 1, and for a dataset that is batched already.
+    """
+    refuse_batches("Dataset.batch", parent)
+    number_of_calls("Dataset.batch", num_parallel_calls)
+    size = integer("Dataset.batch", "global_batch_size", global_batch_size, 1)
+    return Batched(parent, Batching(size, bool(drop_remainder)))
+
+
+def padded_batch(
+    parent: Node, global_batch_size: int, padded_shapes: Any = None, padding_values: Any = None,
+    drop_remainder: bool = False,
+) -> Node:  # fmt: skip
+    """Put successive rows that differ in shape into batches, padded to one shape.
+
+    Where the longest row of the batch decides on a shape, every rank reads the whole batch to make its part of it:
+    under several ranks whole `padded_shapes` are quicker.
+
+    Args:
+        global_batch_size: rows in a batch; the last batch may have fewer.
+        padded_shapes: a nest of shapes, one an array; None (or -1) for the longest of the batch.
+        padding_values: a nest of values, or one for all arrays; None for 0 and "".
+        drop_remainder: leave a smaller last batch out.
+
+    Raises:
+        ValueError: for shapes and values that do not fit the rows, then and when a row turns out to be longer.
+
+    Example:
+        >>> spec = ms.data.ArraySpec((None,), np.int64)
+        >>> words = ms.data.from_generator(lambda: iter([np.array([1, 2]), np.array([3])]), spec)
+        >>> next(iter(words.padded_batch(2))).tolist()
+        [[1, 2], [3, 0]]
+    """
+    refuse_batches(FUNCTION, parent)
+    size = integer(FUNCTION, "global_batch_size", global_batch_size, 1)
+    return Padded(parent, Batching(size, bool(drop_remainder)), Padding(padded_shapes, padding_values))
+
+
+def ragged_batch(parent: Node, global_batch_size: int, drop_remainder: bool = False) -> Node:
+    """Put successive rows that may differ in shape into batches, each row as it is.
+
+    Arrays of one shape are put together as by `batch`. Those whose length varies (None in the spec) come as a 1-D array of
+    dtype object with an array for each row, where TensorFlow has a RaggedTensor.
+
+    Args:
+        global_batch_size: rows in a batch; the last batch may have fewer.
+        drop_remainder: leave a smaller last batch out.
+
+    Raises:
+        ValueError: for a size below 1, and for a dataset that is batched already.
+
+    Example:
+        >>> spec = ms.data.ArraySpec((None,), np.int64)
+        >>> rows = ms.data.Dataset.range(4).map(np.arange, element_spec=spec)
+        >>> [[row.tolist() for row in batch] for batch in rows.ragged_batch(2)]
+        [[[], [0]], [[0, 1], [0, 1, 2]]]
+    """
+    refuse_batches("Dataset.ragged_batch", parent)
+    size = integer("Dataset.ragged_batch", "global_batch_size", global_batch_size, 1)
+    return Ragged(parent, Batching(size, bool(drop_remainder)))
+
+
+def unbatch(parent: Node) -> Node:
+    """Take batches apart into rows; arrays that are no batches along their first axis.
+
+    Right after `batch` it keeps random access; else the rows are read in order, and an iterator that is restored
+    makes those before its position again.
+    """
+    return Unbatched(parent)
+
+
+def require_one_shape(function: str, spec: Any) -> None:
+    """Raise, naming the function and the array, for rows that differ in shape."""
+    for name, leaf in zip(nest.paths(spec), nest.flatten(spec), strict=True):
+        if is_ragged(leaf):
+            got = f"{leaf}{name and ' at ' + name}"
+            remedy = "Use padded_batch or ragged_batch, or bring the rows to one shape with map."
+            raise ValueError(explain(function, "", expected="rows of one shape", got=got, remedy=remedy))
+
+
+def refuse_batches(function: str, parent: Node) -> None:
+    """Raise, naming the function, for a dataset whose elements are batches."""
+    if parent.batching is not None:
+        expected, got = "a dataset of rows", "one that is batched already"
+        raise ValueError(explain(function, "", expected=expected, got=got))

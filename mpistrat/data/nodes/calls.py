@@ -39,6 +39,7 @@ __all__ = [
     "Processes",
     "call",
     "call_each",
+    "check_callable",
     "keep_away",
     "name_of",
     "start_server",
@@ -57,6 +58,12 @@ class CallError(Exception):
         super().__init__(index, error)
         self.index = index
         self.error = error
+
+
+def check_callable(function: str, argument: str, value: Any) -> None:
+    """Raise, naming the function of Dataset and its argument, for what cannot be called."""
+    if not callable(value):
+        raise TypeError(explain(function, argument, expected="a callable", got=repr(value)))
 
 
 def call(function: Callable[..., Any], element: Any) -> Any:

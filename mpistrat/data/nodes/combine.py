@@ -1,11 +1,9 @@
-"""Elements of several datasets: side by side, one dataset behind the other, in turn."""
+"""Elements of several datasets: side by side, one dataset behind the other."""
 
 from __future__ import annotations
 
-import itertools
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -15,11 +13,10 @@ from ..._util import nest
 from ...errors import explain
 from ..buffers import RowBuffers
 from ..spec import row_count
-from .calls import call, name_of
-from .node import INFINITE, UNKNOWN, Addresses, Batching, Node, Traits
-from .stage import Combined, InOrder, cut_chunks, one_address
+from .node import INFINITE, UNKNOWN, Addresses, Node
+from .stage import Combined, cut_chunks, one_address
 
-__all__ = ["Concatenate", "Interleaved", "Join", "Joined", "Zipped", "compare_specs", "total"]
+__all__ = ["Concatenate", "Join", "Joined", "Zipped", "compare_specs", "total"]
 
 
 @final
@@ -279,88 +276,3 @@ def compare_specs(function: str, first: Any, other: Any, number: int) -> None:
             expected, got = f"{one}{place}, as dataset 0 has", f"{two} in dataset {number}"
             remedy = "Bring all datasets to one structure, dtype and shape with map."
             raise ValueError(explain(function, "datasets", expected=expected, got=got, remedy=remedy))
-
-
-class Interleaved(InOrder):
-    """Blocks of elements from each of several open datasets in turn. They are known in order only."""
-
-    def __init__(self, parent: Node, function: Callable[..., Any], cycle_length: int, block_length: int) -> None:
-        super().__init__(parent, function, cycle_length, block_length)
-        self._function = function
-        self._cycle_length = cycle_length
-        self._block_length = block_length
-        self._first: Node | None = None
-        self._lock = threading.Lock()
-
-    def _known(self) -> Node | None:
-        """The dataset that the first element becomes, whose spec all have; None without an element."""
-        if self._first is None:
-            element = next(self._parent.elements(0), None)
-            return None if element is None else self._make(element, 0)
-        return self._first
-
-    def _make(self, element: Any, number: int) -> Node:
-        dataset = call(self._function, element)
-        made = getattr(dataset, "node", None)
-        if not isinstance(made, Node):
-            got = type(dataset).__name__
-            raise TypeError(
-                explain(f"Dataset.{self._name}", "map_func", expected="a function that returns a Dataset", got=got)
-            )
-        with self._lock:
-            if self._first is None:
-                self._first = made
-        if made is not self._first:
-            compare_specs(f"Dataset.{self._name}", self._first.row_spec, made.row_spec, number)
-            if (made.batching is None) != (self._first.batching is None):
-                expected, got = "all rows or all batches", f"another kind from element {number}"
-                raise ValueError(explain(f"Dataset.{self._name}", "map_func", expected=expected, got=got))
-        return made
-
-    @property
-    def batching(self) -> Batching | None:
-        known = self._known()
-        return None if known is None else known.batching
-
-    @property
-    def row_spec(self) -> Any:
-        known = self._known()
-        if known is None:
-            expected = "at least one element below, to know what the function makes of it"
-            raise ValueError(explain(f"Dataset.{self._name}", "", expected=expected, got="none"))
-        return known.row_spec
-
-    @property
-    def traits(self) -> Traits:
-        known, below = self._known(), self._parent.traits
-        return below._replace(deterministic=below.deterministic and (known is None or known.traits.deterministic))
-
-    def cardinality(self) -> int:
-        return 0 if self._parent.cardinality() == 0 else UNKNOWN
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        """TF's order: a dataset that has ended gives up its turn, and the next takes its place one round later."""
-        below = enumerate(self._parent.elements(epoch))
-        places: list[Iterator[Any] | None] = [None] * self._cycle_length
-        more = True
-        while more or any(place is not None for place in places):
-            for index, place in enumerate(places):
-                if place is None and more:
-                    number, element = next(below, (-1, None))
-                    more = number >= 0
-                    if more:
-                        place = self._make(element, number).elements(epoch)
-                if place is not None:
-                    block = 0
-                    for element in itertools.islice(place, self._block_length):
-                        block += 1
-                        yield element
-                    places[index] = place if block == self._block_length else None
-
-    @property
-    def _name(self) -> str:
-        return "flat_map" if self._cycle_length == 1 else "interleave"
-
-    def describe(self) -> str:
-        lengths = f", cycle_length={self._cycle_length}, block_length={self._block_length}"
-        return f"{self._name}({name_of(self._function)}{lengths if self._cycle_length > 1 else ''})"

@@ -1,7 +1,9 @@
-"""Elements changed one by one: a function of every element, those that a function chooses, positions in front."""
+"""Elements changed one by one: a function of every element, positions in front."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -9,15 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._util import nest
-from ...errors import explain
+from ...errors import ShardError, explain
 from ..buffers import RowBuffers
-from ..spec import ArraySpec, conform, empty_rows, spec_of_element, spec_of_rows, stack_rows, unstack_rows
+from ..options import number_of_calls
+from ..spec import ArraySpec, conform, empty_rows, row_count, spec_of_element, spec_of_rows, stack_rows, unstack_rows
 from ..stats import StageStats
-from .calls import CallError, Calls, call, name_of
-from .node import UNKNOWN, Node, Traits
-from .stage import InOrder, Stage
+from .calls import CallError, Calls, check_callable, name_of
+from .node import Node, Outcome, Traits
+from .stage import Stage
 
-__all__ = ["Enumerated", "Filtered", "Mapped"]
+__all__ = ["Enumerated", "Mapped", "map"]
+
+_TRIED = 64  # elements that are tried, one after the other, to learn what the function makes of one
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _outcome(element: Any, error: Exception | None) -> Any:
+    return element if error is None else _raise(error)
 
 
 class Mapped(Stage):
@@ -48,18 +61,27 @@ class Mapped(Stage):
         return self._row_spec
 
     def _learn(self) -> Any:
-        """The spec of what the function makes of the first row, or of the first batch where that is all there is."""
-        parent = self._parent
-        if parent.random_access and parent.cardinality():
-            epochs, positions = (own[:1] for own in parent.locate(0, 0))
-            rows = parent.gather(epochs, positions)
-            if parent.batching is None:
-                return self._spec_of(self._each(unstack_rows(rows), epochs, positions)[0], 0)
-            return spec_of_rows(self._batch(rows, 1, epochs, positions))
-        element = None if parent.random_access else next(parent.elements(0), None)
-        if element is not None:
-            made = next(self._stream(iter([element]), 0, 0))
-            return self._spec_of(made, 0) if parent.batching is None else spec_of_rows(made)
+        """The spec of what the function makes of the first row, or of the first batch where that is all there is.
+
+        Where it fails for that one, of the next for which it does not: `ignore_errors` may leave the first ones out.
+        """
+        parent, failed = self._parent, None
+        for position, read in enumerate(self._first_ones()):
+            try:
+                element = read()
+                made = self._calls.each([element])[0]
+            except (ShardError, MemoryError):
+                raise
+            except CallError as error:
+                failed = failed or functools.partial(self._raise, error.error, 0, position)
+            except Exception as error:
+                failed = failed or functools.partial(_raise, error)
+            else:
+                if parent.batching is None:
+                    return self._spec_of(made, position)
+                return spec_of_rows(self._checked(made, row_count(element), position))
+        if failed is not None:
+            failed()
         nothing, no_rows = np.zeros(0, np.int64), empty_rows(parent.row_spec)
         try:
             return spec_of_rows(self._batch(no_rows, 0, nothing, nothing))
@@ -68,6 +90,22 @@ class Mapped(Stage):
             raise ValueError(
                 explain(self.describe(), "", expected=expected, got="none", remedy="Give element_spec.")
             ) from error
+
+    def _first_ones(self) -> Iterator[Callable[[], Any]]:
+        """What returns each of the first elements: of batches that are not read in order, one row."""
+        parent = self._parent
+        if parent.random_access:
+            length = parent.cardinality()
+            for position in range(_TRIED if length < 0 else min(length, _TRIED)):
+                yield functools.partial(self._row_at, position)
+            return
+        for element, error in itertools.islice(parent.outcomes(0), _TRIED):
+            yield functools.partial(_outcome, element, error)
+
+    def _row_at(self, position: int) -> Any:
+        epochs, positions = (own[:1] for own in self._parent.locate(0, position))
+        rows = self._parent.gather(epochs, positions)
+        return unstack_rows(rows)[0] if self._parent.batching is None else rows
 
     def _spec_of(self, element: Any, position: int) -> Any:
         try:
@@ -159,9 +197,21 @@ class Mapped(Stage):
         rows_only = self._parent.batching is None
         if self.random_access and (rows_only or self._calls.parallel is None):
             return super().elements(epoch, start)
-        return self._stream(self._parent.elements(epoch, start), epoch, start)
+        return self.stream(self._parent.elements(epoch, start), epoch, start)
 
-    def _stream(self, elements: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
+    def outcomes(self, epoch: int) -> Iterator[Outcome]:
+        return super().outcomes(epoch) if self.random_access else self._outcomes_in_order(epoch)
+
+    def _outcomes_in_order(self, epoch: int) -> Iterator[Outcome]:
+        for position, (element, error) in enumerate(self._parent.outcomes(epoch)):
+            if error is None:
+                try:
+                    element = next(self.stream(iter([element]), epoch, position))
+                except Exception as raised:
+                    element, error = None, raised
+            yield element, error
+
+    def stream(self, elements: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
         """The function of one element after the other, several ahead where calls are parallel."""
         rows_only = self._parent.batching is None
         counts: dict[int, int] = {}
@@ -190,33 +240,6 @@ class Mapped(Stage):
         return f"map({name_of(calls.function)}{more})"
 
 
-class Filtered(InOrder):
-    """The elements for which a function is true. They are known in order only."""
-
-    def __init__(self, parent: Node, predicate: Callable[..., Any]) -> None:
-        super().__init__(parent, predicate)
-        self._predicate = predicate
-
-    def cardinality(self) -> int:
-        return 0 if self._parent.cardinality() == 0 else UNKNOWN
-
-    def _all(self, epoch: int) -> Iterator[Any]:
-        return filter(self._keeps, self._parent.elements(epoch))
-
-    def _keeps(self, element: Any) -> bool:
-        kept = call(self._predicate, element)
-        if isinstance(kept, bool):
-            return kept
-        answer = np.asarray(kept)
-        if answer.dtype != np.bool_ or answer.size != 1:
-            got = f"{kept!r:.60}"
-            raise TypeError(explain("Dataset.filter", "predicate", expected="a function that returns a bool", got=got))
-        return bool(answer.item())
-
-    def describe(self) -> str:
-        return f"filter({name_of(self._predicate)})"
-
-
 class Enumerated(Stage):
     """Rows with their positions, counted from a start, in front."""
 
@@ -236,3 +259,41 @@ class Enumerated(Stage):
 
     def describe(self) -> str:
         return f"enumerate({self._start or ''})"
+
+
+def map(
+    parent: Node, function: Callable[..., Any], num_parallel_calls: int | None = None,
+    deterministic: bool | None = None, *, processes: bool = False, element_spec: Any = None,
+) -> Node:  # fmt: skip
+    """Apply a function to every element; a tuple is passed as several arguments.
+
+    Before `batch` it is called once a row, with arrays as the row has them; after `batch` once a batch, which is
+    much quicker. Under a distributed dataset a "batch" is what this rank has of it, so there the function must
+    treat each row by itself and keep their number.
+
+    An error that the function raises arrives with its traceback and a note of the element's position, after the
+    elements in front of it, for which the function may have been called twice then.
+
+    Args:
+        function: returns the new element, a nest of arrays, numbers or strings. It is also called once on the first
+            row, to learn the element's spec (where that raises an error, on the next), and never on zero rows unless the
+            dataset is empty.
+        num_parallel_calls: None calls it in the thread that reads. A number gives it a pool of that many threads,
+            which rows of a batch, or batches that are read in order, are spread over; AUTOTUNE as many as this rank has
+            cores, at most 8.
+        deterministic: False lets elements that are read in order come as they are ready; an iterator's state is
+            then not exact, and ranks would not agree on the order, so such a dataset cannot be distributed.
+        processes: make the calls in that many processes (None: one) instead of threads. They start once a dataset,
+            end with it, and are kept away from MPI. The function must be one that can be pickled, and the main
+            program needs `if __name__ == "__main__":`.
+        element_spec: the spec of one row of the result, a nest of `ArraySpec`, if the first row does not tell it:
+            None in a shape for a length that varies (see `padded_batch`).
+
+    Raises:
+        TypeError: for what cannot be called, or cannot be sent to a process.
+        RuntimeError: while reading, when a process has died; its number, pid and exit code are named.
+    """
+    check_callable("Dataset.map", "function", function)
+    parallel = number_of_calls("Dataset.map", num_parallel_calls)
+    ordered = deterministic is None or bool(deterministic)
+    return Mapped(parent, Calls(function, parallel, ordered, bool(processes)), element_spec)

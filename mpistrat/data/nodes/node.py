@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from ...comm.process_group import ProcessGroup
     from ..stats import StageStats
 
-__all__ = ["INFINITE", "UNKNOWN", "Addresses", "Batching", "Node", "ReadPlan", "Traits"]
+__all__ = ["INFINITE", "UNKNOWN", "Addresses", "Batching", "Node", "Outcome", "ReadPlan", "Traits"]
 
 INFINITE = -1  # tf.data.INFINITE_CARDINALITY
 UNKNOWN = -2  # tf.data.UNKNOWN_CARDINALITY
 
 Addresses = tuple[NDArray[np.int64], NDArray[np.int64]]  # epochs and positions, one of each a row
+Outcome = tuple[Any, Exception | None]  # an element, or the error that is raised instead of it
 ReadPlan = tuple["Node", NDArray[np.int64], NDArray[np.int64]]  # who makes rows, and their addresses there
 
 
@@ -103,6 +104,27 @@ class Node(ABC):
     @abstractmethod
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Return an iterator over an epoch's elements from a position on."""
+
+    def outcomes(self, epoch: int) -> Iterator[Outcome]:
+        """Return an iterator over an epoch's elements, and in the places of those that cannot be made the errors.
+
+        An error behind which nothing can be read any more is raised.
+        """
+        if not self.random_access:
+            return ((element, None) for element in self.elements(epoch))
+        return self._outcomes_by_position(epoch)
+
+    def _outcomes_by_position(self, epoch: int) -> Iterator[Outcome]:
+        position = 0
+        while True:
+            try:
+                for element in self.elements(epoch, position):
+                    yield element, None
+                    position += 1
+                return
+            except Exception as error:
+                yield None, error
+            position += 1
 
     # Random access.
 

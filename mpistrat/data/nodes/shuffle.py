@@ -22,7 +22,7 @@ from .node import Addresses, Node, ReadPlan
 from .order import Reindexed, Reordered, Shuffle, ShuffleSettings
 from .stage import InOrder, Stage
 
-__all__ = ["PSEUDO_CHUNK", "WINDOW_BYTES", "BlockShuffle", "BlockShuffled", "BufferShuffled", "Shuffled", "shuffled"]
+__all__ = ["PSEUDO_CHUNK", "WINDOW_BYTES", "BlockShuffle", "BlockShuffled", "BufferShuffled", "Shuffled", "shuffle"]
 
 WINDOW_BYTES = 1 << 26  # rows that are mixed, where nothing else is said
 PSEUDO_CHUNK = 64  # rows that stay together in a window where the data has no chunks
@@ -205,15 +205,35 @@ class BufferShuffled(InOrder):
 _MODES = ("auto", "full", "block")
 
 
-def shuffled(
-    dataset: Node,
-    buffer_size: int | None,
-    seed: int | None,
-    reshuffle_each_epoch: bool,
-    mode: str,
-    window_bytes: int | None,
-) -> Node:
-    """Return the dataset shuffled; see `Dataset.shuffle`."""
+def shuffle(
+    parent: Node, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_epoch: bool = True, *,
+    mode: str = "auto", window_bytes: int | None = None,
+) -> Node:  # fmt: skip
+    """Put all elements into a random order that depends on the seed and the epoch only.
+
+    No table of elements is held, and the same seed gives the same order on any number of ranks. A full shuffle may
+    put every element anywhere. A block shuffle puts the chunks of the data (64 elements where it has none) into a
+    random order, and the elements into a random order inside windows of successive chunks: each chunk is read
+    once, and two windows are held. A dataset that reads in order is mixed as far as a buffer reaches, as TF does.
+
+    Args:
+        buffer_size: elements in a window, or in the buffer; a full shuffle needs none.
+        seed: any integer, the same on every rank. None is 0, in every run: all ranks agree on it, and a job that goes
+            on after an interruption finds the order it had. (TensorFlow draws another one for each run.)
+        reshuffle_each_epoch: whether every epoch has an order of its own.
+        mode: "full", "block", or "auto": full where single rows are cheap to read, else (compressed data) block.
+        window_bytes: the size of a window in bytes, instead of `buffer_size`; 64 MiB where neither is given.
+
+    Raises:
+        ValueError: for a dataset that is repeated without end, for one that reads in order without a buffer_size,
+            and for a window where mode="full" has none.
+
+    Example:
+        >>> rows = ms.data.from_arrays(np.arange(6)).shuffle(seed=1)
+        >>> sorted(int(row) for row in rows)
+        [0, 1, 2, 3, 4, 5]
+    """
+    reshuffle_each_epoch = bool(reshuffle_each_epoch)
     seed = integer(
         "Dataset.shuffle", "seed", DEFAULT_SEED if seed is None else seed, remedy="All ranks must name the same seed."
     )
@@ -230,14 +250,14 @@ def shuffled(
     if mode == "full" and windowed:
         remedy = "A full shuffle has no window: leave it out, or say mode='block'."
         raise ValueError(explain("Dataset.shuffle", "mode", expected="no window", got="one", remedy=remedy))
-    if not dataset.random_access:
-        return _in_order(dataset, buffer_size, seed, reshuffle_each_epoch, mode)
-    if dataset.endless:
+    if not parent.random_access:
+        return _in_order(parent, buffer_size, seed, reshuffle_each_epoch, mode)
+    if parent.endless:
         remedy = "Shuffle before repeat: each repetition then has an order of its own."
         raise ValueError(
             explain("Dataset.shuffle", "", expected="a dataset with an end", got="one without", remedy=remedy)
         )
-    return Shuffled(dataset, buffer_size, seed, reshuffle_each_epoch, mode, window_bytes)
+    return Shuffled(parent, buffer_size, seed, reshuffle_each_epoch, mode, window_bytes)
 
 
 def _choose(

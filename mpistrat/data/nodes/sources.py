@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -14,11 +15,11 @@ from numpy.typing import NDArray
 from ..._util import nest
 from ...errors import explain
 from ..buffers import RowBuffers, take_rows
-from ..spec import ArraySpec, conform, spec_of_element, spec_of_rows
-from .node import UNKNOWN, Node
+from ..spec import ArraySpec, conform, spec_of_element, spec_of_rows, stack_rows
+from .node import UNKNOWN, Batching, Node
 from .stage import InputRows
 
-__all__ = ["array_rows", "generated", "plain_lists", "row_content"]
+__all__ = ["Held", "array_rows", "generated", "plain_lists", "row_content"]
 
 _COMPARED, _ELEMENTS = 64, 4096  # rows that ranks compare, and about as many elements of each
 
@@ -106,6 +107,40 @@ def plain_lists(arrays: Any) -> Any:
 def _plain(values: list[Any]) -> bool:
     kinds = (int, float, complex, str, bytes, np.generic)
     return all(isinstance(each, kinds) or (isinstance(each, list) and _plain(each)) for each in values)
+
+
+@final
+class Held(InputRows):
+    """Elements that were read before, and are held in memory. Rows have random access."""
+
+    def __init__(self, elements: Sequence[Any], row_spec: Any, batching: Batching | None) -> None:
+        self._elements = elements
+        self._row_spec = row_spec
+        self._batching = batching
+
+    @property
+    def random_access(self) -> bool:
+        return self._batching is None
+
+    @property
+    def batching(self) -> Batching | None:
+        return self._batching
+
+    @property
+    def row_spec(self) -> Any:
+        return self._row_spec
+
+    def cardinality(self) -> int:
+        return len(self._elements)
+
+    def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        return itertools.islice(self._elements, start, None)
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        return stack_rows([self._elements[position] for position in positions.tolist()], self._row_spec)
+
+    def describe(self) -> str:
+        return f"{len(self._elements)} {'rows' if self._batching is None else 'batches'} in memory"
 
 
 @final

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from ...errors import explain
 from ..feed.batches import LookAhead, successive_batches
 from ..spec import unstack_rows
-from .node import Addresses, Batching, Node, ReadPlan, Traits
+from .node import Addresses, Batching, Node, Outcome, ReadPlan, Traits
 
 __all__ = ["Combined", "InOrder", "InputRows", "SameElements", "Stage", "cut_chunks", "gather_rows", "one_address"]
 
@@ -111,7 +111,7 @@ class InputRows(_Readable):
         return ()
 
     @property
-    def batching(self) -> None:
+    def batching(self) -> Batching | None:
         return None
 
     def locate(self, epoch: int, position: int) -> Addresses:
@@ -180,6 +180,9 @@ class SameElements(Stage):
 
     def elements(self, epoch: int, start: int = 0) -> Iterator[Any]:
         return self._parent.elements(epoch, start)
+
+    def outcomes(self, epoch: int) -> Iterator[Outcome]:
+        return self._parent.outcomes(epoch)
 
 
 class InOrder(Stage):

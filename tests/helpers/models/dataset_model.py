@@ -80,9 +80,86 @@ def total(element: Any) -> int:
     return sum(element) if isinstance(element, list) else element
 
 
+def first_ones(elements: list[Any]) -> list[Any]:
+    return [element for i, element in enumerate(elements) if element not in elements[:i]]
+
+
 def cut(rows: list[Any], size: int, drop: bool = False) -> list[list[Any]]:
     batches = [rows[i : i + size] for i in range(0, len(rows), size)]
     return [batch for batch in batches if len(batch) == size or not drop]
+
+
+def fails(x: Any, divisor: int, rest: int) -> Any:
+    if x.sum() % divisor == rest:
+        raise ZeroDivisionError
+    return x
+
+
+def in_turn(rows: list[Any], sizes: list[int], drop: bool) -> list[list[Any]]:
+    left, batches, turn = list(rows), [], itertools.cycle(sizes)
+    while left:
+        size = next(turn)
+        batches.append(left[:size])
+        left = left[size:]
+        if drop and len(batches[-1]) < size:
+            return batches[:-1]
+    return batches
+
+
+def resampled(
+    rows: list[int], target: Sequence[float], initial: Sequence[float] | None, key: tuple[int, int]
+) -> list[int]:
+    """Each row that comes is with probability m the next of all, else the next that is left when row i stays with
+    probability (r_i - m) / (max r - m); r = target / initial, m = min r. Estimates begin with ten rows of each class."""
+
+    def ratio(seen: int) -> list[float]:
+        counts = [10 + sum(row % 2 == c for row in rows[:seen]) for c in (0, 1)]
+        shares = initial or [count / sum(counts) for count in counts]
+        return [want / max(have, float(np.finfo(np.float32).tiny)) for want, have in zip(target, shares, strict=True)]
+
+    words, left = random_words((*key, 0)), []
+    for i, row in enumerate(rows):
+        r = ratio(min(len(rows), 32 * (i // 32 + 1)))
+        accept = (r[row % 2] - min(r)) / (max(r) - min(r)) if max(r) > min(r) else 1.0
+        if next(words) < accept * 2**64:
+            left.append(row)
+    assert len(rows) <= 32  # else m would depend on how far is read
+    r = ratio(len(rows))
+    m = min(r) if max(r) > min(r) else 1.0
+    every, result = list(rows), []
+    for word in random_words((*key, 1)):
+        source = every if word < m * 2**64 else left
+        if not source:
+            return result
+        result.append(source.pop(0))
+    raise AssertionError
+
+
+def chosen(pieces: list[list[Any]], choices: list[int], stop: bool) -> list[Any]:
+    left, result = [list(piece) for piece in pieces], []
+    for choice in choices:
+        if left[choice]:
+            result.append(left[choice].pop(0))
+        elif stop:
+            break
+    return result
+
+
+def windows(elements: list[Any], size: int, shift: int, stride: int, drop: bool) -> list[list[Any]]:
+    found = [elements[start::stride][:size] for start in range(0, len(elements), shift)]
+    return [window for window in found if len(window) == size or not drop]
+
+
+def grouped(elements: list[Any], key_of: Callable[[Any], int], size: int) -> list[list[Any]]:
+    """By the number of the element that completes a group; the incomplete ones are last, by key."""
+    keys = [key_of(element) for element in elements]
+    found = []
+    for key in set(keys):
+        places = [place for place, other in enumerate(keys) if other == key]
+        for part in cut(places, size):
+            when = (0, part[-1]) if len(part) == size else (1, key)
+            found.append((when, [elements[place] for place in part]))
+    return [group for _, group in sorted(found, key=lambda each: each[0])]
 
 
 def interleaved(pieces: list[list[Any]], cycle: int, block: int) -> list[Any]:
@@ -235,6 +312,14 @@ def _apply(dataset: Dataset, model: Model, name: str, a: int, b: int) -> Both:
         return dataset.filter(lambda x: x.sum() % (a + 1) != 0), lambda epoch: [
             element for element in model(epoch) if total(element) % (a + 1) != 0
         ]
+    if name == "take_while":
+        return dataset.take_while(lambda x: x.sum() % (b + 4) != a), lambda epoch: list(
+            itertools.takewhile(lambda element: total(element) % (b + 4) != a, model(epoch))
+        )
+    if name == "unique":
+        return dataset.map(lambda x: x % (a + 2)).unique(), lambda epoch: first_ones(
+            [each(lambda x: x % (a + 2), element) for element in model(epoch)]
+        )
     if name == "prefetch":
         return dataset.prefetch(a), model
     if name == "with_options":
@@ -252,6 +337,33 @@ def _apply(dataset: Dataset, model: Model, name: str, a: int, b: int) -> Both:
         return ms.data.zip({"x": dataset, "y": dataset.map(lambda x: 2 * x)}).map(
             lambda e: e["x"] + e["y"]
         ), lambda epoch: [each(lambda x: 3 * x, batch) for batch in model(epoch)]
+    if name == "ignore_errors":
+        return dataset.map(lambda x: fails(x, a + 2, b)).ignore_errors(), lambda epoch: [
+            element for element in model(epoch) if total(element) % (a + 2) != b
+        ]
+    if name == "scan":  # the sum of what came before, added
+        return dataset.scan(np.int64(b), lambda state, x: (state + x.sum() * a, x + state)), lambda epoch: [
+            each(lambda x, state=state: x + state, element)
+            for state, element in zip(
+                itertools.accumulate((total(x) * a for x in model(epoch)), initial=b), model(epoch), strict=False
+            )
+        ]
+    if name == "choose_from_datasets":
+        choices = begin(5, SOURCES[a % 3])[0].map(lambda x: (x + b) % 2)
+        return Dataset.choose_from_datasets([dataset, other], choices, b < 2), lambda epoch: chosen(
+            [model(epoch), others(epoch)],
+            [(x + 1000 * epoch * (SOURCES[a % 3] == "generator") + b) % 2 for x in range(5)],
+            b < 2,
+        )
+    if name == "window":
+        made = dataset.window(a + 1, b or None, 1 + b % 2, drop_remainder=a > 1)
+        return made.flat_map(lambda window: window), lambda epoch: [
+            element for window in windows(model(epoch), a + 1, b or a + 1, 1 + b % 2, a > 1) for element in window
+        ]
+    if name == "group_by_window":
+        return dataset.group_by_window(lambda x: x.sum() % (b + 1), lambda key, ds: ds, a + 1), lambda epoch: [
+            element for group in grouped(model(epoch), lambda x: total(x) % (b + 1), a + 1) for element in group
+        ]
     return (_apply_to_batches if batched else _apply_to_rows)(dataset, model, name, a, b)
 
 
@@ -260,6 +372,11 @@ def _apply_to_batches(dataset: Dataset, model: Model, name: str, a: int, b: int)
         return dataset.unbatch(), lambda epoch: [row for batch in model(epoch) for row in batch]
     if name == "interleave":
         return dataset.interleave(from_arrays, a + 1, b + 1), lambda epoch: interleaved(model(epoch), a + 1, b + 1)
+    if name == "rebatch":
+        sizes = ([1, 2], [3], [2, 1, 4], [2])[a]
+        return dataset.rebatch(sizes, drop_remainder=b > 1), lambda epoch: in_turn(
+            [row for batch in model(epoch) for row in batch], sizes, b > 1
+        )
     if name == "flat_map" and model(0):  # else nothing would tell in epoch 0 that it gives batches
         return dataset.flat_map(lambda batch: from_arrays(batch).batch(b + 1)), lambda epoch: [
             part for batch in model(epoch) for part in cut(batch, b + 1)
@@ -278,6 +395,24 @@ def _apply_to_rows(dataset: Dataset, model: Model, name: str, a: int, b: int) ->
         return rows.padded_batch(b + 1, None, -1).map(lambda batch: batch.sum(axis=1) + 100 * batch.shape[1]), (
             lambda epoch: [pad(batch) for batch in cut(row_model(epoch), b + 1)]
         )
+    if name == "bucket_by_sequence_length":
+        rows, row_model = ragged(dataset, model)
+        made = rows.bucket_by_sequence_length(len, [2], [b + 1, b + 1], drop_remainder=a > 1)
+        return made.map(lambda batch: batch.sum(axis=1) + 100 * batch.shape[1]), lambda epoch: [
+            [sum(row) + 100 * max(map(len, batch)) for row in batch]
+            for batch in grouped(row_model(epoch), lambda row: int(len(row) >= 2), b + 1)
+            if len(batch) == b + 1 or a <= 1
+        ]
+    if name == "ragged_batch":
+        rows, row_model = ragged(dataset, model)
+        made = rows.ragged_batch(b + 1, drop_remainder=a > 1).map(lambda batch: np.array([x.sum() for x in batch], int))
+        return made, lambda epoch: [[sum(row) for row in batch] for batch in cut(row_model(epoch), b + 1, a > 1)]
+    if name == "rejection_resample":
+        shares = [(0.5, 0.5), (0.2, 0.8), (0.0, 1.0), (0.9, 0.1)]
+        made = dataset.rejection_resample(lambda x: x % 2, shares[a], shares[b] if b else None, seed=a)
+        return made.map(lambda number, x: 10 * x + number), lambda epoch: [
+            10 * x + x % 2 for x in resampled(model(epoch), shares[a], shares[b] if b else None, (a, epoch))
+        ]
     if name == "enumerate":
         return dataset.enumerate().map(lambda i, x: 50 * i + x), lambda epoch: [
             50 * i + x for i, x in enumerate(model(epoch))
@@ -304,7 +439,8 @@ def _apply_to_rows(dataset: Dataset, model: Model, name: str, a: int, b: int) ->
 NAMES = [
     "take", "skip", "shard", "repeat", "repeat without end", "map", "filter", "prefetch", "with_options", "cache",
     "concatenate", "sample_from_datasets", "shuffle", "batch", "padded_batch", "padded_batch of ragged rows", "unbatch",
-    "enumerate", "zip", "interleave", "flat_map",
+    "enumerate", "zip", "interleave", "flat_map", "take_while", "unique", "window", "group_by_window",
+    "scan", "choose_from_datasets", "ignore_errors", "rebatch", "ragged_batch", "rejection_resample", "bucket_by_sequence_length",
 ]  # fmt: skip
 TAKES_RAGGED = ["take", "skip", "shard", "repeat", "filter", "prefetch", "with_options", "cache", "shuffle"]
 AFTER_ENDLESS = [

@@ -33,8 +33,32 @@ Transport = Literal["auto", "messages", "get"]
 FUNCTION = "Dataset.cache"
 
 
-def cache(dataset: Node, scope: Scope, transport: Transport) -> Node:
-    """The cache that suits a dataset; see `Dataset.cache`."""
+def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto") -> Node:
+    """Keep the elements in memory once they have been read (TF: tf.data.Dataset.cache).
+
+    What is kept is epoch 0: a shuffle or a random map below keeps the order and values it has there. Shuffle after
+    the cache: any order is cheap then. A dataset that reads in order is kept in its first complete epoch.
+
+    Args:
+        scope: who keeps them. "rank": each rank for itself, what it reads. "node": the ranks of a node together, in
+            shared memory; each chunk is read by one of them. "job": the ranks of all nodes together; each reads its
+            part when the dataset is distributed, and later epochs touch no disk. "node" and "job" begin with
+            `strategy.distribute_dataset`, which makes their memory and is collective then; the memory is free again
+            when the strategy is closed. They need random access and rows of one shape, and the whole dataset must
+            fit: nothing is ever thrown out.
+        transport: how "job" gets rows from other nodes: "messages", which a thread of each rank answers; "get",
+            MPI's one-sided Get; "auto" takes "get" where a probe finds, when the dataset is distributed,
+            that the network reads memory without its owner's help, else "messages".
+
+    Raises:
+        ValueError: for a dataset repeated for ever; for "node" and "job", one that reads in order.
+        MemoryError: where memory is too small, naming the numbers; when it is first read, or distributed.
+
+    Example:
+        >>> dataset = ms.data.from_arrays(np.arange(4)).map(lambda x: x * x).cache()
+        >>> [int(x) for x in dataset], sorted(int(x) for x in dataset.shuffle(seed=2))
+        ([0, 1, 4, 9], [0, 1, 4, 9])
+    """
     file: object = scope
     if file == "":  # TensorFlow's name of a cache in memory
         scope = "rank"
@@ -49,22 +73,22 @@ def cache(dataset: Node, scope: Scope, transport: Transport) -> Node:
         if value not in legal:
             expected = ", ".join(map(repr, legal))
             raise ValueError(explain(FUNCTION, argument, expected=f"one of {expected}", got=repr(value)))
-    if dataset.endless:
+    if parent.endless:
         remedy = "Call repeat after cache."
         raise ValueError(
             explain(FUNCTION, "", expected="a dataset with an end", got="one repeated for ever", remedy=remedy)
         )
-    by_rows = dataset.random_access
-    if by_rows and dataset.batching is not None:  # padded to the longest of the batch: no rows of one shape
-        by_rows = not any(is_ragged(leaf) for leaf in nest.flatten(dataset.row_spec))
+    by_rows = parent.random_access
+    if by_rows and parent.batching is not None:  # padded to the longest of the batch: no rows of one shape
+        by_rows = not any(is_ragged(leaf) for leaf in nest.flatten(parent.row_spec))
     if by_rows:
-        return Cached(dataset, scope, transport)
+        return Cached(parent, scope, transport)
     if scope != "rank":
-        got = f"{dataset.describe()}, which reads in order"
+        got = f"{parent.describe()}, which reads in order"
         remedy = "Use cache(), which every rank keeps for itself, or put cache in front of it."
         expected = f"a dataset with random access for cache({scope!r})"
         raise ValueError(explain(FUNCTION, "", expected=expected, got=got, remedy=remedy))
-    return CachedInOrder(dataset)
+    return CachedInOrder(parent)
 
 
 class Memory(Protocol):

@@ -1,0 +1,183 @@
+"""Elements that a condition keeps: those a function chooses, those in front of the first it refuses, those not seen before."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import numpy as np
+
+from ..._util import log, nest
+from ...errors import ShardError, explain
+from .calls import call, check_callable, name_of
+from .node import UNKNOWN, Node, Outcome
+from .stage import InOrder
+
+__all__ = ["Filtered", "TakenWhile", "Unique", "WithoutErrors", "filter", "ignore_errors", "take_while", "unique"]
+
+_NOT_IGNORED = (ShardError, MemoryError)  # which one rank could meet, and others not
+_filter = filter  # Python's: the operator of that name comes below
+
+
+class _Kept(InOrder):
+    """Some of the elements. Which these are is known in order only."""
+
+    def cardinality(self) -> int:
+        return 0 if self._parent.cardinality() == 0 else UNKNOWN
+
+
+class _Chosen(_Kept):
+    """The elements that a function chooses."""
+
+    _name: str  # the method of Dataset
+
+    def __init__(self, parent: Node, predicate: Callable[..., Any]) -> None:
+        super().__init__(parent, predicate)
+        self._predicate = predicate
+
+    def _keeps(self, element: Any) -> bool:
+        kept = call(self._predicate, element)
+        if isinstance(kept, bool):
+            return kept
+        answer = np.asarray(kept)
+        if answer.dtype != np.bool_ or answer.size != 1:
+            expected, got = "a function that returns a bool", f"{kept!r:.60}"
+            raise TypeError(explain(f"Dataset.{self._name}", "predicate", expected=expected, got=got))
+        return bool(answer.item())
+
+    def describe(self) -> str:
+        return f"{self._name}({name_of(self._predicate)})"
+
+
+@final
+class Filtered(_Chosen):
+    """The elements for which a function is true."""
+
+    _name = "filter"
+
+    def _all(self, epoch: int) -> Iterator[Any]:
+        return _filter(self._keeps, self._parent.elements(epoch))
+
+    def outcomes(self, epoch: int) -> Iterator[Outcome]:
+        for element, error in self._parent.outcomes(epoch):
+            try:
+                if error is None and not self._keeps(element):
+                    continue
+            except Exception as raised:
+                yield None, raised
+                continue
+            yield element, error
+
+
+@final
+class TakenWhile(_Chosen):
+    """The elements in front of the first for which a function is not true."""
+
+    _name = "take_while"
+
+    def _all(self, epoch: int) -> Iterator[Any]:
+        return itertools.takewhile(self._keeps, self._parent.elements(epoch))
+
+
+@final
+class Unique(_Kept):
+    """Each element where it comes first."""
+
+    def _all(self, epoch: int) -> Iterator[Any]:
+        seen: set[Any] = set()
+        for element in self._parent.elements(epoch):
+            content = tuple(map(_content, nest.flatten(element)))
+            if content not in seen:
+                seen.add(content)
+                yield element
+
+    def describe(self) -> str:
+        return "unique()"
+
+
+@final
+class WithoutErrors(_Kept):
+    """The elements that can be made."""
+
+    def __init__(self, parent: Node, log_warning: bool) -> None:
+        super().__init__(parent, log_warning)
+        self._log_warning = log_warning
+
+    def _all(self, epoch: int) -> Iterator[Any]:
+        for position, (element, error) in enumerate(self._parent.outcomes(epoch)):
+            if isinstance(error, _NOT_IGNORED):
+                raise error
+            if error is None:
+                yield element
+            elif self._log_warning:
+                what = f"{type(error).__name__}: {error}"
+                log.logger.warning("ignore_errors: element %d of epoch %d is left out: %s", position, epoch, what)
+
+    def describe(self) -> str:
+        return f"ignore_errors({'log_warning=True' if self._log_warning else ''})"
+
+
+def _content(leaf: Any) -> Any:
+    """What equal arrays have in common, and no others: floating-point numbers are compared by their bits."""
+    if isinstance(leaf, (str, bytes)):
+        return leaf
+    array = np.asarray(leaf)
+    if array.dtype.hasobject:
+        return array.shape, tuple(map(_content, array.reshape(-1).tolist()))
+    return array.shape, array.tobytes()
+
+
+def filter(parent: Node, predicate: Callable[..., Any]) -> Node:
+    """Keep the elements for which a function returns True; a tuple is passed as several arguments.
+
+    From here on elements are read in order: every rank reads all of them, and an iterator that is restored makes
+    those before its position again.
+    """
+    check_callable("Dataset.filter", "predicate", predicate)
+    return Filtered(parent, predicate)
+
+
+def take_while(parent: Node, predicate: Callable[..., Any]) -> Node:
+    """Keep the elements in front of the first for which a function returns False; a tuple is passed as several arguments.
+
+    It reads in order, like `filter`, and ends there.
+
+    Example:
+        >>> [int(x) for x in ms.data.Dataset.range(10).take_while(lambda x: x < 5)]
+        [0, 1, 2, 3, 4]
+    """
+    check_callable("Dataset.take_while", "predicate", predicate)
+    return TakenWhile(parent, predicate)
+
+
+def unique(parent: Node) -> Node:
+    """Keep each element where it comes first, and leave out those that are equal to it; reads in order.
+
+    All arrays of an element are compared, whatever their dtypes and shapes; floating-point numbers by their bits, so that
+    0.0 and -0.0 differ. What was seen in an epoch is held in memory.
+
+    Example:
+        >>> [int(x) for x in ms.data.from_arrays(np.array([1, 37, 2, 37, 2, 1])).unique()]
+        [1, 37, 2]
+    """
+    return Unique(parent)
+
+
+def ignore_errors(parent: Node, log_warning: bool = False) -> Node:
+    """Leave out the elements that cannot be made, because a function of `map`, `filter` or the like raises an error.
+
+    It reads in order, like `filter`. Behind random access any stage may raise the error. Among stages that read in order it
+    may be one of `map` or `filter`, with `map`, `filter` and `prefetch` only between it and here; an error of another stage,
+    behind which nothing can be read, is raised. So are ShardError and MemoryError, which not all ranks may meet: functions
+    must raise an error on all ranks or on none, or ranks have different rows.
+
+    Args:
+        log_warning: write each error, with its position, to the log.
+
+    Example:
+        >>> numbers = ms.data.from_arrays([1.0, 2.0, 0.0, 4.0]).map(lambda x: 1 / float(x)).ignore_errors()
+        >>> [float(x) for x in numbers]
+        [1.0, 0.5, 0.25]
+    """
+    return WithoutErrors(parent, bool(log_warning))

@@ -1,0 +1,112 @@
+"""Sources without an end: a counter and random numbers. Each number is a function of its position, and of the epoch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._util.arguments import integer
+from ...errors import explain
+from ..permutation import DEFAULT_SEED, random_words_at
+from ..spec import ArraySpec
+from .node import INFINITE, Node, Traits
+from .stage import InputRows
+
+__all__ = ["counter", "random"]
+
+
+class _Numbers(InputRows):
+    """Numbers without an end."""
+
+    traits = Traits(repeated=True)
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+
+    @property
+    def row_spec(self) -> ArraySpec:
+        return ArraySpec((), self._dtype)
+
+    def cardinality(self) -> int:
+        return INFINITE
+
+    @abstractmethod
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[Any]:
+        """The numbers at some positions."""
+
+
+@final
+class _Counter(_Numbers):
+    """start, start + step, start + 2 step …"""
+
+    def __init__(self, start: Any, step: Any, dtype: np.dtype[Any]) -> None:
+        super().__init__(dtype)
+        self._start, self._step = start, step
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[Any]:
+        return (self._start + self._step * positions).astype(self._dtype)
+
+    def describe(self) -> str:
+        return f"counter({self._start}, {self._step}): {self.row_spec}"
+
+
+@final
+class _Random(_Numbers):
+    """Words of 32 bits."""
+
+    def __init__(self, seed: int, each_epoch: bool) -> None:
+        super().__init__(np.dtype(np.int64))
+        self._seed, self._each_epoch = seed, each_epoch
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        numbers = np.empty(positions.shape, np.int64)
+        keys = epochs if self._each_epoch else np.zeros_like(epochs)
+        for key in np.unique(keys).tolist():
+            here = keys == key
+            numbers[here] = random_words_at((self._seed, key), positions[here]) >> np.uint64(32)
+        return numbers
+
+    def describe(self) -> str:
+        return f"random(seed={self._seed}, rerandomize_each_iteration={self._each_epoch})"
+
+
+def counter(start: Any = 0, step: Any = 1, dtype: Any = np.int64) -> Node:
+    """Make a dataset that counts from a number in steps, without an end; random access.
+
+    Args:
+        start: the first number.
+        step: what each is more than the one before; negative numbers count down.
+        dtype: of the numbers.
+
+    Raises:
+        TypeError: for a start or step that is no number.
+
+    Example:
+        >>> [int(x) for x in ms.data.Dataset.counter(start=2, step=5).take(4)]
+        [2, 7, 12, 17]
+    """
+    for argument, value in (("start", start), ("step", step)):
+        if np.ndim(value) or np.asarray(value).dtype.kind not in "iuf":
+            raise TypeError(explain("Dataset.counter", argument, expected="a number", got=repr(value)))
+    return _Counter(start, step, np.dtype(dtype))
+
+
+def random(seed: int | None = None, rerandomize_each_iteration: bool | None = None) -> Node:
+    """Make a dataset of random integers in [0, 2**32), as int64, without an end; random access.
+
+    They depend on the seed, the epoch and the position, and are the same for any number of ranks.
+
+    Args:
+        seed: any integer, the same on every rank. None is 0, in every run. (TensorFlow draws another one for each run.)
+        rerandomize_each_iteration: whether every epoch has numbers of its own; None is False.
+
+    Example:
+        >>> numbers = ms.data.Dataset.random(seed=4).take(10)
+        >>> list(numbers) == list(numbers)
+        True
+    """
+    seed = integer("Dataset.random", "seed", DEFAULT_SEED if seed is None else seed)
+    return _Random(seed, bool(rerandomize_each_iteration))

@@ -1,0 +1,121 @@
+"""What rows that differ in shape are padded to, and with what."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._util import nest
+from ...errors import explain
+from ..buffers import RowBuffers
+from ..spec import ArraySpec
+
+__all__ = ["FUNCTION", "Padding"]
+
+FUNCTION = "Dataset.padded_batch"
+
+
+@final
+class Padding:
+    """The shapes to pad to and the values to pad with, as the user gave them.
+
+    Args:
+        shapes: None, or a nest of shapes (tuples, where None or -1 stands for the longest of the batch).
+        values: None for 0 and "", one value for all arrays, or a nest of values.
+    """
+
+    def __init__(self, shapes: Any, values: Any) -> None:
+        self._shapes = shapes
+        self._values = values
+
+    def spec(self, row_spec: Any) -> Any:
+        """The spec of a padded row: None where the longest of a batch decides."""
+        return nest.pack_like(row_spec, [spec for spec, _ in self.leaves(row_spec)])
+
+    def leaves(self, row_spec: Any) -> list[tuple[ArraySpec, Any]]:
+        """The padded spec and the value of each array."""
+        specs, names = nest.flatten(row_spec), nest.paths(row_spec)
+        shapes = [None] * len(specs) if self._shapes is None else _leaves_like(self._shapes, row_spec, "padded_shapes")
+        single = self._values is None or not nest.is_nested(self._values)
+        values = [self._values] * len(specs) if single else _leaves_like(self._values, row_spec, "padding_values")
+        return [_leaf(*each) for each in zip(specs, names, shapes, values, strict=True)]
+
+    def pad(self, rows: Any, row_spec: Any, buffers: RowBuffers, length: int | None = None) -> Any:
+        """Stacked rows, ragged or not, as dense arrays.
+
+        Args:
+            rows: some rows of row_spec.
+            row_spec: the spec of a row before.
+            buffers: what the arrays are made in.
+            length: what axes that vary are padded to; None for the longest row.
+        """
+        leaves = zip(nest.flatten(rows), self.leaves(row_spec), nest.paths(row_spec), strict=True)
+        padded = []
+        for leaf, (spec, value), name in leaves:
+            shape = tuple(length if wanted is None else wanted for wanted in spec.shape)
+            padded.append(_pad_leaf(leaf, ArraySpec(shape, spec.dtype), value, name, buffers))
+        return nest.pack_like(row_spec, padded)
+
+
+def _pad_leaf(rows: NDArray[Any], spec: ArraySpec, value: Any, name: str, buffers: RowBuffers) -> NDArray[Any]:
+    shapes = np.array([row.shape for row in rows] if spec.shape else np.empty((len(rows), 0)), np.int64)
+    longest = shapes.max(axis=0) if len(rows) else np.zeros(len(spec.shape), np.int64)
+    shape = tuple(int(n) if wanted is None else wanted for n, wanted in zip(longest, spec.shape, strict=True))
+    if (longest > np.array(shape, np.int64)).any():
+        row = int(np.flatnonzero((shapes > np.array(shape, np.int64)).any(axis=1))[0])
+        got = f"{tuple(int(n) for n in shapes[row])} in row {row} of a batch"
+        raise ValueError(explain(FUNCTION, f"padded_shapes{name}", expected=f"rows of at most {shape}", got=got))
+    if (shapes == np.array(shape, np.int64)).all() and rows.shape[1:] == shape:
+        return rows
+    out = buffers.empty(name, (len(rows), *shape), spec.dtype)
+    out[...] = value
+    for i, row in enumerate(rows):
+        out[i][tuple(slice(n) for n in row.shape)] = row
+    return out
+
+
+def _leaves_like(given: Any, row_spec: Any, argument: str) -> list[Any]:
+    """The parts of a nest in the places of the spec's leaves; a shape is a tuple or list, so it is no nest there."""
+    found: list[Any] = []
+
+    def visit(spec: Any, part: Any) -> None:
+        if not nest.is_nested(spec):
+            found.append(part)
+            return
+        keys = list(spec) if isinstance(spec, dict) else None
+        if keys is not None and isinstance(part, dict) and set(part) == set(keys):
+            for key in sorted(keys):
+                visit(spec[key], part[key])
+        elif isinstance(spec, (tuple, list)) and isinstance(part, (tuple, list)) and len(part) == len(spec):
+            for below, here in zip(spec, part, strict=True):
+                visit(below, here)
+        else:
+            expected = f"the structure of an element, {nest.paths(row_spec)}"
+            raise ValueError(explain(FUNCTION, argument, expected=expected, got=repr(given)))
+
+    visit(row_spec, given)
+    return found
+
+
+def _leaf(spec: ArraySpec, name: str, shape: Any, value: Any) -> tuple[ArraySpec, Any]:
+    """One array's padded spec and value."""
+    place = f"padded_shapes{name}"
+    if shape is None:
+        shape = spec.shape
+    elif not isinstance(shape, (tuple, list)) or len(shape) != len(spec.shape):
+        raise ValueError(explain(FUNCTION, place, expected=f"a shape of {len(spec.shape)} axes", got=repr(shape)))
+    shape = tuple(None if length == -1 else length for length in shape)
+    for here, wanted in zip(spec.shape, shape, strict=True):
+        if here is not None and wanted is not None and wanted < here:
+            raise ValueError(explain(FUNCTION, place, expected=f"at least the rows' {spec}", got=shape))
+    # Where all rows have the same length, it is known.
+    shape = tuple(here if wanted is None else wanted for here, wanted in zip(spec.shape, shape, strict=True))
+    if spec.dtype == object:
+        value = "" if value is None else value
+    elif value is None:
+        value = np.zeros((), spec.dtype)[()]
+    elif not np.can_cast(np.min_scalar_type(value), spec.dtype, "same_kind"):
+        raise ValueError(explain(FUNCTION, f"padding_values{name}", expected=f"a {spec.dtype}", got=repr(value)))
+    return ArraySpec(shape, spec.dtype), value

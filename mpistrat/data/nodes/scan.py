@@ -1,0 +1,123 @@
+"""A function of a state and of each element, which returns the next state and a new element."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from ..._util import nest
+from ...errors import explain
+from ..spec import ArraySpec, conform, spec_of_element
+from .calls import Calls, check_callable, name_of
+from .map import Mapped
+from .node import Node, Traits
+from .stage import InOrder
+
+__all__ = ["Scanned", "State", "scan"]
+
+
+@final
+class State:
+    """What a function carries from element to element: a nest of arrays, whose lengths may change.
+
+    Args:
+        function: of Dataset, for errors.
+        initial: the state before the first element.
+    """
+
+    def __init__(self, function: str, initial: Any) -> None:
+        self._function = function
+        self._spec = nest.map_structure(_any_lengths, spec_of_element(initial))
+        self.value = self._conformed("initial_state", initial)
+
+    def set(self, argument: str, value: Any) -> None:
+        """Go on to another state; ValueError where it does not look like the first."""
+        self.value = self._conformed(argument, value)
+
+    def _conformed(self, argument: str, value: Any) -> Any:
+        try:
+            return conform(value, self._spec)
+        except ValueError as error:
+            expected, got = "a state like the initial one", f"another: {error}"
+            raise ValueError(explain(self._function, argument, expected=expected, got=got)) from None
+
+
+def _any_lengths(spec: ArraySpec) -> ArraySpec:
+    return ArraySpec((None,) * len(spec.shape), spec.dtype)
+
+
+@final
+class _Pass(Mapped):
+    """One pass of a function with a state over elements."""
+
+    def __init__(self, parent: Node, initial: Any, function: Callable[[Any, Any], Any]) -> None:
+        self._function, self._state = function, State("Dataset.scan", initial)
+        super().__init__(parent, Calls(self._step, None, True, False))
+
+    @functools.cached_property
+    def _of_tuples(self) -> bool:
+        return type(self._parent.row_spec) is tuple
+
+    def _step(self, *element: Any) -> Any:
+        result = self._function(self._state.value, element if self._of_tuples else element[0])
+        if not isinstance(result, tuple) or len(result) != 2:
+            expected, got = "a function that returns the new state and the new element", f"{result!r:.60}"
+            raise TypeError(explain("Dataset.scan", "scan_func", expected=expected, got=got))
+        self._state.set("scan_func", result[0])
+        return result[1]
+
+    def describe(self) -> str:
+        return f"scan({name_of(self._function)})"
+
+
+@final
+class Scanned(InOrder):
+    """What a function with a state makes of the elements, one after the other."""
+
+    def __init__(self, parent: Node, initial_state: Any, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__(parent, initial_state, function)
+        self._initial_state, self._function = initial_state, function
+        self._first = self._begin()  # which only learns what elements look like
+
+    def _begin(self) -> _Pass:
+        return _Pass(self._parent, self._initial_state, self._function)
+
+    @property
+    def traits(self) -> Traits:
+        return self._first.traits
+
+    @property
+    def row_spec(self) -> Any:
+        return self._first.row_spec
+
+    def _all(self, epoch: int) -> Iterator[Any]:
+        return self._begin().stream(self._parent.elements(epoch), epoch, 0)
+
+    def describe(self) -> str:
+        return self._first.describe()
+
+
+def scan(parent: Node, initial_state: Any, scan_func: Callable[[Any, Any], Any]) -> Node:
+    """Apply a function with a state to every element, one after the other.
+
+    It reads in order, like `filter`: every rank makes all elements. Each epoch begins with the initial state. After
+    `batch` the function gets whole batches, and must keep their number of rows.
+
+    Args:
+        initial_state: a nest of arrays or numbers.
+        scan_func: returns the new state and the new element, of a state and an element; a tuple is one argument. The
+            state keeps its structure and dtypes. It is called once more, with the first element, to learn what elements
+            look like.
+
+    Raises:
+        TypeError: for what cannot be called; while reading, for a function that does not return two things.
+        ValueError: while reading, for a state or an element that does not look like the first.
+
+    Example:
+        >>> sums = ms.data.Dataset.range(5).scan(np.int64(0), lambda state, x: (state + x, state + x))
+        >>> [int(x) for x in sums]
+        [0, 1, 3, 6, 10]
+    """
+    check_callable("Dataset.scan", "scan_func", scan_func)
+    return Scanned(parent, initial_state, scan_func)
