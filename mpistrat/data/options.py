@@ -35,6 +35,7 @@ class AutoShardPolicy(enum.IntEnum):
     DATA: each step's global batch is cut into blocks, one a replica; the order is the same for any number of ranks.
     OFF: each worker reads the whole dataset.
     HINT: each worker reads what `shard(SHARD_HINT, SHARD_HINT)` in the dataset leaves it.
+    FILE_OR_DATA: TensorFlow's AUTO: FILE where there is at least a file for each worker, else DATA.
     """
 
     OFF = -1
@@ -42,6 +43,7 @@ class AutoShardPolicy(enum.IntEnum):
     FILE = 1
     DATA = 2
     HINT = 3
+    FILE_OR_DATA = 4
 
 
 class InputReplicationMode(enum.Enum):

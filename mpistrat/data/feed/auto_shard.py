@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...errors import explain
 from ..files.hdf5 import HDF5Rows
-from ..nodes.batch import Batched, Padded
+from ..nodes.batch import Batches
 from ..nodes.node import Node
 from ..nodes.order import Reindexed, Shard, options_of, with_shard
 from ..nodes.stage import InputRows
@@ -27,7 +27,7 @@ def auto_shard(dataset: Node, workers: Workers) -> Plan:
     Raises:
         ValueError: where the dataset is not batched, or has not what the policy needs.
     """
-    policy = _policy(dataset)
+    policy = _policy(dataset, workers.count)
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
         if workers.count > 1 and not (dataset.random_access or dataset.traits.deterministic):
             remedy = "Map with deterministic=True, or let each worker read its own: FILE, OFF or HINT."
@@ -47,7 +47,7 @@ def round_robin(dataset: Node, workers: Workers, within: Workers) -> Plan:
     Raises:
         ValueError: as `auto_shard`.
     """
-    policy = _policy(dataset)
+    policy = _policy(dataset, workers.count)
     which = f"distributed by {policy.name}: worker {workers.index} of {workers.count}"
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
         own = Reindexed(dataset, Shard(workers.count, workers.index))
@@ -57,12 +57,12 @@ def round_robin(dataset: Node, workers: Workers, within: Workers) -> Plan:
 
 def serve_only(dataset: Node, workers: Workers) -> Plan:
     """Return the steps of a rank that reads nothing, after the checks of one that does."""
-    hinted = _policy(dataset) is AutoShardPolicy.HINT
+    hinted = _policy(dataset, workers.count) is AutoShardPolicy.HINT
     return NoPlan(with_shard(dataset, workers.count, 0) if hinted else dataset, workers)
 
 
-def _policy(dataset: Node) -> AutoShardPolicy:
-    """The policy that the dataset's options name, for a dataset that can have it."""
+def _policy(dataset: Node, workers: int) -> AutoShardPolicy:
+    """The policy that the dataset's options name, or leave to the number of files, for a dataset that can have it."""
     if dataset.batching is None:
         remedy = "Add .batch(global_batch_size), the rows of all replicas together."
         raise _refusal("batches", "rows that are not batched", remedy)
@@ -70,7 +70,18 @@ def _policy(dataset: Node) -> AutoShardPolicy:
     if dataset.traits.shard_hinted != (policy is AutoShardPolicy.HINT):
         expected = "shard(SHARD_HINT, SHARD_HINT) in the dataset under AutoShardPolicy.HINT, and only there"
         raise _refusal(expected, f"{'it' if dataset.traits.shard_hinted else 'none'} under {policy.name}")
+    if policy is AutoShardPolicy.FILE_OR_DATA:
+        return AutoShardPolicy.FILE if _files(dataset) >= workers else AutoShardPolicy.DATA
     return policy
+
+
+def _files(dataset: Node) -> int:
+    """How many files there are to be divided over workers; 0 where the policy FILE cannot divide them."""
+    sources = _sources(dataset)
+    by_rows = all(isinstance(stage, Batches) for stage in _batch_stages(dataset))
+    if len(sources) > 1 or not isinstance(sources[0], HDF5Rows) or not by_rows:
+        return 0
+    return int(sources[0].file_starts().size) - 1
 
 
 def _refusal(expected: str, got: str, remedy: str = "") -> ValueError:
@@ -141,7 +152,7 @@ def _batch_stages(dataset: Node) -> list[Any]:
 
 def _shares(stage: Node, workers: Workers, policy: str) -> list[int]:
     """The rows that each worker takes of each batch."""
-    if stage.batching is None or not isinstance(stage, (Batched, Padded)):
+    if stage.batching is None or not isinstance(stage, Batches):
         raise _refusal(f"batch() under {policy}", stage.describe(), "Use AutoShardPolicy.DATA.")
     shares = workers.shares(stage.batching.size)
     if 0 in shares:

@@ -61,6 +61,36 @@ def test_the_policy_that_nobody_named_is_data() -> None:
     assert "(DATA)" in str(distribute(dataset, Workers()))
 
 
+def test_tensorflow_s_auto_is_file_where_there_are_files_enough(tmp_path: Path) -> None:
+    files = shards(tmp_path, [2, 2])
+    by_file, by_data = steps_of(files.batch(2), [1, 1], "file"), steps_of(files.batch(2), [1, 1, 1], "data")
+    assert by_file == [[[[100]], [[200]]], [[[101]], [[201]]]]
+    assert steps_of(files.batch(2), [1, 1], "file_or_data") == by_file
+    assert (
+        steps_of(files.batch(2), [1, 1, 1], "file_or_data")
+        == by_data
+        == [[[[100]], [[101]], [[]]], [[[200]], [[201]], [[]]]]
+    )
+    assert "(FILE)" in str(distribute(files.batch(2).with_options(Options("file_or_data")), Workers()))
+    arrays = from_arrays(np.arange(4))
+    for dataset in (arrays.batch(2), files.zip(files, files).batch(2), files.batch(4).rebatch([2, 1])):
+        assert "(DATA)" in str(distribute(dataset.with_options(Options("file_or_data")), Workers([1, 1])))
+
+
+def test_ragged_batches_may_be_divided_by_file(tmp_path: Path) -> None:
+    spec = {"x": ArraySpec((None,), np.int64)}
+    paths = []
+    for name, lengths in (("a", (1, 2)), ("b", (3, 1))):
+        rows = from_generator(lambda lengths=lengths: ({"x": np.arange(n)} for n in lengths), spec)
+        paths += write_shards(tmp_path / name, rows, layout="chunked")
+    batches = HDF5Dataset(paths, "x").ragged_batch(2).with_options(Options("file"))
+    workers = [distribute(batches, Workers([1, 1], index)) for index in range(2)]
+    assert [[[row.tolist() for row in batch] for batch in worker] for worker in workers] == [
+        [[[0]], [[0, 1]]],
+        [[[0, 1, 2]], [[0]]],
+    ]
+
+
 def test_seven_rows_over_four_replicas() -> None:
     """semantics.md §0: contiguous blocks that differ by at most one: 2, 2, 2, 1."""
     dataset = from_arrays(np.arange(14)).batch(7)

@@ -9,13 +9,17 @@ from mpistrat.data import SHARD_HINT, AutoShardPolicy, Options
 
 
 def test_the_policies_have_tensorflow_s_numbers() -> None:
-    """tf.data.experimental.AutoShardPolicy: OFF = -1, AUTO = 0, FILE = 1, DATA = 2, HINT = 3; SHARD_HINT = -1."""
+    """tf.data.experimental.AutoShardPolicy: OFF = -1, AUTO = 0, FILE = 1, DATA = 2, HINT = 3; SHARD_HINT = -1.
+
+    FILE_OR_DATA, which is TensorFlow's AUTO, has no number there.
+    """
     assert {policy.name: int(policy) for policy in AutoShardPolicy} == {
         "OFF": -1,
         "AUTO": 0,
         "FILE": 1,
         "DATA": 2,
         "HINT": 3,
+        "FILE_OR_DATA": 4,
     }
     assert SHARD_HINT == -1
 
