@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .feed.distributed import DistributedDataset, DistributedIterator, Optional
     from .feed.feed import DatasetIterator
     from .feed.from_function import InputContext
-    from .files.hdf5 import HDF5Dataset
+    from .files.hdf5_dataset import HDF5Dataset
     from .functions import from_arrays, from_generator, sample_from_datasets, zip
     from .nodes.node import INFINITE, UNKNOWN
     from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -33,6 +34,9 @@ from .nodes.sources import array_rows, generated, plain_lists
 from .nodes.stage import gather_rows
 from .options import AUTOTUNE, SHARD_HINT, Options
 from .spec import batch_spec
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["Dataset"]
 
@@ -319,6 +323,57 @@ class Dataset:
         for element in self:
             state.set("reduce_func", reduce_func(state.value, element))
         return state.value
+
+    def save(
+        self, path: str | os.PathLike[str], compression: str | None = None, *, comm: MPI.Intracomm | None = None
+    ) -> None:
+        """Write the rows of the epoch that the next `iter()` would begin as a set of HDF5 shards. Collective over `comm`.
+
+        `Dataset.load` reads them in their order, `HDF5Dataset` too. With `comm` the ranks write the rows together: with random
+        access each a part, else rank 0 all. They must have the same dataset. Without `comm` this rank writes alone.
+
+        Args:
+            path: a directory, or a pattern like `data/train-*.h5`, as for `write_shards`. An older set of this name is replaced.
+            compression: "GZIP"; None or "NONE" for rows that are read through a memory map (strings, and rows that differ in
+                length, are stored in chunks).
+            comm: mpi4py's communicator of the ranks that write together, for instance `strategy.comm`.
+
+        Raises:
+            ValueError: for a dataset that is batched or has no end, for elements that are no nests of arrays in tuples, lists
+                (which come back as tuples) and dicts, and for another compression.
+            CollectiveMismatchError: when ranks pass different arguments or rows of different kinds.
+            ShardError: when another rank failed.
+            OSError: when the disk does not take the files.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     ms.data.Dataset.range(2).save(folder)
+            ...     [int(x) for x in ms.data.Dataset.load(folder)]
+            [0, 1]
+        """
+        from .shards.saved import save
+
+        save(self.node, self._epoch, path, compression, comm)
+        self._epoch += 1
+
+    @staticmethod
+    @tensorflow_names("compression")
+    def load(path: str | os.PathLike[str], element_spec: Any = None) -> Dataset:
+        """Make a dataset of the rows that `save` wrote, in their order; random access.
+
+        Args:
+            path: as `save` was given it.
+            element_spec: what elements must look like, a nest of `ArraySpec`; None for whatever was saved.
+
+        Raises:
+            FileNotFoundError: where nothing was saved.
+            ShardError: for a damaged set; files are looked at when something is first asked of them.
+            ValueError: for elements of another spec.
+        """
+        from .shards.saved import load
+
+        return Dataset(load(path, element_spec))
 
     @tensorflow_names()
     def get_single_element(self) -> Any:
