@@ -117,7 +117,16 @@ def test_no_operator_is_left_out() -> None:
         "keep", "locality", "locate", "prefetch_depth", "random_access", "rebuild", "shard_hinted", "shares_memory", "source",
         "with_shard", "calls_functions", "apply", "as_numpy_iterator", "reduce", "get_single_element", "save",
     }  # fmt: skip
-    sources = {"from_tensor_slices", "from_tensors", "from_generator", "range", "counter", "random", "list_files", "load"}
+    sources = {
+        "from_tensor_slices",
+        "from_tensors",
+        "from_generator",
+        "range",
+        "counter",
+        "random",
+        "list_files",
+        "load",
+    }
     names = {name for name in dir(Dataset) if not name.startswith("_")}
     assert names - reads - sources == {name for name in NAMES if " " not in name}
 

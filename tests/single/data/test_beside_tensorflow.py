@@ -1,0 +1,106 @@
+"""Chains of operators beside TensorFlow's, where it is installed: the same elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpistrat.data import ArraySpec, Dataset, from_generator
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+WORDS = [[0], [1, 2, 3, 4], [5, 6, 7], [7, 8, 9, 10, 11], [13, 14, 15, 16, 19, 20], [21, 22], [1], [2, 3]]
+CHOICES = np.array([0, 1, 0, 0, 1, 1])
+
+
+def plain(element: Any) -> Any:
+    """An element in tuples, dicts and lists of numbers; a dataset is the list of its elements."""
+    if isinstance(element, (tuple, list)):
+        return tuple(map(plain, element))
+    if hasattr(element, "to_list"):
+        return element.to_list()  # a RaggedTensor
+    if hasattr(element, "element_spec"):
+        return [plain(each) for each in element]
+    array = np.asarray(element)
+    return [plain(each) for each in array] if array.dtype == object and array.ndim else array.tolist()
+
+
+def sequences(kind: Any) -> Any:
+    if kind is Dataset:
+        return from_generator(lambda: map(np.array, WORDS), ArraySpec((None,), np.int64))
+    return kind.from_generator(lambda: WORDS, output_signature=tf.TensorSpec([None], tf.int64))
+
+
+def length(row: Any) -> Any:
+    return tf.shape(row)[0] if tf.is_tensor(row) else len(row)
+
+
+def one_over(x: Any) -> Any:
+    if tf.is_tensor(x):
+        return tf.debugging.check_numerics(1 / x, "")
+    if x == 0:
+        raise ZeroDivisionError
+    return 1 / x
+
+
+def numbers(kind: Any) -> Any:
+    return kind.from_tensor_slices(np.array([1, 2, 0, 4, 0, 8], np.float32))
+
+
+CHAINS: dict[str, Callable[[Any], Any]] = {
+    "window": lambda kind: kind.range(7).window(3),
+    "window, shift": lambda kind: kind.range(7).window(3, 1, 1, True),
+    "window, stride": lambda kind: kind.range(7).window(3, 1, 2),
+    "window, gaps": lambda kind: kind.range(7).window(2, 7, 3),
+    "window, longer": lambda kind: kind.range(7).window(9, 4),
+    "window, in order": lambda kind: kind.range(9).filter(lambda x: x != 4).window(3, 2, 2),
+    "take_while": lambda kind: kind.range(10).take_while(lambda x: x != 5),
+    "unique": lambda kind: kind.from_tensor_slices(np.array([1, 37, 2, 37, 2, 1])).unique(),
+    "counter": lambda kind: kind.counter(10, -3).take(4),
+    "scan": lambda kind: kind.range(5).scan(np.int64(1), lambda s, x: (s + x, s * x)),
+    "scan of pairs": lambda kind: kind.from_tensor_slices((np.arange(3), np.arange(3))).scan(
+        np.int64(1), lambda s, x: (s + x[0], (s, x[1]))
+    ),
+    "group": lambda kind: kind.range(8).group_by_window(
+        lambda x: 2 - x % 3, lambda key, rows: rows.map(lambda x: x + 10 * key), window_size_func=lambda key: key + 1
+    ),
+    "group, negative keys": lambda kind: kind.range(11).group_by_window(
+        lambda x: x % 4 - 2, lambda key, rows: rows, window_size=2
+    ),
+    "choose": lambda kind: kind.choose_from_datasets(
+        [kind.range(2), kind.range(10, 20)], kind.from_tensor_slices(CHOICES)
+    ),
+    "choose, going on": lambda kind: kind.choose_from_datasets(
+        [kind.range(2), kind.range(10, 20)], kind.from_tensor_slices(CHOICES), False
+    ),
+    "rebatch": lambda kind: kind.range(10).batch(4).rebatch([2, 3]),
+    "rebatch, dropping": lambda kind: kind.range(9).batch(4).rebatch([2, 3], True),
+    "buckets": lambda kind: sequences(kind).bucket_by_sequence_length(length, [3, 5], [2, 2, 2]),
+    "buckets, dropping": lambda kind: sequences(kind).bucket_by_sequence_length(
+        length, [3, 5], [2, 3, 2], drop_remainder=True
+    ),
+    "buckets, boundary": lambda kind: (
+        sequences(kind).take(3).bucket_by_sequence_length(length, [3, 5], [2, 2, 2], pad_to_bucket_boundary=True)
+    ),
+    "ragged": lambda kind: sequences(kind).ragged_batch(3),
+    "ignore_errors": lambda kind: numbers(kind).map(one_over).ignore_errors(),
+    "ignore_errors of batches": lambda kind: numbers(kind).map(one_over).batch(2).ignore_errors(),
+    "ignore_errors of filter": lambda kind: numbers(kind).filter(lambda x: one_over(x) < 9).ignore_errors(),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_same_elements(name: str) -> None:
+    make = CHAINS[name]
+    ours, theirs = (list(map(plain, make(kind))) for kind in (Dataset, tf.data.Dataset))
+    assert ours == theirs
+    assert ours
+
+
+def test_the_same_results() -> None:
+    for kind in (Dataset, tf.data.Dataset):
+        assert plain(kind.range(5).reduce(np.int64(0), lambda state, x: state + x)) == 10
+        assert plain(kind.range(3).batch(3).get_single_element()) == [0, 1, 2]
