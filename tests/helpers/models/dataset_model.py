@@ -123,7 +123,7 @@ def resampled(
         accept = (r[row % 2] - min(r)) / (max(r) - min(r)) if max(r) > min(r) else 1.0
         if next(words) < accept * 2**64:
             left.append(row)
-    assert len(rows) <= 32  # else m would depend on how far is read
+    assert len(rows) <= 32  # all are counted before the first comes
     r = ratio(len(rows))
     m = min(r) if max(r) > min(r) else 1.0
     every, result = list(rows), []
@@ -409,9 +409,9 @@ def _apply_to_rows(dataset: Dataset, model: Model, name: str, a: int, b: int) ->
         return made, lambda epoch: [[sum(row) for row in batch] for batch in cut(row_model(epoch), b + 1, a > 1)]
     if name == "rejection_resample":
         shares = [(0.5, 0.5), (0.2, 0.8), (0.0, 1.0), (0.9, 0.1)]
-        made = dataset.rejection_resample(lambda x: x % 2, shares[a], shares[b] if b else None, seed=a)
+        made = dataset.take(32).rejection_resample(lambda x: x % 2, shares[a], shares[b] if b else None, seed=a)
         return made.map(lambda number, x: 10 * x + number), lambda epoch: [
-            10 * x + x % 2 for x in resampled(model(epoch), shares[a], shares[b] if b else None, (a, epoch))
+            10 * x + x % 2 for x in resampled(model(epoch)[:32], shares[a], shares[b] if b else None, (a, epoch))
         ]
     if name == "enumerate":
         return dataset.enumerate().map(lambda i, x: 50 * i + x), lambda epoch: [
