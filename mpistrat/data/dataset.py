@@ -357,6 +357,21 @@ class Dataset:
         save(self.node, self._epoch, path, compression, comm)
         self._epoch += 1
 
+    @tensorflow_names()
+    def snapshot(self, path: str | os.PathLike[str], compression: str | None = "AUTO") -> Dataset:
+        """Keep the rows of epoch 0 in files, for this run and later ones; `cache` keeps them in memory.
+
+        Where `path`, as `save` has it, is not there, it is written: in `distribute_dataset` by all ranks together, into a
+        folder that all see; else when something is first read. Files of other rows than these are told by spec and number
+        only: after a change of a function take another path. `compression` is as in `save`; "AUTO" is none.
+
+        Raises:
+            ValueError: as `save`, and while reading for files of another dataset.
+        """
+        from .shards.snapshot import snapshot
+
+        return Dataset(snapshot(self.node, path, compression))
+
     @staticmethod
     @tensorflow_names("compression")
     def load(path: str | os.PathLike[str], element_spec: Any = None) -> Dataset:

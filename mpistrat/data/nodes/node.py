@@ -216,10 +216,10 @@ class Node(ABC):
             parent.check()
 
     def bind(self, group: ProcessGroup) -> Node:
-        """Return this chain as the ranks of a group use it. Collective where a cache shares memory, else not.
+        """Return this chain as the ranks of a group use it. Collective where a cache shares memory or rows are kept in files.
 
-        `distribute_dataset` calls it. It is this very node unless something in it shares memory with other ranks:
-        `cache("node")` and `cache("job")` make that memory here.
+        `distribute_dataset` calls it. It is this very node unless something in it is shared with other ranks: `cache("node")`
+        and `cache("job")` make their memory here, `snapshot` its files.
         """
         parents = [parent.bind(group) for parent in self.parents]
         same = all(bound is parent for bound, parent in zip(parents, self.parents, strict=True))

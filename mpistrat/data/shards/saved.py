@@ -18,6 +18,7 @@ from ...errors import explain
 from ..files.hdf5 import HDF5Rows
 from ..nodes.batch import refuse_batches
 from ..nodes.node import INFINITE, Node
+from ..nodes.order import Reindexed, Take
 from ..spec import ArraySpec, is_ragged, stack_rows
 from .files import PathLike, manifest_path
 from .manifest import read_manifest
@@ -72,7 +73,7 @@ def _share(node: Node, epoch: int, ranks: Ranks) -> Iterator[Any]:
     if not node.random_access:
         return iter(node.elements(epoch)) if ranks.rank == 0 else iter(())
     low, high = partition.block(node.cardinality(), ranks.size, ranks.rank)
-    return itertools.islice(node.elements(epoch, low), high - low)
+    return Reindexed(node, Take(high)).elements(epoch, low)  # which reads none behind
 
 
 def _names(structure: Any, above: tuple[str, ...]) -> Any:

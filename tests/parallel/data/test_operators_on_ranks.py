@@ -43,6 +43,33 @@ def test_an_error_of_one_rank_while_saving_is_one_on_all(strategy, mpi_tmp_path)
     assert not list(mpi_tmp_path.glob("set/*.h5"))
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("kind", ["random", "in order"])
+def test_ranks_make_a_snapshot_together(kind, strategy, mpi_tmp_path):
+    calls = []
+
+    def double(x):
+        calls.append(int(x))
+        return 2 * x
+
+    rows = Dataset.range(30) if kind == "random" else Dataset.range(30).filter(lambda x: True)
+    for run in range(2):
+        dataset = rows.map(double).snapshot(mpi_tmp_path / "set").batch(6)
+        for _ in range(2):
+            data = strategy.distribute_dataset(dataset)
+            parts = [strategy.comm.allgather(batch.tolist()) for batch in data]
+            assert [[x for part in step for x in part] for step in parts] == [
+                list(range(start, start + 12, 2)) for start in range(0, 60, 12)
+            ]
+        if run == 0:  # beside what tells how elements look, each row is made once by all ranks
+            made = sum(strategy.comm.allgather(len(calls)))
+            assert made <= 30 + 2 * strategy.size
+        else:
+            assert sum(strategy.comm.allgather(len(calls))) <= made + 2 * strategy.size
+    strategy.comm.Barrier()
+    assert Dataset.load(mpi_tmp_path / "set").cardinality() == 30
+
+
 @pytest.mark.ranks(2)
 def test_ranks_that_list_other_files_are_told(strategy, mpi_tmp_path):
     own = mpi_tmp_path / f"node{strategy.rank}"

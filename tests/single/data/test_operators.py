@@ -115,7 +115,7 @@ def test_no_operator_is_left_out() -> None:
         "rows", "set_epoch", "element", "elements", "peek", "cardinality", "options", "describe", "row_spec", "element_spec",
         "parents", "batching", "bind", "check", "chunk_starts", "count_wait", "counters", "deterministic", "expect", "gather",
         "keep", "locality", "locate", "prefetch_depth", "random_access", "rebuild", "shard_hinted", "shares_memory", "source",
-        "with_shard", "calls_functions", "apply", "as_numpy_iterator", "reduce", "get_single_element", "save",
+        "with_shard", "calls_functions", "apply", "as_numpy_iterator", "reduce", "get_single_element", "save", "snapshot",
     }  # fmt: skip
     sources = {
         "from_tensor_slices",

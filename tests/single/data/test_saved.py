@@ -96,3 +96,46 @@ def test_another_spec_than_the_saved_one_is_told(tmp_path: Path) -> None:
     assert len(Dataset.load(tmp_path, rows.element_spec)) == 3
     with pytest.raises(ValueError, match=r"Dataset\.load: element_spec: expected .*float32.*, as was saved, got"):
         Dataset.load(tmp_path, (ArraySpec((), np.int64), ArraySpec((), np.float64)))
+
+
+def test_a_snapshot_is_made_once_and_is_epoch_0(tmp_path: Path) -> None:
+    calls = []
+
+    def squared(x: int) -> int:
+        calls.append(int(x))
+        return int(x) ** 2
+
+    for source in (Dataset.range(6), Dataset.range(6).filter(lambda x: True)):
+        folder = tmp_path / str(source.node.random_access)
+        rows = source.map(squared).snapshot(folder)
+        assert not folder.exists()
+        assert listed(rows) == [0, 1, 4, 9, 16, 25]
+        made = len(calls)
+        assert listed(rows) == listed(rows.skip(0)) == [0, 1, 4, 9, 16, 25]
+        assert sorted(listed(rows.shuffle(6, seed=1))) == [0, 1, 4, 9, 16, 25]
+        assert rows.element(3, 2) == 4
+        assert len(calls) == made
+        again = source.map(squared).snapshot(folder)  # as in a later run
+        assert listed(again) == [0, 1, 4, 9, 16, 25]
+        assert len(calls) <= made + 1  # what elements look like
+    shuffled = Dataset.range(20).shuffle(seed=1)
+    kept = shuffled.snapshot(tmp_path / "shuffled", "GZIP")
+    assert listed(kept) == listed(kept) == listed(shuffled.node.elements(0))
+    words = from_arrays(["a", "bc"]).snapshot(tmp_path / "words")
+    assert list(words) == ["a", "bc"]
+
+
+def test_a_snapshot_of_another_dataset_is_told(tmp_path: Path) -> None:
+    list(Dataset.range(6).snapshot(tmp_path))
+    with pytest.raises(ValueError, match=r"Dataset\.snapshot: path: expected 7 rows in .*, got 6.*another path"):
+        list(Dataset.range(7).snapshot(tmp_path))
+    with pytest.raises(ValueError, match=r"Dataset\.snapshot: datasets: expected float64"):
+        list(Dataset.range(6).map(float).snapshot(tmp_path))
+    with pytest.raises(ValueError, match=r"Dataset\.snapshot: expected a dataset of rows, got one that is batched"):
+        Dataset.range(6).batch(2).snapshot(tmp_path)
+    with pytest.raises(ValueError, match=r"Dataset\.snapshot: expected a dataset with an end"):
+        Dataset.counter().snapshot(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"Dataset\.snapshot: compression: expected 'AUTO', 'GZIP' or None, got 'SNAPPY'"
+    ):
+        Dataset.range(6).snapshot(tmp_path, "SNAPPY")

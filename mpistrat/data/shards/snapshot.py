@@ -1,0 +1,112 @@
+"""Rows that are kept in a set of shards once they have been made, for this run and for later ones."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._util import nest
+from ...comm.agree import together
+from ...errors import explain
+from ..nodes.batch import refuse_batches
+from ..nodes.combine import compare_specs
+from ..nodes.node import Addresses, Node
+from ..nodes.stage import Stage, one_address
+from ..spec import ArraySpec
+from .files import PathLike, manifest_path
+from .saved import load, save
+from .set_writer import set_pattern
+
+if TYPE_CHECKING:
+    from ...comm.process_group import ProcessGroup
+
+__all__ = ["snapshot"]
+
+FUNCTION = "Dataset.snapshot"
+
+
+@final
+class Snapshot(Stage):
+    """The rows of epoch 0, out of files. They are written when something is first read, or the ranks meet."""
+
+    def __init__(self, parent: Node, path: PathLike, compression: str | None) -> None:
+        super().__init__(parent, path, compression)
+        self._path, self._compression = path, compression
+        self._stored: Node | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def _there(self) -> bool:
+        return manifest_path(set_pattern(FUNCTION, self._path)).exists()
+
+    def _load(self) -> Node:
+        stored, parent = load(self._path, None), self._parent
+        compare_specs(FUNCTION, nest.map_structure(_as_stored, parent.row_spec), stored.row_spec, 1)
+        counts = parent.cardinality(), stored.cardinality()
+        if counts[0] >= 0 and counts[0] != counts[1]:
+            remedy = "The files are of another dataset: remove them, or name another path."
+            expected, got = f"{counts[0]} rows in {self._path}", f"{counts[1]}"
+            raise ValueError(explain(FUNCTION, "path", expected=expected, got=got, remedy=remedy))
+        return stored
+
+    def _rows(self) -> Node:
+        """The rows in files, written by this rank alone where they are not there."""
+        with self._lock:
+            if self._stored is None:
+                if not self._there:
+                    save(self._parent, 0, self._path, self._compression, None)
+                self._stored = self._load()
+            return self._stored
+
+    def bind(self, group: ProcessGroup) -> Node:
+        """The rows in files, written by all ranks together where not all see them. Collective."""
+        if self._stored is None:
+            parent = self._parent.bind(group)
+            there = group.exchange("distribute_dataset", str(int(self._there)), detail="snapshot")
+            if "0" in there:
+                save(parent, 0, self._path, self._compression, group.comm)
+            with together(functools.partial(group.exchange, "distribute_dataset", detail="snapshot read")):
+                self._stored = self._load()
+        return self._stored
+
+    def locate(self, epoch: int, position: int) -> Addresses:
+        return one_address(epoch, position)
+
+    def gather(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> Any:
+        return self._rows().gather(epochs, positions)
+
+    def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        self._rows().expect(epochs, positions)
+
+    def locality(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        return None
+
+    def chunk_starts(self) -> NDArray[np.int64] | None:
+        return None if self._stored is None else self._stored.chunk_starts()
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Any]:
+        return self._rows().elements(epoch, start)
+
+    def describe(self) -> str:
+        return f"snapshot({str(self._path)!r})"
+
+
+def _as_stored(spec: ArraySpec) -> ArraySpec:
+    return ArraySpec(spec.shape, object) if spec.dtype.kind == "U" else spec
+
+
+def snapshot(parent: Node, path: PathLike, compression: str | None) -> Node:
+    """The rows of a node, kept in files; see `Dataset.snapshot`."""
+    refuse_batches(FUNCTION, parent)
+    if parent.endless:
+        remedy = "Call repeat after snapshot."
+        expected, got = "a dataset with an end", "one repeated for ever"
+        raise ValueError(explain(FUNCTION, "", expected=expected, got=got, remedy=remedy))
+    if compression not in ("AUTO", "NONE", "GZIP", None):
+        raise ValueError(explain(FUNCTION, "compression", expected="'AUTO', 'GZIP' or None", got=repr(compression)))
+    return Snapshot(parent, path, None if compression == "AUTO" else compression)
