@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from .strategy import (
         RESTART_EXIT_CODE,
         CentralStorageStrategy,
+        Mesh,
+        MeshStrategy,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
@@ -90,6 +92,8 @@ else:
 __all__ = [
     # strategies
     "CentralStorageStrategy",
+    "Mesh",
+    "MeshStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",

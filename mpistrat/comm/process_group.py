@@ -136,6 +136,26 @@ class ProcessGroup:
         """Return the group of this process alone, without MPI: its collectives do nothing."""
         return cls(Topology.single(), Environment())
 
+    def subgroup(self, members: Sequence[int], function: str) -> ProcessGroup:
+        """Return the group of some of the ranks, this one among them, in that order. Collective over all ranks.
+
+        Each rank is in one subgroup, whose members pass the same; who asks for it closes it, and its topology.
+
+        Args:
+            members: the ranks.
+            function: the public caller to name in errors.
+        """
+        topology = self.topology
+        comm = None if self._comm is None else self._comm.Split(members[0], key=list(members).index(topology.rank))
+        if len(members) > 1:
+            group = ProcessGroup.create(Topology.create(comm, topology.devices, function), self.environment)
+        else:
+            group = ProcessGroup(Topology.single(topology.devices), self.environment)
+        if comm is not None:
+            comm.Free()
+        log.set_rank(topology.rank)
+        return group
+
     def collective(
         self,
         op: str,

@@ -49,6 +49,7 @@ class ArenaStep:
         self._decays = _merged((v.offset, ends[v.offset], optimizer.decay_of(v)) for v in variables)
         self._groups = _merged((v.offset, ends[v.offset], optimizer.group_of(v)) for v in variables)
         self._spans = sorted((v.offset, ends[v.offset], v.name) for v in variables)
+        self._divided = any(v.part is not None and v.part.split for v in variables)
         self._optimizer, self._mean, self._each, self._apart = optimizer, 0, False, False
         self._factor = 1.0
         self._slots = slots.of(arena)
@@ -87,7 +88,8 @@ class ArenaStep:
         self._factor = factor
         self._rule.begin(step, rate, 1.0 if two_passes else factor)
         if two_passes:
-            self._each, self._apart = optimizer.clipnorm is not None, optimizer.check_numerics
+            self._each = optimizer.clipnorm is not None or self._divided
+            self._apart = optimizer.check_numerics
             names = [name for _, _, name in self._spans]
             self.squares = dict.fromkeys(names if self._each else names[:1], 0.0)
 

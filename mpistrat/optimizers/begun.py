@@ -137,7 +137,7 @@ class Begun:
         names = ", ".join(variable.name for variable in variables)
         self._names.append(names)
         self.words = f", begun: {'; '.join(self._names)}"
-        group = strategy.extended.process_group
+        group = strategy.extended.placement.group
         if self._steps % group.environment.check_every == 0:
             self._marks.update((id(variable), _mark(variable)) for variable in variables)
         if group.num_nodes > 1 and self.able and self.choice.early:
@@ -199,7 +199,7 @@ class Begun:
         """Note that a step has taken what was begun. Collective."""
         self._steps += bool(self)
         if self._able:
-            self.choice.note_step(strategy.extended.process_group, bool(self))
+            self.choice.note_step(strategy.extended.placement.group, bool(self))
 
     def forget(self) -> None:
         """Forget what was begun. Every rank does it."""

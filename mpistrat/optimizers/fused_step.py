@@ -25,6 +25,7 @@ from ..variables.variable import Variable
 from .arena_step import ArenaStep, not_finite_of
 from .begun import Begun
 from .gradients import Pairs, load_gradients
+from .replica_parts import ReplicaParts
 from .rule import Rule, UpdateRun
 from .slots import SlotStore, owners
 
@@ -57,6 +58,7 @@ class FusedStep(UpdateRun):
         self._constrained = [variable for variable in variables if variable.constraint is not None]
         placement = variables[0].placement
         self._group, self._ops, self._outer = placement.group, placement.ops, slots.outer
+        self._parts = None if placement.grid is None else ReplicaParts(placement.grid, variables)
         members: dict[Arena, list[Variable]] = {}
         for variable in variables:
             if variable.arena is not None and variable.size:
@@ -95,6 +97,8 @@ class FusedStep(UpdateRun):
         words = f", step {number} at rate {self._rate_words[1]}"
         due = self._taken % self._every == 0
         self._taken += 1
+        if self._parts is not None:
+            self._parts.compare(detail, words, due)
         if due and not aggregate:
             words += f", gradients #{self._checksum_of_gradients():08x}"
         factor = self._outer.factor if self._outer is not None and aggregate else 1.0
@@ -203,6 +207,8 @@ class FusedStep(UpdateRun):
         """
         optimizer = self._optimizer
         sums, own = self._over_slices([step.squares for step in self._arena_steps]), self._outer is not None
+        if self._parts is not None:
+            sums = self._parts.total(sums)
         if optimizer.check_numerics:
             finite = all(map(math.isfinite, sums.values()))
             if not (self._group.agree(int(finite)) if own else finite):  # nodes with sums of their own
@@ -218,10 +224,14 @@ class FusedStep(UpdateRun):
         for step in self._arena_steps:
             step.direct(scales)
         squares = self._over_slices([step.norms for step in self._arena_steps])
+        norms = {}
+        for what in ("weights", "direction"):
+            sums = {name: total for (name, of), total in squares.items() if of == what}
+            norms[what] = sums if self._parts is None else self._parts.total(sums)
         ratios = {}
         for step in self._arena_steps:
             for variable in step.variables:
-                weights, direction = (math.sqrt(squares[variable.name, what]) for what in ("weights", "direction"))
+                weights, direction = (math.sqrt(norms[what][variable.name]) for what in ("weights", "direction"))
                 weights *= abs(1 - self._optimizer.decay_of(variable) * rate)  # they decay before they are updated
                 ratios[variable.name] = weights / direction if weights > 0 and direction > 0 else 1.0
         return ratios
@@ -272,6 +282,9 @@ class FusedStep(UpdateRun):
             raise FloatingPointError(
                 explain("apply_gradients", variable.name, expected=expected, got=got, remedy=remedy)
             )
+        if self._parts is not None:
+            got = f"others in a part of a variable that lies on other ranks, in step {number}"
+            raise FloatingPointError(explain("apply_gradients", "", expected="finite numbers", got=got))
 
 
 def _over_nodes(inter: Any, numbers: np.ndarray) -> np.ndarray:

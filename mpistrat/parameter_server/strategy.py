@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from .._util.text import counted
-from ..cluster import ClusterResolver, Topology
+from ..cluster import ClusterResolver
 from ..cluster.topology import check_comm, running_mpi
 from ..comm.process_group import ProcessGroup
 from ..comm.waiting import CEILING
@@ -128,7 +128,7 @@ class ParameterServerStrategy(Strategy):
         def make_sync_group(group: ProcessGroup) -> ProcessGroup:
             nonlocal roles
             roles = assignment.agree(group)
-            return _sync_group(group, roles.in_sync_with(group.topology.rank, workers_in_sync))
+            return group.subgroup(roles.in_sync_with(group.topology.rank, workers_in_sync), _NAME)
 
         extended = assemble(
             self,
@@ -378,18 +378,6 @@ class ParameterServerStrategy(Strategy):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(explain(_NAME, "", expected="no copy.deepcopy", got="one", remedy="Make another strategy"))
-
-
-def _sync_group(group: ProcessGroup, members: tuple[int, ...]) -> ProcessGroup:
-    """Return the group of some ranks, this one among them, in that order. Collective over all ranks."""
-    topology = group.topology
-    comm = topology.comm.Split(members[0], key=members.index(topology.rank))
-    if comm.size == 1:
-        comm.Free()
-        return ProcessGroup(Topology.single(topology.devices), group.environment)
-    own = Topology.create(comm, topology.devices, _NAME)
-    comm.Free()
-    return ProcessGroup.create(own, group.environment)
 
 
 add_strategy("parameter_server", ParameterServerStrategy)

@@ -4,6 +4,8 @@ from ..environment import RESTART_EXIT_CODE
 from .contexts import ReplicaContext, ValueContext
 from .extended import StrategyExtended
 from .loss import compute_average_loss, scale_regularization_loss
+from .mesh import Mesh
+from .mesh_strategy import MeshStrategy
 from .preemption import catch_stop_signals
 from .show_config import show_config
 from .strategy import Strategy
@@ -21,6 +23,8 @@ __all__ = [
     "RESTART_EXIT_CODE",
     "CentralStorageStrategy",
     "DefaultStrategy",
+    "Mesh",
+    "MeshStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",

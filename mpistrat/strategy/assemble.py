@@ -36,6 +36,7 @@ from .extended import StrategyExtended
 
 __all__ = [
     "CENTRAL_STORAGE",
+    "MESH",
     "MIRRORED",
     "MULTI_WORKER_MIRRORED",
     "ONE_DEVICE",
@@ -79,6 +80,7 @@ ONE_DEVICE = StrategyKind("OneDeviceStrategy", many_ranks=False, distributed=Fal
 MIRRORED = StrategyKind("MirroredStrategy")
 MULTI_WORKER_MIRRORED = StrategyKind("MultiWorkerMirroredStrategy", many_nodes=True)
 CENTRAL_STORAGE = StrategyKind("CentralStorageStrategy", central=True)
+MESH = StrategyKind("MeshStrategy", many_nodes=True)
 PARAMETER_SERVER = StrategyKind("ParameterServerStrategy", many_nodes=True, least_ranks=2)
 
 _ALL = (ONE_DEVICE, MIRRORED, CENTRAL_STORAGE, MULTI_WORKER_MIRRORED)  # what a synchronous program may use instead
@@ -126,6 +128,7 @@ def assemble(
     replicas: int | None = None,
     sharded_slots: bool | None = None,
     local_steps: LocalSteps | int | None = None,
+    axes: Any = None,
 ) -> StrategyExtended:
     """Return the inner parts of a new strategy. Collective over `comm`.
 
@@ -144,6 +147,7 @@ def assemble(
         sharded_slots: whether each node keeps its part of the slots only; default: where nodes are few, reductions send each
             its part, and the job keeps no snapshots, of which each node must have all.
         local_steps: how nodes train by themselves, or after how many updates they take an outer step.
+        axes: of a mesh, as they were given.
 
     Raises:
         LayoutError: on every rank, when the strategy does not accept the ranks and nodes.
@@ -169,7 +173,7 @@ def assemble(
     loops.set_threads(loop_threads(topology.local_size, topology.node_cores))
     group = ProcessGroup.create(topology, environment)
 
-    given = {"sharded_slots": sharded_slots, "local_steps": local_steps}
+    given = {"sharded_slots": sharded_slots, "local_steps": local_steps, "axes": axes}
     told = {name: value for name, value in given.items() if value is not None}
     settings = options, parameter_device, replicas, told or None
 
@@ -211,8 +215,9 @@ def assemble(
         local_steps = LocalSteps(local_steps)
     if group.num_nodes == 1:
         local_steps = None
-    few = 1 < group.num_nodes <= MOST_NODES
-    unasked = few and ops.sums_pieces and sync_group is None and not environment.job and local_steps is None
+    nodes = (sync_group or group).num_nodes
+    few = 1 < nodes <= MOST_NODES and kind is not PARAMETER_SERVER
+    unasked = few and ops.sums_pieces and not environment.job and local_steps is None
     return StrategyExtended(
         strategy,
         group,
@@ -222,7 +227,7 @@ def assemble(
         parameter_devices=parameter_devices,
         distributed=kind.distributed,
         central=kind.central,
-        sharded_slots=unasked if sharded_slots is None else sharded_slots and group.num_nodes > 1,
+        sharded_slots=unasked if sharded_slots is None else sharded_slots and nodes > 1,
         local_steps=local_steps,
         wire=wire,
     )

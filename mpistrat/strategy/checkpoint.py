@@ -95,10 +95,10 @@ class Checkpoint:
         ranges, rank = ranges_of(self._placement), self._group.topology.rank
         whole: dict[str, np.ndarray] = {}
         for variable in self._placement.variables:
-            value, where = variable.gathered(), ranges.get(variable.name)
-            if rank == 0 and where is None:
+            value, where = variable.gathered(), ranges[variable.name]
+            if rank == 0 and np.shape(value) == where.shape:
                 whole[variable.name] = np.asarray(value)
-            elif rank == 0 and where is not None:
+            elif rank == 0:
                 array = whole.setdefault(where.name, np.empty(where.shape, variable.dtype))
                 array[where.start : where.start + variable.shape[0]] = value
 
@@ -281,29 +281,38 @@ class Checkpoint:
         rank, node = self._group.topology.rank, self._group.node
         leads = node.rank == 0 if each_node else rank == 0
         everywhere = len(writers) == self._group.topology.size
-        share = (writers.index(rank), len(writers)) if rank in writers else None
-        if each_node:
-            share = node.rank, node.size
-        ranges, store = ranges_of(self._placement), self._placement.store
+        ranges, store, grid = ranges_of(self._placement), self._placement.store, self._placement.grid
         served = store is not None and everywhere and not (each_node and self._group.topology.num_nodes > 1)
         forms: dict[str, ArrayForm] = {}
         slices: list[Slice] = []
 
+        shares = self._shares([rank] if grid is None else grid.replica_ranks, writers, each_node)
+
+        def block_of(size: int, dtype: np.dtype, other: int) -> tuple[int, int]:
+            """Return which elements a rank writes of what all have."""
+            index, count = shares[other]
+            return aligned_block(size, count, index, PAGE // dtype.itemsize) if count else (0, 0)
+
         def add(where: FileRange, key: str, dtype: np.dtype, size: int, parts: Iterable[tuple[int, Any]]) -> int:
             forms.setdefault(key, ArrayForm(key, where.shape, dtype))
-            row = math.prod(where.shape[1:])
-            first = where.start * row
-            slices.extend(Slice(key, first + start, _flat(array)) for start, array in parts)
-            return first + size
+            if (
+                grid is not None and where.part is not None
+            ):  # each rank of a replica gives its part, and gets what it writes
+                size = where.part.size
+                wanted = [block_of(size, dtype, other) for other in grid.replica_ranks]
+                own = _flat(next(iter(parts))[1])
+                parts = [(block_of(size, dtype, rank)[0], where.part.elements(own, wanted))]
+            elif grid is not None and not leads:
+                parts = []
+            slices.extend(Slice(key, where.first + start, _flat(array)) for start, array in parts)
+            return where.first + size
 
         for variable in self._placement.variables:
-            where = ranges.get(variable.name) or FileRange(variable.name, 0, variable.shape)
+            where = ranges[variable.name]
             parts: list[tuple[int, Any]] = []
             if variable.arena is not None:
-                if share is not None:
-                    index, count = share
-                    low, high = aligned_block(variable.size, count, index, PAGE // variable.dtype.itemsize)
-                    parts = [(low, variable.arena.values[variable.offset + low : variable.offset + high])]
+                low, high = (0, variable.size) if where.part else block_of(variable.size, variable.dtype, rank)
+                parts = [(low, variable.arena.values[variable.offset + low : variable.offset + high])]
             elif served and store is not None and store.keeps(variable):
                 value = store.value_here(variable)
                 parts = [] if value is None else [(0, value)]
@@ -317,9 +326,8 @@ class Checkpoint:
                 where = ranges.get(part) or FileRange(part, 0, shape)
                 for slot, mine in slots.items():
                     key = f"optimizers/{index}/slots/{key_of(where.name)}/{key_of(slot)}"
-                    size = math.prod(shape)
-                    end = add(where, key, dtype, size, mine)
-                    covered.setdefault((key, slot), []).append((end - size, end))
+                    end = add(where, key, dtype, math.prod(shape), mine)
+                    covered.setdefault((key, slot), []).append((where.first, end))
             if leads:  # rows of shards that were never updated
                 for (key, slot), found in covered.items():
                     form, low = forms[key], 0
@@ -328,6 +336,20 @@ class Checkpoint:
                             slices.append(Slice(key, low, np.full(begin - low, kept.start_of(slot), form.dtype)))
                         low = end
         return list(forms.values()), [part for part in slices if part.array.size]
+
+    def _shares(self, ranks: Iterable[int], writers: Sequence[int], each_node: bool) -> dict[int, tuple[int, int]]:
+        """Return which share some ranks write of what all have, and of how many; of none those that are no writers."""
+        group, shares = self._group, {}
+        for rank in ranks:
+            domain = group.topology.node_of[rank] if group.num_nodes == group.topology.num_nodes else rank
+            among = group.ranks_of(domain) if each_node else writers
+            shares[rank] = (among.index(rank), len(among)) if rank in among else (0, 0)
+        return shares
+
+
+def _flat(array: Any) -> np.ndarray:
+    """A slice as the file has it."""
+    return np.ascontiguousarray(to_host(array)).reshape(-1)
 
 
 def _agree_extra(group: ProcessGroup, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> str | None:
@@ -374,8 +396,3 @@ def _plain(value: Any, where: str) -> Any:
     expected = "numbers, text, True, False, None, and lists and dicts of them"
     remedy = "Pass int(v), float(v) or v.tolist() of a variable or an array; large ones are better variables"
     raise TypeError(explain("Strategy.save", where, expected=expected, got=f"a {type(value).__name__}", remedy=remedy))
-
-
-def _flat(array: Any) -> np.ndarray:
-    """A slice as the file has it."""
-    return np.ascontiguousarray(to_host(array)).reshape(-1)

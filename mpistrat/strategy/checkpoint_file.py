@@ -32,7 +32,7 @@ from .._util.files import algorithm_of, digest_of_array, digest_of_bytes
 from ..comm.agree import as_told, together
 from ..comm.process_group import ProcessGroup
 from ..data.shards.objects import Refused, check_storage, find, find_group
-from ..variables import Placement
+from ..variables import Part, Placement, Receiver
 from ..variables.values import parse_dtype
 
 __all__ = [
@@ -117,20 +117,31 @@ def about_slice(form: ArrayForm, start: int) -> str:
 
 
 class FileRange(NamedTuple):
-    """The rows of a dataset that a variable is: all of its own dataset, or some of a ShardedVariable's."""
+    """What a variable is of a dataset: all of its own, rows of a ShardedVariable's, or on each rank of a mesh a part."""
 
     name: str
-    start: int
+    start: int  # row
     shape: tuple[int, ...]  # of the whole dataset
+    part: Part | None = None
+
+    @property
+    def first(self) -> int:
+        """The number of its first element; of a part the whole's."""
+        return self.start * math.prod(self.shape[1:])
+
+    def receiver(self, own: Receiver) -> Receiver:
+        """Return what takes elements from `first` on, of what takes the variable's."""
+        return own if self.part is None else self.part.receiver(own)
 
 
 def ranges_of(placement: Placement) -> dict[str, FileRange]:
-    """Return where each part of a ShardedVariable lies, by its name."""
-    return {
-        part.name: FileRange(whole.name, start, whole.shape)
-        for whole in placement.sharded
-        for part, start in zip(whole.variables, whole.offsets, strict=True)
-    }
+    """Return where each variable lies, by its name."""
+    found = {v.name: FileRange(v.name, 0, v.shape) for v in placement.variables if v.part is None}
+    found.update((v.name, FileRange(v.name, 0, v.part.whole_shape, v.part)) for v in placement.variables if v.part)
+    for whole in placement.sharded:
+        for part, start in zip(whole.variables, whole.offsets, strict=True):
+            found[part.name] = FileRange(whole.name, start, whole.shape)
+    return found
 
 
 def key_of(name: str) -> str:

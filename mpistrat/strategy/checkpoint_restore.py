@@ -10,7 +10,6 @@ lies on servers, all ranks take whole.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from ..errors import explain
 from ..optimizers.slots import WIRE_RESIDUAL, residual_receiver
 from ..variables import Placement, Receiver
 from ..variables.values import parse_dtype
-from .checkpoint_file import CheckpointFile, FileRange, Form, from_rank_0, key_of, name_of, on_all, ranges_of
+from .checkpoint_file import CheckpointFile, Form, from_rank_0, key_of, name_of, on_all, ranges_of
 from .checkpoint_parts import FileParts, Parts, Taken, read_own, send
 from .optimizer_states import OptimizerStates
 from .safetensors_file import SUFFIX, SafetensorsFile
@@ -75,7 +74,7 @@ class Restoring:
         group, ranges = self._group, ranges_of(self._placement)
         wanted: dict[str, Form] = {}
         for variable in self._placement.variables:
-            where = ranges.get(variable.name) or FileRange(variable.name, 0, variable.shape)
+            where = ranges[variable.name]
             wanted[where.name] = where.shape, variable.dtype.name
         there = _names_there(wanted, names)
         with contextlib.ExitStack() as stack:
@@ -232,11 +231,10 @@ class Restoring:
         ranges = ranges_of(self._placement)
         receivers: dict[str, list[tuple[int, Receiver]]] = {}
         for variable in self._placement.variables:
-            where = ranges.get(variable.name) or FileRange(variable.name, 0, variable.shape)
+            where = ranges[variable.name]
             key = f"variables/{key_of(there[where.name])}"
             if key in forms:
-                first = where.start * math.prod(where.shape[1:])
-                receivers.setdefault(key, []).append((first, variable.receiver()))
+                receivers.setdefault(key, []).append((where.first, where.receiver(variable.receiver())))
         return [Taken(key, forms[key], found) for key, found in receivers.items()]
 
     def _slots(
@@ -249,8 +247,11 @@ class Restoring:
         whole: dict[str, Contents],
     ) -> dict[str, list[tuple[int, Receiver]]]:
         """Return what this rank takes of the slots of an optimizer, by key; those that it takes whole are in `whole`, too."""
-        variables = {variable.name: variable for variable in self._placement.variables}
-        sharded = {each.name: each for each in self._placement.sharded}
+        variables, ranges = (
+            {variable.name: variable for variable in self._placement.variables},
+            ranges_of(self._placement),
+        )
+        sharded = {each.name: each.variables for each in self._placement.sharded}
         here = {name: own for own, name in there.items()}
         by_link: dict[str, dict[str, str]] = {}  # key of a slot, by link of the variable and name of the slot here
         for key in keys:
@@ -259,15 +260,13 @@ class Restoring:
         found: dict[str, list[tuple[int, Receiver]]] = {}
         for link, slots in by_link.items():
             name = here[name_of(link)]
-            group = sharded.get(name)
-            parts = [(variables[name], 0)] if group is None else zip(group.variables, group.offsets, strict=True)
-            for variable, start in parts:
+            for variable in sharded.get(name) or (variables[name],):
                 receivers = None if optimizer is None else optimizer.take_slots(variable, slots)
                 if receivers is None:
                     whole[variable.name], receivers = _whole_slots(variable, {s: forms[k][1] for s, k in slots.items()})
-                first = start * math.prod(variable.shape[1:])
+                where = ranges[variable.name]
                 for slot, receiver in receivers.items():
-                    found.setdefault(slots[slot], []).append((first, receiver))
+                    found.setdefault(slots[slot], []).append((where.first, where.receiver(receiver)))
         return found
 
     def _strangers(self, optimizers: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from ..options import CommunicationOptions
 from ..types import ReduceOp
 from .reductions import Reductions, read_variables
 from .replica_threads import current_rendezvous
+
+if TYPE_CHECKING:
+    from .mesh import Mesh
 
 __all__ = ["ReplicaContext", "Scope", "ValueContext", "in_step", "local_replica"]
 
@@ -106,6 +109,19 @@ class ReplicaContext:
     def devices(self) -> tuple[str, ...]:
         """The device of this replica."""
         return (self._device,)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Under a MeshStrategy, what the ranks of this replica do together.
+
+        Raises:
+            ContextError: under another strategy.
+        """
+        mesh: Mesh | None = getattr(self.strategy, "mesh", None)
+        if mesh is None:
+            expected, got = "a MeshStrategy", f"a {type(self.strategy).__name__}, of whose replicas each is one rank's"
+            raise ContextError(explain("ReplicaContext.mesh", "", expected=expected, got=got))
+        return mesh
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -34,7 +34,7 @@ class Kept:
     made: int | None
     optimizer: Any
     state: Mapping[str, Any] = field(default_factory=dict)
-    placement: Placement | None = None  # of one that is not there
+    placement: Placement | None = None
 
     def about(self) -> dict[str, Any]:
         """Return its attributes in a file. Collective."""
@@ -50,11 +50,18 @@ class Kept:
     ) -> Iterator[SlotsHere]:
         """Yield for each variable this rank's part of its slots, each element on one rank. Collective.
 
+        Where replicas are divided over ranks, each rank gives all that the variable has there: whoever writes it takes a share.
+
         Args:
             writers: the ranks that write; None for all, among whom nodes divide what they have alike.
             all_else: whether this rank gives what all ranks have alike.
             each_node: whether the ranks of each node give all.
         """
+        if self.placement is not None and self.placement.grid is not None:
+            every = self.optimizer.each_slots() if self.optimizer is not None else self.state.get("slots", {}).items()
+            for name, slots in every:
+                yield from waiting_slots(None, name, slots, writers, True, each_node)
+            return
         if self.optimizer is not None:
             yield from self.optimizer.slots_here(writers, all_else, each_node)
             return
@@ -121,7 +128,8 @@ class OptimizerStates:
         found = {}
         for one in self.registered:
             number = self.number_of(one)
-            found[number] = Kept(one.name, number if store else one.number_in(self._placement), one)
+            made = number if store else one.number_in(self._placement)
+            found[number] = Kept(one.name, made, one, placement=self._placement)
         for number, (name, state, made) in self._restored.items():
             found[number] = Kept(name, number if store else made, None, state, self._placement)
         return [found[number] for number in sorted(found)]

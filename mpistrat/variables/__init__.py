@@ -3,15 +3,19 @@
 from .arena import Arena, ArenaAllocator
 from .create import create_variable
 from .kinds import MirroredVariable, SyncOnReadVariable
+from .layout import DATA, Grid, Part
 from .placement import Placement
 from .receiver import Receiver
 from .sharded import ShardedVariable
 from .variable import Variable, explain_foreign
 
 __all__ = [
+    "DATA",
     "Arena",
     "ArenaAllocator",
+    "Grid",
     "MirroredVariable",
+    "Part",
     "Placement",
     "Receiver",
     "ShardedVariable",

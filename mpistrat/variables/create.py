@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,10 @@ from ..comm.process_group import ProcessGroup
 from ..errors import explain
 from ..types import VariableAggregation, VariableSynchronization
 from .kinds import MirroredVariable, SyncOnReadVariable, check_kind
+from .layout import Part
 from .partitioners import check_partitions
 from .placement import Description, Placement, Target
+from .receiver import Receiver
 from .sharded import ShardedVariable
 from .values import initial_array, move_like, parse_dtype
 from .variable import Variable
@@ -34,6 +37,7 @@ def create_variable(
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     aggregation: VariableAggregation = VariableAggregation.NONE,
     constraint: Callable[[Any], Any] | None = None,
+    layout: Sequence[str | None] | None = None,
     beside: Variable | None = None,
 ) -> Variable | ShardedVariable:
     """Return a new variable of a strategy. Collective over its ranks. Arguments and errors: see `Variable`.
@@ -50,15 +54,17 @@ def create_variable(
     _check_shape(form[0], shape)
     synchronization, trainable = check_kind(synchronization, aggregation, trainable, form[1])
     near = None if beside is None else next(i for i, known in enumerate(placement.variables) if known is beside)
+    on_read = synchronization is VariableSynchronization.ON_READ
+    part = _part(placement, layout, form[0], unique, on_read, constraint is not None)
 
     def make(name: str, shape: tuple[int, ...], value: np.ndarray | None) -> Variable:
-        index = len(placement.variables)
-        what = Description(index, name, shape, form[1], trainable, synchronization, aggregation, constraint, near)
+        index, own = len(placement.variables), shape if part is None else part.shape
+        what = Description(index, name, own, form[1], trainable, synchronization, aggregation, constraint, near, part)
         variable = _make(placement, what, value)
         placement.variables.append(variable)
         return variable
 
-    whole = synchronization is VariableSynchronization.ON_READ or near is not None
+    whole = on_read or near is not None
     shards = 1 if whole else _count_shards(placement, unique, form)
     if shards == 1:
         return make(unique, form[0], value)
@@ -71,6 +77,34 @@ def create_variable(
         rows = None if value is None else value[low:high]
         parts.append(make(placement.unique_name(f"{unique}/part_{index}"), (high - low, *form[0][1:]), rows))
     return ShardedVariable.of(parts, unique)
+
+
+def _part(
+    placement: Placement,
+    layout: Sequence[str | None] | None,
+    shape: tuple[int, ...],
+    name: str,
+    on_read: bool,
+    constrained: bool,
+) -> Part | None:
+    """Return which part of a new variable each rank holds; None where each has all, or a value of its own."""
+    what = f"{name}: layout"
+    if placement.grid is None:
+        if layout is not None:
+            expected, got = "a strategy with a mesh, for a layout", f"a {type(placement.strategy).__name__}"
+            remedy = 'ms.MeshStrategy(axes={"data": -1, "model": 4}); or leave layout out'
+            raise ValueError(explain("Variable", what, expected=expected, got=got, remedy=remedy))
+        return None
+    if on_read:
+        if layout is not None:
+            expected, got = "none for an ON_READ variable, of which each replica has its own", repr(layout)
+            raise ValueError(explain("Variable", what, expected=expected, got=got))
+        return None
+    part = Part(placement.grid, shape, (None,) * len(shape) if layout is None else layout, name)
+    if part.split and constrained:
+        expected, got = "no constraint, which is a function of the whole array", f"one, and the layout {layout}"
+        raise ValueError(explain("Variable", f"{name}: constraint", expected=expected, got=got))
+    return part
 
 
 def _count_shards(placement: Placement, name: str, form: tuple[tuple[int, ...], np.dtype]) -> int:
@@ -109,13 +143,23 @@ def _check_shape(found: tuple[int, ...], wanted: Sequence[int | None] | None) ->
 def _make(placement: Placement, what: Description, value: np.ndarray | None) -> Variable:
     group = placement.creators
     kind = "on GPUs" if placement.arenas.on_gpu else "on CPUs"
-    detail = (what.index, what.trainable, what.synchronization.name, what.aggregation.name, kind, what.beside)
+    layout = None if what.part is None else what.part.layout
+    detail: tuple[Any, ...] = (
+        what.index,
+        what.trainable,
+        what.synchronization.name,
+        what.aggregation.name,
+        kind,
+        what.beside,
+    )
+    detail += () if layout is None else (layout,)
     with group.collective("Variable", what.name, what.dtype.name, what.shape, detail) as call:
         if what.synchronization is VariableSynchronization.ON_READ:
             variable, targets = _make_copies(placement, what)
         else:
             variable, targets = (placement.store.make if placement.store else _make_in_arena)(placement, what)
-        if isinstance(variable, MirroredVariable) and placement.store is None and not placement.arenas.on_gpu:
+        shared = group is placement.group and not placement.arenas.on_gpu  # an arena of the ranks of a node
+        if isinstance(variable, MirroredVariable) and shared:
             _fill_arena(group, targets[0][0], value, call)
         else:
             _fill(group, targets, value, what)
@@ -161,8 +205,9 @@ def _fill_arena(group: ProcessGroup, flat: np.ndarray, value: np.ndarray | None,
 def _fill(group: ProcessGroup, targets: list[Target], value: np.ndarray | None, what: Description) -> None:
     """Store global rank 0's numbers in the part [low, high) of each target, chunk by chunk. Collective, inside one."""
     flat = None if value is None else value.reshape(-1)
-    size = int(np.prod(what.shape, dtype=np.int64))
+    size = math.prod(what.shape) if what.part is None else what.part.size
     step = max(1, CHUNK // what.dtype.itemsize) if group.topology.size > 1 else max(1, size)
+    receivers = [_receiver(target, what.part) for target in targets]
     for start in range(0, size, step):
         stop = min(start + step, size)
         if flat is not None and group.topology.rank == 0:
@@ -170,7 +215,19 @@ def _fill(group: ProcessGroup, targets: list[Target], value: np.ndarray | None, 
         else:
             chunk = np.empty(stop - start, what.dtype)
         group.broadcast(chunk, root=0)
-        for target, low, high in targets:
-            begin, end = max(start, low), min(stop, high)
-            if begin < end:
-                target[begin:end] = move_like(chunk[begin - start : end - start], target)
+        for receiver in receivers:
+            for low, high in receiver.ranges:
+                begin, end = max(start, low), min(stop, high)
+                if begin < end:
+                    receiver.take(begin, chunk[begin - start : end - start])
+
+
+def _receiver(target: Target, part: Part | None) -> Receiver:
+    """Return what a rank takes of an initial value."""
+    array, low, high = target
+
+    def take(start: int, flat: np.ndarray) -> None:
+        array[start : start + flat.size] = move_like(flat, array)
+
+    own = Receiver([(low, high)] if low < high else [], take)
+    return own if part is None else part.receiver(own)

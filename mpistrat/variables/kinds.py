@@ -162,8 +162,13 @@ class MirroredVariable(OnWriteVariable):
             return self._gradients[local_replica]
         return super().gradient(local_replica)
 
+    def gathered(self) -> np.ndarray:
+        """See `Variable.gathered`; of one that is divided, on every rank."""
+        value = self.numpy()
+        return value if self.part is None else self.part.whole(value)
+
     def receiver(self) -> Receiver:
-        """See `Variable.receiver`: the part that this rank writes."""
+        """See `Variable.receiver`: the elements that this rank writes."""
         low, high = self.arena.writes(self.size)
         self.arena.forget_unsent(self.offset, self.offset + self.size)
 
@@ -309,9 +314,10 @@ class SyncOnReadVariable(Variable):
 
         Collective.
         """
-        value, world, group = self.numpy(), self.placement.creators, self.placement.group
-        if world is group:
+        value = self.numpy()
+        if self.placement.store is None:
             return value
+        world, group = self.placement.creators, self.placement.group
         with world.collective("gathered", self.name, self.dtype, self.shape):
             if self.aggregation is not VariableAggregation.SUM:
                 world.broadcast(value, self.placement.first_worker)

@@ -15,6 +15,7 @@ from ..cross_device.ops import CrossDeviceOps
 from ..options import LocalSteps
 from ..types import VariableAggregation, VariableSynchronization
 from .arena import ArenaAllocator
+from .layout import Grid, Part
 
 __all__ = ["ORDINAL_STEP", "Description", "Placement", "Store", "Target"]
 
@@ -37,6 +38,7 @@ class Description:
     aggregation: VariableAggregation
     constraint: Callable[[Any], Any] | None
     beside: int | None = None  # the index of the variable that it is placed with
+    part: Part | None = None  # of a whole array, whose shape then is that of the part
 
 
 class Store(ABC):
@@ -129,6 +131,7 @@ class Placement:
         store: what keeps variables, and what optimizers keep of them, where that is not the arenas.
         local_steps: how nodes train by themselves; None where they do not, and on one node.
         partitioner: returns into how many shards a variable is cut, see `partitioners`; default: none is cut.
+        grid: the ranks over which each replica is divided; None where it is not.
 
     Attributes:
         variables: every `Variable`, in the order of creation, the same on every rank.
@@ -147,6 +150,7 @@ class Placement:
     store: Store | None = None
     local_steps: LocalSteps | None = None
     partitioner: Callable[..., Sequence[int]] | None = None
+    grid: Grid | None = None
     variables: list[Any] = field(default_factory=list)
     sharded: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
@@ -157,7 +161,9 @@ class Placement:
     @property
     def creators(self) -> ProcessGroup:
         """The ranks that make variables together."""
-        return self.group if self.store is None else self.store.group
+        if self.store is not None:
+            return self.store.group
+        return self.group if self.grid is None else self.grid.world
 
     @property
     def first_worker(self) -> int:

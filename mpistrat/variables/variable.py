@@ -15,6 +15,7 @@ from ..errors import ClosedError, ContextError, explain
 from ..types import VariableAggregation, VariableSynchronization
 from .arena import Arena
 from .array_like import ArrayVariable
+from .layout import Part
 from .placement import Description, Placement
 from .receiver import Receiver
 
@@ -34,7 +35,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
     """An array of a fixed shape and dtype that the current strategy keeps (TF: tf.Variable). Creation is collective.
 
     `Variable(initial_value, trainable=None, name=None, dtype=None, shape=None, synchronization=AUTO, aggregation=NONE,
-    constraint=None)` makes it in the strategy whose scope holds.
+    constraint=None, layout=None)` makes it in the strategy whose scope holds.
 
     Reading: wherever NumPy takes an array it takes a variable: `np.tanh(v @ x)`, `v[0]`, `np.asarray(v)`. What comes
     without computing (`v.array`, `np.asarray(v)`, `v[0:2]`) is a read-only view that shows later writes; `v.numpy()`,
@@ -58,9 +59,13 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         aggregation: how values that the replicas write, or that ON_READ copies hold, become one. In replica context an
             ON_WRITE variable with NONE cannot be written.
         constraint: function of the whole array that returns one like it; optimizers apply it after each update.
+        layout: under a MeshStrategy, for each dimension the axis over which it is divided, or None; default: each rank has all.
+            The variable is this rank's part then: `shape`, `array`, `grad`, and what is assigned, are the part's, see `part`.
+            Initial values are those of the whole, whatever the layout.
 
     Raises:
-        ValueError: synchronization NONE; MEAN of integers; a trainable ON_READ variable; another shape than `shape`.
+        ValueError: synchronization NONE; MEAN of integers; a trainable ON_READ variable; another shape than `shape`; a layout
+            with other axes than the mesh's, or that does not divide the array evenly.
         TypeError: an initial value that is no array of numbers.
         CollectiveMismatchError: on every rank, when they make different variables.
         SharedMemoryError: on every rank, when a node has too little.
@@ -86,6 +91,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
             synchronization: VariableSynchronization = ...,
             aggregation: VariableAggregation = ...,
             constraint: Callable[[Any], Any] | None = None,
+            layout: Sequence[str | None] | None = None,
         ) -> Variable: ...
 
     def _hold(self, placement: Placement, description: Description) -> None:
@@ -100,6 +106,11 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
     def constraint(self) -> Callable[[Any], Any] | None:
         """The function that optimizers apply after each update."""
         return self._description.constraint
+
+    @property
+    def part(self) -> Part | None:
+        """Under a MeshStrategy, which part of the whole array it is: `layout`, `whole_shape`, `slices`; else None."""
+        return self._description.part
 
     @property
     def device(self) -> str:
@@ -131,7 +142,7 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
         return self.values[0]
 
     def gathered(self) -> np.ndarray | None:
-        """Return a copy, at least on rank 0; None where this rank cannot read it. Collective; for files."""
+        """Return a copy, whole, at least on rank 0; None where this rank cannot read it. Collective; for files."""
         return self.numpy()
 
     def load(self, value: np.ndarray) -> None:

@@ -18,6 +18,7 @@ STRATEGIES: dict[str, Callable[[Sequence[str]], Any]] = {
     "mirrored": lambda devices: ms.MirroredStrategy(devices),
     "multi_worker_mirrored": lambda devices: ms.MultiWorkerMirroredStrategy(devices=devices),
     "central_storage": lambda devices: ms.CentralStorageStrategy(devices),
+    "mesh": lambda devices: ms.MeshStrategy({"data": -1}),
 }
 
 # How many devices, hence replicas, a rank has.
@@ -30,6 +31,8 @@ DEVICES: dict[str, Callable[[int], int]] = {
 
 def layout_for(name: str, ranks: int) -> str | None:
     """On which devices to test a strategy with so many ranks: over all numbers of ranks each meets all. None: on none."""
+    if name == "mesh":  # of whose replicas several ranks may have a part, but none several
+        return "1"
     if ranks == 1:
         return {"one_device": "1", "multi_worker_mirrored": "1"}.get(name, "2")
     if name == "one_device":

@@ -1,0 +1,149 @@
+"""MeshStrategy: replicas that are divided over several ranks each, on a grid of ranks with named axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import numpy as np
+
+from .._util.text import counted
+from ..cluster.topology import Topology
+from ..comm.arrays import as_array
+from ..comm.process_group import ProcessGroup
+from ..errors import LayoutError, explain
+from ..variables import DATA
+from .assemble import MESH, assemble
+from .axes import Axes
+from .mesh import Mesh
+from .preemption import StopTogether
+from .strategy import Strategy
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from .input import Division
+
+__all__ = ["MeshStrategy"]
+
+_NAME = "MeshStrategy"
+
+
+@final
+class MeshStrategy(Strategy):
+    """Synchronous training of replicas that are divided over several ranks each: data and model parallelism (TF: TPUStrategy).
+
+    Creation is collective over `comm`. The ranks are a grid with named axes. A replica is a coordinate of the axis "data": all
+    ranks with that coordinate, which get the same batches, and hold the parts of variables that have a layout. Along "data"
+    it is a MultiWorkerMirroredStrategy: `num_replicas_in_sync` is its length, and `reduce`, `gather` and `apply_gradients` work
+    along it. What the ranks of a replica do together is written in the step, by `ms.get_replica_context().mesh`.
+
+    A variable without a layout is equal on all ranks of a replica, and so must be its gradient be: the same bits, since each rank
+    does the same with them. Both are compared at the first step, and every MPISTRAT_CHECK_EVERY steps.
+
+    Args:
+        axes: the length of each axis, -1 for what is left; the last one is fastest, and its ranks must share a node. Default
+            of "data": 1.
+        comm: communicator, duplicated here; default COMM_WORLD.
+
+    Raises:
+        TypeError, ValueError: on every rank, for axes that are none.
+        LayoutError: on every rank, when the lengths do not make as many ranks as there are, or ranks along the last axis are on
+            several nodes; or a rank has several devices.
+        CollectiveMismatchError: on every rank, when they give other axes.
+
+    Example:
+        >>> strategy = ms.MeshStrategy(axes={"data": -1, "model": 4})  # doctest: +SKIP
+        >>> with strategy.scope():  # doctest: +SKIP
+        ...     w = ms.Variable(np.zeros((512, 2048)), layout=(None, "model"))  # of shape (512, 512) here
+
+    Attributes:
+        mesh: axes, coordinates, and collectives along an axis.
+    """
+
+    mesh: Mesh
+
+    def __init__(self, axes: Mapping[str, int], comm: MPI.Intracomm | None = None) -> None:
+        made: list[Mesh] = []
+
+        def make_data_group(group: ProcessGroup) -> ProcessGroup:
+            lengths = Axes(axes, group.topology.size)
+            lengths.check_node(group.topology)
+            made.append(Mesh(group, lengths))
+            return made[0].data_group
+
+        extended = assemble(self, MESH, comm, check=_check_devices, make_sync_group=make_data_group, axes=axes)
+        self.mesh = made[0]
+        extended.placement.grid = self.mesh.grid
+        extended.num_input_pipelines = self.mesh.sizes[DATA]
+        super().__init__(extended)
+        self._stop_agreement = StopTogether(extended.process_group)
+
+    # TensorFlow's names: the logical devices of a replica are its ranks, numbered by their coordinates
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """Return a value that all ranks of the replica have: itself. No message. Its gradient: `Mesh.replicate`."""
+        return tensor
+
+    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """Return this rank's part of an array that all ranks of the replica have: a view. No message. Also `Mesh.shard`.
+
+        Args:
+            tensor: the array.
+            partition_dimensions: for each dimension into how many parts it is cut; their product is the number of ranks.
+
+        Raises:
+            ValueError: they do not fit the array, or the ranks of the replica.
+        """
+        array, cuts = as_array(tensor, "experimental_split_to_logical_devices"), tuple(partition_dimensions)
+        group = self.mesh.grid.replica
+        fits = len(cuts) == array.ndim and math.prod(cuts) == group.topology.size
+        if not fits or any(n % cut for n, cut in zip(array.shape, cuts, strict=False)):
+            expected = f"numbers that divide shape {array.shape}, whose product is {group.topology.size}"
+            function, argument = "experimental_split_to_logical_devices", "partition_dimensions"
+            raise ValueError(explain(function, argument, expected=expected, got=repr(partition_dimensions)))
+        at = np.unravel_index(group.topology.rank, cuts)
+        lengths = [n // cut for n, cut in zip(array.shape, cuts, strict=True)]
+        return array[tuple(slice(int(i) * n, (int(i) + 1) * n) for i, n in zip(at, lengths, strict=True))]
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """Return on all ranks of the replica the array of one of them. Collective over the replica. Also `Mesh.broadcast`.
+
+        Args:
+            tensor: an array, of the same shape on all of them.
+            logical_device_id: whose it is.
+
+        Raises:
+            ValueError: there is no such rank.
+            CollectiveMismatchError: on every rank of the replica, when they pass other shapes, dtypes or numbers.
+        """
+        return self.mesh.broadcast_in_replica(tensor, logical_device_id)
+
+    # what the base asks for
+
+    def _division(self) -> Division:
+        """The ranks of a replica read the same; replicas divide batches."""
+        from .input import Division
+
+        return Division.together(self.mesh.data_group)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return the axes, as names and texts."""
+        return [("axes", ", ".join(f"{axis} {length}" for axis, length in self.mesh.sizes.items()))]
+
+    def __repr__(self) -> str:
+        nodes = self._extended.topology.num_nodes
+        axes = " × ".join(f"{axis} {length}" for axis, length in self.mesh.sizes.items())
+        return f"<{_NAME} {'closed' if self._extended.closed else axes}, {counted(nodes, 'node')}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(explain(_NAME, "", expected="no copy.deepcopy", got="one", remedy="Make another strategy"))
+
+
+def _check_devices(topology: Topology) -> None:
+    """Raise LayoutError if this rank has several replicas: a part of a replica is a rank's."""
+    if topology.num_local_replicas != 1:
+        got = f"{counted(topology.num_local_replicas, 'device')} ({', '.join(topology.devices)})"
+        remedy = "Start a rank for each"
+        raise LayoutError(explain(_NAME, "", expected="one device on each rank", got=got, remedy=remedy))

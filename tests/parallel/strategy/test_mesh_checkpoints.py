@@ -1,0 +1,119 @@
+"""Checkpoints go from any mesh to any other, and to and from strategies without one, bit for bit."""
+
+import h5py
+import meshes
+import numpy as np
+import pytest
+
+import mpistrat as ms
+
+
+def equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert np.array_equal(found[name], array), name
+
+
+def other_values():
+    return {name: value + 1 for name, value in meshes.start().items()}
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("applied", [False, True])
+def test_every_mesh_restores_every_other(mpi_tmp_path, applied):
+    from mpi4py import MPI
+
+    every = meshes.meshes(MPI.COMM_WORLD.size)
+    for number, axes in enumerate(every):
+        with ms.MeshStrategy(axes=axes) as strategy:
+            network = meshes.Network(strategy)
+            network.train()
+            wanted = network.wholes()
+            strategy.save(mpi_tmp_path / f"{number}.h5", extra={"mesh": number})
+        for other in every:
+            with ms.MeshStrategy(axes=other) as strategy:
+                network = meshes.Network(strategy, other_values())
+                if applied:
+                    network.train()
+                assert strategy.restore(mpi_tmp_path / f"{number}.h5") == {"mesh": number}
+                equal(network.wholes(), wanted)
+                assert network.optimizer.iterations == meshes.STEPS
+                strategy.save(mpi_tmp_path / "again.h5")  # what waits for the first step is in it, too
+            with ms.MeshStrategy(axes=other) as strategy:
+                network = meshes.Network(strategy, other_values())
+                strategy.restore(mpi_tmp_path / "again.h5")
+                equal(network.wholes(), wanted)
+
+
+@pytest.mark.hosts(2, ranks_per_host=2)
+@pytest.mark.parametrize("model", [1, 2])
+def test_two_hosts(mpi_tmp_path, model):
+    with ms.MeshStrategy(axes={"data": -1, "model": model}) as strategy:
+        network = meshes.Network(strategy)
+        network.train()
+        wanted = network.wholes()
+        strategy.save(mpi_tmp_path / "a.h5")
+    with ms.MeshStrategy(axes={"data": -1, "model": 3 - model}) as strategy:
+        network = meshes.Network(strategy, other_values())
+        strategy.restore(mpi_tmp_path / "a.h5")
+        equal(network.wholes(), wanted)
+
+
+class Plain:
+    """The variables of the network, whole, under a strategy without a mesh."""
+
+    def __init__(self, strategy, values):
+        with strategy.scope():
+            self.variables = {name: ms.Variable(value, name=name) for name, value in values.items()}
+            self.optimizer = ms.optimizers.Adam(0.01, global_clipnorm=meshes.CLIP)
+        self.strategy = strategy
+
+    def step(self):
+        rng = np.random.default_rng(4)
+        self.optimizer.apply_gradients([(rng.normal(size=v.shape), v) for v in self.variables.values()])
+
+    def wholes(self):
+        found = {name: variable.numpy() for name, variable in self.variables.items()}
+        for name, variable in self.variables.items():
+            found.update({f"{name} {slot}": array for slot, array in self.optimizer.slots(variable).items()})
+        return found
+
+
+@pytest.mark.ranks(4)
+def test_with_strategies_without_a_mesh(mpi_tmp_path):
+    from mpi4py import MPI
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        plain = Plain(strategy, other_values())
+        strategy.run(plain.step)
+        wanted = plain.wholes()
+        strategy.save(mpi_tmp_path / "plain.h5")
+    with ms.MeshStrategy(axes={"data": 2, "model": 2}) as strategy:
+        network = meshes.Network(strategy)
+        strategy.restore(mpi_tmp_path / "plain.h5")
+        equal(network.wholes(), wanted)
+        network.train()
+        wanted = network.wholes()
+        strategy.save(mpi_tmp_path / "mesh.h5")
+        strategy.begin_save(mpi_tmp_path / "begun.h5").wait()
+    for file in ("mesh.h5", "begun.h5"):
+        with ms.OneDeviceStrategy(comm=MPI.COMM_SELF) as strategy:
+            plain = Plain(strategy, meshes.start())
+            strategy.restore(mpi_tmp_path / file)
+            equal(plain.wholes(), wanted)
+        with h5py.File(mpi_tmp_path / file) as opened:
+            assert np.array_equal(opened["variables/w1"], wanted["w1"])
+
+
+@pytest.mark.ranks(4)
+def test_columns_of_more_than_a_page(mpi_tmp_path):
+    """Each rank writes whole pages of rows, whatever it holds of them."""
+    whole = np.random.default_rng(5).normal(size=(300, 40, 6))
+    with ms.MeshStrategy(axes={"rows": 2, "columns": 2}) as strategy:
+        with strategy.scope():
+            ms.Variable(whole, layout=(None, "columns", "rows"), name="a")
+            ms.Variable(whole, layout=("columns", None, None), name="b")
+        strategy.save(mpi_tmp_path / "a.h5")
+    with h5py.File(mpi_tmp_path / "a.h5") as opened:
+        assert np.array_equal(opened["variables/a"], whole)
+        assert np.array_equal(opened["variables/b"], whole)

@@ -1,0 +1,118 @@
+"""The collectives along an axis of a mesh: values, gradients, any size and dtype, and what ranks that differ are told."""
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.errors import CollectiveMismatchError
+
+AXES = {"data": 2, "model": 2}
+
+
+def of(rank, shape=(4, 6), dtype=np.float64):
+    return np.random.default_rng(rank).integers(0, 50, size=shape).astype(dtype)
+
+
+@pytest.fixture
+def mesh():
+    with ms.MeshStrategy(axes=AXES) as strategy:
+        yield strategy.mesh
+
+
+def ranks_along(mesh, axis):
+    return [2 * mesh.at["data"] + m for m in (0, 1)] if axis == "model" else [2 * d + mesh.at["model"] for d in (0, 1)]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.hosts(2, ranks_per_host=2)
+@pytest.mark.parametrize("axis", ["data", "model"])
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32])
+def test_values(mesh, axis, dtype):
+    ranks, at = ranks_along(mesh, axis), mesh.at[axis]
+    own = ranks[at]
+    every = [of(rank, dtype=dtype) for rank in ranks]
+    mine, total = of(own, dtype=dtype), every[0] + every[1]
+    assert np.array_equal(mesh.all_reduce(mine, axis), total)
+    assert np.array_equal(mesh.all_reduce(mine, axis, "MAX"), np.maximum(*every))
+    for dim in (0, 1):
+        assert np.array_equal(mesh.all_gather(mine, axis, dim), np.concatenate(every, axis=dim))
+        assert np.array_equal(mesh.reduce_scatter(mine, axis, dim), np.split(total, 2, axis=dim)[at])
+        assert np.array_equal(mesh.shard(total, axis, dim), np.split(total, 2, axis=dim)[at])
+        whole = np.concatenate(every, axis=dim)
+        assert np.array_equal(mesh.reshard(mine, axis, old=dim, new=1 - dim), np.split(whole, 2, axis=1 - dim)[at])
+    for root in (0, 1):
+        assert np.array_equal(mesh.broadcast(mine, axis, root), every[root])
+    for result in (mesh.all_gather(mine, axis, 0), mesh.reduce_scatter(mine, axis, 0), mesh.reshard(mine, axis, 0, 1)):
+        assert result.dtype == dtype
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("size", [0, 1, 70_001])  # none; one element; more than staging memory has room for
+def test_sizes(size):
+    from mpi4py import MPI
+
+    ranks = MPI.COMM_WORLD.size
+    with ms.MeshStrategy(axes={"model": ranks}) as strategy:
+        mesh = strategy.mesh
+        mine = of(strategy.rank, (ranks, 2 * size))
+        every = [of(rank, (ranks, 2 * size)) for rank in range(ranks)]
+        assert np.array_equal(mesh.all_gather(mine, "model", 0), np.concatenate(every))
+        assert np.array_equal(mesh.reduce_scatter(mine, "model", 0), sum(every)[[strategy.rank]])
+        whole = np.concatenate(every, axis=1)
+        assert np.array_equal(mesh.reshard(mine, "model", 1, 0), whole[[strategy.rank]])
+
+
+@pytest.mark.ranks(4)
+def test_backward_is_the_transpose(mesh):
+    """Of a linear map, <f(x), g> = <x, backward(g)>, summed over the ranks: split values once, equal ones once in all."""
+    axis, rank, at = "model", 2 * mesh.at["data"] + mesh.at["model"], mesh.at["model"]
+    x, same = of(rank), of(99)
+
+    def total(a, b):
+        return mesh.all_reduce(float((a * b).sum()), axis)
+
+    # used by each rank in its own way: gradients of an equal value differ
+    g = of(50 + rank, (8, 6))
+    assert total(mesh.all_gather(x, axis, 0), g) == total(x, mesh.all_gather_backward(g, axis, 0))
+    g = of(60 + rank)
+    assert total(mesh.replicate(same, axis), g) == (same * mesh.replicate_backward(g, axis)).sum()
+    g = of(70 + rank, (2, 6))
+    assert total(mesh.reduce_scatter(x, axis, 0), g) == total(x, mesh.reduce_scatter_backward(g, axis, 0))
+    assert total(mesh.shard(same, axis, 0), g) == (same * mesh.shard_backward(g, axis, 0)).sum()
+    g = of(80 + rank, (8, 3))
+    assert total(mesh.reshard(x, axis, 0, 1), g) == total(x, mesh.reshard_backward(g, axis, 0, 1))
+    # an equal gradient of a sum
+    g = of(90)
+    assert (mesh.all_reduce(x, axis) * g).sum() == total(x, mesh.all_reduce_backward(g, axis))
+    assert mesh.shard(g, axis, 0).shape == (2, 6)
+    assert at in (0, 1)
+
+
+@pytest.mark.ranks(4)
+def test_ranks_that_differ_are_told(mesh):
+    first = mesh.at["model"] == 0
+    with pytest.raises(CollectiveMismatchError, match=r"axis model, ranks .*\(4, 6\).*\(6, 4\)"):
+        mesh.all_reduce(np.zeros((4, 6) if first else (6, 4)), "model")
+    with pytest.raises(CollectiveMismatchError, match="float32"):
+        mesh.all_gather(np.zeros(4, np.float32 if first else np.float64), "model", 0)
+    with pytest.raises(CollectiveMismatchError, match=r"mesh\.reduce_scatter"):
+        (mesh.reduce_scatter if first else mesh.all_gather)(np.zeros((4, 4)), "model", 0)
+    with pytest.raises(CollectiveMismatchError):
+        mesh.reshard(np.zeros((4, 4)), "model", 0, 1) if first else mesh.reshard(np.zeros((4, 4)), "model", 1, 0)
+
+
+@pytest.mark.ranks(4)
+def test_wrong_use(mesh):
+    with pytest.raises(ValueError, match="'data', 'model'"):
+        mesh.all_reduce(np.zeros(2), "modle")
+    with pytest.raises(ValueError, match="from 0 on"):
+        mesh.all_gather(np.zeros(2), "model", -1)
+    with pytest.raises(ValueError, match="divide"):
+        mesh.reduce_scatter(np.zeros(3), "model", 0)
+    with pytest.raises(ValueError, match="divide"):
+        mesh.shard(np.zeros(3), "model", 0)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        mesh.broadcast(np.zeros(2), "model", 2)
+    with pytest.raises(TypeError):
+        mesh.reduce_scatter(np.array([True, False]), "model", 0)
+    assert mesh.comm("model").allgather(mesh.at["model"]) == [0, 1]
