@@ -25,7 +25,7 @@ from ..comm.arrays import accumulation_dtype, as_array, check_movable, check_red
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
 from ..cross_device.ops import CrossDeviceOps
-from ..errors import explain
+from ..errors import ClosedError, explain
 from ..types import ReduceOp
 from ..variables import DATA, Grid
 from ..variables.values import move_like
@@ -273,6 +273,8 @@ class Mesh:
         if group is None:
             expected = f"an axis of the mesh: {', '.join(map(repr, self.sizes))}"
             raise ValueError(explain(f"Mesh.{function}", "axis", expected=expected, got=repr(axis)))
+        if group.closed:
+            raise ClosedError(f"Mesh.{function}: the strategy was closed")
         return group
 
     def _words(self, axis: str) -> str:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import monotonic
@@ -28,6 +29,7 @@ _SHOWN = 400  # characters of an error
 
 ALL = "all ranks must call it"
 _groups = itertools.count(1)
+_monitors: weakref.WeakSet[RankMonitor] = weakref.WeakSet()  # of this process's groups
 
 _BLOCKING = [
     "Barrier", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv", "Allgather", "Allgatherv", "Alltoall",
@@ -172,6 +174,7 @@ class RankMonitor:
         self.answers: dict[int, Answer] = {}
         self.wanted: tuple[int, ...] = ()
         self.watched = False
+        _monitors.add(self)
 
     def refuse(self, text: str) -> None:
         """Raise `refusal`, if any, in the name of a collective."""
@@ -243,6 +246,11 @@ class RankMonitor:
             return Answer(now, number, call.tag, now - start, *more, what, *words)
         if raw is not None:
             return Answer(now, -1, 0, now - raw[0], *more, f"in comm.{raw[1]}", *words)
+        elsewhere = [other.current for other in list(_monitors) if other is not self and other.current is not None]
+        if elsewhere:
+            start, call, _ = min(elsewhere, key=lambda entered: entered[0])
+            what = f"in {call.brief} of another group, after #{self.number}"
+            return Answer(now, -1, 0, now - start, *more, what, *words)
         return Answer(now, -1, 0, 0.0, *more, f"not in a collective, after #{self.number}", *words)
 
 

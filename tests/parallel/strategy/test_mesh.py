@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.errors import CollectiveMismatchError, ContextError, LayoutError
+from mpistrat.errors import ClosedError, CollectiveMismatchError, ContextError, LayoutError
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -219,3 +219,67 @@ def test_another_rate_on_some_ranks_of_a_replica_is_told():
             optimizer = ms.optimizers.SGD(1.0 + strategy.mesh.at["model"])
         with pytest.raises(CollectiveMismatchError, match=r"rate 1.0.*rate 2.0"):
             strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), v)]))
+
+
+# the rest of its life
+
+
+@pytest.mark.ranks(4)
+def test_a_request_on_one_rank_stops_all_at_the_same_step():
+    import os
+    import signal
+
+    with ms.MeshStrategy(axes={"data": 2, "model": 2}) as strategy:
+        found = []
+        for number in range(6):
+            if number == 2 and strategy.rank == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            strategy.barrier()
+            found.append(strategy.should_stop())
+        assert strategy.all_gather_object(found) == [found] * 4
+        assert not any(found[:2])
+        assert all(found[4:])
+
+
+@pytest.mark.ranks(4)
+def test_after_close_and_the_texts():
+    strategy = ms.MeshStrategy(axes={"data": 2, "model": 2})
+    with strategy.scope():
+        v = ms.Variable(np.zeros(4), layout=("model",))
+    assert repr(strategy) == "<MeshStrategy data 2 × model 2, 1 node>"
+    assert f"model {strategy.mesh.at['model']} of 2" in repr(strategy.mesh)
+    assert "data 2, model 2" in ms.show_config(strategy)
+    strategy.close()
+    for use in (v.numpy, strategy.barrier, lambda: strategy.mesh.all_reduce(1.0, "model")):
+        with pytest.raises(ClosedError):
+            use()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("axes", [{"data": 2, "model": 2}, {"model": 4}])
+def test_without_shared_memory(monkeypatch, axes):
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
+    loss, weights = meshes.expected()
+    with ms.MeshStrategy(axes=axes) as strategy:
+        network = meshes.Network(strategy)
+        np.testing.assert_allclose(network.train(), loss, rtol=1e-9)
+        for name, value in network.wholes().items():
+            if name in weights:
+                np.testing.assert_allclose(value, weights[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.ranks(4)
+def test_on_read_variables_are_those_of_replicas():
+    """The ranks of a replica count the same, and the sum is over replicas."""
+    with ms.MeshStrategy(axes={"data": 2, "model": 2}) as strategy:
+        with strategy.scope():
+            steps = ms.Variable(
+                0,
+                synchronization=ms.VariableSynchronization.ON_READ,
+                aggregation=ms.VariableAggregation.SUM,
+            )
+            with pytest.raises(ValueError, match="none for an ON_READ variable"):
+                ms.Variable([0, 0], synchronization=ms.VariableSynchronization.ON_READ, layout=("model",))
+        for _ in range(3):
+            strategy.run(lambda: steps.assign_add(1))
+        assert int(steps) == 6
