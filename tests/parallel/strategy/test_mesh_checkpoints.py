@@ -117,3 +117,34 @@ def test_columns_of_more_than_a_page(mpi_tmp_path):
     with h5py.File(mpi_tmp_path / "a.h5") as opened:
         assert np.array_equal(opened["variables/a"], whole)
         assert np.array_equal(opened["variables/b"], whole)
+
+
+@pytest.mark.hosts(2, ranks_per_host=2)
+def test_slots_that_hosts_divide(mpi_tmp_path):
+    """Along "data" each host keeps the slots of a piece of what it has; files have them whole."""
+    shapes, found = {"a": ((400, 400), (None, "model")), "b": ((300, 100), None)}, []
+    for model in (2, 1):
+        with ms.MeshStrategy(axes={"data": -1, "model": model}) as strategy:
+            with strategy.scope():
+                variables = {n: ms.Variable(np.ones(s), name=n, layout=layout) for n, (s, layout) in shapes.items()}
+                optimizer = ms.optimizers.Adam(0.1)
+
+            def step(variables=variables, optimizer=optimizer, replicas=strategy.num_replicas_in_sync):
+                rng = np.random.default_rng(6)
+                gradients = {name: rng.integers(1, 9, shape) / replicas for name, (shape, _) in shapes.items()}
+                optimizer.apply_gradients([(gradients[n][v.part.slices], v) for n, v in variables.items()])
+
+            strategy.run(step)
+            assert variables["a"].arena.sharded
+            found.append({name: variable.gathered() for name, variable in variables.items()})
+            strategy.save(mpi_tmp_path / f"{model}.h5")
+            if model == 1:
+                strategy.restore(mpi_tmp_path / "2.h5")
+                equal({name: variable.gathered() for name, variable in variables.items()}, found[0])
+    equal(found[1], found[0])  # sums of whole numbers are exact
+    with h5py.File(mpi_tmp_path / "1.h5") as one, h5py.File(mpi_tmp_path / "2.h5") as two:
+        for name in shapes:
+            for slot in ("momentum", "velocity"):
+                key = f"optimizers/0/slots/{name}/{slot}"
+                assert np.array_equal(one[key], two[key])
+                assert np.asarray(one[key]).all()
