@@ -26,7 +26,7 @@ class ReplicaParts:
         self._grid, self._group = grid, grid.replica
         self._parts = {variable.name: variable.part for variable in variables if variable.part is not None}
         self._variables = [
-            v for v in variables if v.part is not None and len(v.part.holders()) < self._group.topology.size
+            v for v in variables if v.part is not None and len(v.part.holders) < self._group.topology.size
         ]
 
     def compare(self, detail: str, words: str, due: bool) -> None:
@@ -51,10 +51,9 @@ class ReplicaParts:
         for number, variable in enumerate(self._variables):
             part = variable.part
             assert part is not None
-            first = [part.holder_of(rank) for rank in range(len(table))]
             for which, what in enumerate(("gradient", "value")):
                 found = table[:, number, which]
-                if (found != found[first]).any():
+                if (found != found[part.same]).any():
                     ranks = self._grid.replica_ranks
                     got = by_rank({ranks[r]: f"#{int(value):08x}" for r, value in enumerate(found)})
                     raise _different(variable.name, what, part.layout, got)
@@ -67,7 +66,7 @@ class ReplicaParts:
         mine = np.array(list(squares.values()), np.float64)
         with self._group.collective(_STEP, "squares", detail=len(squares)):
             table = self._group.all_gather_int(mine.view(np.int64).tolist()).view(np.float64)
-        return {name: sum(table[self._parts[name].holders(), number].tolist()) for number, name in enumerate(squares)}
+        return {name: sum(table[self._parts[name].holders, number].tolist()) for number, name in enumerate(squares)}
 
 
 def _sum(array: np.ndarray) -> int:

@@ -66,9 +66,9 @@ class Axes:
         last = next(reversed(self.sizes))
         if last == DATA:
             return
-        for rank in range(topology.size):
-            ranks = self.along([last], rank) if not self.coordinates(rank)[last] else [rank]
-            nodes = sorted({topology.node_of[member] for member in ranks})
+        for first in range(0, topology.size, self.sizes[last]):
+            ranks = range(first, first + self.sizes[last])
+            nodes = sorted({topology.node_of[rank] for rank in ranks})
             if len(nodes) > 1:
                 got = f"{named('rank', ranks)} on {named('node', nodes)}"
                 fewest = topology.slices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,16 +87,17 @@ class Part:
         """Number of elements of the whole."""
         return math.prod(self.whole_shape)
 
+    @functools.cached_property
     def holders(self) -> list[int]:
-        """Return ranks of the replica, by their numbers there, that hold all parts, each once."""
-        others = [axis for axis in self._grid.model_axes if axis not in self.layout]
-        ranks = range(self._grid.replica.topology.size)
-        return [rank for rank in ranks if not any(self._grid.coordinates(rank)[axis] for axis in others)]
+        """Ranks of the replica, by their numbers there, that hold all parts, each once."""
+        return sorted(set(self.same))
 
-    def holder_of(self, rank: int) -> int:
-        """Return which of `holders` has the part of a rank of the replica."""
-        corner = self._corner(self._grid.coordinates(rank))
-        return next(one for one in self.holders() if self._corner(self._grid.coordinates(one)) == corner)
+    @functools.cached_property
+    def same(self) -> list[int]:
+        """For each rank of the replica the first one that holds the same part."""
+        first: dict[tuple[int, ...], int] = {}
+        ranks = range(self._grid.replica.topology.size)
+        return [first.setdefault(self._corner(self._grid.coordinates(rank)), rank) for rank in ranks]
 
     def receiver(self, own: Receiver) -> Receiver:
         """Return what takes from the whole, of what takes elements of the part.
@@ -130,7 +132,7 @@ class Part:
         low, high = wanted[rank]
         if not self.split:
             return own[low:high]
-        holders, corners = self.holders(), {r: self._corner(self._grid.coordinates(r)) for r in range(len(wanted))}
+        holders, corners = self.holders, {r: self._corner(self._grid.coordinates(r)) for r in range(len(wanted))}
         sent: list[list[Any]] = [[] for _ in wanted]
         if rank in holders:
             for other, (begin, end) in enumerate(wanted):

@@ -106,3 +106,26 @@ def test_what_an_error_ends_is_kept(job):
         finally:
             strategy.close()
     assert len(job_files.paths(job)) == 1
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.hosts(2, ranks_per_host=2)
+def test_a_mesh_has_snapshots(job):
+    """Each node has wholes, also of what its ranks hold parts of, and reads its parts from there."""
+    whole = np.random.default_rng(7).normal(size=(60, 40))
+    with ms.MeshStrategy(axes={"data": 2, "model": 2}) as strategy:
+        with strategy.scope():
+            w = ms.Variable(whole, layout=(None, "model"), name="w")
+            optimizer = ms.optimizers.Adagrad(0.5)
+        strategy.run(lambda: optimizer.apply_gradients([(whole[w.part.slices] / 2, w)]))
+        wanted, slots = w.gathered(), optimizer.slots(w)
+        strategy.take_snapshot(1, {"mesh": 2})
+        w.assign(np.zeros(w.shape))
+        strategy.run(lambda: optimizer.apply_gradients([(w.array, w)]))
+        snapshot = strategy.newest_snapshot()
+        assert snapshot is not None
+        assert strategy.restore_snapshot(snapshot) == {"mesh": 2}
+        assert np.array_equal(w.gathered(), wanted)
+        assert not np.array_equal(wanted, whole)
+        for name, array in optimizer.slots(w).items():
+            assert np.array_equal(array, slots[name])
