@@ -142,7 +142,7 @@ class Mesh:
         """
 
         def exchange(group: ProcessGroup, call: Any, array: np.ndarray) -> np.ndarray:
-            return np.concatenate(list(all_gather(group, call, array)), axis=dim)
+            return _joined(all_gather(group, call, array), dim)
 
         return self._exchanged("all_gather", x, axis, (dim,), (), exchange)
 
@@ -172,8 +172,7 @@ class Mesh:
 
         def exchange(group: ProcessGroup, call: Any, array: np.ndarray) -> np.ndarray:
             check_reducible(array.dtype, "Mesh.reduce_scatter", "x")
-            parts = np.stack(np.split(array, group.topology.size, axis=dim))
-            found = all_to_all(group, call, parts)
+            found = all_to_all(group, call, _cut(array, group.topology.size, dim))
             return found.sum(axis=0, dtype=accumulation_dtype(array.dtype)).astype(array.dtype, copy=False)
 
         return self._exchanged("reduce_scatter", x, axis, (dim,), (dim,), exchange)
@@ -215,8 +214,7 @@ class Mesh:
         """
 
         def exchange(group: ProcessGroup, call: Any, array: np.ndarray) -> np.ndarray:
-            parts = np.stack(np.split(array, group.topology.size, axis=new))
-            return np.concatenate(list(all_to_all(group, call, parts)), axis=old)
+            return _joined(all_to_all(group, call, _cut(array, group.topology.size, new)), old)
 
         return self._exchanged("reshard", x, axis, (old, new), (new,), exchange)
 
@@ -302,6 +300,20 @@ class Mesh:
     def __repr__(self) -> str:
         at = ", ".join(f"{axis} {self.at[axis]} of {size}" for axis, size in self.sizes.items())
         return f"<Mesh {at}>"
+
+
+def _cut(array: np.ndarray, count: int, dim: int) -> np.ndarray:
+    """Return so many parts of an array in a dimension, in one array; of the first dimension a view."""
+    if dim == 0:
+        return array.reshape(count, array.shape[0] // count, *array.shape[1:])
+    return np.stack(np.split(array, count, axis=dim))
+
+
+def _joined(parts: np.ndarray, dim: int) -> np.ndarray:
+    """Return the parts one behind the other in a dimension; in the first one a view."""
+    if dim == 0:
+        return parts.reshape(parts.shape[0] * parts.shape[1], *parts.shape[2:])
+    return np.concatenate(list(parts), axis=dim)
 
 
 def _broadcast(group: ProcessGroup, x: Any, root: int, words: str) -> Any:
