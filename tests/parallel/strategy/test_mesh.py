@@ -283,3 +283,16 @@ def test_on_read_variables_are_those_of_replicas():
         for _ in range(3):
             strategy.run(lambda: steps.assign_add(1))
         assert int(steps) == 6
+
+
+@pytest.mark.ranks(4)
+def test_on_a_communicator():
+    """Two meshes side by side, each on half of the ranks."""
+    from mpi4py import MPI
+
+    half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
+    with ms.MeshStrategy(axes={"model": -1}, comm=half) as strategy:
+        assert (strategy.size, strategy.mesh.sizes) == (2, {"data": 1, "model": 2})
+        total = strategy.mesh.all_reduce(MPI.COMM_WORLD.rank, "model")
+        assert total == 2 + 2 * (MPI.COMM_WORLD.rank % 2)
+    half.Free()
