@@ -74,7 +74,7 @@ class RemoteCluster:
         self._pending: set[int] = set()
         self._error: BaseException | None = None
         self._scheduled = self._ended = 0
-        self._values: dict[int, bytes] = {}
+        self._values: dict[int, bytes | BaseException] = {}  # that were fetched, or why they cannot be sent
         self._socket: ClientSocket | None = ClientSocket(path, timeout)
         self.num_workers = 0
         self.coordinator = RemoteObject(self, COORDINATOR)
@@ -270,7 +270,9 @@ class RemoteCluster:
             if error is not None and self._error is None and not isinstance(error, ClosureCancelledError):
                 self._error = error
         thing = self._objects.get(message.number)
-        if thing is not None:
+        if thing is not None and thing.status is RemoteValueStatus.READY and error is not None:
+            self._values[message.number] = error
+        elif thing is not None:
             thing._error = error
             thing.status = RemoteValueStatus.READY if error is None else RemoteValueStatus.ABORTED
 
@@ -284,10 +286,11 @@ class RemoteCluster:
         number = thing._number
         with self._lock:
             self._open().send(Kind.FETCH, number)
-        self._wait(lambda: number in self._values or thing._error is not None, timeout, "RemoteObject.get")
-        if thing._error is not None:
-            raise thing._error
-        return loads(self._values.pop(number), _stays)
+        self._wait(lambda: number in self._values, timeout, "RemoteObject.get")
+        value = self._values.pop(number)
+        if isinstance(value, BaseException):
+            raise value
+        return loads(value, _stays)
 
 
 @final
@@ -317,6 +320,7 @@ class RemoteObject:
             Exception: what the function raised, with its traceback in the job as the cause.
             ClosureCancelledError: it was cancelled.
             TimeoutError: it takes longer.
+            TypeError: it cannot be sent.
         """
         self._wait(timeout)
         return self._cluster._fetch(self, timeout)

@@ -92,6 +92,10 @@ def test_errors_have_their_traceback_in_the_job(job, tmp_path):
         with pytest.raises(TypeError):
             cluster.schedule(threading.Lock).get()  # a value that cannot be sent
         assert cluster.schedule(lambda: 2).get() == 2
+        strategy = cluster.call(ms.get_strategy)
+        with pytest.raises(TypeError):
+            strategy.get()  # nor can this, which functions still find
+        assert cluster.schedule(lambda: strategy.size).get() == 4
 
 
 def test_a_failure_and_a_cancellation_cancel_what_waits(job, tmp_path):
