@@ -296,3 +296,15 @@ def test_on_a_communicator():
         total = strategy.mesh.all_reduce(MPI.COMM_WORLD.rank, "model")
         assert total == 2 + 2 * (MPI.COMM_WORLD.rank % 2)
     half.Free()
+
+
+@pytest.mark.ranks(4)
+def test_ratios_of_norms_are_those_of_the_whole():
+    whole = np.arange(32.0).reshape(4, 8)
+    with ms.MeshStrategy(axes={"data": 2, "model": 2}) as strategy:
+        with strategy.scope():
+            v = ms.Variable(whole, layout=(None, "model"))
+            optimizer = ms.optimizers.Lamb(0.5, epsilon=1e-15)
+        strategy.run(lambda: optimizer.apply_gradients([(np.full((4, 4), 3.0), v)]))
+        ratio = np.linalg.norm(whole) / np.sqrt(32)  # the direction is the gradient's sign
+        np.testing.assert_allclose(v.gathered(), whole - 0.5 * ratio, rtol=1e-12)
