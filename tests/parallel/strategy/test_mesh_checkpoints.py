@@ -45,6 +45,38 @@ def test_every_mesh_restores_every_other(mpi_tmp_path, applied):
                 equal(network.wholes(), wanted)
 
 
+@pytest.mark.ranks(4)
+def test_a_mesh_of_other_ranks_restores_it(mpi_tmp_path):
+    """Files of every mesh of 1, 2 and 4 ranks, restored on every one of the other numbers."""
+    from mpi4py import MPI
+
+    wanted = {}
+    for size in (1, 2, 4):
+        comm = MPI.COMM_WORLD.Split(0 if MPI.COMM_WORLD.rank < size else MPI.UNDEFINED)
+        if comm != MPI.COMM_NULL:
+            for number, axes in enumerate(meshes.meshes(size)):
+                with ms.MeshStrategy(axes=axes, comm=comm) as strategy:
+                    network = meshes.Network(strategy)
+                    network.train()
+                    wanted[size, number] = network.wholes()
+                    strategy.save(mpi_tmp_path / f"{size}-{number}.h5")
+            comm.Free()
+        MPI.COMM_WORLD.Barrier()
+    wanted = MPI.COMM_WORLD.bcast(wanted)
+    for size in (1, 2, 4):
+        comm = MPI.COMM_WORLD.Split(0 if MPI.COMM_WORLD.rank < size else MPI.UNDEFINED)
+        if comm != MPI.COMM_NULL:
+            for axes in meshes.meshes(size):
+                for (saved, number), whole in wanted.items():
+                    if saved != size:
+                        with ms.MeshStrategy(axes=axes, comm=comm) as strategy:
+                            network = meshes.Network(strategy, other_values())
+                            strategy.restore(mpi_tmp_path / f"{saved}-{number}.h5")
+                            equal(network.wholes(), whole)
+            comm.Free()
+        MPI.COMM_WORLD.Barrier()
+
+
 @pytest.mark.hosts(2, ranks_per_host=2)
 @pytest.mark.parametrize("model", [1, 2])
 def test_two_hosts(mpi_tmp_path, model):
