@@ -143,7 +143,8 @@ def _order(rows: np.ndarray) -> np.ndarray:
     bits = int(rows.size).bit_length()
     if int(rows.max()) >> (62 - bits) or int(rows.min()) < 0:
         return np.argsort(rows, kind="stable")
-    return np.sort(rows << bits | np.arange(rows.size)) & ((1 << bits) - 1)
+    wide = rows.astype(np.int64, copy=False)  # a gradient's may be of any integer type, and have no room for a place
+    return np.sort(wide << bits | np.arange(rows.size)) & ((1 << bits) - 1)
 
 
 class Push(NamedTuple):

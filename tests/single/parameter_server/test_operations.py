@@ -94,6 +94,15 @@ def test_rows_are_summed(rows):
     np.testing.assert_array_equal(dense, expected)
 
 
+@pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.int32, np.uint32, np.uint64])
+def test_rows_of_every_integer_type_are_summed(dtype):
+    top = min(np.iinfo(dtype).max, 1 << 40)
+    rows = np.tile(np.array([top, 7, 5, top - 1], dtype), 5000)
+    numbers, sums = sum_duplicate_rows(rows, np.arange(20_000.0), "test")
+    assert numbers.tolist() == [5, 7, top - 1, top]
+    assert sums.tolist() == [np.arange(start, 20_000.0, 4).sum() for start in (2, 1, 3, 0)]
+
+
 def test_narrow_rows_are_summed_in_float32():
     rows, values = np.zeros(4, np.int64), np.array([[2048], [1], [1], [2]], np.float16)  # 2048 + 1 is 2048 in float16
     assert sum_duplicate_rows(rows, values, "test")[1].tolist() == [[2052]]
