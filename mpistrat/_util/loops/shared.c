@@ -72,7 +72,7 @@ static PyObject *await_word(PyObject *Py_UNUSED(module), PyObject *const *args, 
 
 /* ---- pairs of words */
 
-enum { MOST_WORDS = 1024 };
+enum { MOST_WORDS = 1024 }; /* of more, only the first are looked at: the wait ends soon, and the caller looks at all */
 
 typedef struct {
     const int64_t *word[MOST_WORDS];
@@ -87,13 +87,13 @@ static int some_differ(const void *data) {
 }
 
 static PyObject *await_difference(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2 || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) > MOST_WORDS)
-        return PyErr_Format(PyExc_TypeError, "await_difference(memory, tuple of at most %d offsets)", MOST_WORDS);
+    if (nargs != 2 || !PyTuple_Check(args[1])) return PyErr_Format(PyExc_TypeError, "await_difference(memory, tuple of offsets)");
     Py_buffer view;
     if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0) return NULL;
-    Words words = {.count = 0};
+    Words words;
+    Py_ssize_t given = PyTuple_Size(args[1]), most = given < MOST_WORDS ? given : MOST_WORDS;
     int found = -1;
-    for (; words.count < PyTuple_Size(args[1]); words.count++)
+    for (words.count = 0; words.count < most; words.count++)
         if ((words.word[words.count] = word_at(&view, PyTuple_GetItem(args[1], words.count))) == NULL) break;
     if (!PyErr_Occurred()) found = wait_until(some_differ, &words);
     PyBuffer_Release(&view);

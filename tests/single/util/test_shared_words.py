@@ -56,6 +56,12 @@ def test_any_two_words_that_differ_end_a_wait(memory: np.ndarray, pair: int) -> 
     assert not loops.await_difference(memory, offsets)
 
 
+def test_a_wait_for_the_words_of_very_many_workers_ends_soon(memory: np.ndarray) -> None:
+    assert not loops.await_difference(memory, (0, 8) * 2000)
+    words(memory)[0] = 1
+    assert loops.await_difference(memory, (0, 8) * 2000)
+
+
 def test_parts_are_copied_and_the_word_is_written(memory: np.ndarray) -> None:
     parts = [(DATA, np.arange(3, dtype=np.float32)), (DATA + 12, b"ab"), (255, np.full(1, 7, np.uint8))]
     assert loops.publish(memory, parts, VERSION, -9)
