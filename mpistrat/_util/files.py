@@ -61,6 +61,8 @@ def replacing(path: Path) -> Iterator[Path]:
         yield beside
         os.fsync(descriptor)
         beside.replace(path)
+        with contextlib.suppress(OSError):  # where there are no locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # who opens it by HDF5 locks it, too
         flush_folder(path.parent)
     finally:
         beside.unlink(missing_ok=True)  # else it has the other name by now

@@ -214,7 +214,10 @@ class CheckpointFile:
         self._path = path
         if path.exists() and not path.is_file():
             raise OSError("expected a file, got a directory or a device")
-        self._file = h5py.File(path, "r")
+        try:
+            self._file = h5py.File(path, "r")
+        except BlockingIOError:  # nobody writes what has this name, but its writer's lock may last a little longer
+            self._file = h5py.File(path, "r", locking=False)
         try:
             attributes = self._file.attrs
             if attributes.get("format") != FORMAT or attributes.get("version") != VERSION:

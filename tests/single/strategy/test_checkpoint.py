@@ -1,5 +1,6 @@
 """save and restore: one file, whole or not there, that another strategy reads."""
 
+import fcntl
 import os
 
 import h5py
@@ -31,6 +32,18 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path, before, after):
         assert optimizer.iterations == 3
         train(strategy, variables, optimizer, 2)
         assert np.allclose(variables["w"].numpy(), expected, rtol=1e-12)
+
+
+def test_a_file_is_read_though_its_writer_has_yet_to_unlock_it(tmp_path):
+    """As one that follows a run's files does when the newest has just got its name."""
+    with without_mpi(1) as strategy, strategy.scope():
+        w = ms.Variable(np.arange(3.0), name="w")
+        strategy.save(tmp_path / "x.h5")
+        w.assign(np.zeros(3))
+        with (tmp_path / "x.h5").open("r+b") as writer:
+            fcntl.flock(writer, fcntl.LOCK_EX)
+            strategy.restore(tmp_path / "x.h5")
+        assert w.numpy().tolist() == [0, 1, 2]
 
 
 def test_what_was_restored_and_not_trained_is_saved_as_it_was(tmp_path):

@@ -6,6 +6,7 @@ import stat
 
 import pytest
 
+from mpistrat._util import files
 from mpistrat._util.files import replacing
 
 
@@ -29,6 +30,21 @@ def test_replaced_or_as_it_was(tmp_path):
     assert path.read_text() == "first" and not beside(tmp_path)
     with pytest.raises(FileNotFoundError), replacing(tmp_path / "none" / "x"):
         pass
+
+
+def test_readers_that_lock_a_file_do_not_wait_for_its_folder_to_be_flushed(tmp_path, monkeypatch):
+    """HDF5 opens no file that another process has locked."""
+    path, flushed = tmp_path / "x", []
+
+    def flush(folder):
+        with path.open() as reader:
+            fcntl.flock(reader, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        flushed.append(folder)
+
+    monkeypatch.setattr(files, "flush_folder", flush)
+    with replacing(path) as part:
+        part.write_text("whole")
+    assert flushed == [tmp_path]
 
 
 def test_two_writers_of_one_file(tmp_path):
