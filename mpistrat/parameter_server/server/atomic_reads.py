@@ -133,7 +133,8 @@ class SeqLockWriter:
         while self._words[word] == announcement:
             self._progress()
             self._sync()
-            if backoff.pause() and monotonic() > until:
+            backoff.pause()  # on a busy machine to give way takes long, too
+            if monotonic() > until:
                 self._given_up[word], self._most[word] = announcement, 2 * most
                 return
         self._most.pop(word, None)
