@@ -33,9 +33,9 @@ def test_everything(mpi_run, tmp_path):
     }
     constants = {name: [case[column] for column in COLUMNS] for name, case in values.pop("constants").items()}
     assert all(0 <= least <= median <= most for median, least, most in constants.values())
-    alone, together = (constants[name_of(what, "393 K")][0] for what in (ALONE, TOGETHER))
-    assert 0 < alone <= 5 * together and name_of(GRADIENT, "393 K") in constants
-    assert PING not in constants and not any(name.startswith(STEP) for name in constants)
+    # How long each takes is not compared: on a busy machine a step on few parameters may take as long.
+    assert {name_of(what, "393 K") for what in (ALONE, TOGETHER, GRADIENT)} <= constants.keys()
+    assert PING not in constants and not any(name.startswith(name_of(STEP, "")) for name in constants)
     assert all(figure > 0 for found in values.values() for case in found.values() for figure in case.values())
     assert document["machine"]["ranks"] == 2
     assert "Input from HDF5 files" in result.out[0]
