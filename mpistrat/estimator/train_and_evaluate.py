@@ -200,10 +200,11 @@ class _Evaluator:
             final = ended or (self._max_steps is not None and step >= self._max_steps)
             self._evaluation(loop, step, final)
             loop.epoch += 1
-        except FileNotFoundError:
-            logger.info("train_and_evaluate: %s was removed before it was evaluated", path)
-        except Exception:
-            logger.exception("train_and_evaluate: the evaluator goes on without %s", path)
+        except Exception as error:
+            if isinstance(error, OSError) and not path.exists():
+                logger.info("train_and_evaluate: %s was removed before it was evaluated", path)
+            else:
+                logger.exception("train_and_evaluate: the evaluator goes on without %s", path)
 
     def _reached(self) -> bool:
         results = None if self._evaluation is None else self._evaluation.results

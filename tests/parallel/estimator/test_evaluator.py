@@ -111,6 +111,27 @@ def test_its_failure_stops_nobody(with_evaluator, mpi_tmp_path, caplog):
         assert of.checkpoints.steps() == [5, 10]
 
 
+def test_a_checkpoint_that_is_removed_before_it_is_read_is_no_error(with_evaluator, mpi_tmp_path, monkeypatch, caplog):
+    latest, caught = ms.train.Checkpoints.latest, []
+
+    def removed_once(checkpoints):
+        found = latest(checkpoints)
+        if found is None or caught or not evaluates():
+            return found
+        caught.append(checkpoints.path(4))
+        return caught[0]
+
+    monkeypatch.setattr(ms.train.Checkpoints, "latest", removed_once)
+    monkeypatch.setenv("MPISTRAT_LOG", "info")
+    of = estimator(mpi_tmp_path)
+    results, _ = train_and_evaluate(of, train_spec(10), eval_spec())
+    of.close()
+    if evaluates():
+        assert results["global_step"] == 10
+        assert f"{caught[0]} was removed before it was evaluated" in caplog.text
+        assert "Traceback" not in caplog.text
+
+
 def test_a_task_of_tf_config_is_the_role(monkeypatch, mpi_tmp_path):
     comm = world()
     number = comm.size - 1
