@@ -165,9 +165,12 @@ def test_something_else_is_done_between_the_blocks_of_a_large_variable():
     """By the thread that updates it; others, if there are any, take some of the blocks. The numbers are the same."""
     start, threads = random(1, (20 * BLOCK + 1,), np.float32), []
     updates = LocalUpdates(ms.optimizers.SGD(0.5), lambda: threads.append(threading.current_thread()))
-    array = start.copy()
-    updates.dense(Weights(start), array, [start], 1)
-    assert array.tobytes() == (start - start * np.float32(0.5)).tobytes()
+    for step in range(1, 51):
+        array = start.copy()
+        updates.dense(Weights(start), array, [start], step)
+        assert array.tobytes() == (start - start * np.float32(0.5)).tobytes()
+        if threads:  # on a busy machine the others may have taken all blocks
+            break
     assert 1 <= len(threads) <= 21
     assert set(threads) == {threading.current_thread()}
     small = start[:BLOCK].copy()
