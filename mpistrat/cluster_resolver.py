@@ -1,9 +1,13 @@
-"""`ms.cluster_resolver`: who the tasks of a cluster are, asked of TF_CONFIG, SLURM, MPI or the program."""
+"""`ms.cluster_resolver`: who the tasks of a cluster are, asked of TF_CONFIG, SLURM, MPI, a cloud or the program."""
 
 from .cluster import (
     ClusterResolver,
     ClusterSpec,
+    GCEClusterResolver,
+    KubernetesClusterResolver,
+    KubernetesExecutableLocation,
     MPIClusterResolver,
+    SageMakerClusterResolver,
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
@@ -14,7 +18,11 @@ from .cluster import (
 __all__ = [
     "ClusterResolver",
     "ClusterSpec",
+    "GCEClusterResolver",
+    "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
     "MPIClusterResolver",
+    "SageMakerClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 from .._util.lazy import lazy
 
 if TYPE_CHECKING:
+    from .resolvers.gce import GCEClusterResolver
+    from .resolvers.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
     from .resolvers.mpi import MPIClusterResolver
     from .resolvers.resolver import ClusterResolver, SimpleClusterResolver, UnionClusterResolver, UnionResolver
+    from .resolvers.sagemaker import SageMakerClusterResolver
     from .resolvers.slurm import SlurmClusterResolver
     from .resolvers.tf_config import TFConfigClusterResolver
     from .spec import ClusterSpec
@@ -19,7 +22,11 @@ else:
 __all__ = [
     "ClusterResolver",
     "ClusterSpec",
+    "GCEClusterResolver",
+    "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
     "MPIClusterResolver",
+    "SageMakerClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
