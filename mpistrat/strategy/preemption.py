@@ -36,8 +36,10 @@ __all__ = [
     "StopAtPasses",
     "StopRequest",
     "StopTogether",
+    "ask_to_stop",
     "catch_stop_signals",
     "last_moment",
+    "stop_reason",
 ]
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -50,7 +52,7 @@ _LAST_WAIT = 1.0  # seconds at the end of the program
 _requests: weakref.WeakSet[StopRequest] = weakref.WeakSet()
 _before: dict[int, Any] = {}  # what handled the signals that are caught
 _terminated: float | None = None  # when the first SIGTERM came
-_stop = False  # whether a signal has come
+_reason = ""  # why this process was asked to stop, "" as long as it was not
 _process = 0
 
 
@@ -80,7 +82,7 @@ def catch_stop_signals() -> None:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    global _stop, _terminated
+    global _terminated
     before = _before.get(number)
     if os.getpid() != _process:  # a forked child is none of the ranks
         _act(number, before)
@@ -91,11 +93,22 @@ def _handle(number: int, frame: FrameType | None) -> None:
             _act(number, before)
             return
         _terminated = _terminated or now
-    _stop = True
-    for request in list(_requests):
-        request.note()
+    ask_to_stop(f"signal {signal.Signals(number).name}")
     if callable(before):
         before(number, frame)
+
+
+def ask_to_stop(reason: str) -> None:
+    """Ask this process to stop at a step boundary, as a signal does; the first reason counts. From any thread."""
+    global _reason
+    _reason = _reason or reason
+    for request in list(_requests):
+        request.note()
+
+
+def stop_reason() -> str:
+    """Return why this process was asked to stop, "" where it was not."""
+    return _reason
 
 
 def _act(number: int, before: Any) -> None:
@@ -106,8 +119,8 @@ def _act(number: int, before: Any) -> None:
 
 def release_signals() -> None:
     """Handle signals as before they were caught, and forget those that came."""
-    global _stop, _terminated
-    _stop, _terminated = False, None
+    global _reason, _terminated
+    _reason, _terminated = "", None
     for number, before in _before.items():
         if before is not None and signal.getsignal(number) is _handle:
             with contextlib.suppress(ValueError):  # not the main thread
@@ -158,7 +171,7 @@ class StopRequest:
         self._last: float | None = None
         self.save_seconds = 0.0
         _requests.add(self)
-        if _stop:
+        if _reason:
             self.note()
 
     def note(self) -> None:
@@ -169,7 +182,7 @@ class StopRequest:
     def __bool__(self) -> bool:
         if not self._asked:
             self._begin()
-        if not (_stop or (self._last is not None and time.time() >= self._last - self._ahead())):
+        if not (_reason or (self._last is not None and time.time() >= self._last - self._ahead())):
             return self._monitor is not None and self._monitor.stop
         self.note()
         return True
@@ -189,7 +202,7 @@ class StopRequest:
         A rank that was asked to stop may get the signal again while it ends, and ends with its own exit status.
         """
         _requests.discard(self)
-        if self._asked and not _stop and not any(request._asked for request in _requests):
+        if self._asked and not _reason and not any(request._asked for request in _requests):
             release_signals()
         self._asked = False
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         TopKCategoricalAccuracy,
     )
     from .monitor import Monitor
+    from .preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
     from .trainer import Trainer
 else:
     __getattr__, __dir__ = lazy(__name__)
@@ -69,6 +70,8 @@ __all__ = [
     "Metric",
     "Monitor",
     "Precision",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
     "Progress",
     "Recall",
     "ReduceLROnPlateau",
@@ -79,6 +82,7 @@ __all__ = [
     "Sum",
     "TensorBoard",
     "TerminateOnNaN",
+    "TerminationConfig",
     "Timeline",
     "TopKCategoricalAccuracy",
     "Trainer",

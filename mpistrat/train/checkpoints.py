@@ -39,6 +39,7 @@ class Checkpoints:
 
     Attributes:
         folder: where they lie.
+        strategy: whose variables and optimizers are saved.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Checkpoints:
             if seconds is not None and not seconds > 0:
                 raise ValueError(explain("Checkpoints", argument, expected="a number > 0", got=str(seconds)))
         self.folder, self._run = Path(folder), os.path.abspath(folder)
-        self._strategy, self._keep, self._every = strategy, keep, every_steps
+        self.strategy, self._keep, self._every = strategy, keep, every_steps
         self._asynchronous, self._prepared = asynchronous, False
         self._saving: Saving | None = None
         self._period = None if every_seconds is None else _Period(strategy, every_seconds)
@@ -152,17 +153,17 @@ class Checkpoints:
         Returns:
             The file, None where none is written.
         """
-        self._strategy.reach(step)
+        self.strategy.reach(step)
         if self._asynchronous and not self._prepared:
             self._prepared = True
-            self._strategy.prepare_save()
+            self.strategy.prepare_save()
         if step == self._until:
-            self._strategy.outer_step()  # the file of that step is of one that was taken there, if nodes differ
+            self.strategy.outer_step()  # the file of that step is of one that was taken there, if nodes differ
             self.save(step, notes)
             self.wait()
             sys.exit(RESTART_EXIT_CODE)
         self._postponed |= self._every is not None and step % self._every == 0
-        if self._strategy.nodes_differ:
+        if self.strategy.nodes_differ:
             return None
         if self._snapshots is not None and self._snapshots.due(step, met_after):
             self._snapshots = self._take_snapshot(self._snapshots, step, notes)
@@ -171,16 +172,16 @@ class Checkpoints:
         try:
             return self.save(step, notes)
         except OSError as error:
-            if self._strategy.rank == 0:
+            if self.strategy.rank == 0:
                 logger.warning("Checkpoints: step %d is not saved, training goes on: %s", step, error)
             return None
 
     def _take_snapshot(self, period: _Period, step: int, notes: Any) -> _Period | None:
         began = time.monotonic()
         try:
-            self._strategy.take_snapshot(step, self._with_step(notes, step), self._run)
+            self.strategy.take_snapshot(step, self._with_step(notes, step), self._run)
         except SharedMemoryError as error:
-            if self._strategy.rank == 0:
+            if self.strategy.rank == 0:
                 logger.warning("Checkpoints: training goes on without snapshots: %s", error)
             return None
         period.begin(step, time.monotonic() - began)
@@ -198,7 +199,7 @@ class Checkpoints:
             ContextError: nodes have taken local steps since the last outer step; `postpone` waits for the next one.
             CollectiveMismatchError: on every rank, when step or notes are not the same on all.
         """
-        path, strategy = self.path(step), self._strategy
+        path, strategy = self.path(step), self.strategy
         self._postponed = False
         if strategy.rank == 0:
             with contextlib.suppress(OSError):  # which `Strategy.save` tells all ranks
@@ -230,7 +231,7 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
-            self._strategy.note_saved(self._saving_step, self._run)
+            self.strategy.note_saved(self._saving_step, self._run)
 
     def _remove_old(self) -> None:
         try:
@@ -268,7 +269,7 @@ class Checkpoints:
             ...     sums
             [1.0, 5.0, 9.0, 1.0, 5.0, 9.0]
         """
-        strategy = self._strategy
+        strategy = self.strategy
         if strategy.extended.placement.store is not None:
             expected, got = "a strategy whose ranks have the same batches", "one of parameter servers"
             raise ContextError(explain("Checkpoints.batches", "strategy", expected=expected, got=got))
@@ -316,17 +317,17 @@ class Checkpoints:
             ValueError: on every rank, when the newest is of another program: names, shapes or dtypes differ.
         """
         self.wait()
-        steps = self._strategy.broadcast_object(self.steps())
+        steps = self.strategy.broadcast_object(self.steps())
         snapshot = None
         if self._snapshots is not None:
-            snapshot = self._strategy.newest_snapshot(self._run)
+            snapshot = self.strategy.newest_snapshot(self._run)
         if snapshot is not None and snapshot.step >= max(steps, default=0):
-            return self._taken_over(self._strategy.restore_snapshot(snapshot))
+            return self._taken_over(self.strategy.restore_snapshot(snapshot))
         for step in reversed(steps):
             try:
-                return self._taken_over(self._strategy.restore(self.path(step)))
+                return self._taken_over(self.strategy.restore(self.path(step)))
             except OSError as error:
-                if self._strategy.rank == 0:
+                if self.strategy.rank == 0:
                     logger.warning("Checkpoints: step %d is passed over: %s", step, error)
         if steps:
             expected, got = "a file that can be read", f"{len(steps)} that cannot"
@@ -344,7 +345,7 @@ class Checkpoints:
         self._layouts = [(begin, tuple(ranks)) for begin, ranks in notes.pop(_LAYOUTS, [])]
         if not self._layouts or self._layouts[-1][1] != own:
             self._layouts.append((step, own))
-        self._strategy.reach(step)
+        self.strategy.reach(step)
         return notes
 
 

@@ -1,0 +1,238 @@
+"""PreemptionCheckpointHandler: save and end when the job is about to be ended; TensorFlow's way to write that loop."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from .._util.log import logger
+from ..environment import RESTART_EXIT_CODE
+from ..errors import ContextError, explain
+from ..strategy.preemption import ask_to_stop, catch_stop_signals, stop_reason
+from .checkpoints import Checkpoints
+
+__all__ = ["PreemptionCheckpointHandler", "PreemptionWatcher", "TerminationConfig"]
+
+_POLL_SECONDS = 1.0  # between two calls of termination_watcher_fn
+_STEPS_LEFT = 6  # so many steps' time before the end of the grace period the last file is due, as in TensorFlow
+
+
+@final
+class TerminationConfig:
+    """How a `PreemptionCheckpointHandler` learns that the job is about to end, and what it does then.
+
+    Args:
+        termination_watcher_fn: called each second, in a thread, until it returns True: then this rank is asked to stop, as by
+            a signal. It must not wait. Default: signals and the time limit alone, which count in any case.
+        exit_fn: called on every rank after the last file is complete. Default: `sys.exit(ms.RESTART_EXIT_CODE)`. If it returns,
+            the program goes on, and nothing is saved any more.
+        grace_period: seconds from the request to the end. With more than 0 a file is saved at once, training goes on, and a
+            second one is saved shortly before the end. Default: 0, one file and the end.
+        save_fn: called instead of `Checkpoints.save`, collectively, with the arguments of `save_checkpoint_if_preempted`.
+
+    Raises:
+        ValueError: `grace_period` is no number >= 0, or a function cannot be called.
+
+    Example:
+        >>> ms.train.TerminationConfig(grace_period=3600.0).grace_period
+        3600.0
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/TerminationConfig.
+    """
+
+    def __init__(
+        self,
+        termination_watcher_fn: Callable[[], bool] | None = None,
+        exit_fn: Callable[[], Any] | None = None,
+        grace_period: float | None = None,
+        save_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        functions: dict[str, object] = {
+            "termination_watcher_fn": termination_watcher_fn,
+            "exit_fn": exit_fn,
+            "save_fn": save_fn,
+        }
+        for argument, function in functions.items():
+            if function is not None and not callable(function):
+                got = f"a {type(function).__name__}"
+                raise ValueError(explain("TerminationConfig", argument, expected="a function", got=got))
+        if grace_period is not None and not grace_period >= 0:
+            raise ValueError(explain("TerminationConfig", "grace_period", expected="seconds >= 0", got=grace_period))
+        self.termination_watcher_fn, self.exit_fn = termination_watcher_fn, exit_fn
+        self.grace_period, self.save_fn = grace_period or 0.0, save_fn
+
+
+@final
+class PreemptionCheckpointHandler:
+    """Saves and ends the program at one step of all ranks, when one of them is asked to stop. Collective.
+
+    Made after variables and optimizers, it restores the newest file. Then call each step by `run`, or
+    `save_checkpoint_if_preempted` after each. Whether to stop is `Strategy.should_stop`'s answer: signals, time limits, or
+    what a `TerminationConfig` says. `ms.train.Trainer` and `Checkpoints.batches` do the same without this class.
+
+    Args:
+        checkpoints: where to save. TensorFlow's resolver, checkpoint and folder are these alone.
+        termination_config: how to learn of the end, and how to end.
+
+    Attributes:
+        notes: what the restored file had, with "step"; None where there was none.
+
+    Raises:
+        ContextError: under parameter servers, whose workers step by themselves.
+        OSError, ValueError: as `Checkpoints.restore_latest`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
+        ...     with strategy.scope():
+        ...         done = ms.Variable(0, name="done")
+        ...     handler = ms.train.PreemptionCheckpointHandler(ms.train.Checkpoints(strategy, folder))
+        ...     while handler.total_run_calls < 3:
+        ...         _ = handler.run(done.assign_add, 1)
+        ...     int(done.numpy())
+        3
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, termination_config: TerminationConfig | None = None) -> None:
+        self._checkpoints, self._strategy = checkpoints, checkpoints.strategy
+        if self._strategy.extended.placement.store is not None:
+            expected, got = "a strategy whose ranks step together", "one of parameter servers"
+            raise ContextError(explain("PreemptionCheckpointHandler", "strategy", expected=expected, got=got))
+        self._config = termination_config or TerminationConfig()
+        catch_stop_signals()
+        self.notes = checkpoints.restore_latest()
+        self._calls = 0 if self.notes is None else int(self.notes["step"])
+        self._checks, self._began = 0, time.monotonic()
+        self._end: float | None = None  # of the grace period, once it runs
+        self._over, self._save_seconds = False, 0.0
+        self._error: Exception | None = None  # of termination_watcher_fn
+        if self._config.termination_watcher_fn is not None:
+            threading.Thread(target=self._watch, args=(self._config.termination_watcher_fn,), daemon=True).start()
+
+    @property
+    def total_run_calls(self) -> int:
+        """How many calls there were, those before the restored file included: the step of the next file."""
+        return self._calls
+
+    def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Save and end if it is time to; else call a step, and return its result. Collective.
+
+        Raises:
+            OSError: on every rank, when the file cannot be written.
+            SystemExit: on every rank, at the end.
+        """
+        self._check()
+        result = distributed_train_function(*args, **kwargs)
+        self._calls += 1
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Save and end if it is time to, after a step that `run` did not call. Collective.
+
+        Args:
+            args, kwargs: of `save_fn`; without one `notes`, as for `Checkpoints.save`.
+
+        Raises:
+            OSError: on every rank, when the file cannot be written.
+            SystemExit: on every rank, at the end.
+        """
+        self._calls += 1
+        self._check(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """Do nothing around a loop that calls `run`: as in TensorFlow without TPUs, `run` itself saves and ends."""
+        yield
+
+    def _check(self, *args: Any, **kwargs: Any) -> None:
+        """Save, and end, if it is time to."""
+        if self._over:
+            return
+        if self._error is not None:
+            raise self._error
+        self._checks += 1
+        if self._end is None:
+            if not self._strategy.should_stop():
+                return
+            self._end = time.monotonic() + self._config.grace_period
+            last = self._config.grace_period <= 0
+        else:
+            last = self._grace_is_over(self._end)
+            if not last:
+                return
+        self._over = last
+        self._save(*args, **kwargs)
+        if last:
+            self._end_program()
+
+    def _grace_is_over(self, end: float) -> bool:
+        """Return whether on some rank the time left is that of a few steps and a save. Collective."""
+        now = time.monotonic()
+        left = _STEPS_LEFT * (now - self._began) / self._checks + self._save_seconds
+        group = self._strategy.extended.process_group
+        with group.collective("PreemptionCheckpointHandler"):
+            return bool(group.agree(now >= end - left, "max"))
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        began = time.monotonic()
+        self._strategy.outer_step()
+        if self._config.save_fn is not None:
+            self._config.save_fn(*args, **kwargs)
+        else:
+            self._checkpoints.save(self._calls, *args, **kwargs)
+        self._checkpoints.wait()
+        self._save_seconds = time.monotonic() - began
+        if self._strategy.rank == 0:
+            after = "then the program ends" if self._over else f"it goes on for {self._config.grace_period:g} s at most"
+            logger.info("PreemptionCheckpointHandler: saved after step %d; %s", self._calls, after)
+
+    def _end_program(self) -> None:
+        if self._config.exit_fn is not None:
+            self._config.exit_fn()
+        else:
+            sys.exit(RESTART_EXIT_CODE)
+
+    def _watch(self, asked: Callable[[], bool]) -> None:
+        """Ask the program's function until it says to stop. In a thread of its own."""
+        try:
+            while not asked():
+                time.sleep(_POLL_SECONDS)
+                if self._over or self._strategy.extended.closed:
+                    return
+        except Exception as error:  # raised at the next step, in the program's own thread
+            self._error = error
+        else:
+            ask_to_stop("termination_watcher_fn")
+
+
+@final
+class PreemptionWatcher:
+    """Whether this rank was asked to stop, and how, for a program that decides by itself. Local.
+
+    It catches the stop signals from now on: see `ms.catch_stop_signals`. Other ranks may not know: `Strategy.should_stop` is
+    the same on all.
+
+    Example:
+        >>> with ms.OneDeviceStrategy() as strategy:
+        ...     strategy.should_stop(), ms.train.PreemptionWatcher().preemption_message
+        (False, None)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionWatcher.
+    """
+
+    def __init__(self) -> None:
+        catch_stop_signals()
+
+    @property
+    def preemption_message(self) -> str | None:
+        """What asked this rank to stop, as "signal SIGTERM"; None as long as nothing did."""
+        return stop_reason() or None
+
+    def block_until_worker_exit(self) -> None:
+        """Return at once, as in TensorFlow without TPUs: the ranks of a job end together."""
