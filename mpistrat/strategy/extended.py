@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, final
 
 from .. import context
@@ -23,6 +24,7 @@ from .contexts import ReplicaContext
 from .optimizer_states import OptimizerStates
 from .reductions import Reductions, as_scalar
 from .replica_threads import ReplicaThreads, current_rendezvous
+from .tensorflow1 import TensorFlow1Extended
 
 __all__ = ["Coordination", "StrategyExtended"]
 
@@ -45,7 +47,7 @@ class Coordination:
 
 
 @final
-class StrategyExtended:
+class StrategyExtended(TensorFlow1Extended):
     """A strategy's inner parts (TF: tf.distribute.StrategyExtended); `strategy.extended`.
 
     Attributes:
@@ -254,22 +256,41 @@ class StrategyExtended:
             ValueError: a PerReplica among the arguments, or a variable of another strategy.
             ContextError: in replica context.
         """
-        self.require_open("update")
-        context.expect_cross(self._strategy, "extended.update")
+        self.require_cross("extended.update")
         self.require_own(var, "extended.update")
-        call = (tuple(args), dict(kwargs or {}))
+        return self.call_on_copies("extended.update", var.num_copies, partial(fn, var), (args, kwargs), group)
+
+    def call_on_copies(
+        self,
+        function: str,
+        copies: int,
+        fn: Callable[..., Any],
+        call: tuple[Sequence[Any], Mapping[str, Any] | None],
+        group: bool,
+    ) -> Any:
+        """Call a function once for each of some copies, in update context; what `update` does beside its checks.
+
+        Args:
+            function: who calls, for errors.
+            copies: how many.
+            fn, call, group: the function, its positional and named arguments, and whether to return one value.
+
+        Raises:
+            ValueError: a PerReplica among the arguments.
+        """
+        call = (tuple(call[0]), dict(call[1] or {}))
         for leaf in nest.flatten(call):
             if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
                 remedy = "Reduce it first: extended.reduce_to or batch_reduce_to"
                 got = f"a {type(leaf).__name__}"
                 expected = "plain or Mirrored values"
-                raise ValueError(explain("extended.update", "args", expected=expected, got=got, remedy=remedy))
+                raise ValueError(explain(function, "args", expected=expected, got=got, remedy=remedy))
         results = []
-        for copy in range(var.num_copies):
+        for copy in range(copies):
             copy_args, copy_kwargs = select_replica(copy, call)
             token = context.push(Frame(self._strategy, update_replica_id=copy))
             try:
-                results.append(fn(var, *copy_args, **copy_kwargs))
+                results.append(fn(*copy_args, **copy_kwargs))
             finally:
                 context.pop(token)
         return regroup(results, Mirrored) if group else results

@@ -26,6 +26,7 @@ from .extended import StrategyExtended
 from .files import Files
 from .preemption import StopAgreement, StopRequest, StopTogether
 from .reductions import Axis
+from .tensorflow1 import TensorFlow1Strategy
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,7 +42,7 @@ S = TypeVar("S", bound="Strategy")
 _NO_KWARGS: dict[str, Any] = {}
 
 
-class Strategy(RankCollectives, Files):
+class Strategy(RankCollectives, Files, TensorFlow1Strategy):
     """How one training step runs on many replicas (TF: tf.distribute.Strategy). Make one of its subclasses.
 
     Creating and closing a strategy is collective over its communicator. Used in a `with` statement it is closed at the
